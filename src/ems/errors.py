@@ -1,0 +1,74 @@
+"""Every error that EMS raises on purpose, as one small tree.
+
+::
+
+    EmsError
+    ├── ConfigError (ValueError)         a flag, a file or an argument is wrong; nothing was started
+    ├── ProtocolError (ValueError)       the peer sent what the protocol does not allow
+    └── PoolError                        the pool did not do what it was asked
+        ├── PoolUnavailable (ConnectionError)   no node answers; may pass
+        ├── PoolTimeout (TimeoutError)          no answer before the deadline; may pass
+        ├── PoolRefused                         the node understood and said no
+        │   ├── Unauthorised (PermissionError)  the access key is missing or wrong
+        │   ├── VersionMismatch                 no protocol version that both sides speak
+        │   └── NoSpace                         the page cannot be placed, now or ever
+        └── StaleReference                      a lease, reservation or page that is gone
+
+Each message is one sentence for a person: what is wrong, what was expected, what to do.  Errors that
+may pass by themselves answer ``True`` to :attr:`EmsError.transient`, so callers need no list of types.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EmsError(Exception):
+    """Root of the tree; never raised itself."""
+
+    transient: ClassVar[bool] = False
+    """Whether the same call may succeed later without anybody changing anything."""
+
+
+class ConfigError(EmsError, ValueError):
+    """A setting is wrong: a flag, a file, an environment variable, an argument."""
+
+
+class ProtocolError(EmsError, ValueError):
+    """Bytes on a socket that are not a message of the protocol, or a message at the wrong time."""
+
+
+class PoolError(EmsError):
+    """The pool did not do what it was asked."""
+
+
+class PoolUnavailable(PoolError, ConnectionError):
+    """No node answers on the socket."""
+
+    transient = True
+
+
+class PoolTimeout(PoolError, TimeoutError):
+    """The node did not answer before the call's deadline."""
+
+    transient = True
+
+
+class PoolRefused(PoolError):
+    """The node understood the request and refused it."""
+
+
+class Unauthorised(PoolRefused, PermissionError):
+    """The node does not accept these credentials."""
+
+
+class VersionMismatch(PoolRefused):
+    """Client and node have no protocol version in common."""
+
+
+class NoSpace(PoolRefused):
+    """The pool has no room for the page, for now (all is leased) or for ever (it is larger than a segment)."""
+
+
+class StaleReference(PoolError):
+    """The lease, the reservation or the page was valid once and is no longer."""
