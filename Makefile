@@ -1,0 +1,36 @@
+# `make help` lists what there is. Every target makes its environment by itself; PYTHON=/path/to/python names another
+# interpreter, for instance that of an environment in which vLLM is installed already.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+export PYTHON
+BIN := .venv/bin
+
+.PHONY: help setup static check test demo clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## make .venv: EMS, its tools and an engine (the CPU build of vLLM where there is none)
+	@scripts/setup.sh
+
+static: setup  ## lint, format, types, layers
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
+
+check: static  ## the above and all tests that need no engine; below one minute
+	@$(BIN)/pytest -m "not e2e"
+
+test: static  ## everything: the above and the end-to-end tests with real vLLM servers
+	@$(BIN)/pytest
+
+demo: setup  ## pool, prefill and decode servers and router on this machine: one chat, one table
+	@$(BIN)/python examples/demo.py
+
+clean:  ## remove the environment and what tools and demo left
+	@rm -rf .venv .venv.lock .run .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	@find src tests scripts examples -name __pycache__ -prune -exec rm -rf {} +
