@@ -1,0 +1,384 @@
+"""How an engine talks to its node: a blocking client for engine threads, safe for several at once.
+
+Every call carries a deadline.  A client that lost its node says so at once on each call
+(:class:`~ems.errors.PoolUnavailable`) and tries to reach it again by itself, at most every
+:data:`RETRY_SECONDS`; namespaces are opened again on the new connection.  Nothing of an old connection is
+used on a new one: reservations and leases carry the epoch of the connection that they were made on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ems.errors import PoolTimeout, PoolUnavailable, ProtocolError, StaleReference
+from ems.pool import protocol
+from ems.pool.keys import KEY_BYTES
+from ems.pool.layout import PageRef, SlotState, header_offset, unpack_header, unpack_refs
+
+CALL_SECONDS = 5.0
+"""Deadline of a call that names none."""
+RETRY_SECONDS = 0.5
+"""Least time between two attempts to reach a node that is gone."""
+
+_Answer = TypeVar("_Answer", bound=protocol.Message)
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """A namespace as a caller names it: its full name and the bytes of one page."""
+
+    name: str
+    page_size: int
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The promise that these pages stay until :meth:`PoolClient.release`."""
+
+    epoch: int
+    number: int
+    packed_refs: bytes
+
+    @property
+    def refs(self) -> list[PageRef]:
+        """Where the pages lie, in the order of their keys."""
+        return unpack_refs(self.packed_refs)
+
+
+class Hits(msgspec.Struct, frozen=True):
+    """Answer to a lookup: leading pages present, pages after these present or being written, a lease if asked for."""
+
+    count: int
+    pending: int
+    lease: Lease | None
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """Slots promised to a writer: ``granted`` maps the position of a key to its slot, ``outcomes`` has all keys."""
+
+    epoch: int
+    number: int
+    outcomes: bytes
+    granted: dict[int, PageRef]
+
+
+class SegmentMap:
+    """Segments of one node, mapped into this process when they are first needed."""
+
+    def __init__(self, client: PoolClient, epoch: int) -> None:
+        self._client = client
+        self._epoch = epoch
+        self._maps: dict[int, memoryview] = {}
+        self._lock = threading.Lock()
+
+    def segment(self, number: int) -> memoryview:
+        """The whole segment, writable."""
+        mapped = self._maps.get(number)
+        if mapped is None:
+            with self._lock:
+                mapped = self._maps.get(number)
+                if mapped is None:
+                    mapped = self._client.attach(number, self._epoch)
+                    self._maps[number] = mapped
+        return mapped
+
+    def page(self, ref: PageRef, size: int) -> memoryview:
+        """The ``size`` bytes of a page's slot."""
+        return self.segment(ref.segment)[ref.offset : ref.offset + size]
+
+    def holds(self, ref: PageRef, key: bytes) -> bool:
+        """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key``."""
+        state, generation, found, _ = unpack_header(self.segment(ref.segment), header_offset(ref.slot))
+        return state == SlotState.PRESENT and generation == ref.generation and found == key
+
+
+class _Connection:
+    """One greeted socket, the namespaces opened on it and the segments mapped through it."""
+
+    def __init__(self, sock: socket.socket, epoch: int, welcome: protocol.Welcome, segments: SegmentMap) -> None:
+        self.sock = sock
+        self.epoch = epoch
+        self.welcome = welcome
+        self.segments = segments
+        self.namespaces: dict[str, int] = {}
+
+
+class PoolClient:
+    """A connection to the node of this host that mends itself.
+
+    ``name`` is what the node's log and ``ems status`` call this client.
+    """
+
+    def __init__(self, path: Path, name: str = "engine") -> None:
+        self._path = path
+        self._name = name
+        self._lock = threading.RLock()
+        self._connection: _Connection | None = None
+        self._epoch = 0
+        self._next_attempt = 0.0
+        self._closed = False
+
+    # Connection
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present connection; 0 while there is none."""
+        connection = self._connection
+        return connection.epoch if connection else 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last call left a connection behind; no promise for the next."""
+        return self._connection is not None
+
+    @property
+    def autostarted(self) -> bool | None:
+        """Whether the node was started by an engine; None before the first connection."""
+        connection = self._connection
+        return connection.welcome.autostarted if connection else None
+
+    def connect(self, timeout: float = CALL_SECONDS) -> None:
+        """Make sure that there is a connection.
+
+        Raises:
+            PoolUnavailable: no node answers, or it was tried less than :data:`RETRY_SECONDS` ago.
+            PoolTimeout: the node did not greet in ``timeout`` seconds.
+            PoolRefused: the node does not want this client.
+        """
+        with self._locked(timeout):
+            self._connected(time.monotonic() + timeout)
+
+    @contextlib.contextmanager
+    def _locked(self, timeout: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=max(timeout, 0)):
+            raise PoolTimeout(f"another call kept the connection to the pool busy for {timeout:.1f} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _connected(self, deadline: float) -> _Connection:
+        if self._connection is not None:
+            return self._connection
+        now = time.monotonic()
+        if self._closed or now < self._next_attempt:
+            raise PoolUnavailable(f"no pool node answers on {self._path}, start one with 'ems node'")
+        self._next_attempt = now + RETRY_SECONDS
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(deadline - now, 0.001))
+            sock.connect(str(self._path))
+            hello = protocol.Hello(protocol.OLDEST_VERSION, protocol.NEWEST_VERSION, self._name, os.getpid())
+            sock.sendall(protocol.encode(hello))
+            answer = protocol.decode_answer(_receive_frame(sock, deadline))
+        except TimeoutError as error:
+            sock.close()
+            raise PoolTimeout(f"the pool node on {self._path} did not greet in time") from error
+        except OSError as error:
+            sock.close()
+            raise PoolUnavailable(f"no pool node answers on {self._path}: {error.strerror or error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        if isinstance(answer, protocol.Refused):
+            sock.close()
+            protocol.raise_refusal(answer)
+        if not isinstance(answer, protocol.Welcome):
+            sock.close()
+            raise ProtocolError(f"the node answered the greeting with {type(answer).__name__}")
+        self._epoch += 1
+        self._connection = _Connection(sock, self._epoch, answer, SegmentMap(self, self._epoch))
+        return self._connection
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.sock.close()
+
+    def close(self) -> None:
+        """End the connection for good."""
+        with self._lock:
+            self._closed = True
+            self._drop()
+
+    # Calls
+
+    def _call(self, request: protocol.Message, expected: type[_Answer], timeout: float, epoch: int = 0) -> _Answer:
+        deadline = time.monotonic() + timeout
+        with self._locked(timeout):
+            connection = self._connected(deadline)
+            if epoch and connection.epoch != epoch:
+                raise StaleReference("the connection to the pool was lost since, begin again")
+            return self._ask(connection, request, expected, deadline)
+
+    def _ask(
+        self, connection: _Connection, request: protocol.Message, expected: type[_Answer], deadline: float
+    ) -> _Answer:
+        try:
+            connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection.sock.sendall(protocol.encode(request))
+            answer = protocol.decode_answer(_receive_frame(connection.sock, deadline))
+        except TimeoutError as error:
+            # A late answer would be taken for the next one's: this connection cannot be used any more.
+            self._drop()
+            raise PoolTimeout("the pool node did not answer in time") from error
+        except OSError as error:
+            self._drop()
+            raise PoolUnavailable(f"the pool node went away: {error.strerror or error}") from error
+        except ProtocolError:
+            self._drop()
+            raise
+        if isinstance(answer, protocol.Refused):
+            protocol.raise_refusal(answer)
+        if not isinstance(answer, expected):
+            self._drop()
+            raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
+        return answer
+
+    def _opened(self, namespace: Namespace, deadline: float) -> tuple[_Connection, int]:
+        connection = self._connected(deadline)
+        number = connection.namespaces.get(namespace.name)
+        if number is None:
+            request = protocol.Open(namespace.name, namespace.page_size)
+            number = self._ask(connection, request, protocol.Opened, deadline).namespace
+            connection.namespaces[namespace.name] = number
+        return connection, number
+
+    def open(self, namespace: Namespace, timeout: float = CALL_SECONDS) -> None:
+        """Make sure that the node knows ``namespace``; the other verbs do this by themselves.
+
+        Raises:
+            NoSpace: a page of that size fits in no segment of the node.
+            PoolRefused: the namespace exists with another page size.
+        """
+        with self._locked(timeout):
+            self._opened(namespace, time.monotonic() + timeout)
+
+    def lookup(
+        self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float = CALL_SECONDS
+    ) -> Hits:
+        """How many leading ``keys`` (16 bytes each, joined) are present; with ``lease`` they stay until released."""
+        deadline = time.monotonic() + timeout
+        with self._locked(timeout):
+            connection, number = self._opened(namespace, deadline)
+            answer = self._ask(connection, protocol.Lookup(number, keys, lease), protocol.Hits, deadline)
+            held = Lease(connection.epoch, answer.lease, answer.refs) if answer.lease else None
+            return Hits(answer.count, answer.pending, held)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; quietly does nothing when the connection that it was made on is gone."""
+        with self._lock:
+            connection = self._connection
+            if connection is None or connection.epoch != lease.epoch:
+                return
+            try:
+                connection.sock.settimeout(CALL_SECONDS)
+                connection.sock.sendall(protocol.encode(protocol.Release(lease.number)))
+            except OSError:
+                self._drop()
+
+    def reserve(
+        self, namespace: Namespace, parent: bytes, keys: Sequence[bytes], timeout: float = CALL_SECONDS
+    ) -> Reservation:
+        """Ask for slots for the pages of ``keys``, consecutive blocks after the block of ``parent``."""
+        deadline = time.monotonic() + timeout
+        with self._locked(timeout):
+            connection, number = self._opened(namespace, deadline)
+            request = protocol.Reserve(number, parent, b"".join(keys))
+            answer = self._ask(connection, request, protocol.Granted, deadline)
+            positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
+            refs = unpack_refs(answer.refs)
+            if len(positions) != len(refs) or len(answer.outcomes) * KEY_BYTES != len(request.keys):
+                self._drop()
+                raise ProtocolError("the node's answer to a reservation does not match the request")
+            granted = dict(zip(positions, refs, strict=True))
+            return Reservation(connection.epoch, answer.reservation, answer.outcomes, granted)
+
+    def commit(
+        self, reservation: Reservation, positions: list[int] | None = None, timeout: float = CALL_SECONDS
+    ) -> None:
+        """Publish pages of a reservation whose bytes are in their slots.
+
+        Raises:
+            StaleReference: the reservation ended with its connection; nothing was published.
+        """
+        request = protocol.Commit(reservation.number, positions)
+        self._call(request, protocol.Done, timeout, reservation.epoch)
+
+    def abort(self, reservation: Reservation, timeout: float = CALL_SECONDS) -> None:
+        """Give back what of a reservation was not committed.
+
+        Raises:
+            StaleReference: the reservation ended with its connection already.
+        """
+        self._call(protocol.Abort(reservation.number), protocol.Done, timeout, reservation.epoch)
+
+    def stats(self, timeout: float = CALL_SECONDS) -> dict[str, object]:
+        """The node's figures."""
+        return self._call(protocol.Stats(), protocol.Figures, timeout).figures
+
+    # Memory
+
+    def segments(self, epoch: int) -> SegmentMap:
+        """The mapped segments of the connection ``epoch``.
+
+        Raises:
+            StaleReference: that connection is gone.
+        """
+        connection = self._connection
+        if connection is None or connection.epoch != epoch:
+            raise StaleReference("the connection to the pool was lost since, begin again")
+        return connection.segments
+
+    def attach(self, number: int, epoch: int) -> memoryview:
+        """Map segment ``number``; callers use :class:`SegmentMap`, which does it once."""
+        with self._lock:
+            connection = self._connection
+            if connection is None or connection.epoch != epoch:
+                raise StaleReference("the connection to the pool was lost since, begin again")
+            deadline = time.monotonic() + CALL_SECONDS
+            descriptors: list[int] = []
+            try:
+                connection.sock.settimeout(CALL_SECONDS)
+                connection.sock.sendall(protocol.encode(protocol.Attach(number)))
+                body = _receive_frame(connection.sock, deadline, descriptors)
+                answer = protocol.decode_answer(body)
+                if isinstance(answer, protocol.Refused):
+                    protocol.raise_refusal(answer)
+                if not isinstance(answer, protocol.SegmentAttached) or len(descriptors) != 1:
+                    raise ProtocolError("the node sent no segment")
+                return memoryview(mmap.mmap(descriptors[0], answer.size))
+            except OSError as error:
+                self._drop()
+                raise PoolUnavailable(f"segment {number} cannot be mapped: {error.strerror or error}") from error
+            except ProtocolError:
+                self._drop()
+                raise
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+
+def _receive_frame(sock: socket.socket, deadline: float, descriptors: list[int] | None = None) -> bytes:
+    """One frame's body, with the file descriptors that came beside it."""
+    reader = protocol.FrameReader()
+    while True:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        if descriptors is None:
+            data = sock.recv(1 << 20)
+        else:
+            data, received, _, _ = socket.recv_fds(sock, 1 << 20, 4)
+            descriptors += received
+        if not data:
+            raise ConnectionResetError("the node closed the connection")
+        reader.feed(data)
+        for body in reader.frames():
+            return body

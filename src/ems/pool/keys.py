@@ -1,0 +1,105 @@
+"""Names of blocks and namespaces: equal for equal KV state, different otherwise, on every host and Python.
+
+A block's key is a hash chained over its whole prefix, so one key says everything that came before it.
+Nothing here depends on ``PYTHONHASHSEED``, on pickling or on the process.  SHA-256 cut to 128 bits is used
+because a key that collides would serve another prompt's state; it costs about half a microsecond a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NewType
+
+import msgspec
+import numpy as np
+
+KEY_BYTES = 16
+BlockKey = NewType("BlockKey", bytes)
+"""16 bytes that name a block together with its whole prefix."""
+
+NO_PARENT = BlockKey(bytes(KEY_BYTES))
+"""The parent of a prompt's first block."""
+
+_canonical = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def fingerprint(facts: Mapping[str, object]) -> str:
+    """32 hex digits that change when any of ``facts`` (plain values only) changes, whatever their order."""
+    return hashlib.sha256(_canonical.encode(dict(facts))).hexdigest()[:32]
+
+
+def namespace_name(tenant: str, model: str, layout_fingerprint: str) -> str:
+    """The name under which pages of one tenant, model and layout live: ``tenant/model/fingerprint``."""
+    return f"{tenant}/{model}/{layout_fingerprint}"
+
+
+def root_key(namespace: str) -> bytes:
+    """Where the chains of ``namespace`` begin; two namespaces share no key even for equal tokens."""
+    return hashlib.sha256(b"ems-block-v1\0" + namespace.encode()).digest()[:KEY_BYTES]
+
+
+class KeyChain:
+    """Keys of one request's blocks, made as its tokens become known.
+
+    The chain grows only: :meth:`extend` takes all token ids known so far and adds a key for every block
+    that is complete by then.  ``extra(start, end)`` names whatever else changes the KV state of the tokens
+    ``[start, end)`` (LoRA adapter, multimodal content, cache salt): any values that msgpack can carry.
+    """
+
+    __slots__ = ("_block_size", "_keys", "_last")
+
+    def __init__(self, namespace: str, block_size: int) -> None:
+        if block_size <= 0:
+            raise ValueError(f"block_size is {block_size}, expected a positive number of tokens")
+        self._block_size = block_size
+        self._last = root_key(namespace)
+        self._keys: list[BlockKey] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, span: slice) -> list[BlockKey]:
+        return self._keys[span]
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self._keys)
+
+    def joined(self, start: int, end: int) -> bytes:
+        """The keys of blocks ``[start, end)`` as one byte string, the form in which they travel."""
+        return b"".join(self._keys[start:end])
+
+    def parent(self, index: int) -> BlockKey:
+        """The key before block ``index``, :data:`NO_PARENT` for the first."""
+        return self._keys[index - 1] if index else NO_PARENT
+
+    def extend(self, token_ids: Sequence[int], extra: Sequence[object] = ()) -> int:
+        """Add keys for all blocks complete in ``token_ids`` (the request's tokens from its start).
+
+        ``extra[i]`` belongs to block ``i``; missing entries and ``None`` mean nothing else matters.  Returns
+        the number of keys.
+        """
+        size, done = self._block_size, len(self._keys)
+        whole = len(token_ids) // size
+        if whole <= done:
+            return done
+        raw = np.asarray(token_ids[done * size : whole * size], dtype="<i8").tobytes()
+        last, step = self._last, size * 8
+        sha256, add = hashlib.sha256, self._keys.append
+        for i in range(whole - done):
+            digest = sha256(last)
+            digest.update(raw[i * step : (i + 1) * step])
+            index = done + i
+            if index < len(extra) and extra[index] is not None:
+                digest.update(_canonical.encode(extra[index]))
+            last = digest.digest()[:KEY_BYTES]
+            add(BlockKey(last))
+        self._last = last
+        return whole
+
+
+def integer_key(value: int, namespace: str) -> BlockKey:
+    """The key of a block that its caller names by any Python integer, negative and huge ones too."""
+    size = (value.bit_length() + 8) // 8
+    raw = value.to_bytes(size, "little", signed=True)
+    return BlockKey(hashlib.sha256(root_key(namespace) + raw).digest()[:KEY_BYTES])
