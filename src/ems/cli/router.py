@@ -1,0 +1,81 @@
+"""``ems router``, also ``ems proxy``: an OpenAI-compatible router in front of prefill and decode servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+_Many = Parameter(consume_multiple=True, negative=())
+
+
+def router(  # noqa: PLR0913  one argument a flag
+    *,
+    port: int = 8000,
+    host: str = "127.0.0.1",
+    prefiller_hosts: Annotated[list[str] | None, _Many] = None,
+    prefiller_ports: Annotated[list[int] | None, _Many] = None,
+    decoder_hosts: Annotated[list[str] | None, _Many] = None,
+    decoder_ports: Annotated[list[int] | None, _Many] = None,
+    max_retries: int = 3,
+    retry_delay: float = 0.001,
+    connect_timeout: float = 3.0,
+    prefill_timeout: float = 600.0,
+    idle_timeout: float = 1800.0,
+    drain_timeout: float = 30.0,
+    max_body_mib: int = 64,
+    log_level: Literal["debug", "info", "warning", "error"] = "info",
+) -> int:
+    """Run an OpenAI-compatible router in front of prefill and decode servers.
+
+    Each request is prefilled on one server and decoded on another; both are the least loaded of their kind.
+    Without prefill servers it balances over the decode servers.
+
+    Parameters
+    ----------
+    port
+        Port to listen on; 0 takes a free one.
+    host
+        Address to listen on.
+    prefiller_hosts
+        Hosts of the prefill servers.
+    prefiller_ports
+        Ports of the prefill servers, as many as hosts.
+    decoder_hosts
+        Hosts of the decode servers.
+    decoder_ports
+        Ports of the decode servers, as many as hosts.
+    max_retries
+        How often a failed prefill or decode is tried again.
+    retry_delay
+        Seconds before the first retry, doubled for each further one.
+    connect_timeout
+        Seconds until a connection to a server stands.
+    prefill_timeout
+        Seconds for a prefill; after them the decode server does the whole request.
+    idle_timeout
+        Seconds of silence after which an answer is given up.
+    drain_timeout
+        Seconds that running requests get to finish after SIGTERM.
+    max_body_mib
+        Largest request body in MiB.
+    log_level
+        What is logged to stderr.
+    """
+    from ems.router.config import RouterConfig, pair
+    from ems.router.server import serve
+
+    config = RouterConfig(
+        prefills=pair("prefiller", prefiller_hosts or [], prefiller_ports or []),
+        decodes=pair("decoder", decoder_hosts or [], decoder_ports or []),
+        host=host,
+        port=port,
+        max_retries=max_retries,
+        retry_delay=retry_delay,
+        connect_timeout=connect_timeout,
+        prefill_timeout=prefill_timeout,
+        idle_timeout=idle_timeout,
+        drain_timeout=drain_timeout,
+        max_body_bytes=max_body_mib << 20,
+    )
+    return serve(config, log_level=log_level)

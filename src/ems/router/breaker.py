@@ -1,0 +1,99 @@
+"""The circuit breaker of one instance: may it be used, and when is it asked for its health again?
+
+::
+
+                 THRESHOLD failures in a row, or a failed probe
+      usable ───────────────────────────────────────────────▶ put aside
+        ▲                                                        │ after the cooldown: one probe
+        └──────────────────── the probe passed ──────────────────┤
+                                                                 └─ the probe failed: a longer cooldown
+
+What always holds: an instance that was put aside is not used before a probe passed, and that probe started after the
+cooldown.  After a passed probe the first failure puts it aside again; only a request that worked restores full trust.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+THRESHOLD: Final = 3
+"""Failures in a row that put an instance aside."""
+
+COOLDOWN: Final = 1.0
+"""Seconds before the first probe of an instance that was put aside; doubled each time until it works again."""
+
+COOLDOWN_CAP: Final = 5.0
+"""Longest cooldown in seconds: an engine takes half a minute to start and should be noticed soon after."""
+
+
+class Breaker:
+    """What was seen of one instance.  A trusted one may be used before its first probe, another may not."""
+
+    __slots__ = ("cooldown", "failures", "probe_at", "probing", "proven", "usable")
+
+    def __init__(self, now: float, *, trusted: bool) -> None:
+        self.usable = trusted
+        self.proven = False
+        """Whether a request or a probe has worked since the instance was last put aside."""
+        self.failures = 0
+        self.cooldown = COOLDOWN
+        self.probing = False
+        self.probe_at: float | None = now
+        """When the next probe is due; None when none is wanted."""
+
+    def succeeded(self) -> None:
+        """Record a request that worked; one that began before the instance was put aside proves nothing."""
+        if self.usable:
+            self.failures = 0
+            self.cooldown = COOLDOWN
+            self.proven = True
+
+    def failed(self, now: float) -> bool:
+        """Record a connection that could not be made or broke; return whether this puts the instance aside."""
+        if not self.usable:
+            return False
+        self.failures += 1
+        if self.failures < THRESHOLD:
+            return False
+        self._put_aside(now)
+        return True
+
+    def suspect(self, now: float) -> None:
+        """Ask for a probe soon: the instance answers, but with server errors."""
+        if self.usable and self.probe_at is None:
+            self.probe_at = now
+
+    def due(self, now: float) -> bool:
+        return not self.probing and self.probe_at is not None and self.probe_at <= now
+
+    def probe_started(self) -> None:
+        self.probing = True
+        self.probe_at = None
+
+    def probe_passed(self) -> bool:
+        """Record a healthy answer; return whether the instance comes back by it."""
+        self.probing = False
+        if self.usable:
+            self.proven = True
+            return False
+        if self.probe_at is not None:  # put aside while this probe ran: its answer is older than the failures
+            return False
+        self.usable = True
+        self.proven = True
+        self.failures = THRESHOLD - 1
+        return True
+
+    def probe_failed(self, now: float) -> bool:
+        """Record that the instance is not healthy; return whether this puts it aside."""
+        self.probing = False
+        was_usable = self.usable
+        if was_usable or self.probe_at is None:
+            self._put_aside(now)
+        return was_usable
+
+    def _put_aside(self, now: float) -> None:
+        self.usable = False
+        self.proven = False
+        self.failures = 0
+        self.probe_at = now + self.cooldown
+        self.cooldown = min(self.cooldown * 2, COOLDOWN_CAP)

@@ -1,0 +1,102 @@
+"""What the router was told at its start; nothing in here changes afterwards."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from ems.errors import ConfigError
+from ems.router.address import Address
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one router process; the constructor refuses what cannot work.
+
+    :raises ConfigError: a value out of its range, an instance named twice, no decode instance at all.
+    """
+
+    decodes: tuple[Address, ...]
+    """Instances that decode; at least one.  Without prefill instances they do the whole work."""
+
+    prefills: tuple[Address, ...] = ()
+    """Instances that prefill; none makes the router a plain balancer."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+
+    port: int = 8000
+    """The port to listen on; 0 takes any free one."""
+
+    max_retries: int = 3
+    """How often a failed prefill, and apart from it a failed decode, is tried again."""
+
+    retry_delay: float = 0.001
+    """Seconds before the first retry; doubled for each further one, at most :data:`~ems.router.dispatch.DELAY_CAP`."""
+
+    connect_timeout: float = 3.0
+    """Seconds until a connection to an instance stands."""
+
+    prefill_timeout: float = 600.0
+    """Seconds for the whole prefill of one request, retries included; then decode goes on without it."""
+
+    idle_timeout: float = 1800.0
+    """Seconds without a byte from the decode instance, or without the client taking one, until a request is given up.
+    A non-streamed answer arrives at its end only, so this also bounds how long such an answer may take."""
+
+    body_timeout: float = 60.0
+    """Seconds for the client to send its request's body."""
+
+    probe_timeout: float = 5.0
+    """Seconds for an instance to answer ``/health``, ``/v1/models`` or ``/reset_prefix_cache``."""
+
+    drain_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+
+    max_body_bytes: int = 64 << 20
+    """Largest request body; what is larger is refused with 413."""
+
+    def __post_init__(self) -> None:
+        if not self.decodes:
+            raise ConfigError("No decode instance was given: expected at least one of --decoder-hosts, --decoder-ports")
+        for role, addresses in (("prefill", self.prefills), ("decode", self.decodes)):
+            twice = {str(address) for address in addresses if addresses.count(address) > 1}
+            if twice:
+                raise ConfigError(f"The {role} instance {min(twice)} was given twice: name each instance once")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is out of range: expected 0 (any free port) to 65535")
+        if not 0 <= self.max_retries <= 100:
+            raise ConfigError(f"--max-retries {self.max_retries} is out of range: expected 0 to 100")
+        if not (math.isfinite(self.retry_delay) and self.retry_delay >= 0):
+            raise ConfigError(f"--retry-delay {self.retry_delay} is not a delay: expected seconds, 0 or more")
+        if self.max_body_bytes < 1:
+            raise ConfigError("--max-body-mib must be at least 1")
+        for name in (
+            "connect_timeout",
+            "prefill_timeout",
+            "idle_timeout",
+            "body_timeout",
+            "probe_timeout",
+            "drain_timeout",
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} {value} is not a time-out: expected seconds, more than 0")
+
+
+def pair(role: str, hosts: list[str], ports: list[int]) -> tuple[Address, ...]:
+    """Join the parallel lists of hosts and ports that the command line has for one role (``prefiller``, ``decoder``).
+
+    :raises ConfigError: the lists differ in length, or a host or a port is wrong.
+    """
+    if len(hosts) != len(ports):
+        raise ConfigError(
+            f"--{role}-hosts has {_count(hosts, 'host')} and --{role}-ports has {_count(ports, 'port')}: "
+            "expected as many ports as hosts"
+        )
+    return tuple(Address.of(host, port) for host, port in zip(hosts, ports, strict=True))
+
+
+def _count(items: list[str] | list[int], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

@@ -1,0 +1,68 @@
+"""What the router has done so far: plain numbers, read by the metrics page and by tests."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ems.router.fleet import Role
+
+SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the buckets, in seconds."""
+
+
+class Prefill(StrEnum):
+    """How the prefill of one request ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    """The client's fault; the prefill's answer went to the client."""
+    SKIPPED = "skipped"
+    """No prefill instance could do it: decode computed the prompt itself."""
+    TIMED_OUT = "timed_out"
+    """Not done in time: decode computed the prompt itself."""
+
+
+class Histogram:
+    """Counts by bucket; a value belongs to the first bucket whose bound is not below it."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Return (upper bound, count up to it) pairs, the last bound being ``+Inf``."""
+        pairs, running = [], 0
+        for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts, strict=True):
+            running += count
+            pairs.append((bound, running))
+        return pairs
+
+
+class Counters:
+    """One set a router."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        """Completion requests that are being served."""
+        self.answered: Counter[tuple[str, int]] = Counter()
+        """Requests by endpoint and status; 499 stands for a client that left before it had an answer."""
+        self.prefills: Counter[Prefill] = Counter()
+        self.retries: Counter[Role] = Counter()
+        self.disconnects = 0
+        """Clients that left before the end."""
+        self.breaks = 0
+        """Answers that ended early after the first byte."""
+        self.first_byte = Histogram()
+        """Seconds from a request's arrival to the first byte of its answer."""
+        self.prefill_time = Histogram()
+        """Seconds of the prefills that were done."""

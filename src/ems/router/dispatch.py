@@ -1,0 +1,182 @@
+"""What one request does next: a small machine that is told what happened and answers with the next step.
+
+::
+
+    start ─▶ TryPrefill ──done──────────────────▶ TryDecode ──first byte──▶ (bytes flow) ──▶ end
+              │  ▲ │ └─the client's fault─▶ PassOn   │  ▲ │
+              └──┘ └─nobody can, or too late──▶──────┘  │ └─nobody can──▶ GiveUp
+            elsewhere                                elsewhere
+
+Prefill only accelerates: when it fails, decode goes on without it and computes the prompt itself.  An answer from
+prefill that is the client's fault (4xx) ends the request, since decode would say the same.  Two statuses of that range
+are about the instance instead, and count like server errors: 408 (it timed out) and 429 (it is overloaded).
+
+What always holds: a request has a hold on at most one instance at a time, :meth:`Dispatch.close` releases it whatever
+happened, and there are at most ``1 + max_retries`` attempts in each role.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ems.router.choice import pick
+from ems.router.counters import Counters, Prefill
+from ems.router.fleet import Fleet, Hold, Instance, Role
+
+if TYPE_CHECKING:
+    from ems.router.request import CompletionRequest
+
+DELAY_CAP: Final = 10.0
+"""Longest delay before a retry, in seconds."""
+
+_ABOUT_THE_INSTANCE: Final = frozenset((408, 429))
+
+
+@dataclass(frozen=True, slots=True)
+class TryPrefill:
+    """Send the prefill request there after ``delay`` seconds."""
+
+    instance: Instance
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class TryDecode:
+    """Send the request there after ``delay`` seconds."""
+
+    instance: Instance
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """Hand the prefill's answer to the client as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No decode instance can take the request; one may be back after ``retry_after`` whole seconds."""
+
+    retry_after: int
+
+
+Step = TryPrefill | TryDecode | PassOn | GiveUp
+
+
+class Dispatch:
+    """The course of one request through the fleet."""
+
+    def __init__(
+        self, fleet: Fleet, counters: Counters, request: CompletionRequest, *, max_retries: int, retry_delay: float
+    ) -> None:
+        self._fleet = fleet
+        self._counters = counters
+        self._request = request
+        self._max_retries = max_retries
+        self._retry_delay = retry_delay
+        self._hold: Hold | None = None
+        self._tried: dict[Role, list[Instance]] = {role: [] for role in Role}
+        self._began = 0.0
+
+    def start(self, now: float) -> Step:
+        self._began = now
+        if not self._fleet.serves(Role.DECODE):
+            return GiveUp(self._fleet.retry_after(Role.DECODE, now))
+        if not self._fleet.listed(Role.PREFILL):
+            return self._decode(now)
+        return self._prefill(now, again=False)
+
+    # -------------------------------------------------------------------------------------------------------- prefill
+
+    def prefill_answered(self, status: int, now: float) -> Step:
+        """Note a whole answer from the prefill instance."""
+        instance = self._let_go()
+        if 200 <= status < 300:
+            self._fleet.succeeded(instance)
+            self._counters.prefills[Prefill.DONE] += 1
+            self._counters.prefill_time.observe(now - self._began)
+            return self._decode(now)
+        if status < 400 or status >= 500 or status in _ABOUT_THE_INSTANCE:
+            self._fleet.suspect(instance, now)
+            return self._prefill(now, again=False)
+        self._fleet.succeeded(instance)
+        self._counters.prefills[Prefill.REFUSED] += 1
+        return PassOn()
+
+    def prefill_broke(self, now: float) -> Step:
+        """Note that the prefill instance cannot be reached, broke off, or sent something that is no answer."""
+        self._fleet.failed(self._let_go(), now)
+        return self._prefill(now, again=True)
+
+    def prefill_timed_out(self, now: float) -> Step:
+        """Note that the time for prefill is over."""
+        self._fleet.failed(self._let_go(), now)
+        self._counters.prefills[Prefill.TIMED_OUT] += 1
+        return self._decode(now)
+
+    def _prefill(self, now: float, *, again: bool) -> Step:
+        tried = self._tried[Role.PREFILL]
+        instance = None
+        if len(tried) <= self._max_retries:
+            instance = pick(self._fleet.usable(Role.PREFILL), tried, again=again)
+        if instance is None:
+            self._counters.prefills[Prefill.SKIPPED] += 1
+            return self._decode(now)
+        return TryPrefill(instance, self._take(instance, self._request.prefill_cost))
+
+    # --------------------------------------------------------------------------------------------------------- decode
+
+    def decode_started(self, status: int, now: float) -> None:
+        """Note the first byte from the decode instance: from here on there is no other attempt."""
+        assert self._hold is not None
+        instance = self._hold.instance
+        self._counters.first_byte.observe(now - self._began)
+        if status >= 500:
+            self._fleet.suspect(instance, now)
+        else:
+            self._fleet.succeeded(instance)
+
+    def decode_broke(self, now: float) -> Step:
+        """Note that no byte comes from the decode instance: it cannot be reached, or broke off."""
+        self._fleet.failed(self._let_go(), now)
+        return self._decode(now)
+
+    def decode_cut(self, now: float) -> None:
+        """Note that the decode instance broke off after its first byte, or has been silent for too long."""
+        self._fleet.failed(self._let_go(), now)
+
+    def _decode(self, now: float) -> Step:
+        tried = self._tried[Role.DECODE]
+        instance = None
+        if len(tried) <= self._max_retries:
+            instance = pick(self._fleet.usable(Role.DECODE), tried, again=True)
+        if instance is None:
+            return GiveUp(self._fleet.retry_after(Role.DECODE, now))
+        return TryDecode(instance, self._take(instance, self._request.decode_cost))
+
+    # ---------------------------------------------------------------------------------------------------------- holds
+
+    def close(self) -> None:
+        """Release what is still held; harmless at any time, and more than once."""
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+    def _take(self, instance: Instance, cost: int) -> float:
+        """Hold an instance and return the delay before it is tried."""
+        assert self._hold is None
+        tried = self._tried[instance.role]
+        retries = len(tried)
+        tried.append(instance)
+        self._hold = self._fleet.hold(instance, cost)
+        if not retries:
+            return 0.0
+        self._counters.retries[instance.role] += 1
+        return min(self._retry_delay * 2.0 ** (retries - 1), DELAY_CAP)
+
+    def _let_go(self) -> Instance:
+        assert self._hold is not None
+        instance = self._hold.instance
+        self.close()
+        return instance

@@ -1,0 +1,193 @@
+"""The fleet: the instances of both roles, what runs on them, which may be used, which are leaving.
+
+What always holds (:meth:`Fleet.check` tells what does not): an instance's load is the sum of the holds on it and never
+negative; an instance that was removed gets no new request and is forgotten when its last one has ended, no matter what
+the others do.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ems.router.breaker import Breaker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ems.router.address import Address
+
+
+class Role(StrEnum):
+    """What an instance is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Instance:
+    """One engine in one role.  Changed by its fleet only."""
+
+    __slots__ = ("address", "breaker", "draining", "failures", "load", "role", "running", "served", "turn")
+
+    def __init__(self, role: Role, address: Address, breaker: Breaker) -> None:
+        self.role = role
+        self.address = address
+        self.breaker = breaker
+        self.load = 0
+        """Estimated tokens of the requests that run here."""
+        self.running = 0
+        self.served = 0
+        """Requests ever sent here."""
+        self.failures = 0
+        """Failures ever seen here."""
+        self.draining = False
+        self.turn = 0
+        """Grows with each request sent here; the smallest one has waited longest."""
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.address} load={self.load} running={self.running}>"
+
+
+class Hold:
+    """A request's share of an instance's load; releasing it twice is harmless."""
+
+    __slots__ = ("_fleet", "cost", "instance")
+
+    def __init__(self, fleet: Fleet, instance: Instance, cost: int) -> None:
+        self._fleet: Fleet | None = fleet
+        self.instance = instance
+        self.cost = cost
+
+    def release(self) -> None:
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            fleet._released(self)  # noqa: SLF001  the two halves of one ledger
+
+
+class Fleet:
+    """All instances; times are seconds on one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._listed: dict[Role, dict[Address, Instance]] = {role: {} for role in Role}
+        self._leaving: dict[tuple[Role, Address], Instance] = {}
+        self._turn = 0
+
+    # ------------------------------------------------------------------------------------------------ who is in it
+
+    def add(self, role: Role, address: Address, now: float, *, trusted: bool) -> bool:
+        """List an instance; one that was leaving stays instead.  Return False when it was listed already.
+
+        A trusted instance may be used at once, another one after its first probe has passed.
+        """
+        if address in self._listed[role]:
+            return False
+        instance = self._leaving.pop((role, address), None)
+        if instance is None:
+            instance = Instance(role, address, Breaker(now, trusted=trusted))
+        instance.draining = False
+        self._listed[role][address] = instance
+        return True
+
+    def remove(self, role: Role, address: Address) -> bool:
+        """Give an instance no new request and forget it after its last; return False when it is not listed."""
+        instance = self._listed[role].pop(address, None)
+        if instance is None:
+            return False
+        instance.draining = True
+        if instance.running:
+            self._leaving[role, address] = instance
+        return True
+
+    def listed(self, role: Role) -> list[Instance]:
+        return list(self._listed[role].values())
+
+    def leaving(self) -> list[Instance]:
+        return list(self._leaving.values())
+
+    def usable(self, role: Role) -> list[Instance]:
+        return [instance for instance in self._listed[role].values() if instance.breaker.usable]
+
+    def serves(self, role: Role) -> bool:
+        return any(instance.breaker.usable for instance in self._listed[role].values())
+
+    def ready(self) -> bool:
+        """Whether a decode instance is known to work; without prefill ones the router still serves."""
+        return any(one.breaker.usable and one.breaker.proven for one in self._listed[Role.DECODE].values())
+
+    def retry_after(self, role: Role, now: float) -> int:
+        """Whole seconds, at least 1, after which an instance of this role may be back."""
+        waits = [one.breaker.probe_at - now for one in self._listed[role].values() if one.breaker.probe_at is not None]
+        return max(1, math.ceil(min(waits, default=1.0)))
+
+    # ---------------------------------------------------------------------------------------------------- their load
+
+    def hold(self, instance: Instance, cost: int) -> Hold:
+        """Count a request of this cost (tokens, at least 0) on an instance until the hold is released."""
+        self._turn += 1
+        instance.turn = self._turn
+        instance.load += cost
+        instance.running += 1
+        instance.served += 1
+        return Hold(self, instance, cost)
+
+    def _released(self, hold: Hold) -> None:
+        instance = hold.instance
+        instance.load -= hold.cost
+        instance.running -= 1
+        if instance.draining and not instance.running:
+            self._leaving.pop((instance.role, instance.address), None)
+
+    # -------------------------------------------------------------------------------------------------- their health
+
+    def succeeded(self, instance: Instance) -> None:
+        instance.breaker.succeeded()
+
+    def failed(self, instance: Instance, now: float) -> bool:
+        """Record a broken or impossible connection; return whether the instance is put aside by it."""
+        instance.failures += 1
+        return instance.breaker.failed(now)
+
+    def suspect(self, instance: Instance, now: float) -> None:
+        """Record an answer that is a server error: the instance is alive, its health is asked for."""
+        instance.failures += 1
+        instance.breaker.suspect(now)
+
+    def due_probes(self, now: float) -> list[Instance]:
+        """Return the instances to be probed now; each must be told the outcome."""
+        due = [instance for instance in self._everyone() if instance.breaker.due(now)]
+        for instance in due:
+            instance.breaker.probe_started()
+        return due
+
+    def next_probe(self) -> float | None:
+        """Return when the next probe is due, None when none is."""
+        return min(
+            (
+                one.breaker.probe_at
+                for one in self._everyone()
+                if one.breaker.probe_at is not None and not one.breaker.probing
+            ),
+            default=None,
+        )
+
+    def _everyone(self) -> Iterator[Instance]:
+        for instances in self._listed.values():
+            yield from instances.values()
+
+    # ------------------------------------------------------------------------------------------------------ itself
+
+    def check(self) -> list[str]:
+        """Return the invariants that do not hold; empty in a sound fleet."""
+        wrong = []
+        for instance in (*self._everyone(), *self._leaving.values()):
+            if instance.load < 0 or instance.running < 0:
+                wrong.append(f"{instance!r} has a negative load")
+            if not instance.running and instance.load:
+                wrong.append(f"{instance!r} is loaded and runs nothing")
+            listed = self._listed[instance.role].get(instance.address) is instance
+            if listed == instance.draining:
+                wrong.append(f"{instance!r} is listed and leaving at once, or neither")
+        wrong.extend(f"{one!r} has left and is still known" for one in self._leaving.values() if not one.running)
+        return wrong

@@ -1,0 +1,95 @@
+"""The metrics page: reads the router's counters and its fleet when somebody asks, and costs nothing in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ems.router.fleet import Fleet, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ems.router.counters import Counters, Histogram
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class RouterCollector(Collector):
+    """Turns counters and fleet into metric families, all named ``ems_router_*``."""
+
+    def __init__(self, fleet: Fleet, counters: Counters) -> None:
+        self._fleet = fleet
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._instances()
+
+    def _requests(self) -> Iterator[Metric]:
+        counters = self._counters
+        yield GaugeMetricFamily("ems_router_requests_running", "Completion requests being served", counters.running)
+        requests = CounterMetricFamily(
+            "ems_router_requests",
+            "Completion requests by status; 499: the client left first",
+            labels=("endpoint", "status"),
+        )
+        for (endpoint, status), count in sorted(counters.answered.items()):
+            requests.add_metric((endpoint, str(status)), count)
+        yield requests
+        prefills = CounterMetricFamily("ems_router_prefills", "Prefills by how they ended", labels=("outcome",))
+        for outcome, count in sorted(counters.prefills.items()):
+            prefills.add_metric((outcome,), count)
+        yield prefills
+        retries = CounterMetricFamily("ems_router_retries", "Attempts after the first one", labels=("role",))
+        for role in Role:
+            retries.add_metric((role,), counters.retries[role])
+        yield retries
+        yield CounterMetricFamily(
+            "ems_router_client_disconnects", "Clients that left before their answer was complete", counters.disconnects
+        )
+        yield CounterMetricFamily(
+            "ems_router_broken_answers", "Answers that ended early after the first byte", counters.breaks
+        )
+        yield _histogram(
+            "ems_router_time_to_first_byte_seconds", "From a request to its answer's first byte", counters.first_byte
+        )
+        yield _histogram("ems_router_prefill_seconds", "Duration of the prefills that were done", counters.prefill_time)
+
+    def _instances(self) -> Iterator[Metric]:
+        labels = ("role", "instance")
+        up = GaugeMetricFamily("ems_router_instance_up", "1 while the instance may get requests", labels=labels)
+        running = GaugeMetricFamily("ems_router_instance_requests_running", "Requests on the instance", labels=labels)
+        load = GaugeMetricFamily("ems_router_instance_load_tokens", "Estimated tokens on the instance", labels=labels)
+        served = CounterMetricFamily("ems_router_instance_requests", "Requests sent to the instance", labels=labels)
+        failures = CounterMetricFamily("ems_router_instance_failures", "Failures of the instance", labels=labels)
+        for role in Role:
+            for instance in self._fleet.listed(role):
+                values = (role, str(instance.address))
+                up.add_metric(values, float(instance.breaker.usable))
+                running.add_metric(values, instance.running)
+                load.add_metric(values, instance.load)
+                served.add_metric(values, instance.served)
+                failures.add_metric(values, instance.failures)
+        yield from (up, running, load, served, failures)
+        yield GaugeMetricFamily(
+            "ems_router_instances_leaving", "Removed instances that still finish requests", len(self._fleet.leaving())
+        )
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    return HistogramMetricFamily(name, text, buckets=histogram.cumulative(), sum_value=histogram.total)
+
+
+class MetricsPage:
+    """The text of ``/metrics``."""
+
+    def __init__(self, fleet: Fleet, counters: Counters) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(RouterCollector(fleet, counters))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

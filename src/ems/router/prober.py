@@ -1,0 +1,68 @@
+"""Asks instances for their health when the fleet wants to know it: new ones, failing ones, those that were put aside.
+
+Any answer below 500 to ``GET /health`` is healthy, so that a server without that page counts as alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from ems.router.errors import UpstreamBroken
+from ems.router.upstream import Upstream, read_whole
+
+if TYPE_CHECKING:
+    from ems.router.fleet import Fleet, Instance
+
+_PAGE_LIMIT = 1 << 20
+
+log = logging.getLogger("ems.router")
+
+
+class Prober:
+    """One task for the whole fleet; :meth:`wake` it when the fleet may want a probe earlier than before."""
+
+    def __init__(self, fleet: Fleet, upstream: Upstream, timeout: float) -> None:
+        self._fleet = fleet
+        self._upstream = upstream
+        self._timeout = timeout
+        self._wanted = asyncio.Event()
+
+    def wake(self) -> None:
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as probes:
+            while True:
+                self._wanted.clear()
+                for instance in self._fleet.due_probes(loop.time()):
+                    probes.create_task(self._probe(instance))
+                try:
+                    async with asyncio.timeout_at(self._fleet.next_probe()):
+                        await self._wanted.wait()
+                except TimeoutError:
+                    pass  # the next probe is due
+
+    async def _probe(self, instance: Instance) -> None:
+        failure = await self._ask(instance)
+        if failure is None:
+            if instance.breaker.probe_passed():
+                log.info("The %s instance %s is healthy again and gets requests", instance.role, instance.address)
+        elif instance.breaker.probe_failed(asyncio.get_running_loop().time()):
+            log.warning("The %s instance %s is put aside: %s", instance.role, instance.address, failure)
+        self.wake()
+
+    async def _ask(self, instance: Instance) -> str | None:
+        """Return why the instance is not healthy, None when it is."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                answer = await self._upstream.send("GET", instance.address, "/health", [])
+                await read_whole(answer, _PAGE_LIMIT)
+        except UpstreamBroken as error:
+            return str(error)
+        except TimeoutError:
+            return f"/health does not answer within {self._timeout:g} s"
+        return f"/health answers {answer.status}" if answer.status >= 500 else None

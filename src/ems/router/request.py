@@ -1,0 +1,153 @@
+"""Completion requests: what is read out of a client's body and what is written for prefill and decode.
+
+A body is decoded once, into its top-level fields with each value's own bytes, so that nothing but what the router
+owns is ever encoded again: numbers keep their digits, strings their escapes.  What always holds: without ``kv_transfer_params``
+from a prefill, the decode instance gets the client's very bytes; with them, only that field differs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from ems.router.errors import Refusal
+
+KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
+
+DEFAULT_OUTPUT: Final = 256
+"""Tokens assumed for an answer whose length the client did not bound."""
+
+OUTPUT_CAP: Final = 4096
+"""Most tokens counted for an answer: bounds are often far above what is used."""
+
+REQUEST_OVERHEAD: Final = 64
+"""Tokens that every request costs on top of its own, so that many small ones count."""
+
+IMAGE_TOKENS: Final = 1024
+"""Tokens assumed for an inlined image, audio or video, whatever its size in base64."""
+
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_answer = msgspec.json.Decoder(dict[str, Raw])
+_number = msgspec.json.Decoder(int)
+_encode = msgspec.json.Encoder().encode
+
+_ONE = Raw(b"1")
+_FALSE = Raw(b"false")
+_NULL = b"null"
+_PREFILL_PARAMS = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
+    b'"remote_host":null,"remote_port":null}'
+)
+_INLINE_MEDIA = b";base64,"
+
+
+class CompletionRequest:
+    """A client's request: its bytes, its top-level fields, its estimated tokens."""
+
+    __slots__ = ("body", "fields", "output_tokens", "prompt_tokens")
+
+    def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
+        self.body = body
+        self.fields = fields
+        self.prompt_tokens = _prompt_tokens(fields)
+        self.output_tokens = _output_tokens(fields)
+
+    @property
+    def prefill_cost(self) -> int:
+        """Tokens that a prefill instance computes for this request."""
+        return self.prompt_tokens + REQUEST_OVERHEAD
+
+    @property
+    def decode_cost(self) -> int:
+        """Tokens whose KV a decode instance holds for this request at the end."""
+        return self.prompt_tokens + self.output_tokens + REQUEST_OVERHEAD
+
+
+def parse(body: bytes) -> CompletionRequest:
+    """Read a client's body.
+
+    :raises Refusal: with status 400: not JSON, or not an object.
+    """
+    try:
+        return CompletionRequest(body, _fields.decode(body))
+    except msgspec.ValidationError:
+        raise Refusal(400, "The request body must be a JSON object", code="invalid_body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise Refusal(400, f"The request body is not valid JSON: {reason}", code="invalid_json") from None
+
+
+def prefill_body(request: CompletionRequest) -> bytes:
+    """Return the body that makes an instance compute the prompt's KV and one token, and keep the KV for a peer."""
+    fields = request.fields.copy()
+    fields["max_tokens"] = _ONE
+    for name in ("max_completion_tokens", "min_tokens"):
+        if name in fields:
+            fields[name] = _ONE
+    fields["stream"] = _FALSE
+    fields.pop("stream_options", None)
+    fields[KV_TRANSFER_PARAMS] = _PREFILL_PARAMS
+    return _encode(fields)
+
+
+def decode_body(request: CompletionRequest, handoff: Raw | None) -> bytes:
+    """Return the body for the decode instance: the client's bytes, with the hand-off put in if there is one."""
+    if handoff is None:
+        return request.body
+    if KV_TRANSFER_PARAMS in request.fields:  # the client's own would stand beside ours: write the object anew
+        return _encode({**request.fields, KV_TRANSFER_PARAMS: handoff})
+    body = request.body
+    after_brace = body.index(b"{") + 1
+    comma = b"," if request.fields else b""
+    return b"".join(
+        (body[:after_brace], b'"kv_transfer_params":', bytes(handoff), comma, body[after_brace:]),
+    )
+
+
+def handoff_of(answer: bytes) -> Raw | None:
+    """Return ``kv_transfer_params`` of a prefill's answer; None when it has none, as with a hand-off through the pool.
+
+    :raises ValueError: the answer is not a JSON object.
+    """
+    try:
+        value = _answer.decode(answer).get(KV_TRANSFER_PARAMS)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return None if value is None or bytes(value) == _NULL else value
+
+
+def _prompt_tokens(fields: dict[str, Raw]) -> int:
+    """Estimate from sizes alone: 4 bytes of text a token, or one an integer where the prompt is token ids."""
+    prompt = fields.get("messages") or fields.get("prompt")
+    if prompt is None:
+        return 0
+    text = bytes(prompt)
+    if text.startswith(b"[") and b'"' not in text:
+        return text.count(b",") + 1
+    inlined, media = _inline_media(text)
+    return (len(text) - inlined) // 4 + media * IMAGE_TOKENS
+
+
+def _inline_media(text: bytes) -> tuple[int, int]:
+    """Return how many bytes are inlined media, and how many pieces those are; each ends with its JSON string."""
+    size = pieces = 0
+    start = text.find(_INLINE_MEDIA)
+    while start >= 0:
+        end = text.find(b'"', start)
+        end = len(text) if end < 0 else end
+        size += end - start
+        pieces += 1
+        start = text.find(_INLINE_MEDIA, end)
+    return size, pieces
+
+
+def _output_tokens(fields: dict[str, Raw]) -> int:
+    bound = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    if bound is None:
+        return DEFAULT_OUTPUT
+    try:
+        return max(0, min(_number.decode(bound), OUTPUT_CAP))
+    except msgspec.DecodeError:
+        return DEFAULT_OUTPUT  # null, or something the engine will refuse

@@ -1,0 +1,157 @@
+"""The HTTP client towards the engines, behind one seam.
+
+:class:`Upstream` is all that the rest of the router knows of it, so that a faster client or a fake can take its place.
+What always holds: a failure of the other side is an :class:`~ems.router.errors.UpstreamBroken`; an answer that is
+closed, or a call that is cancelled, before the end closes its connection, which is how an engine learns that nobody
+waits any more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, Self
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from ems.router.errors import UpstreamBroken
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ems.router.address import Address
+
+# Engines behind uvicorn close idle connections after 5 s; ours must not be in use by then.
+_KEEP_ALIVE_SECONDS = 4.0
+_HEADER_LIMIT = 64 << 10
+_NO_AUTOMATIC = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+class Answer(Protocol):
+    """An answer whose head has arrived; its reader must close it."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]: ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of the body has been read."""
+        ...
+
+    async def read(self) -> bytes:
+        """Return the next piece of the body as soon as there is one, ``b""`` at its end.
+
+        :raises UpstreamBroken: the body ends early.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection; it is closed unless the body was read to its end."""
+        ...
+
+
+class Upstream(Protocol):
+    """Sends requests to engines."""
+
+    async def send(
+        self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None
+    ) -> Answer:
+        """Send a request to ``target`` (path and query, encoded) and return its answer's head.
+
+        :raises UpstreamBroken: no connection, no answer, or no HTTP.
+        """
+        ...
+
+
+async def read_whole(answer: Answer, limit: int) -> bytes:
+    """Read an answer to its end and close it.
+
+    :raises UpstreamBroken: it ends early, or is larger than ``limit`` bytes.
+    """
+    try:
+        pieces = []
+        size = 0
+        while piece := await answer.read():
+            size += len(piece)
+            if size > limit:
+                raise UpstreamBroken(f"The answer is larger than {limit} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+    finally:
+        answer.close()
+
+
+class HttpUpstream:
+    """One aiohttp session for all engines, without a limit on connections."""
+
+    def __init__(self, connect_timeout: float) -> None:
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+            timeout=self._timeout,
+            auto_decompress=False,
+            skip_auto_headers=_NO_AUTOMATIC,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            max_line_size=_HEADER_LIMIT,
+            max_field_size=_HEADER_LIMIT,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def send(
+        self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None
+    ) -> Answer:
+        assert self._session is not None
+        try:
+            response = await self._session.request(
+                method,
+                URL(f"http://{address}{target}", encoded=True),
+                data=body,
+                headers=CIMultiDict(headers),
+                allow_redirects=False,
+            )
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            raise UpstreamBroken(_reason(error)) from error
+        if not 200 <= response.status <= 599:
+            response.close()
+            raise UpstreamBroken(f"The answer has the status {response.status}")
+        return _HttpAnswer(response)
+
+
+class _HttpAnswer:
+    __slots__ = ("_content", "_response", "headers", "status")
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self._content = response.content
+        self.status = response.status
+        self.headers = response.raw_headers
+
+    @property
+    def ended(self) -> bool:
+        return self._content.at_eof()
+
+    async def read(self) -> bytes:
+        try:
+            return await self._content.readany()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise UpstreamBroken(_reason(error)) from error
+
+    def close(self) -> None:
+        # After the whole body the connection is back in the pool already, and this does nothing.
+        self._response.close()
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
