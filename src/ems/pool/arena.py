@@ -28,29 +28,12 @@ from ems.pool.layout import (
     pack_description,
     pack_header,
 )
-
-PREFAULT_STEP = 8 << 20
-"""Bytes touched in one go; small, so that a stop is obeyed at once."""
-
-_POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+from ems.pool.touch import TOUCH_STEP, populate, yield_to_others
 
 
 def total_memory() -> int:
     """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def populate(address: int, length: int) -> None:
-    """Touch ``length`` bytes at ``address`` (both in whole memory pages) without holding the interpreter.
-
-    Raises:
-        OSError: the kernel refused, for one because the file system is full.
-    """
-    if _libc.madvise(address, length, _POPULATE_WRITE) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 class Arena:
@@ -150,18 +133,18 @@ class Arena:
         Raises:
             OSError: the kernel refuses to touch, in a way that is not a lack of memory.
         """
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        yield_to_others()
         for number, mapped in enumerate(self._maps):
             # The exported buffer keeps the mapping alive while this thread is inside the kernel.
             anchor = ctypes.c_char.from_buffer(mapped)
             address = ctypes.addressof(anchor)
             try:
-                for start in range(0, len(mapped), PREFAULT_STEP):
+                for start in range(0, len(mapped), TOUCH_STEP):
                     if stop.is_set():
                         return None
-                    length = min(PREFAULT_STEP, len(mapped) - start)
+                    length = min(TOUCH_STEP, len(mapped) - start)
                     os.posix_fallocate(self._files[number], start, length)
-                    self._populate(address + start, length)
+                    populate(address + start, length)
                     progress(number, start + length)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
@@ -170,17 +153,6 @@ class Arena:
             finally:
                 del anchor
         return None
-
-    @staticmethod
-    def _populate(address: int, length: int) -> None:
-        try:
-            populate(address, length)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # Kernels before 5.14 do not know the advice; the pages are allocated, clearing them is what is left.
-            for offset in range(0, length, mmap.PAGESIZE):
-                ctypes.memset(address + offset, 0, 1)
 
     def close(self) -> None:
         """Unmap and remove the segments and give up the folder."""

@@ -28,7 +28,9 @@ from ems.pool.layout import PageRef, SlotState, header_offset, unpack_header, un
 CALL_SECONDS = 5.0
 """Deadline of a call that names none."""
 RETRY_SECONDS = 0.5
-"""Least time between two attempts to reach a node that is gone."""
+"""Least time between two attempts to reach a node that is gone; doubles with each failure in a row."""
+MAX_RETRY_SECONDS = 8.0
+"""Most time between two attempts."""
 
 _Answer = TypeVar("_Answer", bound=protocol.Message)
 
@@ -124,6 +126,7 @@ class PoolClient:
         self._connection: _Connection | None = None
         self._epoch = 0
         self._next_attempt = 0.0
+        self._failures = 0
         self._closed = False
 
     # Connection
@@ -144,6 +147,12 @@ class PoolClient:
         """Whether the node was started by an engine; None before the first connection."""
         connection = self._connection
         return connection.welcome.autostarted if connection else None
+
+    @property
+    def segment_count(self) -> int:
+        """Segments of the node; 0 while there is no connection."""
+        connection = self._connection
+        return connection.welcome.segments if connection else 0
 
     def connect(self, timeout: float = CALL_SECONDS) -> None:
         """Make sure that there is a connection.
@@ -171,7 +180,21 @@ class PoolClient:
         now = time.monotonic()
         if self._closed or now < self._next_attempt:
             raise PoolUnavailable(f"no pool node answers on {self._path}, start one with 'ems node'")
-        self._next_attempt = now + RETRY_SECONDS
+        try:
+            connection = self._greet(now, deadline)
+        except BaseException:
+            self._put_off()
+            raise
+        self._failures = 0
+        self._connection = connection
+        return connection
+
+    def _put_off(self) -> None:
+        pause = min(RETRY_SECONDS * 2**self._failures, MAX_RETRY_SECONDS)
+        self._failures += 1
+        self._next_attempt = time.monotonic() + pause
+
+    def _greet(self, now: float, deadline: float) -> _Connection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(max(deadline - now, 0.001))
@@ -195,8 +218,7 @@ class PoolClient:
             sock.close()
             raise ProtocolError(f"the node answered the greeting with {type(answer).__name__}")
         self._epoch += 1
-        self._connection = _Connection(sock, self._epoch, answer, SegmentMap(self, self._epoch))
-        return self._connection
+        return _Connection(sock, self._epoch, answer, SegmentMap(self, self._epoch))
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
@@ -229,6 +251,7 @@ class PoolClient:
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
             self._drop()
+            self._put_off()
             raise PoolTimeout("the pool node did not answer in time") from error
         except OSError as error:
             self._drop()
@@ -262,9 +285,7 @@ class PoolClient:
         with self._locked(timeout):
             self._opened(namespace, time.monotonic() + timeout)
 
-    def lookup(
-        self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float = CALL_SECONDS
-    ) -> Hits:
+    def lookup(self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float = CALL_SECONDS) -> Hits:
         """How many leading ``keys`` (16 bytes each, joined) are present; with ``lease`` they stay until released."""
         deadline = time.monotonic() + timeout
         with self._locked(timeout):

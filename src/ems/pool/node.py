@@ -229,9 +229,7 @@ class Node:
             listener.listen(128)
         except OSError as error:
             listener.close()
-            raise ConfigError(
-                f"cannot listen on {path}: {error.strerror}; give another path with --socket"
-            ) from error
+            raise ConfigError(f"cannot listen on {path}: {error.strerror}; give another path with --socket") from error
         self._listener = listener
         self.loop.add_reader(listener, self._accept)
         self._start_prefault()
@@ -298,7 +296,7 @@ class Node:
     # Clients
 
     def _accept(self) -> None:
-        assert self._listener is not None  # noqa: S101 - set before the reader was added
+        assert self._listener is not None
         while True:
             try:
                 sock, _ = self._listener.accept()
@@ -335,7 +333,9 @@ class Node:
 
     def welcome(self, version: int) -> protocol.Welcome:
         """The answer to a good greeting."""
-        return protocol.Welcome(version, self.node_id.hex(), ems.__version__, self.config.autostarted)
+        return protocol.Welcome(
+            version, self.node_id.hex(), ems.__version__, self.config.autostarted, len(self.arena.sizes)
+        )
 
     # Requests
 

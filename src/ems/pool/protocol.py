@@ -112,12 +112,13 @@ class Stats(Message):
 
 
 class Welcome(Message):
-    """The greeting was accepted: version to speak, the node's identity (new with each start), its features."""
+    """The greeting was accepted: version to speak, the node's identity (new with each start), its segments."""
 
     version: int
     node: str
     release: str
     autostarted: bool
+    segments: int
     features: list[str] = []
 
 

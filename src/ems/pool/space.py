@@ -129,7 +129,7 @@ class Space:
             return None
         entry = stack.pop()
         segment, slot = self.segments[entry >> _SLOT_BITS], entry & _SLOT_MASK
-        assert segment.geometry is not None  # noqa: S101 - slots are free only in carved segments
+        assert segment.geometry is not None
         generation = (segment.generations[slot] + 1) & _GENERATION_MASK
         segment.generations[slot] = generation
         segment.used += 1

@@ -1,0 +1,126 @@
+"""``EmsStoreConnector``: the class that vLLM makes, once in its scheduler and once in each worker.
+
+It only forwards: decisions are in :mod:`ems.vllm.requests`, copies in :mod:`ems.vllm.transfers`.  A pool is
+an accelerator, so nothing here fails a request: what cannot be loaded is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from ems.vllm.metadata import StepMetadata
+from ems.vllm.model import describe
+from ems.vllm.scheduler import SchedulerSide
+from ems.vllm.settings import read_settings
+from ems.vllm.worker import WorkerSide
+
+logger = init_logger("vllm.ems")
+
+
+class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+    """The pool of this host behind one engine."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings, warnings = read_settings(transfer.kv_role, transfer.kv_connector_extra_config)
+        model = describe(vllm_config, kv_cache_config, settings.tenant, settings.model_id)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            for warning in warnings:
+                logger.warning("EMS: %s", warning)
+            if transfer.kv_load_failure_policy != "recompute":
+                # vLLM's default fails the request; a cache that lost a page must not.
+                logger.info("EMS sets kv_load_failure_policy to recompute")
+                transfer.kv_load_failure_policy = "recompute"
+            self._scheduler = SchedulerSide(settings, model)
+        else:
+            self._worker = WorkerSide(settings, model)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a later miss, nothing more."""
+        return False
+
+    # Scheduler side
+
+    @property
+    def _in_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called on a worker-side connector"
+        return self._scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._in_scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._in_scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._in_scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._in_scheduler.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._in_scheduler.received(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._in_scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._in_scheduler.finished(request)
+
+    # Worker side
+
+    @property
+    def _in_worker(self) -> WorkerSide:
+        assert self._worker is not None, "called on a scheduler-side connector"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._in_worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._in_worker.begin(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._in_worker.end()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._in_worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads run between steps: a step never meets one."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, after the step that fills them."""
+
+    def wait_for_save(self) -> None:
+        """Saves begin now and hold their blocks; the step does not wait for them."""
+        self._in_worker.computed()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._in_worker.results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._in_worker.take_invalid_blocks()
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()

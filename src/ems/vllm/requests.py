@@ -1,0 +1,279 @@
+"""The scheduler side's brain: what is known of each request, and what follows from each event.
+
+A request goes through::
+
+    arrive ── asked ── answered ── allocated ── loading ── received ─┐
+                 │         │            │                             ├─ scheduled* ── finished
+                 └─────────┴── nothing to load ──────────────────────┘
+
+It knows no vLLM, no socket and no clock.  What always holds: a lease that was taken is given back exactly
+once, by a :class:`Release` effect; a block is offered for saving at most once a life of its memory; a load
+that failed is not tried again for the same request; a request whose lookup stays unanswered is a miss after
+a bounded time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import msgspec
+
+from ems.pool.client import Lease
+from ems.pool.keys import KeyChain
+
+EAGER_LEASES = 64
+"""Requests that may hold a lease while they wait; beyond, a lookup is made only when its request's turn comes."""
+
+
+class Phase(Enum):
+    """How far the lookup and load of a request have come."""
+
+    NEW = auto()
+    ASKED = auto()
+    ANSWERED = auto()
+    LOADING = auto()
+    SETTLED = auto()
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Effect: look up the request's blocks; ``expected`` blocks are known to be on their way."""
+
+    request_id: str
+    expected: int
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Effect: give a lease back."""
+
+    lease: Lease
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Effect: copy ``keys[i]``, lying at ``packed_refs[i]``, into engine block ``block_ids[i]``."""
+
+    request_id: str
+    block_ids: list[int]
+    keys: bytes
+    packed_refs: bytes
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Effect: store engine blocks ``block_ids`` as the pages ``keys`` that follow the page ``parent``."""
+
+    request_id: str
+    parent: bytes
+    keys: list[bytes]
+    block_ids: list[int]
+
+
+class Request:
+    """What is known of one request."""
+
+    __slots__ = (
+        "asked_at", "block_ids", "chain", "ended", "expected", "failed", "hits", "lease", "loading_blocks", "local",
+        "next_save", "phase", "prompt_tokens", "request_id", "saved_any",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, prompt_tokens: int, expected: int) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.expected = expected
+        self.phase = Phase.NEW
+        self.asked_at = 0.0
+        self.chain: KeyChain | None = None
+        self.hits = 0
+        self.local = 0
+        self.failed = False
+        self.ended = False
+        self.lease: Lease | None = None
+        self.block_ids: list[int] = []
+        self.loading_blocks: frozenset[int] = frozenset()
+        self.next_save = 0
+        self.saved_any = False
+
+
+class RequestBook:
+    """All requests of one engine.
+
+    ``block_size`` tokens make a block; ``ref_bytes`` is the size of one packed reference in a lease.
+    """
+
+    def __init__(
+        self, block_size: int, ref_bytes: int, *, saves: bool, lookup_timeout: float, handoff_timeout: float
+    ) -> None:
+        self._block_size = block_size
+        self._ref_bytes = ref_bytes
+        self._saves = saves
+        self._lookup_timeout = lookup_timeout
+        self._handoff_timeout = handoff_timeout
+        self._requests: dict[str, Request] = {}
+        self._leases = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def leases(self) -> int:
+        """Leases held now."""
+        return self._leases
+
+    def get(self, request_id: str) -> Request | None:
+        """What is known of a request."""
+        return self._requests.get(request_id)
+
+    # Arrival, lookup
+
+    def arrive(self, request_id: str, prompt_tokens: int, expected: int, now: float) -> list[Ask]:
+        """A request came in; ``expected`` of its blocks were announced by a prefill (0: none were)."""
+        request = Request(request_id, prompt_tokens, expected)
+        self._requests[request_id] = request
+        if prompt_tokens < self._block_size:
+            request.phase = Phase.SETTLED
+            return []
+        if self._leases >= EAGER_LEASES:
+            return []
+        return [self._ask(request, now)]
+
+    def _ask(self, request: Request, now: float) -> Ask:
+        request.phase = Phase.ASKED
+        request.asked_at = now
+        return Ask(request.request_id, request.expected)
+
+    def answered(self, request_id: str, chain: KeyChain, hits: int, lease: Lease | None) -> list[Release]:
+        """The lookup found ``hits`` leading blocks and holds ``lease`` on them."""
+        request = self._requests.get(request_id)
+        if request is not None and request.chain is None:
+            request.chain = chain
+        if request is None or request.phase is not Phase.ASKED:
+            # The request ended, or gave up waiting, while the lookup was under way.
+            return [Release(lease)] if lease is not None else []
+        request.phase = Phase.ANSWERED
+        request.hits = hits
+        request.lease = lease
+        if lease is not None:
+            self._leases += 1
+        request.next_save = max(request.next_save, hits)
+        return []
+
+    def match(self, request_id: str, tokens: int, local: int, now: float) -> tuple[int | None, list[Ask | Release]]:
+        """How many tokens beyond the ``local`` ones can be loaded for a request of ``tokens`` tokens.
+
+        None means: ask again.  The last token of a request that is present whole is counted too; the engine
+        computes it again by itself.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0, []
+        if request.phase is Phase.NEW:
+            return None, [self._ask(request, now)]
+        if request.phase is Phase.ASKED:
+            patience = self._lookup_timeout + (self._handoff_timeout if request.expected else 0.0)
+            if now - request.asked_at < patience:
+                return None, []
+            request.phase = Phase.SETTLED
+            return 0, []
+        if request.phase is Phase.ANSWERED:
+            found = min(request.hits * self._block_size, tokens) - local
+            request.local = local
+            if found > 0:
+                return found, []
+            return 0, list(self._settle(request))
+        return 0, []
+
+    def _settle(self, request: Request) -> list[Release]:
+        request.phase = Phase.SETTLED
+        lease, request.lease = request.lease, None
+        if lease is None:
+            return []
+        self._leases -= 1
+        return [Release(lease)]
+
+    # Blocks
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> list[Load | Release]:
+        """The engine gave the request ``block_ids``; ``external`` tokens after the local ones are to be loaded."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        request.block_ids = list(block_ids)
+        if request.phase is not Phase.ANSWERED:
+            return []
+        if external <= 0 or request.lease is None or request.chain is None:
+            return list(self._settle(request))
+        first = request.local // self._block_size
+        last = -(-(request.local + external) // self._block_size)
+        ids = request.block_ids[first:last]
+        request.phase = Phase.LOADING
+        request.loading_blocks = frozenset(ids)
+        refs = request.lease.packed_refs[first * self._ref_bytes : last * self._ref_bytes]
+        return [Load(request_id, ids, request.chain.joined(first, last), refs)]
+
+    def received(self, request_id: str, invalid: set[int]) -> list[Release]:
+        """The load ended; blocks in ``invalid`` hold nothing.  A failed load is not tried again."""
+        request = self._requests.get(request_id)
+        if request is None or request.phase is not Phase.LOADING:
+            return []
+        released = self._settle(request)
+        request.failed = bool(request.loading_blocks & invalid)
+        request.loading_blocks = frozenset()
+        if request.ended:
+            del self._requests[request_id]
+        return released
+
+    def scheduled(
+        self, request_id: str, block_ids: Sequence[int], computed_after: int, *, replace: bool
+    ) -> tuple[int, int] | None:
+        """The request computes up to token ``computed_after`` in this step, with ``block_ids`` more blocks.
+
+        Returns the range of blocks that will be whole after the step and were not offered before.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if replace:
+            request.block_ids = list(block_ids)
+        else:
+            request.block_ids += block_ids
+        if not self._saves:
+            return None
+        whole = min(computed_after, request.prompt_tokens) // self._block_size
+        whole = min(whole, len(request.block_ids))
+        first = request.next_save
+        if whole <= first:
+            return None
+        request.next_save = whole
+        request.saved_any = True
+        return first, whole
+
+    def save(self, request_id: str, span: tuple[int, int], chain: KeyChain) -> Save:
+        """The save of the blocks ``span`` of a request whose keys are ``chain``."""
+        request = self._requests[request_id]
+        first, end = span
+        return Save(request_id, chain.parent(first), list(chain[first:end]), request.block_ids[first:end])
+
+    # Ends
+
+    def preempted(self, request_id: str) -> None:
+        """The engine took the request's blocks away; it starts over later, and what was being saved may not be."""
+        request = self._requests.get(request_id)
+        if request is not None and request.phase is Phase.SETTLED:
+            request.block_ids = []
+            request.next_save = 0
+            if not request.failed and request.prompt_tokens >= self._block_size:
+                request.phase = Phase.NEW
+
+    def finished(self, request_id: str) -> tuple[bool, list[Release]]:
+        """The request ended.  True when its blocks must be kept until its saves are done."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False, []
+        if request.phase is Phase.LOADING:
+            # The engine itself keeps the blocks until the load is reported; the lease stays as long.
+            request.ended = True
+            return False, []
+        del self._requests[request_id]
+        return request.saved_any, self._settle(request)

@@ -1,0 +1,209 @@
+"""The connector inside vLLM's scheduler: carries between vLLM's hooks, the request book and the pool.
+
+No hook waits for the node.  vLLM calls all hooks on one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from ems.pool.client import PoolClient
+from ems.pool.keys import KeyChain
+from ems.pool.launcher import ensure_node
+from ems.pool.layout import REF_BYTES
+from ems.vllm.lookups import LookupJob, Lookups
+from ems.vllm.metadata import StepMetadata
+from ems.vllm.model import BlockModel
+from ems.vllm.requests import Ask, Load, Release, RequestBook
+from ems.vllm.settings import ConnectorSettings
+
+logger = init_logger("vllm.ems.scheduler")
+
+ANNOUNCED = "ems_blocks"
+"""Key in ``kv_transfer_params``: how many blocks of the prompt the prefill side stores."""
+
+
+class SchedulerSide:
+    """Hooks that vLLM's scheduler calls."""
+
+    def __init__(self, settings: ConnectorSettings, model: BlockModel) -> None:
+        self._settings = settings
+        self._model = model
+        self._book = RequestBook(
+            model.block_size,
+            REF_BYTES,
+            saves=settings.saves,
+            lookup_timeout=settings.lookup_timeout,
+            handoff_timeout=settings.handoff_timeout,
+        )
+        self._client = PoolClient(settings.socket, "vllm-scheduler")
+        self._lookups = Lookups(
+            self._client,
+            model.namespace,
+            model.block_size,
+            logger,
+            handoff_timeout=settings.handoff_timeout,
+            call_timeout=settings.call_timeout,
+            start_node=self._start_node if settings.autostart else None,
+        )
+        self._vllm_requests: dict[str, Any] = {}
+        self._loads: list[Load] = []
+        self._awaited: set[str] = set()
+
+    def _start_node(self) -> None:
+        if ensure_node(self._settings.node_config()):
+            logger.info("EMS started a pool node on this host")
+
+    # Requests
+
+    def on_new_request(self, request: Any) -> None:
+        """A request came in: its lookup begins at once."""
+        self._vllm_requests[request.request_id] = request
+        expected = self._announced(request)
+        self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected, time.monotonic()))
+
+    def _announced(self, request: Any) -> int:
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return 0
+        announced = params.get(ANNOUNCED)
+        whole = request.num_prompt_tokens // self._model.block_size
+        return min(announced, whole) if isinstance(announced, int) and announced > 0 else 0
+
+    def match(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """VLLM's ``get_num_new_matched_tokens``."""
+        if request.request_id not in self._book:
+            self.on_new_request(request)
+        self._take_answers()
+        found, effects = self._book.match(request.request_id, request.num_tokens, local, time.monotonic())
+        self._do(effects)
+        return found, bool(found)
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """VLLM's ``update_state_after_alloc``."""
+        self._do(self._book.allocated(request.request_id, blocks.get_block_ids()[0], external))
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """VLLM's ``request_finished``: whether its blocks must be kept, and what the decode side should know."""
+        request_id = request.request_id
+        known = self._book.get(request_id)
+        stored = known.next_save if known is not None else 0
+        keep, effects = self._book.finished(request_id)
+        self._do(effects)
+        self._vllm_requests.pop(request_id, None)
+        if keep:
+            self._awaited.add(request_id)
+            logger.info("Delaying free of %d blocks for request %s", stored, request_id)
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or not self._settings.saves:
+            return keep, None
+        return keep, {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCED: stored}
+
+    # Steps
+
+    def build_metadata(self, output: Any) -> StepMetadata:
+        """VLLM's ``build_connector_meta``."""
+        self._take_answers()
+        step = StepMetadata(
+            loads=self._loads, awaited=self._awaited, preempted=set(getattr(output, "preempted_req_ids", None) or ())
+        )
+        self._loads, self._awaited = [], set()
+        for request_id in step.preempted:
+            self._book.preempted(request_id)
+        for data in output.scheduled_new_reqs:
+            self._plan_save(step, output, data.req_id, data.block_ids[0], data.num_computed_tokens, replace=True)
+        cached = output.scheduled_cached_reqs
+        for position, request_id in enumerate(cached.req_ids):
+            new_ids = cached.new_block_ids[position]
+            self._plan_save(
+                step,
+                output,
+                request_id,
+                new_ids[0] if new_ids else [],
+                cached.num_computed_tokens[position],
+                replace=request_id in cached.resumed_req_ids,
+            )
+        return step
+
+    def _plan_save(
+        self,
+        step: StepMetadata,
+        output: Any,
+        request_id: str,
+        block_ids: Sequence[int],
+        computed: int,
+        *,
+        replace: bool,
+    ) -> None:
+        after = computed + output.num_scheduled_tokens.get(request_id, 0)
+        span = self._book.scheduled(request_id, block_ids, after, replace=replace)
+        if span is not None:
+            step.saves.append(self._book.save(request_id, span, self._chain(request_id)))
+
+    def _chain(self, request_id: str) -> KeyChain:
+        known = self._book.get(request_id)
+        assert known is not None
+        if known.chain is None or len(known.chain) < known.next_save:
+            request = self._vllm_requests[request_id]
+            chain = KeyChain(self._model.namespace.name, self._model.block_size)
+            chain.extend(request.prompt_token_ids, self._extra(request)())
+            known.chain = chain
+        return known.chain
+
+    def received(self, finished: Iterable[str], invalid: set[int]) -> None:
+        """VLLM's ``update_connector_output``: loads that ended, blocks that hold nothing."""
+        for request_id in finished:
+            self._do(self._book.received(request_id, invalid))
+
+    def close(self) -> None:
+        """The engine stops."""
+        self._lookups.close()
+        self._client.close()
+
+    # Effects
+
+    def _take_answers(self) -> None:
+        for answer in self._lookups.answers():
+            self._do(self._book.answered(answer.request_id, answer.chain, answer.hits, answer.lease))
+
+    def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(request_id, expected):
+                    self._ask(request_id, expected)
+                case Load():
+                    self._loads.append(effect)
+                case Release(lease):
+                    self._lookups.release(lease)
+
+    def _ask(self, request_id: str, expected: int) -> None:
+        request = self._vllm_requests[request_id]
+        tokens = request.prompt_token_ids
+        if tokens is None:
+            tokens = [0] * request.num_prompt_tokens
+        self._lookups.ask(LookupJob(request_id, tokens, self._extra(request), expected, time.monotonic()))
+
+    def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
+        """What else changes a block's KV (LoRA, multimodal content, cache salt, prompt embeddings), block by block."""
+        plain = not (
+            request.lora_request
+            or request.mm_features
+            or request.cache_salt
+            or getattr(request, "prompt_embeds", None) is not None
+        )
+        if plain:
+            return tuple
+
+        def extra() -> Sequence[object]:
+            size, entries, position = self._model.block_size, [], 0
+            for start in range(0, request.num_prompt_tokens - size + 1, size):
+                keys, position = generate_block_hash_extra_keys(request, start, start + size, position)
+                entries.append(keys)
+            return entries
+
+        return extra
