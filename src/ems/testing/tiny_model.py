@@ -1,0 +1,121 @@
+"""Makes a small Qwen2-architecture model directory on the spot: no download, no torch, the same bytes for a seed.
+
+What always holds: a directory that exists under its final name is complete, and one with other contents than asked
+for is replaced; several processes may ask for the same one at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ems.testing.tiny_tokenizer import FIRST_READABLE, SPECIAL_TOKENS, TURN_END, write_tokenizer
+from ems.testing.tiny_weights import Matrix, ModelShape, draw
+
+Size = Literal["demo", "test"]
+
+SHAPES: dict[Size, ModelShape] = {
+    "demo": ModelShape(layers=12, hidden_size=512, intermediate_size=1536, vocab_size=43008),
+    "test": ModelShape(layers=4, hidden_size=256, intermediate_size=512, near=256, far=2048),
+}
+"""``demo``: 80 M parameters and 6,144 bytes of KV a token, prefill costs something; ``test``: starts fast."""
+
+TOKENS = 1024
+"""Tokens that the tokenizer names; the ids above are legal in prompts but stand for nothing."""
+
+_FORMAT = 1
+"""Goes up when the same shape and seed make other bytes than before."""
+
+
+def make_model(directory: Path, size: Size | ModelShape = "demo", *, seed: int = 0) -> Path:
+    """Make the model in ``directory`` unless it is there already, and return ``directory``."""
+    shape = SHAPES[size] if isinstance(size, str) else size
+    recipe = msgspec.json.encode({"format": _FORMAT, "seed": seed, "shape": shape})
+    if _recipe(directory) == recipe:
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        _write(scratch, shape, seed)
+        (scratch / "recipe.json").write_bytes(recipe)
+        _move_in(scratch, directory, recipe)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory
+
+
+def _recipe(directory: Path) -> bytes | None:
+    try:
+        return (directory / "recipe.json").read_bytes()
+    except OSError:
+        return None
+
+
+def _move_in(scratch: Path, directory: Path, recipe: bytes) -> None:
+    scratch.chmod(0o755)
+    if directory.exists():
+        shutil.rmtree(directory)
+    try:
+        scratch.rename(directory)
+    except OSError:
+        if _recipe(directory) != recipe:  # else another process was faster with the same model
+            raise
+
+
+def _write(directory: Path, shape: ModelShape, seed: int) -> None:
+    end = SPECIAL_TOKENS.index(TURN_END) + 256
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocab_size,
+        "bos_token_id": None,
+        "eos_token_id": end,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"eos_token_id": end}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_tokenizer(directory, TOKENS, seed)
+    write_safetensors(directory / "model.safetensors", draw(shape, range(FIRST_READABLE, TOKENS), seed))
+
+
+def write_safetensors(path: Path, tensors: Iterable[tuple[str, Matrix]]) -> None:
+    """Write tensors as bfloat16, rounded to nearest even; the format is a length, a JSON header and the raw bytes."""
+    bodies = {name: (tensor.shape, _bfloat16(tensor)) for name, tensor in tensors}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (shape, body) in bodies.items():
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (offset, offset + body.nbytes)}
+        offset += body.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, body in bodies.values():
+            file.write(body.data)
+
+
+def _bfloat16(tensor: Matrix) -> npt.NDArray[np.uint16]:
+    bits = np.ascontiguousarray(tensor, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
