@@ -204,7 +204,7 @@ class VllmServer:
 
 
 def fetch_metrics(url: str) -> dict[str, float]:
-    """Return the samples of a Prometheus page, added up over their labels, without histogram buckets and times of creation.
+    """Return the samples of a Prometheus page, added up over labels, without buckets and times of creation.
 
     Raises:
         EngineError: the page cannot be had.
