@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,12 +17,11 @@ from pathlib import Path
 
 from ems.config import NodeConfig
 from ems.errors import ConfigError, PoolUnavailable
+from ems.pool.processes import process_lives
 
 START_SECONDS = 15.0
 """How long a new node may take to listen; it needs a fraction of a second unless the machine is very busy."""
 _POLL_SECONDS = 0.02
-_children: list[subprocess.Popen[bytes]] = []
-"""Nodes that this process started; polled now and then, so that one that ended does not stay a zombie."""
 
 
 def node_listens(path: Path) -> bool:
@@ -42,7 +42,6 @@ def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
         ConfigError: the node cannot start with these settings (its own sentence is in the message).
         PoolUnavailable: it did not listen within ``timeout`` seconds.
     """
-    _children[:] = [child for child in _children if child.poll() is None]
     if node_listens(config.socket):
         return False
     try:
@@ -73,33 +72,35 @@ def _lock_before(lock: int, deadline: float, directory: Path) -> None:
             return
 
 
+_DETACH = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!'
+"""Starts a command in the background and says its process id.
+
+The shell in between ends at once, so the node is nobody's child: engines kill all their descendants when
+they stop, and a node must outlive them.
+"""
+
+
 def _start(config: NodeConfig, deadline: float) -> None:
-    log_path = config.directory / "node.log"
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    begin = os.fstat(log).st_size
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ems.cli", *_flags(config)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-        )
-    finally:
-        os.close(log)
-    while True:
-        if node_listens(config.socket):
-            _children.append(process)
-            return
-        if process.poll() is not None:
-            said = log_path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-            reason = said[-1].removeprefix("error: ") if said else f"it ended with status {process.returncode}"
+    log = config.directory / "node.log"
+    log.touch(mode=0o600)
+    begin = log.stat().st_size
+    command = [sys.executable, "-m", "ems.cli", *_flags(config)]
+    shell = subprocess.run(
+        ["/bin/sh", "-c", _DETACH, "sh", str(log), *command],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        check=True,
+    )
+    pid = int(shell.stdout)
+    while not node_listens(config.socket):
+        if not process_lives(pid):
+            said = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+            reason = said[-1].removeprefix("error: ") if said else "it ended without a word"
             raise ConfigError(f"the pool node could not start: {reason}")
         if time.monotonic() >= deadline:
-            process.kill()
-            process.wait()
-            raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {log_path}")
+            os.kill(pid, signal.SIGKILL)
+            raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {log}")
         time.sleep(_POLL_SECONDS)
 
 

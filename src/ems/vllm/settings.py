@@ -49,7 +49,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     handoff_timeout: float = 2.0
     """Seconds that a decode waits for blocks that its prefill is still writing; ``handoff_timeout_ms``."""
 
-    call_timeout: float = 1.0
+    call_timeout: float = 2.0
     """Seconds that one call to the node may take; ``call_timeout_ms`` or ``EMS_CALL_TIMEOUT_MS``."""
 
     def node_config(self) -> NodeConfig:
@@ -89,7 +89,7 @@ def read_settings(kv_role: str, extra: Mapping[str, Any]) -> tuple[ConnectorSett
         lookup_timeout=_seconds("lookup_timeout_ms", extra.get("lookup_timeout_ms", 1000)),
         handoff_timeout=_seconds("handoff_timeout_ms", extra.get("handoff_timeout_ms", 2000)),
         call_timeout=_seconds(
-            "call_timeout_ms", extra.get("call_timeout_ms", os.environ.get("EMS_CALL_TIMEOUT_MS", 1000))
+            "call_timeout_ms", extra.get("call_timeout_ms", os.environ.get("EMS_CALL_TIMEOUT_MS", 2000))
         ),
     )
     return settings, [_unknown(key) for key in extra if key not in _ACCEPTED]
