@@ -27,6 +27,7 @@ from ems.pool import protocol
 from ems.pool.arena import Arena
 from ems.pool.core import PoolCore, split_keys
 from ems.pool.layout import SlotState
+from ems.pool.processes import process_lives
 
 TICK_SECONDS = 1.0
 GRACE_SECONDS = 0.02
@@ -37,20 +38,6 @@ READ_SIZE = 256 << 10
 _UCRED = struct.Struct("3i")
 
 _log = structlog.get_logger("ems.node")
-
-
-def process_lives(pid: int) -> bool:
-    """Whether a process with this id runs (a zombie does not: it can no longer write anywhere).
-
-    A client in a process namespace of its own has an id of 0 here; what cannot be seen is taken to live.
-    """
-    if pid <= 0:
-        return True
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 class _Connection:
