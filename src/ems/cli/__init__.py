@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownCommandError
 
 from ems import __version__
 from ems.errors import ConfigError, EmsError
@@ -44,7 +44,7 @@ def build_app() -> App:
         help="Run the OpenAI-compatible router in front of prefill and decode servers.",
     )
     bench = App(name="bench", help="Measure the pool and what it gains.")
-    bench.command("ems.cli.bench:pool", name="pool", help="Throughput and latency of the pool beside plain memcpy.")
+    bench.command("ems.bench.pool:pool", name="pool", help="Throughput and latency of the pool beside plain memcpy.")
     bench.command("ems.cli.bench:ttft", name="ttft", help="Time to first token in three steps on two servers.")
     app.command(bench)
     return app
@@ -59,12 +59,8 @@ def run(tokens: Sequence[str]) -> int:
     """Run one command line and return its exit status."""
     try:
         outcome = build_app()(list(tokens), result_action="return_value")
-    except CycloptsError as error:
-        return _complain(str(error), EXIT_USAGE, hint=True)
-    except ConfigError as error:
-        return _complain(str(error), EXIT_USAGE)
-    except EmsError as error:
-        return _complain(str(error), EXIT_FAILURE)
+    except (CycloptsError, EmsError) as error:
+        return _complain(error, tokens)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -74,9 +70,14 @@ def run(tokens: Sequence[str]) -> int:
     return outcome if isinstance(outcome, int) and not isinstance(outcome, bool) else 0
 
 
-def _complain(message: str, status: int, *, hint: bool = False) -> int:
-    sentence = " ".join(message.split()).removesuffix(".")
-    print(f"error: {sentence}", file=sys.stderr)
-    if hint:
+def _complain(error: CycloptsError | EmsError, tokens: Sequence[str]) -> int:
+    """Say in one line what is wrong and return the exit status that belongs to it."""
+    if isinstance(error, UnknownCommandError):
+        # Its own text would import every verb to guess what was meant.
+        message = f"unknown command {' '.join(error.unused_tokens or tokens)!r}"
+    else:
+        message = " ".join(str(error).split()).removesuffix(".")
+    print(f"error: {message}", file=sys.stderr)
+    if isinstance(error, CycloptsError):
         print("\nhint: `ems --help` and `ems VERB --help` show what is expected", file=sys.stderr)
-    return status
+    return EXIT_USAGE if isinstance(error, (CycloptsError, ConfigError)) else EXIT_FAILURE

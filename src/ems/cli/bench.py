@@ -1,0 +1,130 @@
+"""``ems bench``: the verbs that measure. Only arguments and output are here; measuring is in ``ems.bench``."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ems.bench.completions import base_url
+from ems.bench.ttft import measure
+from ems.bench.ttft_report import Plan, parse_token_ids, table
+from ems.config import default_socket
+
+
+def ttft(
+    url1: str,
+    url2: str,
+    /,
+    *,
+    requests: int = 100,
+    concurrency: int = 25,
+    input_tokens: int = 1024,
+    output_tokens: int = 10,
+    seed: int | None = None,
+    model: str | None = None,
+    token_ids: str = "300-999",
+    timeout: float = 600,
+    socket: Path | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="OPENAI_API_KEY")] = None,
+    output: Annotated[Literal["table", "json"], Parameter(name=["--output", "-o"])] = "table",
+) -> int:
+    """Measure the time to first token in three steps on two OpenAI-compatible servers.
+
+    Random prompts A go to URL1 (first time), then others to URL1 (they push A out of the engine's own cache), then A
+    to URL1 again and at last A to URL2. Exit status 1 when a request failed.
+
+    Parameters
+    ----------
+    url1
+        Server of steps 1 and 2, such as http://127.0.0.1:8000.
+    url2
+        Server of step 3.
+    requests
+        Prompts in A, and as many in B.
+    concurrency
+        Requests under way at the same time.
+    input_tokens
+        Length of each prompt.
+    output_tokens
+        Length of each answer.
+    seed
+        Draws the prompts; random by default, because prompts that were sent before are no longer cold.
+    model
+        Name of the model; the first that URL1 offers by default.
+    token_ids
+        Range of ids from which prompts are drawn.
+    timeout
+        Seconds for one request.
+    socket
+        Socket of a pool node whose figures are shown too; this host's by default, when one answers.
+    api_key
+        Sent as bearer token.
+    output
+        A table for people or JSON for scripts.
+    """
+    first_id, last_id = parse_token_ids(token_ids)
+    plan = Plan(
+        requests=requests,
+        concurrency=concurrency,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        seed=secrets.randbits(32) if seed is None else seed,
+        first_token_id=first_id,
+        last_token_id=last_id,
+    )
+    urls = (base_url("URL1", url1), base_url("URL2", url2))
+    with _Bars() as bars:
+        report = asyncio.run(
+            measure(
+                urls,
+                plan,
+                model=model,
+                api_key=api_key,
+                timeout=timeout,
+                socket=socket or default_socket(),
+                progress=bars.tell,
+            )
+        )
+    if output == "json":
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        Console().print(table(report))
+    return 1 if report.failed else 0
+
+
+class _Bars:
+    """Progress on stderr: bars on a terminal, else one line as each pass begins."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def tell(self, name: str, done: int, total: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total)
+            if self._progress.disable:
+                print(name.strip(), file=sys.stderr, flush=True)
+        self._progress.update(self._tasks[name], completed=done)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
