@@ -15,10 +15,10 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ems.config import NodeConfig, default_pool_size, format_size, pick_segment_size
 from ems.errors import ConfigError
-from ems.pool.index import Page
 from ems.pool.layout import (
     HEADERS_OFFSET,
     Geometry,
@@ -29,6 +29,9 @@ from ems.pool.layout import (
     pack_header,
 )
 from ems.pool.touch import TOUCH_STEP, populate, yield_to_others
+
+if TYPE_CHECKING:
+    from ems.pool.index import Page
 
 
 def total_memory() -> int:

@@ -8,40 +8,25 @@ stays where it is; whoever disappears holds nothing any more; every slot is in e
 
 from __future__ import annotations
 
-from enum import IntEnum
+from collections.abc import Collection, Iterator
 
 import msgspec
 
 from ems.errors import NoSpace, PoolRefused, StaleReference
-from ems.pool.eviction import evict, evict_segment
 from ems.pool.index import Index, Page
 from ems.pool.keys import KEY_BYTES
-from ems.pool.layout import REF_BYTES, Geometry, PageRef, carve
-from ems.pool.space import Segment, Space
+from ems.pool.layout import REF_BYTES, PageRef, carve
+from ems.pool.room import Assigned, NamespacePages, Outcome, Room
+from ems.pool.space import Space
 
 LIMBO_SECONDS = 30.0
 """How long a slot stays unused whose writer was cut off but lives: it may still be copying into it."""
 
-EVICTION_STEP = 1024
-"""Most pages that one call evicts beyond what it needs, so that no caller waits for a long pass."""
+MAX_NAMESPACES = 4096
+"""Most namespaces of one node; more than any host's models and layouts, few enough to be walked."""
 
-
-class Outcome(IntEnum):
-    """What became of one key of a reservation."""
-
-    GRANTED = 0
-    PRESENT = 1
-    WRITING = 2
-    NO_SPACE = 3
-    NOT_TOUCHED = 4
-
-
-class Assigned(msgspec.Struct, frozen=True):
-    """Effect: segment ``segment`` is now carved for ``namespace`` as ``geometry``; describe it."""
-
-    segment: int
-    namespace: str
-    geometry: Geometry
+MAX_NAME = 512
+"""Characters of the longest name of a namespace."""
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -72,7 +57,6 @@ class Counters(msgspec.Struct):
     keys_looked_up: int = 0
     keys_hit: int = 0
     pages_committed: int = 0
-    pages_evicted: int = 0
     pages_aborted: int = 0
     refused_no_space: int = 0
     refused_not_touched: int = 0
@@ -82,32 +66,19 @@ class Counters(msgspec.Struct):
     reservations_lost: int = 0
 
 
-class _Namespace:
-    __slots__ = ("index", "name", "number", "page_size", "writing")
-
-    def __init__(self, number: int, name: str, page_size: int) -> None:
-        self.number = number
-        self.name = name
-        self.page_size = page_size
-        self.index = Index()
-        self.writing = 0
-
-
 class _Reservation:
-    __slots__ = ("keys", "namespace", "owner", "parent", "waiting")
+    __slots__ = ("namespace", "owner", "waiting")
 
-    def __init__(self, owner: int, namespace: _Namespace, parent: bytes, keys: list[bytes]) -> None:
+    def __init__(self, owner: int, namespace: NamespacePages) -> None:
         self.owner = owner
         self.namespace = namespace
-        self.parent = parent
-        self.keys = keys
         self.waiting: dict[int, Page] = {}
 
 
 class _Lease:
     __slots__ = ("namespace", "owner", "pages")
 
-    def __init__(self, owner: int, namespace: _Namespace, pages: list[Page]) -> None:
+    def __init__(self, owner: int, namespace: NamespacePages, pages: list[Page]) -> None:
         self.owner = owner
         self.namespace = namespace
         self.pages = pages
@@ -123,10 +94,10 @@ class PoolCore:
 
     def __init__(self, segment_sizes: list[int], *, high_watermark: float = 0.95, eviction_ratio: float = 0.05) -> None:
         self._space = Space(segment_sizes)
-        self._high_watermark = high_watermark
-        self._eviction_ratio = eviction_ratio
-        self._namespaces: list[_Namespace] = []
-        self._by_name: dict[str, _Namespace] = {}
+        self._room = Room(self._space, self, high_watermark=high_watermark, eviction_ratio=eviction_ratio)
+        self._now = 0.0
+        self._namespaces: list[NamespacePages] = []
+        self._by_name: dict[str, NamespacePages] = {}
         self._reservations: dict[int, _Reservation] = {}
         self._leases: dict[int, _Lease] = {}
         self._next_id = 1
@@ -141,7 +112,7 @@ class PoolCore:
 
         Raises:
             NoSpace: no segment can ever hold such a page.
-            PoolRefused: the namespace exists with another page size.
+            PoolRefused: the namespace exists with another page size, or the name is unfit, or there are too many.
         """
         known = self._by_name.get(name)
         if known is not None:
@@ -151,14 +122,21 @@ class PoolCore:
                     "the layout fingerprint must change whenever the page size does"
                 )
             return known.number
+        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise PoolRefused(
+                f"a namespace is called {name[:40]!r} ({len(name)} characters), expected 1 to {MAX_NAME} printable ones"
+            )
+        if len(self._namespaces) >= MAX_NAMESPACES:
+            raise PoolRefused(f"this node has {MAX_NAMESPACES} namespaces and takes no more, restart it to begin anew")
         largest = max((segment.size for segment in self._space.segments), default=0)
         if page_size <= 0 or carve(largest, page_size).slot_count == 0:
             raise NoSpace(
                 f"a page of {page_size} bytes does not fit in a segment of {largest} bytes, "
                 "start the node with a larger --size or --segment-size, or use a smaller block size"
             )
-        namespace = _Namespace(len(self._namespaces), name, page_size)
+        namespace = NamespacePages(len(self._namespaces), name, page_size, self._now)
         self._namespaces.append(namespace)
+        self._room.add(namespace)
         self._by_name[name] = namespace
         return namespace.number
 
@@ -170,7 +148,7 @@ class PoolCore:
         """No more memory will be touched; the pool is as large as what was touched by now."""
         self._space.touching_ended()
 
-    def _namespace(self, number: int) -> _Namespace:
+    def _namespace(self, number: int) -> NamespacePages:
         if not 0 <= number < len(self._namespaces):
             raise StaleReference(f"namespace {number} is not open, open it again")
         return self._namespaces[number]
@@ -180,53 +158,63 @@ class PoolCore:
     def reserve(self, owner: int, namespace: int, parent: bytes, keys: list[bytes]) -> Reserved:
         """Promise slots for the pages of ``keys``, consecutive blocks after the block of ``parent``."""
         space = self._namespace(namespace)
-        reservation = _Reservation(owner, space, parent, keys)
+        space.last_used = self._now
+        self.settle()
+        reservation = _Reservation(owner, space)
         outcomes = bytearray(len(keys))
         granted: list[Page] = []
         assigned: list[Assigned] = []
+        refusal: Outcome | None = None
+        before = parent
         for position, key in enumerate(keys):
             known = space.index.get(key)
             if known is not None:
                 outcomes[position] = Outcome.PRESENT if known.present else Outcome.WRITING
-                continue
-            ref = self._take(space, len(keys) - position, assigned)
-            if isinstance(ref, Outcome):
-                outcomes[position] = ref
-                continue
-            page = Page(key, ref.pack())
-            space.index.insert(page)
-            space.writing += 1
-            reservation.waiting[position] = page
-            granted.append(page)
+            else:
+                # What follows a block that found no room is of no use without it, and would look in vain again.
+                ref = refusal or self._take(space, before, assigned)
+                if isinstance(ref, Outcome):
+                    outcomes[position] = refusal = ref
+                else:
+                    page = space.index.insert(key, ref.pack(), before)
+                    space.writing += 1
+                    reservation.waiting[position] = page
+                    granted.append(page)
+            before = key
         self._count_refusals(outcomes)
         number = 0
         if granted:
             number = self._new_id()
             self._reservations[number] = reservation
-        self._trim(space)
+        self._room.trim(space)
         return Reserved(number, bytes(outcomes), granted, assigned)
+
+    def _take(self, namespace: NamespacePages, before: bytes, assigned: list[Assigned]) -> PageRef | Outcome:
+        """A slot for the page after that of ``before``, which must not make room for its own suffix."""
+        prefix = namespace.index.get(before)
+        if prefix is None:
+            return self._room.take(namespace, self._now, assigned)
+        prefix.leases += 1
+        try:
+            return self._room.take(namespace, self._now, assigned)
+        finally:
+            prefix.leases -= 1
 
     def commit(self, owner: int, reservation: int, positions: list[int] | None = None) -> list[Page]:
         """The pages at ``positions`` (all, when None) of ``reservation`` are written whole: publish them.
 
         Raises:
-            StaleReference: the reservation is not ``owner``'s or is gone.
+            StaleReference: the reservation is not ``owner``'s or is gone, or has not all of these pages to
+                commit; nothing is published then.
         """
         held = self._reservation(owner, reservation)
-        wanted = list(held.waiting) if positions is None else positions
-        published: list[Page] = []
-        index = held.namespace.index
-        for position in wanted:
-            page = held.waiting.pop(position, None)
-            if page is None:
-                raise StaleReference(f"reservation {reservation} has no page {position} to commit")
-            before = held.keys[position - 1] if position else held.parent
-            index.publish(page, index.get(before))
-            held.namespace.writing -= 1
-            published.append(page)
-        for page in published:
-            if not page.children:
-                index.use([page])
+        wanted = sorted(held.waiting if positions is None else set(positions))
+        unknown = [position for position in wanted if position not in held.waiting]
+        if unknown:
+            raise StaleReference(f"reservation {reservation} has no page {unknown[0]} to commit")
+        published = [held.waiting.pop(position) for position in wanted]
+        held.namespace.index.publish(published)
+        held.namespace.writing -= len(published)
         if not held.waiting:
             del self._reservations[reservation]
         self.counters.pages_committed += len(published)
@@ -249,8 +237,7 @@ class PoolCore:
         held = self._reservation(owner, reservation)
         del self._reservations[reservation]
         for page in held.waiting.values():
-            self._drop_unwritten(held.namespace, page)
-            self._space.give_back(PageRef.unpack(page.ref))
+            self._space.give_back(PageRef.unpack(self._drop_unwritten(held.namespace, page)))
 
     def _reservation(self, owner: int, number: int) -> _Reservation:
         held = self._reservations.get(number)
@@ -258,10 +245,12 @@ class PoolCore:
             raise StaleReference(f"reservation {number} is gone, reserve again")
         return held
 
-    def _drop_unwritten(self, namespace: _Namespace, page: Page) -> None:
+    def _drop_unwritten(self, namespace: NamespacePages, page: Page) -> bytes:
+        ref = page.ref
         namespace.index.discard(page)
         namespace.writing -= 1
         self.counters.pages_aborted += 1
+        return ref
 
     def _count_refusals(self, outcomes: bytearray) -> None:
         self.counters.already_present += outcomes.count(Outcome.PRESENT)
@@ -288,6 +277,7 @@ class PoolCore:
             number = self._new_id()
             for page in pages:
                 page.leases += 1
+            space.last_used = self._now
             self._leases[number] = _Lease(owner, space, pages)
             self._used.append((space.index, pages))
         return Found(pages, pending, number)
@@ -320,6 +310,7 @@ class PoolCore:
         When its process is ``alive`` it may still be copying into slots that it reserved, so these rest until
         :meth:`died` or for :data:`LIMBO_SECONDS` before anybody else gets them.
         """
+        self._now = now
         for number in [n for n, lease in self._leases.items() if lease.owner == owner]:
             self.release(owner, number)
             self.counters.leases_lost += 1
@@ -328,16 +319,15 @@ class PoolCore:
             self.counters.reservations_lost += 1
             held = self._reservations.pop(number)
             for page in held.waiting.values():
-                self._drop_unwritten(held.namespace, page)
-                resting.append(page.ref)
+                resting.append(self._drop_unwritten(held.namespace, page))
         if resting:
             self._limbo[owner] = (now + LIMBO_SECONDS, resting)
             if not alive:
                 self.died(owner)
 
-    def resting(self) -> list[int]:
-        """Owners whose slots rest because their process was alive when they left."""
-        return list(self._limbo)
+    def rests(self, owner: int) -> bool:
+        """Whether slots of ``owner`` rest because its process was alive when it left."""
+        return owner in self._limbo
 
     def died(self, owner: int) -> None:
         """The process of ``owner`` ended: nobody writes into its slots any more."""
@@ -347,85 +337,33 @@ class PoolCore:
 
     def tick(self, now: float) -> None:
         """Time went by: settle, free slots whose rest is over, continue an eviction that was cut short."""
+        self._now = now
         self.settle()
         for owner in [owner for owner, (until, _) in self._limbo.items() if until <= now]:
             self.died(owner)
         for namespace in self._namespaces:
-            self._trim(namespace)
+            namespace.denied = False
+            self._room.trim(namespace)
 
     def _new_id(self) -> int:
         number = self._next_id
         self._next_id += 1
         return number
 
-    # Room
+    # What may not leave, asked by the room
 
-    def _take(self, namespace: _Namespace, wanted: int, assigned: list[Assigned]) -> PageRef | Outcome:
-        ref = self._space.take(namespace.number)
-        if ref is not None:
-            return ref
-        if self._space.untouched(namespace.number) and self._space.unassigned(namespace.page_size) is None:
-            return Outcome.NOT_TOUCHED
-        self._make_room(namespace, wanted, assigned)
-        ref = self._space.take(namespace.number)
-        if ref is not None:
-            return ref
-        return Outcome.NOT_TOUCHED if self._space.untouched(namespace.number) else Outcome.NO_SPACE
+    def held(self, namespace: NamespacePages) -> Iterator[Page]:
+        """Pages of ``namespace`` that are leased or being written."""
+        for lease in self._leases.values():
+            if lease.namespace is namespace:
+                yield from lease.pages
+        for reservation in self._reservations.values():
+            if reservation.namespace is namespace:
+                yield from reservation.waiting.values()
 
-    def _make_room(self, namespace: _Namespace, wanted: int, assigned: list[Assigned]) -> None:
-        segment = self._space.unassigned(namespace.page_size) or self._space.idle_of_others(namespace.number)
-        if segment is None and self._below_fair_share(namespace):
-            segment = self._empty_a_segment(namespace)
-        if segment is not None:
-            geometry = self._space.assign(segment, namespace.number, namespace.page_size)
-            assigned.append(Assigned(segment.number, namespace.name, geometry))
-            return
-        self.settle()
-        batch = int(self._eviction_ratio * self._space.capacity(namespace.number))
-        self._evict(namespace, max(wanted, min(batch, EVICTION_STEP)))
-
-    def _evict(self, namespace: _Namespace, count: int) -> None:
-        evicted = evict(namespace.index, count, self._free_page)
-        self.counters.pages_evicted += evicted
-
-    def _free_page(self, page: Page) -> None:
-        self._space.give_back(PageRef.unpack(page.ref))
-
-    def _below_fair_share(self, namespace: _Namespace) -> bool:
-        owners = {segment.owner for segment in self._space.segments if segment.owner is not None}
-        owners.add(namespace.number)
-        own = len(self._space.segments_of(namespace.number))
-        return own + 1 <= len(self._space.segments) / len(owners)
-
-    def _empty_a_segment(self, namespace: _Namespace) -> Segment | None:
-        """Evict all pages of one segment of the namespace that has most, the segment longest unused first."""
-        self.settle()
-        richest = max(
-            (other for other in self._namespaces if other is not namespace),
-            key=lambda other: len(self._space.segments_of(other.number)),
-            default=None,
-        )
-        if richest is None:
-            return None
-        order = list(dict.fromkeys(page.segment for page in richest.index.recency))
-        for number in order:
-            before = len(richest.index)
-            if evict_segment(richest.index, number, self._free_page):
-                self.counters.pages_evicted += before - len(richest.index)
-            segment = self._space.segments[number]
-            if segment.used == 0:
-                return segment
-        return None
-
-    def _trim(self, namespace: _Namespace) -> None:
-        """Above the high watermark, and with no spare segment, free the eviction ratio of the namespace's slots."""
-        capacity = self._space.capacity(namespace.number)
-        if not capacity or self._space.used(namespace.number) < self._high_watermark * capacity:
-            return
-        if self._space.unassigned(namespace.page_size) is not None or self._space.untouched(namespace.number):
-            return
-        self.settle()
-        self._evict(namespace, min(max(int(self._eviction_ratio * capacity), 1), EVICTION_STEP))
+    def resting(self) -> Collection[int]:
+        """Segments with slots that wait for a cut-off writer to end."""
+        return {PageRef.unpack(ref).segment for _, refs in self._limbo.values() for ref in refs}
 
     # Looking in
 
@@ -451,7 +389,7 @@ class PoolCore:
                 }
                 for ns in self._namespaces
             ],
-            "counters": msgspec.to_builtins(self.counters),
+            "counters": {**msgspec.to_builtins(self.counters), "pages_evicted": self._room.evicted},
         }
 
     def check(self) -> list[str]:
@@ -475,22 +413,14 @@ class PoolCore:
         return broken
 
 
-def _check_pages(namespace: _Namespace, leases: dict[int, int]) -> list[str]:
-    broken = []
-    children: dict[int, int] = {}
-    for page in namespace.index:
-        if page.parent is not None:
-            children[id(page.parent)] = children.get(id(page.parent), 0) + 1
-            if namespace.index.get(page.parent.key) is not page.parent:
-                broken.append(f"the prefix of page {page.key.hex()} left before it")
-        if len(page.ref) != REF_BYTES:
-            broken.append(f"page {page.key.hex()} lies nowhere")
+def _check_pages(namespace: NamespacePages, leases: dict[int, int]) -> list[str]:
+    broken = namespace.index.check()
     present = sum(page.present for page in namespace.index)
-    if present != namespace.index.recency.count or present + namespace.writing != len(namespace.index):
+    if present + namespace.writing != len(namespace.index):
         broken.append(f"namespace {namespace.name} does not account for all of its pages")
     for page in namespace.index:
+        if len(page.ref) != REF_BYTES:
+            broken.append(f"page {page.key.hex()} lies nowhere")
         if page.leases != leases.get(id(page), 0):
             broken.append(f"page {page.key.hex()} counts {page.leases} leases, expected {leases.get(id(page), 0)}")
-        if page.children != children.get(id(page), 0):
-            broken.append(f"page {page.key.hex()} counts {page.children} suffixes")
     return broken

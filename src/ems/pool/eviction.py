@@ -1,23 +1,29 @@
 """Which pages leave when room is needed.
 
 Least recently used first, with three promises: a leased page stays, a page stays while it is the prefix of
-another, and a page that stays is set behind all others, so that one pass costs no more than it frees.
+another, and a page that stays is set behind all others, so that no pass looks at it again soon.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
 
-from ems.pool.index import Index, Page
+if TYPE_CHECKING:
+    from ems.pool.index import Index, Page
+
+PATIENCE = 4096
+"""Pages that one pass may find unwilling to leave before it gives up; the next pass begins behind them."""
 
 
 def evict(index: Index, count: int, free: Callable[[Page], None]) -> int:
     """Discard up to ``count`` pages of ``index``, oldest first, and call ``free`` with each.
 
-    Returns how many left; fewer than asked when the rest is leased or holds leased suffixes.
+    Returns how many left; fewer than asked when the rest is leased or holds leased suffixes, or when too many
+    in a row were.
     """
     evicted = 0
-    patience = index.recency.count
+    patience = min(index.recency.count, count + PATIENCE)
     while evicted < count and patience > 0:
         patience -= 1
         page = index.recency.oldest
@@ -32,26 +38,55 @@ def evict(index: Index, count: int, free: Callable[[Page], None]) -> int:
     return evicted
 
 
-def evict_segment(index: Index, segment: int, free: Callable[[Page], None]) -> bool:
-    """Discard every page of ``segment`` with all that hangs on it; all or nothing.
+def oldest_segment(index: Index, held: Iterable[Page], occupied: Collection[int]) -> int | None:
+    """The segment that was not used for longest among those that can be emptied; None when there is none.
 
-    Returns False, with nothing discarded, when one of those pages is leased or being written.
+    A segment cannot be emptied when it is among ``occupied``, or when a page of it or a suffix of one is among
+    ``held``, the pages of ``index`` that are leased or being written.
     """
-    doomed = {id(page): page for page in index if page.segment == segment}
-    grown = True
-    while grown:
-        grown = False
-        for page in index:
-            if page.parent is not None and id(page.parent) in doomed and id(page) not in doomed:
-                doomed[id(page)] = page
-                grown = True
-    if any(page.leases or not page.present for page in doomed.values()):
-        return False
-    remaining = list(doomed.values())
-    while remaining:
-        leaves = [page for page in remaining if not page.children]
-        for page in leaves:
+    blocked, seen = set(occupied), set()
+    for page in held:
+        above: Page | None = page
+        while above is not None and above not in seen:
+            seen.add(above)
+            if above.ref:
+                blocked.add(above.segment)
+            above = above.parent
+    for page in index.recency:
+        if page.segment not in blocked:
+            return page.segment
+    return None
+
+
+def evict_segment(index: Index, segment: int, free: Callable[[Page], None]) -> int:
+    """Discard every page of ``segment`` with all that hangs on it, and call ``free`` with each.
+
+    Nothing of that may be leased or being written (see :func:`oldest_segment`).  Returns how many pages left.
+    """
+    doomed = _with_suffixes(index, segment)
+    leaves = [page for page in doomed if not page.children]
+    while leaves:
+        page: Page | None = leaves.pop()
+        while page is not None and page in doomed and not page.children:
+            above = next((one for one in page.ancestors() if one.ref), None)
             index.discard(page)
             free(page)
-        remaining = [page for page in remaining if page.present]
-    return True
+            page = above
+    return len(doomed)
+
+
+def _with_suffixes(index: Index, segment: int) -> set[Page]:
+    """The pages of ``segment`` and all pages whose prefix one of them is."""
+    doomed: set[Page] = set()
+    safe: set[Page] = set()
+    for page in index:
+        lineage: list[Page] = []
+        above: Page | None = page
+        while above is not None and above not in doomed and above not in safe:
+            lineage.append(above)
+            above = above.parent
+        falls = above is not None and above in doomed
+        for one in reversed(lineage):
+            falls = falls or (bool(one.ref) and one.segment == segment)
+            (doomed if falls else safe).add(one)
+    return {page for page in doomed if page.ref}

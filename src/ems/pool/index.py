@@ -2,14 +2,20 @@
 
 A page is known by its key within a namespace.  It is either being written (promised to one writer) or
 present (committed, readable); a key that is not here is absent.  Pages know their parent, the page of the
-block before, so that a suffix can leave before its prefix.  Memory is bounded: one small object a page.
+block before, so that a suffix can leave before its prefix.  Memory is bounded: one small object a page, and
+one a missing prefix for as long as something hangs on it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
+from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageRef
+
+_NOWHERE = b""
 
 
 class Page:
@@ -38,7 +44,7 @@ class Page:
         return PageRef.unpack(self.ref).segment
 
     def ancestors(self) -> Iterator[Page]:
-        """The page's prefix, nearest first."""
+        """The page's prefix, nearest first; missing ones among them."""
         page = self.parent
         while page is not None:
             yield page
@@ -93,22 +99,60 @@ class Recency:
 
     def touch(self, page: Page) -> None:
         """Make a page of the list the newest one."""
-        if page is not self._newest:
-            self.remove(page)
-            self.add(page)
+        self._bring(page, page)
+
+    def touch_all(self, pages: list[Page]) -> None:
+        """Make ``pages`` of the list the newest ones, the first of them the newest of all.
+
+        Pages that lie side by side already, as those of one prefix do, move together: that costs a tenth.
+        """
+        if not pages:
+            return
+        if [page.older for page in pages[:-1]] == pages[1:]:
+            self._bring(pages[0], pages[-1])
+            return
+        pages = list(dict.fromkeys(pages))
+        olders = [page.older for page in pages]
+        last = len(pages) - 1
+        for position in range(last, 0, -1):
+            if olders[position - 1] is not pages[position]:
+                self._bring(pages[position], pages[last])
+                last = position - 1
+        self._bring(pages[0], pages[last])
+
+    def _bring(self, newest: Page, oldest: Page) -> None:
+        if newest is not self._newest:
+            self._move(newest, oldest)
+
+    def _move(self, newest: Page, oldest: Page) -> None:
+        """Put the run of pages from ``oldest`` to ``newest`` behind the newest page, which is not one of them."""
+        before, after = oldest.older, newest.newer
+        assert after is not None
+        assert self._newest is not None
+        after.older = before
+        if before is None:
+            self._oldest = after
+        else:
+            before.newer = after
+        oldest.older = self._newest
+        self._newest.newer = oldest
+        newest.newer = None
+        self._newest = newest
 
 
 class Index:
     """The pages of one namespace by key, and the order in which they were used.
 
-    What always holds: present pages are in the recency list and no others, and a page's parent, where it has
-    one, is present.
+    What always holds: present pages are in the recency list and no others; a page's parent is the page of the
+    block before, also when that one is being written or missing, and no page is its own ancestor; a missing
+    page is remembered only while others hang on it.
     """
 
-    __slots__ = ("_pages", "recency")
+    __slots__ = ("_missing", "_pages", "recency")
 
     def __init__(self) -> None:
         self._pages: dict[bytes, Page] = {}
+        self._missing: dict[bytes, Page] = {}
         self.recency = Recency()
 
     def __len__(self) -> int:
@@ -117,31 +161,63 @@ class Index:
     def __iter__(self) -> Iterator[Page]:
         return iter(self._pages.values())
 
+    @property
+    def missing(self) -> int:
+        """How many prefixes are remembered only because something hangs on them."""
+        return len(self._missing)
+
     def get(self, key: bytes) -> Page | None:
         """The page of ``key``, present or being written."""
         return self._pages.get(key)
 
-    def insert(self, page: Page) -> None:
-        """Add a page that is about to be written."""
-        self._pages[page.key] = page
+    def insert(self, key: bytes, ref: bytes, before: bytes) -> Page:
+        """Add a page that is about to be written at ``ref``, the one after the page of the key ``before``."""
+        page = self._missing.pop(key, None)
+        if page is None:
+            page = Page(key, ref)
+        else:
+            page.ref = ref
+        self._pages[key] = page
+        if page.parent is None and before != NO_PARENT:
+            self._hang(page, before)
+        return page
 
-    def publish(self, page: Page, parent: Page | None) -> None:
-        """A written page becomes readable and the most recently used; ``parent`` is its prefix if present."""
-        page.present = True
-        if parent is not None and parent.present:
-            page.parent = parent
-            parent.children += 1
-        self.recency.add(page)
+    def _hang(self, page: Page, before: bytes) -> None:
+        parent = self._pages.get(before) or self._missing.get(before)
+        if parent is None:
+            parent = self._missing[before] = Page(before, _NOWHERE)
+        # Honest keys name their whole prefix and cannot form a ring; a page that others hang on can be made to.
+        elif parent is page or (page.children and page in parent.ancestors()):
+            return
+        page.parent = parent
+        parent.children += 1
+
+    def publish(self, pages: list[Page]) -> None:
+        """Written pages, in the order of their blocks, become readable and the most recently used."""
+        for page in reversed(pages):
+            page.present = True
+            self.recency.add(page)
+        for page in pages:
+            if not page.children:
+                self.use([page])
 
     def discard(self, page: Page) -> None:
-        """Forget a page that nobody holds and that is no page's prefix."""
+        """Forget a page that nobody reads; where others hang on it, that it is missing is remembered."""
         del self._pages[page.key]
         if page.present:
             self.recency.remove(page)
             page.present = False
-        if page.parent is not None:
-            page.parent.children -= 1
+        if page.children:
+            page.ref = _NOWHERE
+            self._missing[page.key] = page
+            return
+        while (parent := page.parent) is not None:
             page.parent = None
+            parent.children -= 1
+            if parent.children or self._missing.get(parent.key) is not parent:
+                return
+            del self._missing[parent.key]
+            page = parent
 
     def leading(self, keys: list[bytes]) -> list[Page]:
         """The present pages of the longest prefix of ``keys`` that is present without a gap."""
@@ -165,11 +241,33 @@ class Index:
         return count
 
     def use(self, pages: list[Page]) -> None:
-        """Pages of one prefix, in order, were used: they and what they hang on become the most recent."""
+        """Present pages of one prefix, in order, were used: they and what they hang on become the most recent."""
         if not pages:
             return
-        touch = self.recency.touch
-        for page in reversed(pages):
-            touch(page)
-        for page in pages[0].ancestors():
-            touch(page)
+        prefix = [page for page in pages[0].ancestors() if page.present]
+        self.recency.touch_all([*reversed(prefix), *pages])
+
+    def check(self) -> list[str]:
+        """What does not hold, one sentence each; empty when all is well."""
+        known = {id(page): page for page in chain(self._pages.values(), self._missing.values())}
+        children = Counter(id(page.parent) for page in known.values() if page.parent is not None)
+        broken = [
+            f"page {page.key.hex()} counts {page.children} suffixes, expected {children[number]}"
+            for number, page in known.items()
+            if page.children != children[number]
+        ]
+        broken += [
+            f"the prefix of page {page.key.hex()} left before it"
+            for page in known.values()
+            if page.parent is not None and id(page.parent) not in known
+        ]
+        broken += [
+            f"missing page {page.key.hex()} is nobody's prefix"
+            for page in self._missing.values()
+            if not page.children or page.present
+        ]
+        broken += [f"page {key.hex()} is both here and missing" for key in self._pages.keys() & self._missing.keys()]
+        listed = {id(page) for page in self.recency}
+        if listed != {id(page) for page in self if page.present} or len(listed) != self.recency.count:
+            broken.append("the pages in order of use are not the present pages")
+        return broken

@@ -14,10 +14,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ems.config import NodeConfig
 from ems.errors import ConfigError, PoolUnavailable
 from ems.pool.processes import process_lives
+
+if TYPE_CHECKING:
+    from ems.config import NodeConfig
 
 START_SECONDS = 15.0
 """How long a new node may take to listen; it needs a fraction of a second unless the machine is very busy."""

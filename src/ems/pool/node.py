@@ -314,7 +314,7 @@ class Node:
             self.refused_connections += 1
             _log.warning("connection ended", client=connection.client, pid=connection.pid, reason=reason)
         self.core.disconnect(owner, self._clock(), alive=process_lives(connection.pid))
-        if owner in self.core.resting():
+        if self.core.rests(owner):
             self._resting[owner] = connection.pid
             self.loop.call_later(GRACE_SECONDS, self._look_for_the_dead)
 

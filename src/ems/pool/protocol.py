@@ -136,7 +136,7 @@ class SegmentAttached(Message):
 
 
 class Granted(Message):
-    """One outcome a key (a byte, see :class:`ems.pool.core.Outcome`) and the references of the granted ones."""
+    """One outcome a key (a byte, see :class:`ems.pool.room.Outcome`) and the references of the granted ones."""
 
     reservation: int
     outcomes: bytes

@@ -32,6 +32,10 @@ class Segment:
         self.offered = 0
         self.used = 0
 
+    def room_for(self, page_size: int) -> bool:
+        """Whether its touched part holds a page of ``page_size`` bytes, if it were carved for such pages."""
+        return carve(self.size, page_size).slots_within(self.touched) > 0
+
 
 class Space:
     """All segments of a node and the free slots of each namespace.
@@ -76,17 +80,13 @@ class Space:
 
     def unassigned(self, page_size: int) -> Segment | None:
         """A segment without a namespace that has room for a page in its touched part, the most touched first."""
-        fresh = [
-            segment
-            for segment in self.segments
-            if segment.owner is None and carve(segment.size, page_size).slots_within(segment.touched)
-        ]
+        fresh = [segment for segment in self.segments if segment.owner is None and segment.room_for(page_size)]
         return max(fresh, key=lambda segment: (segment.touched, -segment.number), default=None)
 
-    def idle_of_others(self, namespace: int) -> Segment | None:
-        """A segment of another namespace none of whose slots is out."""
+    def idle_of_others(self, namespace: int, page_size: int) -> Segment | None:
+        """A segment of another namespace, none of whose slots is out, that has room for a page."""
         for segment in self.segments:
-            if segment.owner not in (None, namespace) and segment.used == 0:
+            if segment.owner not in (None, namespace) and segment.used == 0 and segment.room_for(page_size):
                 return segment
         return None
 
@@ -157,7 +157,9 @@ class Space:
                 free_in[number] = free_in.get(number, 0) + 1
                 if self.segments[number].owner != namespace:
                     broken.append(f"segment {number} has free slots in namespace {namespace} that does not own it")
-        for segment in self.segments:
-            if free_in.get(segment.number, 0) + segment.used != segment.offered:
-                broken.append(f"segment {segment.number} lost slots: {segment.used} used of {segment.offered}")
+        broken += [
+            f"segment {segment.number} lost slots: {segment.used} used of {segment.offered}"
+            for segment in self.segments
+            if free_in.get(segment.number, 0) + segment.used != segment.offered
+        ]
         return broken
