@@ -2,8 +2,12 @@
 
 A :class:`Device` is the seam in front of an accelerator: pin, copy out, copy in, synchronise.  The CPU is the
 one that every test runs on; :class:`StreamDevice` serves accelerators whose torch module offers streams
-(``torch.cuda``, ``torch.npu``).  A page is the concatenation of one row a tensor, in the order given; whole
-blocks only, because an engine may pack the tokens inside a block as it likes.
+(``torch.cuda``, ``torch.npu``).  Engine tensors are seen in one of two ways:
+
+- :class:`BlockRows`: a page is the concatenation of one row a tensor, in the order given; whole blocks only,
+  because an engine may pack the tokens inside a block as it likes.
+- :class:`TokenRows`: tensors ``[num_blocks, block_size, heads, head_size]`` with any strides; a page has the
+  tokens of each tensor side by side, so that its bytes depend on what is stored and on nothing else.
 
 Ownership: the engine owns its tensors and keeps the blocks untouched while a copy runs; the pool owns pages.
 """
@@ -11,14 +15,23 @@ Ownership: the engine owns its tensors and keeps the blocks untouched while a co
 from __future__ import annotations
 
 import importlib
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ems.cc_v1.slots import Numbers, Place, Run
 from ems.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PART_ALIGN = 8
+"""Each tensor's part of a token page begins at a multiple of this many bytes."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BlockRows:
@@ -65,6 +78,110 @@ def _as_rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+class Part(NamedTuple):
+    """Where one tensor's tokens lie in a token page, and what they are."""
+
+    start: int
+    token_bytes: int
+    dtype: str
+    heads: int
+    head_size: int
+
+
+class TokenRows:
+    """Engine tensors seen token by token: ``layers`` of tensors ``[num_blocks, block_size, heads, head_size]``.
+
+    Strides may be anything but zero.  A token page holds, tensor by tensor, ``[block_size][heads][head_size]``
+    values without gaps; of a block that has fewer tokens only the first ones of each part mean something.
+    The last :data:`COUNT_BYTES` of a page are free for a note in such a block.
+
+    Raises:
+        ConfigError: there are no tensors, or their shapes, strides, types or devices cannot be served.
+    """
+
+    COUNT_BYTES = 4
+
+    def __init__(self, layers: Sequence[Sequence[torch.Tensor]]) -> None:
+        named = [(f"{n}.{i}", tensor) for n, layer in enumerate(layers) for i, tensor in enumerate(layer)]
+        if not named or not all(len(layer) for layer in layers):
+            raise ConfigError("kv_caches lacks tensors, expected a list of layers with at least one tensor each")
+        self.tensors = [_as_integers(tensor, name) for name, tensor in named]
+        for what, values in (
+            ("numbers of blocks", {tensor.shape[0] for _, tensor in named}),
+            ("block sizes", {tensor.shape[1] for _, tensor in named}),
+            ("devices", {str(tensor.device) for _, tensor in named}),
+        ):
+            if len(values) != 1:
+                raise ConfigError(f"KV cache tensors have different {what} {sorted(values)}, expected one for all")
+        self.num_blocks, self.block_size = self.tensors[0].shape[:2]
+        self.layers = [len(layer) for layer in layers]
+        self.parts: list[Part] = []
+        end = 0
+        for (_, given), tensor in zip(named, self.tensors, strict=True):
+            heads, head_size = tensor.shape[2:]
+            start = -(-end // PART_ALIGN) * PART_ALIGN
+            part = Part(start, heads * head_size * tensor.element_size(), _dtype_name(given), heads, head_size)
+            self.parts.append(part)
+            end = start + self.block_size * part.token_bytes
+        # The note lies in the place of a token that a partial block does not have, where one token is large enough.
+        self.page_bytes = end if self.parts[-1].token_bytes >= self.COUNT_BYTES else end + self.COUNT_BYTES
+        self._arrays: list[Any] | None = None
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The tensors as numpy arrays that share their memory; host tensors only."""
+        if self._arrays is None:
+            self._arrays = [tensor.numpy() for tensor in self.tensors]
+        return self._arrays
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _as_integers(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """``tensor`` with its values as integers of the same size, because numpy lacks the types that models use."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"KV cache {name} (layer.tensor) is a {type(tensor).__name__}, expected a tensor")
+    if tensor.dim() != 4 or 0 in tensor.shape:
+        raise ConfigError(
+            f"KV cache tensor {name} (layer.tensor) has shape {tuple(tensor.shape)}, "
+            "expected [num_blocks, block_size, num_heads, head_size]"
+        )
+    if any(stride == 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        raise ConfigError(
+            f"KV cache tensor {name} (layer.tensor) is an expanded view (strides {tensor.stride()}): several of its "
+            "values share one place in memory, so nothing can be loaded into it"
+        )
+    integers = _INTEGERS.get(tensor.element_size())
+    if integers is None or tensor.is_complex() or tensor.is_quantized:
+        raise ConfigError(
+            f"KV cache tensor {name} (layer.tensor) has values of type {tensor.dtype}, expected plain numbers"
+        )
+    return tensor.detach().view(integers)
+
+
+def slot_numbers(slot_mapping: Any) -> Numbers:
+    """A copy of ``slot_mapping``, a tensor or sequence of whole numbers in one dimension, as 64-bit integers.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(slot_mapping, torch.Tensor):
+        slot_mapping = slot_mapping.detach().cpu().numpy()
+    try:
+        numbers = np.array(slot_mapping)
+    except ValueError as error:
+        raise ConfigError(f"slot_mapping is not a sequence of whole numbers: {error}") from error
+    if numbers.size == 0 and numbers.ndim == 1:
+        return np.zeros(0, dtype=np.int64)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or numbers.dtype == np.uint64:
+        raise ConfigError(
+            f"slot_mapping has {numbers.ndim} dimensions of {numbers.dtype}, expected one dimension of whole numbers"
+        )
+    return numbers.astype(np.int64)
+
+
 class Device(ABC):
     """Copies between engine memory and pool memory for one kind of accelerator.
 
@@ -76,12 +193,24 @@ class Device(ABC):
         """Make pool memory known to the accelerator's driver, once a segment."""
 
     @abstractmethod
+    def unpin(self, buffer: memoryview) -> None:
+        """Take back :meth:`pin`, before the memory is unmapped."""
+
+    @abstractmethod
     def copy_out(self, rows: BlockRows, block: int, page: memoryview) -> None:
         """Engine block ``block`` to a page of ``rows.page_bytes`` bytes."""
 
     @abstractmethod
     def copy_in(self, rows: BlockRows, block: int, page: memoryview) -> None:
         """A page of ``rows.page_bytes`` bytes to engine block ``block``."""
+
+    @abstractmethod
+    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        """The tokens of one block, wherever the engine has them, to the beginnings of a token page's parts."""
+
+    @abstractmethod
+    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        """The first ``place.tokens`` tokens of a token page to where the engine wants them."""
 
     @abstractmethod
     def mark(self) -> object:
@@ -100,15 +229,18 @@ class CpuDevice(Device):
     """Engine memory is host memory: a copy is a copy, and it is over at once."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, list[Any]] = {}
+        self._arrays: weakref.WeakKeyDictionary[BlockRows, list[Any]] = weakref.WeakKeyDictionary()
 
     def pin(self, buffer: memoryview) -> None:
         """Host memory needs no pinning."""
 
+    def unpin(self, buffer: memoryview) -> None:
+        """Host memory was not pinned."""
+
     def _rows(self, rows: BlockRows) -> list[Any]:
-        arrays = self._arrays.get(id(rows))
+        arrays = self._arrays.get(rows)
         if arrays is None:
-            arrays = self._arrays[id(rows)] = [tensor.numpy() for tensor in rows.tensors]
+            arrays = self._arrays[rows] = [tensor.numpy() for tensor in rows.tensors]
         return arrays
 
     def copy_out(self, rows: BlockRows, block: int, page: memoryview) -> None:
@@ -120,6 +252,22 @@ class CpuDevice(Device):
         source = np.frombuffer(page, dtype=np.uint8)
         for array, (start, end) in zip(self._rows(rows), rows.spans, strict=True):
             array[block] = source[start:end]
+
+    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        for array, part in zip(rows.arrays, rows.parts, strict=True):
+            target = np.ndarray((place.tokens, part.heads, part.head_size), array.dtype, page, part.start)
+            if isinstance(place, Run):
+                target[...] = array[place.block, place.first : place.first + place.tokens]
+            else:
+                target[...] = array[place.blocks, place.positions]
+
+    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        for array, part in zip(rows.arrays, rows.parts, strict=True):
+            source = np.ndarray((place.tokens, part.heads, part.head_size), array.dtype, page, part.start)
+            if isinstance(place, Run):
+                array[place.block, place.first : place.first + place.tokens] = source
+            else:
+                array[place.blocks, place.positions] = source
 
     def mark(self) -> object:
         return None
@@ -139,25 +287,51 @@ class StreamDevice(Device):
         self._stream = self._backend.Stream(device=device)
         self._pinned: set[int] = set()
 
+    def _registers(self) -> bool:
+        return hasattr(self._backend, "cudart")
+
     def pin(self, buffer: memoryview) -> None:
-        host = torch.frombuffer(buffer, dtype=torch.uint8)
-        address = host.data_ptr()
-        if address in self._pinned or not hasattr(self._backend, "cudart"):
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        if address in self._pinned or not self._registers():
             return
         self._backend.check_error(int(self._backend.cudart().cudaHostRegister(address, len(buffer), 0)))
         self._pinned.add(address)
 
+    def unpin(self, buffer: memoryview) -> None:
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        if address in self._pinned:
+            self._pinned.discard(address)
+            self._backend.check_error(int(self._backend.cudart().cudaHostUnregister(address)))
+
     def copy_out(self, rows: BlockRows, block: int, page: memoryview) -> None:
         target = torch.frombuffer(page, dtype=torch.uint8)
-        with self._backend.stream(self._stream):
+        with torch.inference_mode(), self._backend.stream(self._stream):
             for tensor, (start, end) in zip(rows.tensors, rows.spans, strict=True):
                 target[start:end].copy_(tensor[block], non_blocking=True)
 
     def copy_in(self, rows: BlockRows, block: int, page: memoryview) -> None:
         source = torch.frombuffer(page, dtype=torch.uint8)
-        with self._backend.stream(self._stream):
+        with torch.inference_mode(), self._backend.stream(self._stream):
             for tensor, (start, end) in zip(rows.tensors, rows.spans, strict=True):
                 tensor[block].copy_(source[start:end], non_blocking=True)
+
+    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        host = torch.frombuffer(page, dtype=torch.uint8)
+        with torch.inference_mode(), self._backend.stream(self._stream):
+            index = _index(place, rows.tensors[0].device)
+            for tensor, part in zip(rows.tensors, rows.parts, strict=True):
+                _tokens(host, tensor, part, place.tokens).copy_(tensor[index], non_blocking=True)
+
+    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        host = torch.frombuffer(page, dtype=torch.uint8)
+        with torch.inference_mode(), self._backend.stream(self._stream):
+            index = _index(place, rows.tensors[0].device)
+            for tensor, part in zip(rows.tensors, rows.parts, strict=True):
+                source = _tokens(host, tensor, part, place.tokens)
+                if isinstance(place, Run):
+                    tensor[index].copy_(source, non_blocking=True)
+                else:
+                    tensor[index] = source.to(tensor.device, non_blocking=True)
 
     def mark(self) -> object:
         event = self._backend.Event()
@@ -169,6 +343,18 @@ class StreamDevice(Device):
 
     def synchronise(self) -> None:
         self._stream.synchronize()
+
+
+def _index(place: Place, device: torch.device) -> tuple[Any, Any]:
+    if isinstance(place, Run):
+        return place.block, slice(place.first, place.first + place.tokens)
+    return torch.from_numpy(place.blocks).to(device), torch.from_numpy(place.positions).to(device)
+
+
+def _tokens(host: torch.Tensor, tensor: torch.Tensor, part: Part, count: int) -> torch.Tensor:
+    """The first ``count`` tokens of one part of a page, as values like ``tensor``'s."""
+    flat = host[part.start : part.start + count * part.token_bytes]
+    return flat.view(tensor.dtype).view(count, part.heads, part.head_size)
 
 
 def device_of(tensor: torch.Tensor) -> Device:

@@ -1,0 +1,277 @@
+"""The context-caching object: what one rank of one engine asks of the pool.
+
+Calls come from several threads of the engine and none of them waits for more than its option allows.  Loads and
+saves run in a thread each; a lookup runs on its caller's thread over a connection of its own, so that it waits
+for neither.  While the health gate is closed the pool is not asked at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ems.cc_v1.arguments import timeout_of, whole_numbers
+from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
+from ems.cc_v1.load import Loader
+from ems.cc_v1.monitor import GateClosed, Monitor
+from ems.cc_v1.present import count_present
+from ems.cc_v1.registration import Registration, namespace_of
+from ems.cc_v1.save import Saver
+from ems.cc_v1.slots import Blocks
+from ems.cc_v1.summary import Kind, Sample
+from ems.cc_v1.transfer import CcFuture, CcResult
+from ems.cc_v1.worker import Worker
+from ems.errors import ConfigError, EmsError
+from ems.pool.touch import warm, yield_to_others
+
+if TYPE_CHECKING:
+    from ems.cc_v1.cc_config import CcKvOption, EmsConfig
+    from ems.pool.client import PoolClient
+
+OPEN_SECONDS = 2.0
+"""How long a registration waits for the node to take note of it."""
+CLOSE_SECONDS = 2.0
+"""How long a close waits for a transfer that is running."""
+
+_log = logging.getLogger("ems.cc_v1")
+_Transfer = Callable[[Blocks, CcFuture], None]
+
+
+class ContextCaching:
+    """Got from ``Ems.get_cc()``.  ``lookups`` and ``pages`` are connections to the same node."""
+
+    def __init__(
+        self,
+        config: EmsConfig,
+        lookups: PoolClient,
+        pages: PoolClient,
+        monitor: Monitor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._lookups = lookups
+        self._pages = pages
+        self._monitor = monitor
+        self._clock = clock
+        self._registration: Registration | None = None
+        self._workers = {Kind.LOAD: Worker("ems-load"), Kind.SAVE: Worker("ems-save")}
+        self._closed = False
+
+    # The contract
+
+    def register_kvcache(self, kv_caches: Sequence[Sequence[Any]]) -> None:
+        """Tell which memory is loaded into and saved from.
+
+        ``kv_caches[layer][i]`` are tensors ``[num_blocks, block_size, num_heads, head_size]`` with any strides.
+        A node that is ill does not make this fail; it is logged, and the health gate closes.
+
+        Raises:
+            EmsException: EMS_INVALID_ARGUMENT, the tensors cannot be served.
+        """
+        from ems.cc_v1.tensors import TokenRows, device_of
+
+        self._config.cc_config_v1.check()
+        self._check_open()
+        try:
+            layers = [list(layer) for layer in kv_caches]
+            rows = TokenRows(layers)
+            device = device_of(layers[0][0])
+        except (ConfigError, TypeError, RuntimeError) as error:
+            raise invalid(f"kv_caches cannot be registered: {error}") from error
+        registration = Registration(rows, device, namespace_of(self._config, rows))
+        self._registration = registration
+        _log.info(
+            "EMS serves namespace %s: %d tokens a block, %d bytes a page",
+            registration.namespace.name,
+            rows.block_size,
+            rows.page_bytes,
+        )
+        try:
+            self._pages.open(registration.namespace, OPEN_SECONDS)
+        except EmsError as error:
+            self._monitor.failed(error)
+            return
+        threading.Thread(target=self._warm, args=(registration,), name="ems-warm", daemon=True).start()
+
+    def exists(self, hashes: Iterable[int], option: CcKvOption | None = None) -> CcResult:
+        """How many leading ``hashes`` are in the pool.
+
+        0 on any fault but a bad argument, and before :meth:`register_kvcache`.
+
+        Raises:
+            EmsException: EMS_INVALID_ARGUMENT.
+        """
+        wanted = whole_numbers("hashes", hashes)
+        timeout = timeout_of(option)
+        registration = self._registration
+        if registration is None or not wanted or not timeout or self._closed or not self._monitor.healthy:
+            return CcResult(0, len(wanted))
+        registration.names.remember(wanted)
+        begin = self._clock()
+        count = self._count(registration, wanted, begin + timeout)
+        self._monitor.add(Sample(Kind.LOOKUP, count, len(wanted), self._clock() - begin))
+        return CcResult(count, len(wanted))
+
+    def async_load(
+        self,
+        slot_mapping: Any,
+        hashes: Iterable[int],
+        offsets: Iterable[int],
+        option: CcKvOption | None = None,
+    ) -> CcFuture:
+        """Begin to copy blocks from the pool to their slots: block ``i`` owns the next ``offsets[i]`` slots.
+
+        Raises:
+            EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
+        """
+        registration, blocks, timeout = self._transfer(slot_mapping, hashes, offsets, option)
+        return self._submit(Kind.LOAD, Loader(self._pages, registration).load, registration, blocks, timeout)
+
+    def async_save(
+        self,
+        slot_mapping: Any,
+        hashes: Iterable[int],
+        offsets: Iterable[int],
+        option: CcKvOption | None = None,
+    ) -> CcFuture:
+        """Begin to copy blocks from their slots to the pool; arguments as for :meth:`async_load`.
+
+        Raises:
+            EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
+        """
+        registration, blocks, timeout = self._transfer(slot_mapping, hashes, offsets, option)
+        return self._submit(Kind.SAVE, Saver(self._pages, registration).save, registration, blocks, timeout)
+
+    def is_ready(self, future: CcFuture) -> bool:
+        """Whether the load or save is over; never waits.
+
+        Raises:
+            EmsException: EMS_INVALID_ARGUMENT, ``future`` is none.
+        """
+        return _future(future).ready()
+
+    def get_result(self, future: CcFuture) -> CcResult:
+        """Wait until the load or save is over, at most until its option's time-out.
+
+        Raises:
+            EmsException: it failed as a whole; the slots are left alone from now on.
+        """
+        return _future(future).result()
+
+    # Behind it
+
+    def close(self) -> None:
+        """End the threads; transfers on their way fail."""
+        self._closed = True
+        for worker in self._workers.values():
+            worker.close(CLOSE_SECONDS)
+
+    def abandon(self) -> None:
+        """In a forked child: answer as if closed; the threads are the parent's."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EmsException(
+                "this context-caching object belongs to an earlier Ems.init, get the present one from Ems.get_cc()",
+                EmsErrorCode.EMS_NOT_INITIALISED,
+            )
+
+    def _check_used(self) -> None:
+        self._check_open()
+        if not self._monitor.healthy:
+            raise GateClosed
+
+    def _count(self, registration: Registration, wanted: list[int], deadline: float) -> int:
+        def remaining() -> float:
+            return max(deadline - self._clock(), 0.001)
+
+        try:
+            return count_present(self._lookups, registration.namespace, registration.names, wanted, remaining)
+        except EmsError as error:
+            self._monitor.failed(error)
+        except Exception:  # noqa: BLE001 - see below
+            # Callers in the field take an exception here for "all of them are present".
+            _log.exception("EMS lookup broke")
+            self._monitor.failed(EmsException("a lookup broke, see the log"))
+        return 0
+
+    def _transfer(
+        self, slot_mapping: Any, hashes: Iterable[int], offsets: Iterable[int], option: CcKvOption | None
+    ) -> tuple[Registration, Blocks, float]:
+        self._check_open()
+        registration = self._registration
+        if registration is None:
+            raise EmsException(
+                "no KV caches are registered, call register_kvcache before loads and saves",
+                EmsErrorCode.EMS_NOT_REGISTERED,
+            )
+        from ems.cc_v1.tensors import slot_numbers
+
+        timeout = timeout_of(option)
+        wanted = whole_numbers("hashes", hashes)
+        counts = whole_numbers("offsets", offsets)
+        try:
+            slots = slot_numbers(slot_mapping)
+        except ConfigError as error:
+            raise invalid(str(error)) from error
+        rows = registration.rows
+        blocks = Blocks(wanted, counts, slots, block_size=rows.block_size, num_blocks=rows.num_blocks)
+        return registration, blocks, timeout
+
+    def _submit(
+        self, kind: Kind, transfer: _Transfer, registration: Registration, blocks: Blocks, timeout: float
+    ) -> CcFuture:
+        future = CcFuture(kind, len(blocks), timeout, self._clock, self._ended)
+        if not blocks:
+            future.finish()
+        elif not self._monitor.healthy:
+            future.finish(GateClosed())
+        else:
+            registration.names.remember(blocks.hashes)
+            mark = registration.device.mark()
+            self._workers[kind].submit(functools.partial(self._run, transfer, registration, blocks, future, mark))
+        return future
+
+    def _run(
+        self, transfer: _Transfer, registration: Registration, blocks: Blocks, future: CcFuture, mark: object
+    ) -> None:
+        failure: EmsError | None = None
+        try:
+            self._check_used()
+            registration.device.wait_for(mark)
+            transfer(blocks, future)
+        except EmsError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 - see below
+            # Root of what this thread does: a defect here must cost a recompute, never the engine.
+            _log.exception("EMS %s broke", future.kind.value)
+            failure = EmsException(f"the {future.kind.value} broke: {error!r}")
+        if failure is not None:
+            self._monitor.failed(failure)
+        future.finish(failure)
+
+    def _ended(self, future: CcFuture) -> None:
+        self._monitor.add(Sample(future.kind, future.progress, future.total, self._clock() - future.begin))
+        if future.error is not None:
+            self._monitor.failed(future.error)
+
+    def _warm(self, registration: Registration) -> None:
+        """Map the segments that are there, so that no load or save pays for it."""
+        try:
+            yield_to_others()
+            memory = registration.memory(self._pages, self._pages.epoch)
+            for number in range(self._pages.segment_count):
+                warm(memory.segment(number))
+        except (EmsError, OSError) as error:
+            _log.debug("EMS segments are mapped later: %s", error)
+
+
+def _future(future: object) -> CcFuture:
+    if not isinstance(future, CcFuture):
+        raise invalid(f"a {type(future).__name__} is no future of async_load or async_save")
+    return future

@@ -1,0 +1,107 @@
+"""Keeps watch beside the engine: checks the node, tells the health gate, writes the summary line.
+
+A thin shell around :class:`~ems.cc_v1.health.HealthGate` and :class:`~ems.cc_v1.summary.Summary`: one daemon
+thread, one lock, one clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
+from ems.cc_v1.health import (
+    CheckFailed,
+    CheckPassed,
+    Degraded,
+    Event,
+    HealthGate,
+    HealthRules,
+    OperationFailed,
+    Recovered,
+)
+from ems.cc_v1.summary import Sample, Summary
+from ems.errors import EmsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("ems.cc_v1")
+_NOT_THE_NODE = (
+    EmsErrorCode.EMS_INVALID_ARGUMENT,
+    EmsErrorCode.EMS_NOT_REGISTERED,
+    EmsErrorCode.EMS_NOT_INITIALISED,
+)
+
+
+class GateClosed(EmsException):
+    """An operation was not tried because the health gate is closed; that says nothing new about the node."""
+
+    def __init__(self) -> None:
+        super().__init__("the pool is not well and not used for now, compute instead", EmsErrorCode.EMS_RECOVERD_ERROR)
+
+
+class Monitor:
+    """Watches a node with ``check``, which raises an EmsError when the node is not well."""
+
+    def __init__(
+        self, rules: HealthRules, summary_seconds: float, check: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self._check = check
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._gate = HealthGate(rules, clock())
+        self._summary = Summary(summary_seconds, clock())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ems-monitor", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the pool may be asked."""
+        return self._gate.healthy
+
+    def failed(self, error: EmsError) -> None:
+        """An operation failed with ``error``; the caller's own faults do not count."""
+        if code_of(error) not in _NOT_THE_NODE and not isinstance(error, GateClosed):
+            self._tell(OperationFailed(str(error)))
+
+    def add(self, sample: Sample) -> None:
+        """An operation ended."""
+        with self._lock:
+            self._summary.add(sample)
+
+    def close(self) -> None:
+        """End the watch; a check that is running ends by itself."""
+        self._stop.set()
+
+    def _tell(self, event: Event) -> None:
+        with self._lock:
+            effects = self._gate.handle(event, self._clock())
+        for effect in effects:
+            match effect:
+                case Degraded(reason):
+                    _log.warning("EMS pool is not used for now: %s", reason)
+                case Recovered():
+                    _log.info("EMS pool is used again")
+
+    def _run(self) -> None:
+        while not self._stop.wait(max(min(self._gate.next_check, self._summary.next_line) - self._clock(), 0)):
+            if self._clock() >= self._gate.next_check:
+                self._tell(self._look())
+            with self._lock:
+                line = self._summary.line(self._clock())
+            if line is not None:
+                _log.info("EMS: %s", line)
+
+    def _look(self) -> Event:
+        try:
+            self._check()
+        except EmsError as error:
+            return CheckFailed(str(error))
+        except Exception as error:  # noqa: BLE001 - see below
+            # Root of this thread: a check that breaks is a check that fails, and the watch goes on.
+            _log.exception("EMS health check broke")
+            return CheckFailed(repr(error))
+        return CheckPassed()

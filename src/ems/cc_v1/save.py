@@ -1,0 +1,125 @@
+"""Engine memory into pages.
+
+What always holds: a page is committed only when all of its bytes are in place; slots that were promised are
+given back whatever happens; a block that somebody else stored or is storing counts as saved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ems.cc_v1.load import TOKEN_COUNT, batch_size
+from ems.cc_v1.present import twice
+from ems.errors import EmsError, StaleReference
+from ems.pool.room import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ems.cc_v1.registration import Registration
+    from ems.cc_v1.slots import Blocks
+    from ems.cc_v1.transfer import CcFuture
+    from ems.pool.client import PoolClient, Reservation
+
+RESERVATION_BYTES = 64 << 20
+"""Bytes promised at a time: others can read the first pages before the last are copied."""
+COMMIT_SECONDS = 1.0
+"""Time for a commit or abort when the deadline is over: the copies are done, it would be a pity."""
+TOUCH_PATIENCE = 1.0
+"""How long a save waits, all in all, for a node that is still touching its memory."""
+_TOUCH_PAUSE = 0.05
+_STORED = (Outcome.GRANTED, Outcome.PRESENT, Outcome.WRITING)
+
+
+class Saver:
+    """Saves for one registration, over one connection."""
+
+    def __init__(self, client: PoolClient, registration: Registration) -> None:
+        self._client = client
+        self._registration = registration
+
+    def save(self, blocks: Blocks, future: CcFuture) -> None:
+        """Store leading ``blocks`` as far as the pool has room; ``future`` learns how many.
+
+        Raises:
+            PoolError: the pool failed; what was stored by then counts.
+        """
+        patience = TOUCH_PATIENCE
+        while future.progress < len(blocks) and future.open:
+            stopped = self._save_some(blocks, future)
+            if stopped is None:
+                continue
+            if stopped != Outcome.NOT_TOUCHED or patience <= 0:
+                return
+            future.pause(_TOUCH_PAUSE)
+            patience -= _TOUCH_PAUSE
+
+    def _save_some(self, blocks: Blocks, future: CcFuture) -> Outcome | None:
+        """Store the next blocks; the outcome that stopped it, None when all of these were stored."""
+        names, namespace = self._registration.names, self._registration.namespace
+        start = future.progress
+        end = min(start + max(RESERVATION_BYTES // namespace.page_size, 1), len(blocks))
+        if not blocks.whole(start) and self._present(names.whole(blocks.hashes[start]), future):
+            future.advance(start + 1)
+            return None
+        keys = [names.key(blocks.hashes[i], whole=blocks.whole(i)) for i in range(start, end)]
+        before = blocks.hashes[start - 1] if start else None
+        parent = names.before(blocks.hashes[0]) if before is None else names.key(before, whole=blocks.whole(start - 1))
+        reservation = twice(lambda: self._client.reserve(namespace, parent, keys, future.remaining()))
+        outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
+        leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
+        written = self._fill(reservation, [i for i in reservation.granted if i < leading], blocks, start, future)
+        lost = next((i for i in reservation.granted if i < leading and i not in written), leading)
+        future.advance(start + lost)
+        return outcomes[leading] if lost == leading and leading < len(outcomes) else None
+
+    def _present(self, key: bytes, future: CcFuture) -> bool:
+        namespace = self._registration.namespace
+        return twice(lambda: self._client.lookup(namespace, key, timeout=future.remaining()).count) > 0
+
+    def _fill(
+        self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
+    ) -> set[int]:
+        """Copy and commit the granted positions ``wanted``; those that were done.  All others are given back."""
+        try:
+            written = self._copy(reservation, wanted, blocks, start, future)
+            if written:
+                self._client.commit(reservation, written, max(future.remaining(), COMMIT_SECONDS))
+        except BaseException:
+            self._give_back(reservation)
+            raise
+        if len(written) < len(reservation.granted):
+            self._give_back(reservation)
+        return set(written)
+
+    def _copy(
+        self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
+    ) -> list[int]:
+        if not wanted:
+            return []
+        device, rows = self._registration.device, self._registration.rows
+        memory = self._registration.memory(self._client, reservation.epoch)
+        step = batch_size(self._registration.namespace.page_size)
+        written: list[int] = []
+        for begin in range(0, len(wanted), step):
+            batch = wanted[begin : begin + step]
+            pages = [memory.page(reservation.granted[i]) for i in batch]
+            if self._client.epoch != reservation.epoch:
+                raise StaleReference("the connection to the pool was lost while blocks were copied")
+            with future.copying() as allowed:
+                if not allowed:
+                    break
+                for i, page in zip(batch, pages, strict=True):
+                    device.copy_tokens_out(rows, blocks.place(start + i), page)
+                    if not blocks.whole(start + i):
+                        TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
+                device.synchronise()
+            written += batch
+        return written
+
+    def _give_back(self, reservation: Reservation) -> None:
+        try:
+            self._client.abort(reservation, COMMIT_SECONDS)
+        except EmsError:
+            # The connection is gone, and the reservation with it; or all of it was committed.
+            return

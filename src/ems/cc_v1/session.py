@@ -1,0 +1,194 @@
+"""One connection of this process to its node: clients, watch and the context-caching object, made together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ems.cc_v1.context_caching import ContextCaching
+from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of, invalid
+from ems.cc_v1.monitor import Monitor
+from ems.cc_v1.present import twice
+from ems.config import NodeConfig
+from ems.errors import ConfigError, EmsError, PoolUnavailable
+from ems.pool.client import PoolClient
+from ems.pool.launcher import ensure_node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ems.cc_v1.cc_config import EmsConfig
+
+CONNECT_SECONDS = 5.0
+"""How long ``init`` waits for the node's greeting."""
+CHECK_SECONDS = 2.0
+"""How long a node may take to answer a health check."""
+PROBE_SECONDS = 0.5
+"""How long a node may take to greet when there is no session yet."""
+PROBE_EVERY = 1.0
+"""Between two looks at a node without a session the last answer is repeated."""
+START_EVERY = 10.0
+"""Least time between two attempts to start a node in the background."""
+
+_log = logging.getLogger("ems.cc_v1")
+
+
+def node_of(config: EmsConfig) -> NodeConfig:
+    """The node that ``config`` means, and how to start it.
+
+    Raises:
+        EmsException: EMS_INVALID_ARGUMENT, the environment's settings make no sense.
+    """
+    try:
+        return config.node or NodeConfig(http_port=None, autostarted=True)
+    except ConfigError as error:
+        raise invalid(f"the node's settings in the environment make no sense: {error}") from error
+
+
+def may_start(config: EmsConfig) -> bool:
+    """Whether a node may be started: not if ``config`` or ``EMS_AUTOSTART`` forbids it.
+
+    Raises:
+        EmsException: EMS_INVALID_ARGUMENT, the variable is neither true nor false.
+    """
+    text = os.environ.get("EMS_AUTOSTART", "1").strip().lower()
+    if text not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise invalid(f"EMS_AUTOSTART is {text!r}, expected 1 or 0")
+    return config.autostart and text in ("1", "true", "yes", "on")
+
+
+class Session:
+    """A live connection.  Made by :meth:`open`."""
+
+    def __init__(self, config: EmsConfig, node: NodeConfig, lookups: PoolClient, pages: PoolClient) -> None:
+        self.identity = config.identity()
+        self._node = node
+        self._revives = may_start(config)
+        self._clients = (lookups, pages)
+        self._started_by_engine = bool(lookups.autostarted)
+        self.monitor = Monitor(config.health, config.summary_seconds, self._check, time.monotonic)
+        self.cc = ContextCaching(config, lookups, pages, self.monitor)
+
+    @classmethod
+    def open(cls, config: EmsConfig) -> Session:
+        """Connect, after starting a node if none runs and that is allowed.
+
+        Raises:
+            EmsException: EMS_RECOVERD_ERROR, there is no node or it does not answer; EMS_INVALID_ARGUMENT;
+                another code, the node refuses this client.
+        """
+        node = node_of(config)
+        if may_start(config):
+            _start(node)
+        rank = config.cc_config_v1
+        name = f"{rank.llm_engine} rank {rank.rank_id}"
+        clients = (PoolClient(node.socket, name), PoolClient(node.socket, name))
+        try:
+            for client in clients:
+                client.connect(CONNECT_SECONDS)
+            return cls(config, node, *clients)
+        except EmsError as error:
+            for client in clients:
+                client.close()
+            code = EmsErrorCode.EMS_RECOVERD_ERROR if error.transient else code_of(error)
+            raise EmsException(str(error), code) from error
+
+    def close(self) -> None:
+        """End threads and connections."""
+        self.monitor.close()
+        self.cc.close()
+        for client in self._clients:
+            client.close()
+
+    def abandon(self) -> None:
+        """In a forked child: leave everything to the parent."""
+        self.cc.abandon()
+        for client in self._clients:
+            client.abandon()
+
+    def _check(self) -> None:
+        failure: EmsError | None = None
+        for client in self._clients:
+            # Both, whatever the first one says: each notices for itself that its node was restarted.
+            try:
+                twice(lambda client=client: client.stats(CHECK_SECONDS))  # type: ignore[misc]
+                self._started_by_engine = bool(client.autostarted)
+            except EmsError as error:
+                failure = error
+        if failure is None:
+            return
+        if isinstance(failure, PoolUnavailable) and self._crashed():
+            _log.warning("EMS starts the pool node again: %s", failure)
+            ensure_node(self._node)
+        raise failure
+
+    def _crashed(self) -> bool:
+        """Whether the node was started by an engine and ended without being stopped, which removes the socket."""
+        return self._revives and self._started_by_engine and self._node.socket.exists()
+
+
+def _start(node: NodeConfig) -> None:
+    try:
+        if ensure_node(node):
+            _log.info("EMS started a pool node on this host, its socket is %s", node.socket)
+    except EmsError as error:
+        raise EmsException(str(error), EmsErrorCode.EMS_RECOVERD_ERROR) from error
+
+
+class Lookout:
+    """Whether it is worth calling ``init``, for a process that has no session.
+
+    When an ``init`` failed for want of a node, looking also starts one in the background: nobody else would.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._config: EmsConfig | None = None
+        self._answer = False
+        self._looked = float("-inf")
+        self._started = float("-inf")
+
+    def expect(self, config: EmsConfig) -> None:
+        """From now on look at the node of ``config``."""
+        with self._lock:
+            self._config = config
+            self._looked = float("-inf")
+
+    def look(self) -> bool:
+        """Whether a node answers; cheap, never raises, and several callers do not wait for each other."""
+        if not self._lock.acquire(blocking=False):
+            return self._answer
+        try:
+            if self._clock() - self._looked >= PROBE_EVERY:
+                self._answer = self._look()
+                self._looked = self._clock()
+            return self._answer
+        except (EmsError, OSError):
+            return False
+        finally:
+            self._lock.release()
+
+    def _look(self) -> bool:
+        node = node_of(self._config) if self._config else NodeConfig()
+        client = PoolClient(node.socket, "health check")
+        try:
+            client.connect(PROBE_SECONDS)
+            return True
+        except EmsError:
+            if self._config and may_start(self._config) and self._clock() - self._started >= START_EVERY:
+                self._started = self._clock()
+                threading.Thread(target=_start_quietly, args=(node,), name="ems-start", daemon=True).start()
+            return False
+        finally:
+            client.close()
+
+
+def _start_quietly(node: NodeConfig) -> None:
+    try:
+        _start(node)
+    except EmsError as error:
+        _log.warning("EMS could not start a pool node: %s", error)
