@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ems.errors import PoolTimeout, PoolUnavailable, ProtocolError, StaleReference
+from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference
 from ems.pool import protocol
 from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import PageRef, SlotState, header_offset, unpack_header, unpack_refs
@@ -231,6 +231,11 @@ class PoolClient:
             self._closed = True
             self._drop()
 
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connection, which goes on unharmed.  Takes no lock."""
+        self._closed = True
+        self._drop()
+
     # Calls
 
     def _call(self, request: protocol.Message, expected: type[_Answer], timeout: float, epoch: int = 0) -> _Answer:
@@ -256,7 +261,8 @@ class PoolClient:
         except OSError as error:
             self._drop()
             raise PoolUnavailable(f"the pool node went away: {error.strerror or error}") from error
-        except ProtocolError:
+        except BaseException:
+            # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
             self._drop()
             raise
         if isinstance(answer, protocol.Refused):
@@ -365,27 +371,32 @@ class PoolClient:
             connection = self._connection
             if connection is None or connection.epoch != epoch:
                 raise StaleReference("the connection to the pool was lost since, begin again")
-            deadline = time.monotonic() + CALL_SECONDS
             descriptors: list[int] = []
             try:
-                connection.sock.settimeout(CALL_SECONDS)
-                connection.sock.sendall(protocol.encode(protocol.Attach(number)))
-                body = _receive_frame(connection.sock, deadline, descriptors)
-                answer = protocol.decode_answer(body)
-                if isinstance(answer, protocol.Refused):
-                    protocol.raise_refusal(answer)
-                if not isinstance(answer, protocol.SegmentAttached) or len(descriptors) != 1:
-                    raise ProtocolError("the node sent no segment")
-                return memoryview(mmap.mmap(descriptors[0], answer.size))
+                return self._attach(connection, number, descriptors)
             except OSError as error:
                 self._drop()
                 raise PoolUnavailable(f"segment {number} cannot be mapped: {error.strerror or error}") from error
-            except ProtocolError:
+            except PoolRefused:
+                raise
+            except BaseException:
                 self._drop()
                 raise
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
+
+    @staticmethod
+    def _attach(connection: _Connection, number: int, descriptors: list[int]) -> memoryview:
+        deadline = time.monotonic() + CALL_SECONDS
+        connection.sock.settimeout(CALL_SECONDS)
+        connection.sock.sendall(protocol.encode(protocol.Attach(number)))
+        answer = protocol.decode_answer(_receive_frame(connection.sock, deadline, descriptors))
+        if isinstance(answer, protocol.Refused):
+            protocol.raise_refusal(answer)
+        if not isinstance(answer, protocol.SegmentAttached) or len(descriptors) != 1:
+            raise ProtocolError("the node sent no segment")
+        return memoryview(mmap.mmap(descriptors[0], answer.size))
 
 
 def _receive_frame(sock: socket.socket, deadline: float, descriptors: list[int] | None = None) -> bytes:
