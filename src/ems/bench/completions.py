@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Model(msgspec.Struct):
@@ -131,7 +131,7 @@ class CompletionClient:
             chunk = _CHUNK.decode(data)
         except msgspec.DecodeError as error:
             raise ServerError(f"{self.url} streams something else than completions: {error}") from error
-        if chunk.error is not None:
+        if bytes(chunk.error) not in {b"", b"null"}:
             reason = bytes(chunk.error)[:200].decode(errors="replace")
             raise ServerError(f"{self.url} breaks off a completion: {reason}")
         return chunk

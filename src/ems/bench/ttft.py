@@ -60,10 +60,10 @@ async def measure(
             await _warm_up(client, chosen, plan, tell)
         before = _pool_figures(socket)
         a, b = plan.prompts("A"), plan.prompts("B")
-        passes = [await _send(first, chosen, plan, ("1: A to server 1, first time", a), tell)]
+        passes = [await _send(first, chosen, plan, ("1  A to server 1, cold", a), tell)]
         await _send(first, chosen, plan, ("   B to server 1, evicts A", b), tell)
-        passes.append(await _send(first, chosen, plan, ("2: A to server 1 again", a), tell))
-        passes.append(await _send(second, chosen, plan, ("3: A to server 2", a), tell))
+        passes.append(await _send(first, chosen, plan, ("2  A to server 1 again", a), tell))
+        passes.append(await _send(second, chosen, plan, ("3  A to server 2", a), tell))
         after = _pool_figures(socket)
     pool = changes(before, after) if before and after else None
     return Report(model=chosen, plan=plan, steps=evaluate(passes), pool=pool)

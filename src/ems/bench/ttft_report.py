@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ems.bench.latency import Latency, summarise
@@ -141,9 +142,11 @@ def table(report: Report) -> Table:
     plan = report.plan
     load = f"{plan.requests} requests, {plan.concurrency} at once"
     size = f"{plan.input_tokens} tokens in, {plan.output_tokens} out, seed {plan.seed}"
-    result = Table(title=f"Time to first token: {load}, {size}", title_justify="left", caption_justify="left")
-    for heading in ("step", "mean ms", "p50 ms", "p99 ms", "TTFT1 / this", "same text as step 1", "failed"):
-        result.add_column(heading, justify="left" if heading == "step" else "right")
+    result = Table(
+        title=f"Time to first token\n{load}, {size}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
+    for heading in ("step", "mean ms", "p50 ms", "p99 ms", "speed-up", "same text", "failed"):
+        result.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
     for step in report.steps:
         result.add_row(
             step.name,
@@ -155,5 +158,6 @@ def table(report: Report) -> Table:
             str(step.failed),
         )
     if report.pool is not None:
+        result.caption_justify = "left"
         result.caption = "pool meanwhile: " + ", ".join(f"{name} {value:+,.0f}" for name, value in report.pool.items())
     return result

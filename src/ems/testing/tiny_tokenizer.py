@@ -59,9 +59,8 @@ def _merges(count: int, seed: int) -> list[tuple[str, str]]:
     syllables = list(product(_CONSONANTS, _VOWELS))
     merges = [*syllables, *((_SPACE, c + v) for c, v in syllables)]
     if count < len(merges):
-        raise ValueError(
-            f"a vocabulary of {FIRST_READABLE + count} tokens is too small; {FIRST_READABLE + 210} is least"
-        )
+        least = FIRST_READABLE + len(merges)
+        raise ValueError(f"a vocabulary of {FIRST_READABLE + count} tokens is too small, expected {least} or more")
     words = np.random.default_rng(seed).choice(len(syllables) ** 2, count - len(merges), replace=False)
     for word in words:
         first, second = divmod(int(word), len(syllables))
