@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -15,17 +16,21 @@ HEAVY = {"torch", "vllm", "transformers", "starlette", "uvicorn", "aiohttp", "ri
 
 PROBE = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 {statement}
-print(json.dumps([time.perf_counter() - start, sorted(sys.modules)]))
+print(json.dumps([time.process_time() - start, sorted(sys.modules)]))
 """
 
 
 def probe(statement: str) -> tuple[float, set[str]]:
-    """Run a statement in a new interpreter; return its seconds and the modules that are there afterwards."""
-    finished = subprocess.run(
-        [sys.executable, "-c", PROBE.format(statement=statement)], capture_output=True, check=True
-    )
+    """Run a statement in a new interpreter; return its CPU seconds and the modules that are there afterwards.
+
+    CPU seconds, because the import is not to blame for what else the machine does; of one thread, because nobody
+    waits for those that numpy starts.
+    """
+    program = PROBE.format(statement=statement)
+    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    finished = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, check=True)
     seconds, modules = json.loads(finished.stdout)
     return seconds, set(modules)
 
