@@ -1,0 +1,206 @@
+"""Prefill and decode apart: the router in front, the hand-off through the pool, the same answers as one engine gives."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ems.testing.engine import VllmServer, free_port
+from tests.e2e.conftest import (
+    BLOCK,
+    OPTIONS,
+    Node,
+    Reference,
+    complete,
+    complete_all,
+    connector,
+    post,
+    random_prompt,
+    running,
+    running_node,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CHAT = {
+    "messages": [{"role": "user", "content": "Hello, how are you? Tell me about caches, and take your time with it."}],
+    "max_tokens": 24,
+    "temperature": 0,
+}
+
+
+class Fleet:
+    """One prefill server, one decode server, the router's address."""
+
+    def __init__(self, node: Node, prefill: VllmServer, decode: VllmServer, url: str) -> None:
+        self.node = node
+        self.prefill = prefill
+        self.decode = decode
+        self.url = url
+
+
+@contextmanager
+def running_router(prefill: VllmServer, decode: VllmServer, log: Path) -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "ems.cli", "proxy", "--port", str(port)]
+    command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill.port)]
+    command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode.port)]
+    with log.open("wb") as errors:
+        router = subprocess.Popen(command, stderr=errors)
+    try:
+        wait_for(lambda: b"Initialized 1 prefill clients and 1 decode clients." in log.read_bytes(), "the router starts")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        router.terminate()
+        router.wait(20)
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, logs: Path) -> Iterator[Fleet]:
+    with running_node("--size", "512MB") as node:
+        prefill, decode = (
+            VllmServer(
+                model,
+                log=logs / f"{role}.log",
+                kv_transfer_config=connector(role),
+                options=OPTIONS,
+                environment=node.environment,
+            )
+            for role in ("kv_producer", "kv_consumer")
+        )
+        with running(prefill, decode), running_router(prefill, decode, logs / "router.log") as url:
+            yield Fleet(node, prefill, decode, url)
+
+
+def external_hits(server: VllmServer) -> float:
+    return server.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
+
+
+def test_completions_through_the_pair_say_what_one_engine_says(fleet: Fleet, reference: Reference) -> None:
+    """No decode recomputes a block that its prefill stored, however soon it arrives."""
+    prompts = [random_prompt(500 + number, 3 * BLOCK + 37 * number) for number in range(16)]
+    expected = reference.texts(prompts)
+    before = external_hits(fleet.decode)
+
+    assert complete_all(fleet.url, prompts) == expected
+
+    whole = sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
+    assert external_hits(fleet.decode) - before == whole
+
+
+def test_a_chat_through_the_pair_says_what_one_engine_says(fleet: Fleet, reference: Reference) -> None:
+    before = external_hits(fleet.decode)
+    answer = post(fleet.url, "/v1/chat/completions", CHAT)
+
+    assert answer["choices"][0]["message"]["content"] == reference.chat(CHAT)
+    assert answer["usage"]["completion_tokens"] <= 24
+    assert external_hits(fleet.decode) > before
+
+
+def stream(url: str, body: dict[str, Any]) -> tuple[str, list[bytes]]:
+    """The content type and the lines of a streamed chat."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    payload = json.dumps({"model": "tiny", "stream": True, **body})
+    connection.request("POST", "/v1/chat/completions", payload, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    lines = [line for line in answer.read().split(b"\n") if line]
+    connection.close()
+    return answer.headers["Content-Type"], lines
+
+
+def test_a_streamed_chat_comes_through_as_the_engine_sends_it(fleet: Fleet, reference: Reference) -> None:
+    kind, lines = stream(fleet.url, CHAT)
+
+    assert kind.startswith("text/event-stream")
+    assert lines[-1] == b"data: [DONE]"
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert text == reference.chat(CHAT)
+
+
+def test_the_prefill_keeps_blocks_until_they_are_stored_and_both_sides_say_so(fleet: Fleet) -> None:
+    complete(fleet.url, random_prompt(600, 4 * BLOCK))
+
+    assert "Delaying free of 4 blocks for request" in fleet.prefill.log.read_text()
+    assert "KV cache transfer for request" in fleet.decode.log.read_text()
+
+
+def test_an_error_of_the_engine_comes_through_with_status_and_body(fleet: Fleet) -> None:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        post(fleet.url, "/v1/completions", {"model": "unknown", "prompt": [400], "max_tokens": 1})
+
+    with error.value as answer:
+        assert answer.code == 404
+        assert json.load(answer)["error"]["type"] == "NotFoundError"
+
+
+def test_a_decode_whose_prefill_is_dead_computes_by_itself(fleet: Fleet, reference: Reference) -> None:
+    """Last but one: the prefill server does not come back."""
+    prompts = [random_prompt(700 + number, 5 * BLOCK) for number in range(6)]
+    expected = reference.texts(prompts)
+    with ThreadPoolExecutor(6) as threads:
+        texts = [threads.submit(complete, fleet.url, prompt) for prompt in prompts]
+        fleet.prefill.kill()
+        assert [text.result() for text in texts] == expected
+    assert complete(fleet.url, prompts[0]) == expected[0]
+
+
+def test_with_all_servers_dead_the_answer_is_an_error_in_openai_form(fleet: Fleet) -> None:
+    fleet.decode.kill()
+
+    with pytest.raises(urllib.error.HTTPError) as error:
+        complete(fleet.url, random_prompt(800, 40))
+
+    with error.value as answer:
+        assert answer.code == 503
+        assert set(json.load(answer)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_no_pool_a_pool_too_small_and_a_pool_started_by_the_engine(
+    model: Path, logs: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """An engine serves on without a usable pool and says why; with one flag and no node it starts one that outlives it."""
+    prompts = [random_prompt(900 + number, 4 * BLOCK) for number in range(4)]
+    expected = reference.texts(prompts)
+    options = msgspec.structs.replace(OPTIONS, max_model_len=1024)
+    with running_node("--size", "64KB") as small, running_node("--size", "16MB") as home:
+        home.stop()
+        tiny_pool = VllmServer(
+            model,
+            log=logs / "small-pool.log",
+            kv_transfer_config=connector("kv_both"),
+            options=options,
+            environment=small.environment,
+        )
+        own_pool = VllmServer(
+            model,
+            log=logs / "own-pool.log",
+            kv_transfer_config=connector("kv_both", pool_size="64MB", lookup_timeout_ms="500"),
+            options=options,
+            environment={**home.environment, "EMS_AUTOSTART": "1"},
+        )
+        with running(tiny_pool, own_pool):
+            assert complete_all(tiny_pool.url, prompts) == expected
+            assert complete_all(own_pool.url, prompts) == expected
+            wait_for(lambda: home.counters["pages_committed"] == 16, "the engine's own node stores")
+        said = tiny_pool.log.read_text()
+        assert "EMS pool cannot be used" in said
+        assert "does not fit in a segment" in said
+        # The engine is gone, its node is not.
+        assert home.stats()["autostarted"] is True
+        stopped = subprocess.run(
+            [sys.executable, "-m", "ems.cli", "stop", "--socket", str(home.socket)], check=False, timeout=30
+        )
+        assert stopped.returncode == 0

@@ -1,0 +1,333 @@
+"""The request book: what follows from each event in a request's life, over generated histories."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from ems.pool.client import Lease
+from ems.pool.keys import KeyChain
+from ems.vllm.requests import EAGER_LEASES, Ask, Load, Phase, Release, RequestBook
+
+BLOCK = 4
+REF = 20
+
+
+def make_book(*, saves: bool = True) -> RequestBook:
+    return RequestBook(BLOCK, REF, saves=saves, lookup_timeout=1.0, handoff_timeout=2.0)
+
+
+def make_chain(tokens: int) -> KeyChain:
+    chain = KeyChain("tenant/model/layout", BLOCK)
+    chain.extend(list(range(tokens)))
+    return chain
+
+
+def make_lease(blocks: int, number: int = 1) -> Lease:
+    return Lease(1, number, b"".join(bytes([i]) * REF for i in range(blocks)))
+
+
+def test_a_request_shorter_than_a_block_asks_nothing() -> None:
+    book = make_book()
+
+    assert book.arrive("r", BLOCK - 1, 0, 0.0) == []
+    assert book.match("r", BLOCK - 1, 0, 0.0) == (0, [])
+
+
+def test_a_full_hit_counts_every_token_of_the_prompt() -> None:
+    """The engine recomputes the last token by itself; one block less would cost a whole block."""
+    book = make_book()
+    assert book.arrive("r", 8, 0, 0.0) == [Ask("r", 0)]
+    assert book.match("r", 8, 0, 0.1) == (None, [])
+    assert book.answered("r", make_chain(8), 2, make_lease(2)) == []
+
+    assert book.match("r", 8, 0, 0.2) == (8, [])
+
+
+def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
+    book = make_book()
+    book.arrive("r", 10, 0, 0.0)
+    lease = make_lease(2)
+    book.answered("r", make_chain(10), 2, lease)
+    assert book.match("r", 10, 4, 0.0) == (4, [])
+
+    chain = make_chain(10)
+    assert book.allocated("r", [7, 8, 9], 4) == [Load("r", [8], chain.joined(1, 2), lease.packed_refs[REF : 2 * REF])]
+    assert book.received("r", set()) == [Release(lease)]
+    assert book.leases == 0
+
+
+def test_a_hit_that_the_engine_does_not_take_is_released() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    lease = make_lease(2)
+    book.answered("r", make_chain(8), 2, lease)
+    book.match("r", 8, 0, 0.0)
+
+    assert book.allocated("r", [1, 2], 0) == [Release(lease)]
+
+
+def test_a_hit_that_is_local_already_is_released() -> None:
+    book = make_book()
+    book.arrive("r", 9, 0, 0.0)
+    lease = make_lease(2)
+    book.answered("r", make_chain(9), 2, lease)
+
+    assert book.match("r", 9, 8, 0.0) == (0, [Release(lease)])
+
+
+def test_a_lookup_without_an_answer_becomes_a_miss_and_a_late_answer_is_given_back() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    assert book.match("r", 8, 0, 0.99) == (None, [])
+    assert book.match("r", 8, 0, 1.0) == (0, [])
+
+    lease = make_lease(2)
+    assert book.answered("r", make_chain(8), 2, lease) == [Release(lease)]
+
+
+def test_a_handoff_waits_longer_but_not_for_ever() -> None:
+    book = make_book()
+    assert book.arrive("r", 8, 2, 0.0) == [Ask("r", 2)]
+
+    assert book.match("r", 8, 0, 2.9) == (None, [])
+    assert book.match("r", 8, 0, 3.0) == (0, [])
+
+
+def test_a_failed_load_is_not_tried_again() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    book.answered("r", make_chain(8), 2, make_lease(2))
+    book.match("r", 8, 0, 0.0)
+    book.allocated("r", [3, 4], 8)
+    assert len(book.received("r", {4})) == 1
+
+    assert book.match("r", 8, 0, 0.0) == (0, [])
+    book.preempted("r")
+    assert book.match("r", 8, 0, 0.0) == (0, [])
+
+
+def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
+    book = make_book()
+    book.arrive("r", 10, 0, 0.0)
+    book.answered("r", make_chain(10), 0, None)
+    book.match("r", 10, 0, 0.0)
+    book.allocated("r", [5, 6, 7], 0)
+
+    assert book.scheduled("r", [5, 6, 7], 3, replace=True) is None
+    assert book.scheduled("r", [], 8, replace=False) == (0, 2)
+    assert book.scheduled("r", [], 10, replace=False) is None
+    assert book.scheduled("r", [], 40, replace=False) is None
+    saved = book.save("r", (0, 2), make_chain(10))
+    assert saved.block_ids == [5, 6]
+    assert saved.keys == list(make_chain(10)[0:2])
+
+
+def test_blocks_that_the_pool_has_are_not_offered() -> None:
+    book = make_book()
+    book.arrive("r", 12, 0, 0.0)
+    book.answered("r", make_chain(12), 2, make_lease(2))
+    book.match("r", 12, 0, 0.0)
+    book.allocated("r", [5, 6, 7], 8)
+    book.received("r", set())
+
+    assert book.scheduled("r", [5, 6, 7], 12, replace=True) == (2, 3)
+    assert book.save("r", (2, 3), make_chain(12)).parent == make_chain(12)[1:2][0]
+
+
+def test_an_engine_that_only_consumes_offers_nothing() -> None:
+    book = make_book(saves=False)
+    book.arrive("r", 8, 0, 0.0)
+
+    assert book.scheduled("r", [1, 2], 8, replace=True) is None
+    assert book.finished("r") == (False, [])
+
+
+def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    book.answered("r", make_chain(8), 0, None)
+    book.match("r", 8, 0, 0.0)
+    book.scheduled("r", [1, 2], 8, replace=True)
+    assert book.finished("r") == (True, [])
+
+    book.arrive("s", 3, 0, 0.0)
+    assert book.finished("s") == (False, [])
+
+
+def test_the_end_of_a_request_that_waits_gives_its_lease_back() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    lease = make_lease(2)
+    book.answered("r", make_chain(8), 2, lease)
+
+    assert book.finished("r") == (False, [Release(lease)])
+    assert len(book) == 0
+
+
+def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    lease = make_lease(2)
+    book.answered("r", make_chain(8), 2, lease)
+    book.match("r", 8, 0, 0.0)
+    book.allocated("r", [1, 2], 8)
+
+    assert book.finished("r") == (False, [])
+    assert book.received("r", set()) == [Release(lease)]
+    assert len(book) == 0
+
+
+def test_a_preempted_request_looks_again_and_offers_its_blocks_again() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    book.answered("r", make_chain(8), 0, None)
+    book.match("r", 8, 0, 0.0)
+    book.scheduled("r", [1, 2], 8, replace=True)
+    book.preempted("r")
+
+    assert book.match("r", 9, 0, 5.0) == (None, [Ask("r", 0)])
+    lease = make_lease(1)
+    book.answered("r", make_chain(8), 1, lease)
+    assert book.match("r", 9, 0, 5.0) == (4, [])
+    book.allocated("r", [8, 9, 10], 4)
+    book.received("r", set())
+    assert book.scheduled("r", [8, 9, 10], 9, replace=True) == (1, 2)
+
+
+def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
+    """Beyond a number of leases, a lookup is made only when its request's turn comes."""
+    book = make_book()
+    for number in range(EAGER_LEASES):
+        book.arrive(f"r{number}", 8, 0, 0.0)
+        book.answered(f"r{number}", make_chain(8), 2, make_lease(2, number))
+
+    assert book.arrive("late", 8, 0, 0.0) == []
+    assert book.match("late", 8, 0, 0.0) == (None, [Ask("late", 0)])
+
+
+class Life(RuleBasedStateMachine):
+    """Any order of events that an engine may produce: leases balance, offers never overlap."""
+
+    live = Bundle("live")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = make_book()
+        self.now = 0.0
+        self.counter = 0
+        self.held: dict[int, Lease] = {}
+        self.asked: set[str] = set()
+        self.loading: dict[str, list[int]] = {}
+        self.prompt: dict[str, int] = {}
+        self.offered: dict[str, int] = {}
+        self.ended: set[str] = set()
+
+    def do(self, effects: list[Ask | Load | Release]) -> None:
+        for effect in effects:
+            if isinstance(effect, Ask):
+                self.asked.add(effect.request_id)
+            elif isinstance(effect, Release):
+                del self.held[effect.lease.number]
+            else:
+                assert effect.request_id not in self.loading
+                assert len(effect.keys) == 16 * len(effect.block_ids)
+                assert len(effect.packed_refs) == REF * len(effect.block_ids)
+                self.loading[effect.request_id] = effect.block_ids
+
+    @rule(target=live, tokens=st.integers(1, 20), expected=st.integers(0, 3))
+    def arrive(self, tokens: int, expected: int) -> str:
+        self.counter += 1
+        name = f"r{self.counter}"
+        self.prompt[name] = tokens
+        self.offered[name] = 0
+        self.do(list(self.book.arrive(name, tokens, expected, self.now)))
+        return name
+
+    @rule(seconds=st.floats(0, 2))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        if not self.asked:
+            return
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        self.asked.discard(name)
+        blocks = self.prompt[name] // BLOCK
+        hits = data.draw(st.integers(0, blocks))
+        lease = None
+        if hits:
+            self.counter += 1
+            lease = make_lease(hits, self.counter)
+            self.held[lease.number] = lease
+        self.do(list(self.book.answered(name, make_chain(self.prompt[name]), hits, lease)))
+
+    @rule(name=live, data=st.data())
+    def schedule(self, name: str, data: st.DataObject) -> None:
+        """The engine's own order: match, allocate, then wait for a load or compute a chunk."""
+        if name in self.loading or name in self.ended:
+            return
+        tokens = self.prompt[name]
+        local = data.draw(st.integers(0, (tokens - 1) // BLOCK)) * BLOCK
+        found, effects = self.book.match(name, tokens, local, self.now)
+        self.do(list(effects))
+        if found is None:
+            return
+        assert 0 <= found <= tokens - local
+        ids = list(range(100, 100 + -(-tokens // BLOCK)))
+        take = found if data.draw(st.booleans()) else 0
+        self.do(list(self.book.allocated(name, ids, take)))
+        if take:
+            assert self.loading[name] == ids[local // BLOCK : -(-(local + take) // BLOCK)]
+            return
+        after = data.draw(st.integers(0, tokens))
+        span = self.book.scheduled(name, ids, after, replace=True)
+        if span is not None:
+            assert self.offered[name] <= span[0] < span[1] <= after // BLOCK
+            self.offered[name] = span[1]
+
+    @rule(name=live, failed=st.booleans())
+    def load_ends(self, name: str, failed: bool) -> None:
+        blocks = self.loading.pop(name, None)
+        if blocks is not None:
+            self.do(list(self.book.received(name, set(blocks[1:]) if failed else set())))
+
+    @rule(name=live)
+    def preempt(self, name: str) -> None:
+        known = self.book.get(name)
+        if known is not None and known.phase is Phase.SETTLED and name not in self.ended:
+            self.book.preempted(name)
+            self.offered[name] = 0
+
+    @rule(target=live, name=consumes(live))
+    def finish(self, name: str) -> object:
+        if name in self.ended:
+            return name
+        self.ended.add(name)
+        keep, effects = self.book.finished(name)
+        self.do(list(effects))
+        if name in self.loading:
+            assert not keep
+            return name
+        return multiple()
+
+    @invariant()
+    def every_lease_has_one_holder(self) -> None:
+        assert self.book.leases == len(self.held)
+
+    def teardown(self) -> None:
+        for name in list(self.asked):
+            self.do(list(self.book.answered(name, make_chain(self.prompt[name]), 0, None)))
+        for name in self.prompt:
+            if name not in self.ended:
+                self.do(list(self.book.finished(name)[1]))
+        for name in list(self.loading):
+            self.do(list(self.book.received(name, set())))
+        assert self.held == {}
+        assert len(self.book) == 0
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
