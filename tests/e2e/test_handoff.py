@@ -1,4 +1,4 @@
-"""Prefill and decode apart: the router in front, the hand-off through the pool, the same answers as one engine gives."""
+"""Prefill and decode apart: the router in front, the hand-off through the pool, the answers of one engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from ems.testing.engine import VllmServer, free_port
-from tests.e2e.conftest import (
+from tests.e2e.engines import (
     BLOCK,
     OPTIONS,
     Node,
@@ -60,7 +60,9 @@ def running_router(prefill: VllmServer, decode: VllmServer, log: Path) -> Iterat
     with log.open("wb") as errors:
         router = subprocess.Popen(command, stderr=errors)
     try:
-        wait_for(lambda: b"Initialized 1 prefill clients and 1 decode clients." in log.read_bytes(), "the router starts")
+        wait_for(
+            lambda: b"Initialized 1 prefill clients and 1 decode clients." in log.read_bytes(), "the router starts"
+        )
         yield f"http://127.0.0.1:{port}"
     finally:
         router.terminate()
@@ -171,7 +173,7 @@ def test_with_all_servers_dead_the_answer_is_an_error_in_openai_form(fleet: Flee
 def test_no_pool_a_pool_too_small_and_a_pool_started_by_the_engine(
     model: Path, logs: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """An engine serves on without a usable pool and says why; with one flag and no node it starts one that outlives it."""
+    """An engine serves on without a usable pool and says why; without a node it starts one that outlives it."""
     prompts = [random_prompt(900 + number, 4 * BLOCK) for number in range(4)]
     expected = reference.texts(prompts)
     options = msgspec.structs.replace(OPTIONS, max_model_len=1024)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ems.testing.engine import VllmServer
-from tests.e2e.conftest import (
+from tests.e2e.engines import (
     BLOCK,
     OPTIONS,
     Node,
@@ -18,6 +18,7 @@ from tests.e2e.conftest import (
     complete,
     complete_all,
     connector,
+    post,
     random_prompt,
     running,
     running_node,
@@ -105,7 +106,6 @@ def test_a_shared_prefix_is_reused_and_the_rest_computed(pair: Pair, reference: 
 
 
 def test_a_cache_salt_keeps_equal_prompts_apart(pair: Pair, reference: Reference) -> None:
-    from tests.e2e.conftest import post
 
     prompt = random_prompt(11, 6 * BLOCK)
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -46,7 +46,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 # From the client
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """Greeting: protocol versions spoken, who is speaking, features wished for."""
 
     oldest: int
@@ -56,20 +56,20 @@ class Hello(Message):
     features: list[str] = []
 
 
-class Open(Message):
+class Open(Message, frozen=True):
     """Open (or make) the namespace ``name`` with pages of ``page_size`` bytes; answered by :class:`Opened`."""
 
     name: str
     page_size: int
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Ask for a segment to map; answered by :class:`SegmentAttached`."""
 
     segment: int
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True):
     """Promise slots for consecutive ``keys`` after ``parent``; answered by :class:`Granted`."""
 
     namespace: int
@@ -77,20 +77,20 @@ class Reserve(Message):
     keys: bytes
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Publish the pages at ``positions`` of a reservation (all, when None); answered by :class:`Done`."""
 
     reservation: int
     positions: list[int] | None = None
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Give back what of a reservation was not committed; answered by :class:`Done`."""
 
     reservation: int
 
 
-class Lookup(Message):
+class Lookup(Message, frozen=True):
     """How many leading ``keys`` are present, with a lease on them if ``lease``; answered by :class:`Hits`."""
 
     namespace: int
@@ -98,20 +98,20 @@ class Lookup(Message):
     lease: bool = False
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """A lease is no longer needed; has no answer."""
 
     lease: int
 
 
-class Stats(Message):
+class Stats(Message, frozen=True):
     """Ask for the node's figures; answered by :class:`Figures`."""
 
 
 # From the node
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The greeting was accepted: version to speak, the node's identity (new with each start), its segments."""
 
     version: int
@@ -122,20 +122,20 @@ class Welcome(Message):
     features: list[str] = []
 
 
-class Opened(Message):
+class Opened(Message, frozen=True):
     """The namespace's number on this node."""
 
     namespace: int
 
 
-class SegmentAttached(Message):
+class SegmentAttached(Message, frozen=True):
     """A segment of ``size`` bytes; its file descriptor travels beside this message."""
 
     segment: int
     size: int
 
 
-class Granted(Message):
+class Granted(Message, frozen=True):
     """One outcome a key (a byte, see :class:`ems.pool.room.Outcome`) and the references of the granted ones."""
 
     reservation: int
@@ -143,7 +143,7 @@ class Granted(Message):
     refs: bytes
 
 
-class Hits(Message):
+class Hits(Message, frozen=True):
     """``refs`` of the leading present pages, how many keys follow present or being written, the lease."""
 
     count: int
@@ -152,19 +152,19 @@ class Hits(Message):
     refs: bytes
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """It is done; ``count`` pages were concerned."""
 
     count: int = 0
 
 
-class Figures(Message):
+class Figures(Message, frozen=True):
     """The node's figures by name."""
 
     figures: dict[str, Any]
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The request was refused: a code of :data:`REFUSALS` and a sentence."""
 
     code: str
@@ -185,8 +185,8 @@ REFUSALS: dict[str, type[EmsError]] = {
 """Code on the wire and the error that it stands for, most special first."""
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Message) -> bytes:

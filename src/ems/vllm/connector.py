@@ -25,7 +25,7 @@ from ems.vllm.worker import WorkerSide
 logger = init_logger("vllm.ems")
 
 
-class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """The pool of this host behind one engine."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -10,7 +10,7 @@ from ems.vllm.requests import Load, Save
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+class StepMetadata(KVConnectorMetadata):
     """One step's work for the worker."""
 
     loads: list[Load] = field(default_factory=list)

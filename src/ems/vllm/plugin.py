@@ -26,4 +26,5 @@ def register() -> None:
 def _is_ours(name: str) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    return KVConnectorFactory.get_connector_class_by_name(name).__module__.startswith("ems.")
+    module: str = KVConnectorFactory.get_connector_class_by_name(name).__module__
+    return module.startswith("ems.")

@@ -175,14 +175,14 @@ class RequestBook:
             if now - request.asked_at < patience:
                 return None, []
             request.phase = Phase.SETTLED
-            return 0, []
+        found = 0
+        released: list[Ask | Release] = []
         if request.phase is Phase.ANSWERED:
-            found = min(request.hits * self._block_size, tokens) - local
             request.local = local
-            if found > 0:
-                return found, []
-            return 0, list(self._settle(request))
-        return 0, []
+            found = max(min(request.hits * self._block_size, tokens) - local, 0)
+            if not found:
+                released += self._settle(request)
+        return found, released
 
     def _settle(self, request: Request) -> list[Release]:
         request.phase = Phase.SETTLED

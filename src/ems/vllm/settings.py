@@ -89,7 +89,7 @@ def read_settings(kv_role: str, extra: Mapping[str, Any]) -> tuple[ConnectorSett
         lookup_timeout=_seconds("lookup_timeout_ms", extra.get("lookup_timeout_ms", 1000)),
         handoff_timeout=_seconds("handoff_timeout_ms", extra.get("handoff_timeout_ms", 2000)),
         call_timeout=_seconds(
-            "call_timeout_ms", extra.get("call_timeout_ms", os.environ.get("EMS_CALL_TIMEOUT_MS", 2000))
+            "call_timeout_ms", extra.get("call_timeout_ms", os.environ.get("EMS_CALL_TIMEOUT_MS", "2000"))
         ),
     )
     return settings, [_unknown(key) for key in extra if key not in _ACCEPTED]

@@ -1,0 +1,176 @@
+"""Real parts for end-to-end tests: a pool node, vLLM servers in front of it, and one without for comparison."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from ems.pool.client import PoolClient
+from ems.testing.engine import EngineOptions, VllmServer
+
+BLOCK = 32
+OPTIONS = EngineOptions(block_size=BLOCK, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16)
+"""Chunked prefill: a prompt above 256 tokens takes several steps."""
+
+Prompt = list[int]
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Return once ``condition`` holds; fail with ``what`` when it does not in time."""
+    pause = threading.Event()
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: not within {seconds:.0f} s")
+        pause.wait(0.02)
+
+
+def random_prompt(seed: int, tokens: int) -> Prompt:
+    random = Random(seed)
+    return [random.randrange(300, 1000) for _ in range(tokens)]
+
+
+def post(url: str, path: str, body: dict[str, Any], timeout: float = 120) -> dict[str, Any]:
+    request = urllib.request.Request(  # noqa: S310 - a server of our own
+        url + path, json.dumps({"model": "tiny", **body}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
+        return dict(json.load(answer))
+
+
+def complete(url: str, prompt: Prompt, tokens: int = 12) -> str:
+    """The greedy continuation of ``prompt``."""
+    answer = post(
+        url, "/v1/completions", {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    )
+    return str(answer["choices"][0]["text"])
+
+
+def complete_all(url: str, prompts: Sequence[Prompt], tokens: int = 12, at_once: int = 8) -> list[str]:
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(lambda prompt: complete(url, prompt, tokens), prompts))
+
+
+class Node:
+    """A pool node in a folder of its own, which can be killed and started again."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.directory = directory
+        self.socket = directory / "node.sock"
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.directory / "node.err").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ems.cli", "node", "--dir", str(self.directory), "--no-http", *self._flags],
+                stderr=log,
+            )
+        wait_for(self._listens, "the node listens", 15)
+
+    def _listens(self) -> bool:
+        try:
+            self.stats()
+        except (ConnectionError, TimeoutError):
+            return False
+        return True
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(15)
+
+    def stats(self) -> dict[str, Any]:
+        client = PoolClient(self.socket, "test")
+        try:
+            return client.stats()
+        finally:
+            client.close()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return dict(self.stats()["counters"])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"EMS_DIR": str(self.directory), "EMS_SOCKET": str(self.socket), "EMS_AUTOSTART": "0"}
+
+
+@contextmanager
+def pool_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ems-e2e-", dir="/dev/shm", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@contextmanager
+def running_node(*flags: str) -> Iterator[Node]:
+    with pool_directory() as directory:
+        node = Node(directory, *flags)
+        node.start()
+        try:
+            yield node
+        finally:
+            node.stop()
+
+
+@contextmanager
+def running(*servers: VllmServer) -> Iterator[None]:
+    """Start servers beside each other."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield
+
+
+def connector(role: str, **extra: object) -> dict[str, object]:
+    """What one writes after ``--kv-transfer-config``; vLLM's own default failure policy stays in force."""
+    config: dict[str, object] = {
+        "kv_connector": "EmsStoreConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "fail",
+    }
+    if extra:
+        config["kv_connector_extra_config"] = extra
+    return config
+
+
+class Reference:
+    """What an engine without any connector says, remembered for the whole session."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._texts: dict[tuple[tuple[int, ...], int], str] = {}
+
+    def text(self, prompt: Prompt, tokens: int = 12) -> str:
+        key = tuple(prompt), tokens
+        if key not in self._texts:
+            self._texts[key] = complete(self._url, prompt, tokens)
+        return self._texts[key]
+
+    def texts(self, prompts: Sequence[Prompt], tokens: int = 12) -> list[str]:
+        return [self.text(prompt, tokens) for prompt in prompts]
+
+    def chat(self, body: dict[str, Any]) -> str:
+        return str(post(self._url, "/v1/chat/completions", body)["choices"][0]["message"]["content"])
