@@ -9,7 +9,7 @@ from cyclopts import Parameter
 _Many = Parameter(consume_multiple=True, negative=())
 
 
-def router(  # noqa: PLR0913  one argument a flag
+def router(
     *,
     port: int = 8000,
     host: str = "127.0.0.1",

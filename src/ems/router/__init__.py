@@ -8,9 +8,9 @@ Brains (no sockets, no event loop, no clock; the time is an argument):
 - ``choice``, ``dispatch``: which instance a request goes to, and what happens next when that fails;
 - ``counters``: what happened so far.
 
-Shells: ``upstream`` (the HTTP client behind one seam), ``prober`` (asks instances for their health), ``exchange`` with
-``watch`` and ``reply`` (one request on the hot path), ``admin``, ``models``, ``metrics`` and ``app`` (the ASGI side), and
-``server`` (the process).
+Shells: ``upstream`` (the HTTP client behind one seam), ``prober`` (asks instances for their health), ``exchange``
+with ``watch`` and ``reply`` (one request on the hot path), ``admin``, ``models``, ``metrics`` and ``app`` (the pages),
+and ``server`` (the process).
 
 What always holds: a client gets either the bytes that an engine sent, or an error in OpenAI's form; an instance's load
 returns to zero when its requests have ended, however they ended; every wait has an end.

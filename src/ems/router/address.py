@@ -23,8 +23,9 @@ class Address(NamedTuple):
 
         :raises ConfigError: not a host, or not a port.
         """
-        bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-        if not _is_host(bare):
+        bracketed = host.startswith("[") and host.endswith("]")
+        bare = host[1:-1] if bracketed else host
+        if not _is_host(bare) or (bracketed and ":" not in bare):
             raise ConfigError(f"{host!r} is not a host: expected a name or an IP address, without scheme and path")
         if not 1 <= port <= 65535:
             raise ConfigError(f"Port {port} of {host} is out of range: expected 1 to 65535")

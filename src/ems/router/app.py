@@ -23,7 +23,7 @@ from ems.router.metrics import CONTENT_TYPE, MetricsPage
 from ems.router.models import EveryInstance
 from ems.router.prober import Prober
 from ems.router.reply import Receive, Reply, Scope, Send
-from ems.router.upstream import HttpUpstream
+from ems.router.upstream import HttpUpstream, Upstream
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,17 +41,22 @@ log = logging.getLogger("ems.router")
 
 
 class Router:
-    """One router; an asynchronous context manager that owns its connections and its prober, and an ASGI callable."""
+    """One router; an asynchronous context manager that owns its connections and its prober, and an ASGI callable.
 
-    def __init__(self, config: RouterConfig) -> None:
+    A given ``upstream`` stays its giver's to open and close.
+    """
+
+    def __init__(self, config: RouterConfig, upstream: Upstream | None = None) -> None:
         self.config = config
         self.fleet = Fleet()
         self.counters = Counters()
-        self._upstream = HttpUpstream(config.connect_timeout)
-        self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
-        self._parts = Parts(config, self.fleet, self.counters, self._upstream, self._prober)
+        self._own = HttpUpstream(config.connect_timeout) if upstream is None else None
+        client = self._own if upstream is None else upstream
+        assert client is not None
+        self._prober = Prober(self.fleet, client, config.probe_timeout)
+        self._parts = Parts(config, self.fleet, self.counters, client, self._prober)
         self._admin = Admin(self.fleet, self.counters, self._prober)
-        self._every = EveryInstance(self.fleet, self._upstream, config.probe_timeout)
+        self._every = EveryInstance(self.fleet, client, config.probe_timeout)
         self._metrics = MetricsPage(self.fleet, self.counters)
         self._probing: asyncio.Task[None] | None = None
         self._pages = self._table()
@@ -61,7 +66,8 @@ class Router:
         for role, addresses in ((Role.PREFILL, self.config.prefills), (Role.DECODE, self.config.decodes)):
             for address in addresses:
                 self.fleet.add(role, address, now, trusted=True)
-        await self._upstream.__aenter__()
+        if self._own is not None:
+            await self._own.__aenter__()
         self._probing = asyncio.create_task(self._prober.run())
         return self
 
@@ -72,7 +78,8 @@ class Router:
             self._probing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._probing
-        await self._upstream.__aexit__(kind, error, trace)
+        if self._own is not None:
+            await self._own.__aexit__(kind, error, trace)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -2,14 +2,20 @@
 
 ::
 
-                 THRESHOLD failures in a row, or a failed probe
-      usable ───────────────────────────────────────────────▶ put aside
-        ▲                                                        │ after the cooldown: one probe
-        └──────────────────── the probe passed ──────────────────┤
-                                                                 └─ the probe failed: a longer cooldown
+                 a failure                   THRESHOLD failures in a row, or a failed probe
+      usable ───────────────▶ usable, doubted ──────────────────────────────▶ put aside
+        ▲ ▲                       │                                              │ after the cooldown: one probe
+        │ └── it works, or its ───┘                                              │
+        │     probe passed                                                       │
+        └──────────────────── the probe passed ──────────────────────────────────┤
+                                                                                 └─ it failed: a longer cooldown
+
+A doubted instance is used when there is no better one.  Without that, one that fails fast would always be the least
+loaded and draw all requests to it.
 
 What always holds: an instance that was put aside is not used before a probe passed, and that probe started after the
-cooldown.  After a passed probe the first failure puts it aside again; only a request that worked restores full trust.
+cooldown.  After a passed probe the first broken connection puts it aside again; only a request that worked restores
+full trust.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ THRESHOLD: Final = 3
 """Failures in a row that put an instance aside."""
 
 COOLDOWN: Final = 1.0
-"""Seconds before the first probe of an instance that was put aside; doubled each time until it works again."""
+"""Seconds before the first probe of an instance that failed; doubled each time it is put aside until it works again."""
 
 COOLDOWN_CAP: Final = 5.0
 """Longest cooldown in seconds: an engine takes half a minute to start and should be noticed soon after."""
@@ -29,13 +35,16 @@ COOLDOWN_CAP: Final = 5.0
 class Breaker:
     """What was seen of one instance.  A trusted one may be used before its first probe, another may not."""
 
-    __slots__ = ("cooldown", "failures", "probe_at", "probing", "proven", "usable")
+    __slots__ = ("cooldown", "doubted", "failures", "probe_at", "probing", "proven", "usable")
 
     def __init__(self, now: float, *, trusted: bool) -> None:
         self.usable = trusted
         self.proven = False
         """Whether a request or a probe has worked since the instance was last put aside."""
+        self.doubted = False
+        """Whether it failed since it last worked or was found healthy."""
         self.failures = 0
+        """Broken connections in a row."""
         self.cooldown = COOLDOWN
         self.probing = False
         self.probe_at: float | None = now
@@ -44,6 +53,7 @@ class Breaker:
     def succeeded(self) -> None:
         """Record a request that worked; one that began before the instance was put aside proves nothing."""
         if self.usable:
+            self.doubted = False
             self.failures = 0
             self.cooldown = COOLDOWN
             self.proven = True
@@ -54,14 +64,17 @@ class Breaker:
             return False
         self.failures += 1
         if self.failures < THRESHOLD:
+            self.suspect(now)
             return False
         self._put_aside(now)
         return True
 
     def suspect(self, now: float) -> None:
-        """Ask for a probe soon: the instance answers, but with server errors."""
-        if self.usable and self.probe_at is None:
-            self.probe_at = now
+        """Doubt the instance until it works or a probe passes; alone, a server error as an answer does no more."""
+        if self.usable:
+            self.doubted = True
+            if self.probe_at is None:
+                self.probe_at = now + COOLDOWN
 
     def due(self, now: float) -> bool:
         return not self.probing and self.probe_at is not None and self.probe_at <= now
@@ -75,6 +88,7 @@ class Breaker:
         self.probing = False
         if self.usable:
             self.proven = True
+            self.doubted = False
             return False
         if self.probe_at is not None:  # put aside while this probe ran: its answer is older than the failures
             return False
@@ -94,6 +108,7 @@ class Breaker:
     def _put_aside(self, now: float) -> None:
         self.usable = False
         self.proven = False
+        self.doubted = False
         self.failures = 0
         self.probe_at = now + self.cooldown
         self.cooldown = min(self.cooldown * 2, COOLDOWN_CAP)

@@ -1,6 +1,7 @@
-"""Which instance takes a request: the least loaded one; among equals the one that has waited longest.
+"""Which instance takes a request: one that is not doubted, then the least loaded, then the one that waited longest.
 
-The second rule makes serial traffic, where every load is zero, go round instead of always to the first.
+The first rule keeps requests away from an instance that fails fast and is idle therefore; the last one makes serial
+traffic, where every load is zero, go round instead of always to the first.
 """
 
 from __future__ import annotations
@@ -28,5 +29,5 @@ def pick(usable: Iterable[Instance], tried: Collection[Instance] = (), *, again:
     return fresh
 
 
-def _rank(instance: Instance) -> tuple[int, int]:
-    return instance.load, instance.turn
+def _rank(instance: Instance) -> tuple[bool, int, int]:
+    return instance.breaker.doubted, instance.load, instance.turn

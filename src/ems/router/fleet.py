@@ -63,7 +63,7 @@ class Hold:
     def release(self) -> None:
         fleet, self._fleet = self._fleet, None
         if fleet is not None:
-            fleet._released(self)  # noqa: SLF001  the two halves of one ledger
+            fleet.release(self)
 
 
 class Fleet:
@@ -132,7 +132,8 @@ class Fleet:
         instance.served += 1
         return Hold(self, instance, cost)
 
-    def _released(self, hold: Hold) -> None:
+    def release(self, hold: Hold) -> None:
+        """Take a hold's cost back; called once, by the hold."""
         instance = hold.instance
         instance.load -= hold.cost
         instance.running -= 1

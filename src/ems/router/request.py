@@ -1,8 +1,10 @@
 """Completion requests: what is read out of a client's body and what is written for prefill and decode.
 
 A body is decoded once, into its top-level fields with each value's own bytes, so that nothing but what the router
-owns is ever encoded again: numbers keep their digits, strings their escapes.  What always holds: without ``kv_transfer_params``
-from a prefill, the decode instance gets the client's very bytes; with them, only that field differs.
+owns is ever encoded again: numbers keep their digits, strings their escapes.
+
+What always holds: without ``kv_transfer_params`` from a prefill, the decode instance gets the client's very bytes; with
+them, only that field differs.
 """
 
 from __future__ import annotations
@@ -149,5 +151,5 @@ def _output_tokens(fields: dict[str, Raw]) -> int:
         return DEFAULT_OUTPUT
     try:
         return max(0, min(_number.decode(bound), OUTPUT_CAP))
-    except msgspec.DecodeError:
+    except ValueError:
         return DEFAULT_OUTPUT  # null, or something the engine will refuse

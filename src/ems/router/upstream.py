@@ -8,6 +8,7 @@ waits any more.
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Protocol, Self
 
 import aiohttp
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # Engines behind uvicorn close idle connections after 5 s; ours must not be in use by then.
 _KEEP_ALIVE_SECONDS = 4.0
 _HEADER_LIMIT = 64 << 10
+_LARGE_BODY = 1 << 20  # from here on written in parts, other requests in between
 _NO_AUTOMATIC = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
@@ -117,7 +119,7 @@ class HttpUpstream:
             response = await self._session.request(
                 method,
                 URL(f"http://{address}{target}", encoded=True),
-                data=body,
+                data=body if body is None or len(body) < _LARGE_BODY else io.BytesIO(body),
                 headers=CIMultiDict(headers),
                 allow_redirects=False,
             )

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ems.errors import ConfigError
+from ems.router.address import Address
+from ems.router.config import RouterConfig, pair
+
+ONE = Address("h", 1)
+TWO = Address("h", 2)
+
+
+def test_hosts_and_ports_are_paired_in_order() -> None:
+    assert (Address("a", 1), Address("b", 2)) == pair("prefiller", ["a", "b"], [1, 2])
+    assert pair("prefiller", [], []) == ()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ports", "said"),
+    [
+        (["a"], [], "--decoder-hosts has 1 host and --decoder-ports has 0 ports: expected as many"),
+        (["a", "b"], [1], "2 hosts and --decoder-ports has 1 port:"),
+        (["a"], [0], "Port 0 of a is out of range"),
+        (["a"], [70000], "expected 1 to 65535"),
+        (["http://a"], [1], "'http://a' is not a host"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(hosts: list[str], ports: list[int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        pair("decoder", hosts, ports)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"decodes": ()}, "No decode instance"),
+        ({"decodes": (ONE, TWO, ONE)}, "decode instance h:1 was given twice"),
+        ({"prefills": (ONE, ONE)}, "prefill instance h:1 was given twice"),
+        ({"port": -1}, "--port -1"),
+        ({"port": 65536}, "--port 65536"),
+        ({"max_retries": -1}, "--max-retries -1"),
+        ({"retry_delay": -0.1}, "--retry-delay -0.1"),
+        ({"retry_delay": float("nan")}, "--retry-delay nan"),
+        ({"prefill_timeout": 0.0}, "--prefill-timeout 0.0"),
+        ({"idle_timeout": float("inf")}, "--idle-timeout inf"),
+        ({"connect_timeout": -1.0}, "--connect-timeout -1.0"),
+        ({"drain_timeout": float("nan")}, "--drain-timeout nan"),
+        ({"max_body_bytes": 0}, "--max-body-mib"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_flags_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RouterConfig(**{"decodes": (ONE,), **settings})
+
+
+def test_one_engine_may_have_both_roles() -> None:
+    assert RouterConfig(prefills=(ONE,), decodes=(ONE,)).prefills == (ONE,)

@@ -1,0 +1,193 @@
+"""The course of one request: each branch, and any course at all."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ems.router.address import Address
+from ems.router.counters import Counters, Prefill
+from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Step, TryDecode, TryPrefill
+from ems.router.fleet import Fleet, Instance, Role
+from ems.router.request import parse
+
+REQUEST = parse(b'{"model":"m","prompt":"hello world, this is it"}')
+
+
+def fleet_of(prefills: int, decodes: int) -> Fleet:
+    fleet = Fleet()
+    for role, count in ((Role.PREFILL, prefills), (Role.DECODE, decodes)):
+        for port in range(1, count + 1):
+            fleet.add(role, Address(role, port), 0.0, trusted=True)
+    return fleet
+
+
+def dispatch(fleet: Fleet, *, max_retries: int = 3, retry_delay: float = 0.001) -> tuple[Dispatch, Counters]:
+    counters = Counters()
+    return Dispatch(fleet, counters, REQUEST, max_retries=max_retries, retry_delay=retry_delay), counters
+
+
+def where(step: Step) -> Instance:
+    assert isinstance(step, TryPrefill | TryDecode)
+    return step.instance
+
+
+def test_prefill_then_decode_with_their_loads() -> None:
+    fleet = fleet_of(1, 1)
+    [prefill], [decode] = fleet.listed(Role.PREFILL), fleet.listed(Role.DECODE)
+    course, counters = dispatch(fleet)
+
+    assert TryPrefill(prefill, 0.0) == course.start(0.0)
+    assert (REQUEST.prefill_cost, 0) == (prefill.load, decode.load)
+    assert TryDecode(decode, 0.0) == course.prefill_answered(200, 2.0)
+    assert (0, REQUEST.decode_cost) == (prefill.load, decode.load)
+
+    course.decode_started(200, 3.0)
+    course.close()
+
+    assert (prefill.load, decode.load) == (0, 0)
+    assert counters.prefills == {Prefill.DONE: 1}
+    assert (counters.prefill_time.total, counters.first_byte.total) == (2.0, 3.0)
+
+
+def test_a_prefill_that_breaks_is_retried_elsewhere_then_there_with_growing_delays() -> None:
+    fleet = fleet_of(2, 1)
+    course, counters = dispatch(fleet, retry_delay=0.5)
+    steps = [course.start(0.0)]
+    while isinstance(steps[-1], TryPrefill):
+        steps.append(course.prefill_broke(0.0))
+
+    one, two = fleet.listed(Role.PREFILL)
+
+    assert [one, two, one, two] == [where(step) for step in steps[:-1]]
+    assert [step.delay for step in steps[:-1] if isinstance(step, TryPrefill)] == [0.0, 0.5, 1.0, 2.0]
+    assert isinstance(steps[-1], TryDecode)
+    assert (counters.retries[Role.PREFILL], counters.prefills[Prefill.SKIPPED]) == (3, 1)
+
+
+def test_a_prefill_that_answers_with_an_error_is_not_asked_again() -> None:
+    fleet = fleet_of(2, 1)
+    course, _ = dispatch(fleet)
+    first = where(course.start(0.0))
+    second = where(course.prefill_answered(500, 0.0))
+
+    assert first is not second
+    assert isinstance(course.prefill_answered(503, 0.0), TryDecode)
+
+
+def test_the_clients_fault_ends_the_request_and_blames_nobody() -> None:
+    fleet = fleet_of(1, 1)
+    course, counters = dispatch(fleet)
+    course.start(0.0)
+
+    assert PassOn() == course.prefill_answered(400, 0.0)
+    assert counters.prefills[Prefill.REFUSED] == 1
+    assert not fleet.listed(Role.PREFILL)[0].failures
+    assert not fleet.listed(Role.PREFILL)[0].load
+
+
+def test_a_prefill_out_of_time_is_not_tried_elsewhere() -> None:
+    fleet = fleet_of(3, 1)
+    course, counters = dispatch(fleet)
+    course.start(0.0)
+
+    assert isinstance(course.prefill_timed_out(600.0), TryDecode)
+    assert counters.prefills[Prefill.TIMED_OUT] == 1
+
+
+def test_without_a_decode_nothing_is_begun() -> None:
+    course, counters = dispatch(fleet_of(1, 0))
+
+    assert GiveUp(1) == course.start(0.0)
+    assert not counters.prefills
+
+
+def test_decodes_that_all_break_are_given_up_after_the_retries() -> None:
+    fleet = fleet_of(0, 2)
+    course, counters = dispatch(fleet, max_retries=2)
+    steps = [course.start(0.0)]
+    while isinstance(steps[-1], TryDecode):
+        steps.append(course.decode_broke(0.0))
+
+    one, two = fleet.listed(Role.DECODE)
+
+    assert [one, two, one] == [where(step) for step in steps[:-1]]
+    assert GiveUp(1) == steps[-1]
+    assert counters.retries[Role.DECODE] == 2
+    assert fleet.check() == []
+    assert not one.load + two.load
+
+
+def test_no_retries_means_one_attempt() -> None:
+    course, _ = dispatch(fleet_of(0, 2), max_retries=0)
+
+    assert isinstance(course.start(0.0), TryDecode)
+    assert isinstance(course.decode_broke(0.0), GiveUp)
+
+
+def test_closing_at_any_time_releases_the_load() -> None:
+    fleet = fleet_of(1, 1)
+    for steps in range(3):
+        course, _ = dispatch(fleet)
+        course.start(0.0)
+        if steps > 0:
+            course.prefill_answered(200, 0.0)
+        if steps > 1:
+            course.decode_started(200, 0.0)
+        course.close()
+        course.close()
+
+        assert not sum(one.load for role in Role for one in fleet.listed(role))
+
+
+PREFILL_ENDS = st.one_of(st.integers(200, 599), st.just("broke"), st.just("late"))
+DECODE_ENDS = st.one_of(st.integers(200, 599), st.just("broke"), st.just("cut"))
+
+
+@given(
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.integers(0, 6),
+    st.lists(st.tuples(PREFILL_ENDS, DECODE_ENDS, st.floats(0, 3)), min_size=60, max_size=60),
+    st.floats(0, 100),
+)
+def test_every_course_ends_within_its_attempts_and_leaves_no_load(
+    prefills: int, decodes: int, max_retries: int, ends: list[tuple[int | str, int | str, float]], retry_delay: float
+) -> None:
+    """Four requests one after another through one fleet, with whatever happens to them."""
+    fleet = fleet_of(prefills, decodes)
+    story = iter(ends)
+    now = 0.0
+    for _ in range(4):
+        course, _ = dispatch(fleet, max_retries=max_retries, retry_delay=retry_delay)
+        attempts = {TryPrefill: 0, TryDecode: 0}
+        step: Step | None = course.start(now)
+        while isinstance(step, TryPrefill | TryDecode):
+            attempts[type(step)] += 1
+
+            assert step.instance.breaker.usable
+            assert not step.instance.draining
+            assert 0 <= step.delay <= DELAY_CAP
+            assert sum(one.running for role in Role for one in fleet.listed(role)) == 1
+            assert fleet.check() == []
+
+            prefill_end, decode_end, seconds = next(story)
+            now += seconds
+            if isinstance(step, TryPrefill):
+                if isinstance(prefill_end, int):
+                    step = course.prefill_answered(prefill_end, now)
+                else:
+                    step = course.prefill_broke(now) if prefill_end == "broke" else course.prefill_timed_out(now)
+            elif decode_end == "broke":
+                step = course.decode_broke(now)
+            else:
+                course.decode_started(decode_end if isinstance(decode_end, int) else 200, now)
+                if decode_end == "cut":
+                    course.decode_cut(now)
+                step = None
+        course.close()
+
+        assert max(attempts.values()) <= 1 + max_retries
+        assert not sum(one.load + one.running for role in Role for one in fleet.listed(role))
+        for instance in fleet.due_probes(now):
+            instance.breaker.probe_failed(now)

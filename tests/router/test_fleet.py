@@ -1,0 +1,206 @@
+"""The fleet under every history that hypothesis can think of."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from ems.router.address import Address
+from ems.router.breaker import COOLDOWN, THRESHOLD
+from ems.router.choice import pick
+from ems.router.fleet import Fleet, Hold, Instance, Role
+
+ADDRESSES = [Address("h", port) for port in range(1, 5)]
+ROLES = st.sampled_from(list(Role))
+SPOTS = st.sampled_from(ADDRESSES)
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Requests come and go, instances come, go, fail and recover, in any order."""
+
+    holds: Bundle[Hold] = Bundle("holds")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.now = 0.0
+        self.open: list[Hold] = []
+        self.probing: list[Instance] = []
+        self.aside: dict[int, float] = {}
+        """When an instance was seen to be put aside, by identity."""
+
+    @rule(role=ROLES, address=SPOTS, trusted=st.booleans())
+    def add(self, role: Role, address: Address, trusted: bool) -> None:
+        listed = [one.address for one in self.fleet.listed(role)]
+        leaving = [one for one in self.fleet.leaving() if (one.role, one.address) == (role, address)]
+
+        assert (address not in listed) == self.fleet.add(role, address, self.now, trusted=trusted)
+        if leaving:
+            assert leaving[0] in self.fleet.listed(role), "who was leaving stays, with the load it has"
+
+    @rule(role=ROLES, address=SPOTS)
+    def remove(self, role: Role, address: Address) -> None:
+        found = [one for one in self.fleet.listed(role) if one.address == address]
+
+        assert bool(found) == self.fleet.remove(role, address)
+        for instance in found:
+            assert instance.draining
+            assert (instance in self.fleet.leaving()) == bool(instance.running)
+
+    @rule(target=holds, role=ROLES, cost=st.integers(0, 100_000))
+    def request(self, role: Role, cost: int) -> Hold | MultipleResults[Hold]:
+        instance = pick(self.fleet.usable(role))
+        if instance is None:
+            assert not self.fleet.serves(role)
+            return multiple()
+
+        assert instance.breaker.usable
+        assert not instance.draining
+        assert instance in self.fleet.listed(role)
+        better = [one for one in self.fleet.usable(role) if not one.breaker.doubted]
+        if better:
+            assert instance in better
+            assert instance.load == min(one.load for one in better)
+
+        hold = self.fleet.hold(instance, cost)
+        self.open.append(hold)
+        return hold
+
+    @rule(hold=consumes(holds), again=st.booleans())
+    def end(self, hold: Hold, again: bool) -> None:
+        hold.release()
+        if again:
+            hold.release()
+        self.open.remove(hold)
+
+    @rule(hold=holds)
+    def work(self, hold: Hold) -> None:
+        self.fleet.succeeded(hold.instance)
+
+    @rule(hold=holds)
+    def fail(self, hold: Hold) -> None:
+        self.fleet.failed(hold.instance, self.now)
+
+    @rule(hold=holds)
+    def answer_with_an_error(self, hold: Hold) -> None:
+        self.fleet.suspect(hold.instance, self.now)
+
+    @rule(seconds=st.floats(0, 4))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def probe(self) -> None:
+        due = self.fleet.next_probe()
+        started = self.fleet.due_probes(self.now)
+
+        assert bool(started) == (due is not None and due <= self.now)
+        for instance in started:
+            assert not instance.draining
+            assert instance not in self.probing, "one probe at a time"
+            if id(instance) in self.aside:
+                assert self.now >= self.aside[id(instance)] + COOLDOWN
+        self.probing += started
+
+    @rule(data=st.data(), passed=st.booleans())
+    def end_of_probe(self, data: st.DataObject, passed: bool) -> None:
+        if not self.probing:
+            return
+        instance = self.probing.pop(data.draw(st.integers(0, len(self.probing) - 1)))
+        was_usable = instance.breaker.usable
+        if passed:
+            back = instance.breaker.probe_passed()
+
+            assert back == (instance.breaker.usable and not was_usable)
+        else:
+            instance.breaker.probe_failed(self.now)
+
+            assert not instance.breaker.usable
+
+    @invariant()
+    def sound(self) -> None:
+        assert self.fleet.check() == []
+
+    @invariant()
+    def loads_are_those_of_the_open_requests(self) -> None:
+        known = [*self.fleet.listed(Role.PREFILL), *self.fleet.listed(Role.DECODE), *self.fleet.leaving()]
+        for instance in known:
+            mine = [hold for hold in self.open if hold.instance is instance]
+
+            assert sum(hold.cost for hold in mine) == instance.load
+            assert len(mine) == instance.running
+        for hold in self.open:
+            assert hold.instance in known, "an instance is known while it works"
+
+    @invariant()
+    def remember_who_is_aside(self) -> None:
+        for role in Role:
+            for instance in self.fleet.listed(role):
+                if instance.breaker.usable:
+                    self.aside.pop(id(instance), None)
+                elif instance.served:
+                    self.aside.setdefault(id(instance), self.now)
+
+    def teardown(self) -> None:
+        for hold in self.open:
+            hold.release()
+        for role in Role:
+            for instance in self.fleet.listed(role):
+                assert (instance.load, instance.running) == (0, 0)
+
+        assert self.fleet.leaving() == []
+        assert self.fleet.check() == []
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_a_broken_instance_is_not_chosen_until_cooldown_and_probe() -> None:
+    fleet = Fleet()
+    for address in ADDRESSES[:2]:
+        fleet.add(Role.DECODE, address, 0.0, trusted=True)
+    bad, good = fleet.listed(Role.DECODE)
+    for _ in range(THRESHOLD):
+        fleet.failed(bad, 10.0)
+
+    assert {good} == {pick(fleet.usable(Role.DECODE)) for _ in range(10)}
+    assert bad not in fleet.due_probes(10.0 + COOLDOWN / 2)
+    assert bad in fleet.due_probes(10.0 + COOLDOWN)
+    assert [good] == fleet.usable(Role.DECODE)
+
+    bad.breaker.probe_passed()
+
+    assert [bad, good] == fleet.usable(Role.DECODE)
+
+
+def test_retry_after_is_the_time_to_the_next_probe() -> None:
+    fleet = Fleet()
+
+    assert fleet.retry_after(Role.DECODE, 0.0) == 1
+
+    fleet.add(Role.DECODE, ADDRESSES[0], 0.0, trusted=True)
+    [instance] = fleet.listed(Role.DECODE)
+    for moment in (0.0, 1.0, 3.0):  # cooldowns of 1, 2 and 4 seconds
+        fleet.due_probes(moment)
+        instance.breaker.probe_failed(moment)
+
+    assert (fleet.retry_after(Role.DECODE, 3.2), fleet.retry_after(Role.DECODE, 6.9)) == (4, 1)
+
+
+def test_ready_means_that_a_decode_is_known_to_work() -> None:
+    fleet = Fleet()
+    fleet.add(Role.PREFILL, ADDRESSES[0], 0.0, trusted=True)
+    fleet.add(Role.DECODE, ADDRESSES[1], 0.0, trusted=True)
+
+    assert fleet.serves(Role.DECODE)
+    assert not fleet.ready()
+
+    fleet.succeeded(fleet.listed(Role.PREFILL)[0])
+
+    assert not fleet.ready()
+
+    fleet.succeeded(fleet.listed(Role.DECODE)[0])
+
+    assert fleet.ready()

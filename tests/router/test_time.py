@@ -1,0 +1,240 @@
+"""Everything that waits, in virtual time: the clock jumps to the next timer whenever nothing else is to be done."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import TYPE_CHECKING, Any
+
+from ems.router.address import Address
+from ems.router.app import Router
+from ems.router.config import RouterConfig
+from ems.router.errors import UpstreamBroken
+from ems.router.fleet import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+PREFILL = Address("prefill", 1)
+DECODE = Address("decode", 1)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that never waits."""
+
+    _ready: Any
+    _scheduled: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        while self._scheduled and self._scheduled[0]._cancelled:
+            heapq.heappop(self._scheduled)._scheduled = False
+        if not self._ready and self._scheduled:
+            self._now = max(self._now, self._scheduled[0]._when)
+        super()._run_once()  # type: ignore[misc]
+
+
+class FakeAnswer:
+    """Pieces, each after so many seconds; ``None`` breaks the connection."""
+
+    headers = ((b"content-type", b"text/event-stream"),)
+    status = 200
+    ended = False
+
+    def __init__(self, *pieces: tuple[float, bytes | None]) -> None:
+        self._pieces = list(pieces)
+        self.closed = False
+
+    async def read(self) -> bytes:
+        if not self._pieces:
+            return b""
+        seconds, piece = self._pieces.pop(0)
+        await asyncio.sleep(seconds)
+        if piece is None:
+            raise UpstreamBroken("cut")
+        return piece
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeUpstream:
+    """Answers by a function of the address and the target; remembers when it was asked for what."""
+
+    def __init__(self, answer: Callable[[Address, str], Awaitable[FakeAnswer]]) -> None:
+        self._answer = answer
+        self.asked: list[tuple[float, Address, str]] = []
+        self.answers: list[FakeAnswer] = []
+
+    async def send(
+        self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None
+    ) -> FakeAnswer:
+        self.asked.append((asyncio.get_running_loop().time(), address, target))
+        answer = await self._answer(address, target)
+        self.answers.append(answer)
+        return answer
+
+    def times(self, address: Address, target: str) -> list[float]:
+        return [round(time, 6) for time, *where in self.asked if where == [address, target]]
+
+
+def virtually(main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main)
+
+
+async def request(router: Router) -> tuple[int, bytes]:
+    """Send one request through the ASGI interface; return the status and the body."""
+    body = b"{}"
+    sent: list[dict[str, Any]] = []
+    first = True
+
+    async def receive() -> dict[str, Any]:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    await router(scope, receive, send)
+
+    assert not sent[-1]["more_body"]
+    return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
+
+
+def router_of(upstream: FakeUpstream, **settings: Any) -> Router:
+    return Router(RouterConfig(prefills=(PREFILL,), decodes=(DECODE,), **settings), upstream)
+
+
+async def forever() -> FakeAnswer:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_slow_stream_that_moves_goes_on_for_ever() -> None:
+    """A time-out is for silence, not for length: 1,000 pieces, each just in time."""
+
+    async def answer(address: Address, target: str) -> FakeAnswer:
+        if address == PREFILL or target == "/health":
+            return FakeAnswer((0, b"{}"))
+        return FakeAnswer(*[(99.9, b"data: x\n\n")] * 1000)
+
+    async def main() -> None:
+        upstream = FakeUpstream(answer)
+        async with router_of(upstream, idle_timeout=100.0) as router:
+            status, body = await request(router)
+
+            assert (status, body) == (200, 1000 * b"data: x\n\n")
+            assert now() > 99_000
+            assert all(one.closed for one in upstream.answers)
+
+    virtually(main())
+
+
+def test_silence_ends_a_stream_after_the_idle_time_and_not_before() -> None:
+    async def answer(address: Address, target: str) -> FakeAnswer:
+        if address == PREFILL or target == "/health":
+            return FakeAnswer((0, b"{}"))
+        return FakeAnswer((50, b"data: 1\n\n"), (99, b"data: 2\n\n"), (100.5, b"data: 3\n\n"))
+
+    async def main() -> None:
+        upstream = FakeUpstream(answer)
+        async with router_of(upstream, idle_timeout=100.0) as router:
+            _, body = await request(router)
+
+            assert body.startswith(b'data: 1\n\ndata: 2\n\ndata: {"error":')
+            assert body.endswith(b"data: [DONE]\n\n")
+            assert now() == 249
+            assert upstream.answers[-1].closed or upstream.answers[-2].closed
+            assert not router.fleet.listed(Role.DECODE)[0].load
+
+    virtually(main())
+
+
+def test_the_time_for_prefill_is_kept_and_then_decode_goes_on_alone() -> None:
+    async def answer(address: Address, target: str) -> FakeAnswer:
+        if target == "/health":
+            return FakeAnswer((0, b""))
+        return await forever() if address == PREFILL else FakeAnswer((1, b"data: [DONE]\n\n"))
+
+    async def main() -> None:
+        upstream = FakeUpstream(answer)
+        async with router_of(upstream, prefill_timeout=600.0) as router:
+            assert await request(router) == (200, b"data: [DONE]\n\n")
+            assert upstream.times(PREFILL, "/v1/completions") == [0.0]
+            assert upstream.times(DECODE, "/v1/completions") == [600.0]
+
+    virtually(main())
+
+
+def test_retries_back_off() -> None:
+    async def answer(address: Address, target: str) -> FakeAnswer:
+        if target == "/health":
+            return FakeAnswer((0, b""))
+        raise UpstreamBroken("refused")
+
+    async def main() -> None:
+        upstream = FakeUpstream(answer)
+        config = RouterConfig(decodes=(DECODE,), max_retries=2, retry_delay=0.25)
+        async with Router(config, upstream) as router:
+            status, _ = await request(router)
+
+            assert status == 503
+            assert upstream.times(DECODE, "/v1/completions") == [0.0, 0.25, 0.75]
+
+    virtually(main())
+
+
+def test_a_dead_instance_is_probed_at_growing_intervals_until_it_is_back() -> None:
+    async def answer(address: Address, target: str) -> FakeAnswer:
+        if now() < 20:
+            raise UpstreamBroken("refused")
+        return FakeAnswer((0, b"{}"))
+
+    async def main() -> None:
+        upstream = FakeUpstream(answer)
+        async with router_of(upstream) as router:
+            await asyncio.sleep(100)
+
+            assert upstream.times(DECODE, "/health") == [0.0, 1.0, 3.0, 7.0, 12.0, 17.0, 22.0]
+            assert router.fleet.ready()
+
+            await asyncio.sleep(10_000)
+
+            assert len(upstream.times(DECODE, "/health")) == 7, "a healthy instance is left in peace"
+
+    virtually(main())
+
+
+def test_a_health_page_that_hangs_counts_as_ill() -> None:
+    async def answer(address: Address, target: str) -> FakeAnswer:
+        return await forever()
+
+    async def main() -> None:
+        upstream = FakeUpstream(answer)
+        async with router_of(upstream, probe_timeout=5.0) as router:
+            await asyncio.sleep(4.9)
+
+            assert router.fleet.serves(Role.DECODE)
+
+            await asyncio.sleep(0.2)
+
+            assert not router.fleet.serves(Role.DECODE)
+            assert ((await request(router))[0], router.fleet.next_probe()) == (503, 6.0)
+
+    virtually(main())
