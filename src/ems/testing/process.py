@@ -2,8 +2,8 @@
 
 What always holds: a server has a session of its own, so that stopping it ends its children too, also those whose
 parent died first; it dies with the thread that started it, however that ends (so start it from a thread that lives as
-long as it is needed); its output goes to a file, of which the last lines are part of the error when it does not come
-up.
+long as it is needed); its output goes to a file, and what that says was wrong is part of the error when it does not
+come up.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,6 +39,8 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 class ProcessError(EmsError):
     """A server did not come up, went away, or gave no metrics."""
 
+
+_CAUSE = re.compile(r"(\b[A-Z]\w*(Error|Exception|Refused|Unavailable)|\berror): .+")
 
 _handed_out: set[int] = set()
 
@@ -95,7 +98,7 @@ class ServerProcess:
         """Return when ``/health`` answers; call ``progress`` with the seconds waited about four times a second.
 
         Raises:
-            ProcessError: the server ended, or did not answer within ``timeout`` seconds; its last lines are included.
+            ProcessError: the server ended, or did not answer within ``timeout`` seconds; the log says why.
         """
         started = time.monotonic()
         while not self.is_healthy():
@@ -104,9 +107,9 @@ class ServerProcess:
                 progress(waited)
             status = self._pause(0.25)
             if status is not None:
-                raise ProcessError(f"{self.name} ended with status {status} while starting\n{self._last_lines()}")
+                raise ProcessError(f"{self.name} ended with status {status} while starting: {self._cause()}")
             if waited > timeout:
-                raise ProcessError(f"{self.name} was not ready after {timeout:.0f} s\n{self._last_lines()}")
+                raise ProcessError(f"{self.name} was not ready after {timeout:.0f} s: {self._cause()}")
 
     def is_healthy(self) -> bool:
         try:
@@ -156,11 +159,17 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             return None
 
-    def _last_lines(self, count: int = 25) -> str:
+    def _cause(self) -> str:
+        """Return the last error in the log that says more than that there was one, or else the last line."""
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+            lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
-            return ""
+            lines = []
+        causes = [
+            match.group() for line in lines if "See root cause above" not in line for match in _CAUSE.finditer(line)
+        ]
+        last = (causes or [line for line in lines if line.strip()] or ["it said nothing"])[-1].strip()
+        return f"{last} (more in {self.log})"
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
