@@ -19,6 +19,7 @@ import msgspec
 from ems.cc_v1.tensors import BlockRows, Device
 from ems.errors import EmsError, StaleReference
 from ems.pool.client import Namespace, PoolClient, Reservation, SegmentMap
+from ems.pool.core import Outcome
 from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import PageRef, unpack_refs
 from ems.vllm.requests import Load, Save
@@ -107,6 +108,7 @@ class SaveJob:
     def __init__(self, save: Save) -> None:
         self.save = save
         self.reservation: Reservation | None = None
+        self.again = False
         self.cancelled = False
         self._lock = threading.Lock()
 
@@ -132,6 +134,13 @@ class SaveBatch:
         self.jobs = [SaveJob(save) for save in saves]
         self.mark: object = None
         self._computed = threading.Event()
+
+    def call_off(self) -> None:
+        """The engine stops before it computed the step: nothing of it is to be copied."""
+        if not self._computed.is_set():
+            for job in self.jobs:
+                job.cancelled = True
+            self._computed.set()
 
     def computed(self, mark: object) -> None:
         """The step's forward pass was launched up to ``mark``."""
@@ -165,13 +174,14 @@ class Saver:
         self._open: Counter[str] = Counter()
         self._jobs: dict[str, list[SaveJob]] = {}
         self._failing = False
+        self._latest: SaveBatch | None = None
         self._inbox: queue.SimpleQueue[SaveBatch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ems-save", daemon=True)
         self._thread.start()
 
     def start(self, saves: list[Save]) -> SaveBatch:
         """Queue the saves of one step, whose forward pass is about to begin."""
-        batch = SaveBatch(saves)
+        batch = self._latest = SaveBatch(saves)
         with self._lock:
             for job in batch.jobs:
                 self._open[job.save.request_id] += 1
@@ -192,7 +202,9 @@ class Saver:
             return self._open[request_id] > 0
 
     def close(self) -> None:
-        """End the thread after the saves that are queued."""
+        """End the thread after the saves that are queued and computed."""
+        if self._latest is not None:
+            self._latest.call_off()
         self._inbox.put(None)
         self._thread.join(timeout=5.0)
 
@@ -231,15 +243,19 @@ class Saver:
             self._logger.info("EMS stores blocks again")
         if reserved.granted:
             job.reservation = reserved
+        # Memory of a node that has just started is still being touched; it may be by the time the step is over.
+        job.again = not reserved.granted and Outcome.NOT_TOUCHED in reserved.outcomes
 
     def _store(self, job: SaveJob) -> None:
+        if job.again and not job.cancelled:
+            self._reserve(job)
         reserved = job.reservation
         if reserved is None:
             return
         try:
             segments = self._client.segments(reserved.epoch)
             written = self._copy(job, reserved, segments)
-        except EmsError:
+        except BaseException:
             self._give_back(reserved)
             raise
         self._close_job(job)

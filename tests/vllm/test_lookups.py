@@ -1,0 +1,163 @@
+"""Lookups beside the scheduler: answers, waiting for a hand-off, faults, and nothing that waits for ever."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from ems.pool.client import Hits, Namespace, PoolClient
+from ems.pool.keys import NO_PARENT, KeyChain
+from ems.vllm.lookups import GRACE_SECONDS, LookupAnswer, LookupJob, Lookups, keep_waiting
+from tests.e2e.engines import Node, running_node, wait_for
+
+NAMESPACE = Namespace("default/model/layout", 256)
+TOKENS = list(range(64))
+logger = logging.getLogger("test")
+
+
+@pytest.mark.parametrize(
+    ("count", "pending", "expected", "waited", "limit", "waits"),
+    [
+        (4, 0, 4, 0.0, 2.0, False),  # all there
+        (5, 0, 4, 0.0, 2.0, False),  # more than announced
+        (1, 3, 4, 1.9, 2.0, True),  # being written
+        (1, 3, 4, 2.0, 2.0, False),  # ... but not for ever
+        (0, 0, 4, GRACE_SECONDS / 2, 2.0, True),  # announced, perhaps about to be reserved
+        (0, 0, 4, GRACE_SECONDS, 2.0, False),  # announced, nothing to be seen
+        (0, 0, 4, 0.0, 0.0, False),
+    ],
+)
+def test_a_handoff_waits_for_what_is_being_written(
+    count: int, pending: int, expected: int, waited: float, limit: float, waits: bool
+) -> None:
+    assert keep_waiting(Hits(count, pending, None), expected, waited, limit) is waits
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node("--size", "8MB") as running:
+        wait_for(lambda: running.stats()["bytes_touched"] == 8 << 20, "the memory is touched")
+        yield running
+
+
+class Side:
+    """A scheduler's lookups and a writer beside it."""
+
+    def __init__(self, node: Node, start_node: Callable[[], object] | None = None) -> None:
+        self.client = PoolClient(node.socket, "scheduler")
+        self.writer = PoolClient(node.socket, "writer")
+        self.lookups = Lookups(
+            self.client, NAMESPACE, 16, logger, handoff_timeout=2.0, call_timeout=0.5, start_node=start_node
+        )
+        self.chain = KeyChain(NAMESPACE.name, 16)
+        self.chain.extend(TOKENS)
+
+    def ask(self, expected: int = 0, extra: Callable[[], Sequence[object]] = tuple) -> None:
+        self.lookups.ask(LookupJob("r", TOKENS, extra, expected, time.monotonic()))
+
+    def answer(self) -> LookupAnswer:
+        found: list[LookupAnswer] = []
+        wait_for(lambda: bool(found.extend(self.lookups.answers()) or found), "the lookup is answered", 5)
+        return found[0]
+
+    def close(self) -> None:
+        self.lookups.close()
+        self.client.close()
+        self.writer.close()
+
+
+@pytest.fixture
+def side(node: Node) -> Iterator[Side]:
+    made = Side(node)
+    yield made
+    made.close()
+
+
+def test_a_lookup_leases_what_it_finds(side: Side, node: Node) -> None:
+    side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:3]))
+    side.ask()
+    answer = side.answer()
+
+    assert answer.hits == 3
+    assert list(answer.chain) == list(side.chain)
+    assert node.stats()["leases"] == 1
+    assert answer.lease is not None
+    side.lookups.release(answer.lease)
+    wait_for(lambda: node.stats()["leases"] == 0, "the lease is released")
+
+
+def test_what_else_names_a_block_changes_its_key(side: Side) -> None:
+    side.ask(extra=lambda: [None, ("lora", "adapter"), None, None])
+    keys, plain = list(side.answer().chain), list(side.chain)
+
+    assert keys[0] == plain[0]
+    assert all(one != other for one, other in zip(keys[1:], plain[1:], strict=True))
+
+
+def test_a_handoff_gets_the_blocks_once_they_are_committed(side: Side) -> None:
+    reserved = side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
+    side.ask(expected=4)
+    with pytest.raises(pytest.fail.Exception):
+        wait_for(lambda: bool(side.lookups.answers()), "no answer while the blocks are written", 0.3)
+    side.writer.commit(reserved)
+
+    assert side.answer().hits == 4
+
+
+def test_a_handoff_whose_writer_dies_gives_up(side: Side) -> None:
+    side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
+    side.ask(expected=4)
+    side.writer.close()
+
+    assert side.answer().hits == 0
+
+
+def test_others_are_answered_while_a_handoff_waits(side: Side) -> None:
+    side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
+    side.ask(expected=4)
+    side.lookups.ask(LookupJob("other", TOKENS[:16], tuple, 0, time.monotonic()))
+
+    assert side.answer().request_id == "other"
+
+
+def test_a_dead_node_is_a_miss_and_is_started_again(node: Node) -> None:
+    started: list[bool] = []
+    side = Side(node, start_node=lambda: started.append(True))
+    try:
+        node.kill()
+        side.ask()
+        answer = side.answer()
+        assert (answer.hits, answer.lease) == (0, None)
+        assert len(answer.chain) == 4
+        wait_for(lambda: started == [True], "the node is started")
+    finally:
+        side.close()
+
+
+def test_a_node_that_hangs_is_a_miss_within_the_deadline(side: Side, node: Node) -> None:
+    side.ask()
+    side.answer()
+    pid = int(node.stats()["pid"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        side.ask()
+        assert side.answer().hits == 0
+        assert time.monotonic() - began < 2.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_defect_costs_one_hit_and_not_the_thread(side: Side) -> None:
+    def broken() -> Sequence[object]:
+        raise RuntimeError("broken")
+
+    side.ask(extra=broken)
+    assert side.answer().hits == 0
+    side.ask()
+    assert len(side.answer().chain) == 4

@@ -1,0 +1,289 @@
+"""Loads and saves between engine blocks and a real node's pages, with faults in every place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from ems.cc_v1.tensors import BlockRows, CpuDevice
+from ems.pool.client import Lease, Namespace, PoolClient, Reservation
+from ems.pool.keys import NO_PARENT, KeyChain
+from ems.pool.layout import PageRef, SlotState, header_offset, pack_header
+from ems.vllm.requests import Load, Save
+from ems.vllm.transfers import Loader, LoadResult, Saver
+from tests.e2e.engines import Node, running_node, wait_for
+
+LAYERS, BLOCKS, TOKENS = 3, 16, 4
+logger = logging.getLogger("test")
+
+
+class Engine:
+    """An engine's memory, a client, and the threads that copy."""
+
+    def __init__(self, node: Node, name: str) -> None:
+        generator = torch.Generator().manual_seed(hash(name) % 1000)
+        shape = (BLOCKS, 2, TOKENS, 16)
+        self.tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
+        self.rows = BlockRows(self.tensors)
+        self.namespace = Namespace("default/model/layout", self.rows.page_bytes)
+        self.client = PoolClient(node.socket, name)
+        self.device = CpuDevice()
+        self.loader = Loader(self.client, self.namespace, self.rows, self.device, logger)
+        self.saver = Saver(self.client, self.namespace, self.rows, self.device, logger, 2.0)
+
+    def block(self, number: int) -> list[torch.Tensor]:
+        return [tensor[number].clone() for tensor in self.tensors]
+
+    def save(self, chain: KeyChain, blocks: list[int], first: int = 0) -> None:
+        keys = list(chain[first : first + len(blocks)])
+        batch = self.saver.start([Save("save", chain.parent(first), keys, blocks)])
+        batch.computed(self.device.mark())
+        wait_for(lambda: not self.saver.busy("save"), "the blocks are copied")
+
+    def lease(self, chain: KeyChain) -> Lease:
+        found = self.client.lookup(self.namespace, chain.joined(0, len(chain)), lease=True)
+        assert found.lease is not None
+        return found.lease
+
+    def load(self, chain: KeyChain, lease: Lease, blocks: list[int]) -> LoadResult:
+        self.loader.start(Load("load", blocks, chain.joined(0, len(blocks)), lease.packed_refs))
+        results: list[LoadResult] = []
+        wait_for(lambda: bool(results.extend(self.loader.results()) or results), "the load ends")
+        return results[0]
+
+    def close(self) -> None:
+        self.loader.close()
+        self.saver.close()
+        self.client.close()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node("--size", "8MB") as running:
+        wait_for(lambda: running.stats()["bytes_touched"] == 8 << 20, "the memory is touched")
+        yield running
+
+
+@pytest.fixture
+def engines(node: Node) -> Iterator[tuple[Engine, Engine]]:
+    pair = Engine(node, "one"), Engine(node, "two")
+    yield pair
+    for engine in pair:
+        engine.close()
+
+
+def chain_of(blocks: int, seed: int = 0) -> KeyChain:
+    chain = KeyChain("default/model/layout", TOKENS)
+    chain.extend([seed * 1000 + token for token in range(blocks * TOKENS)])
+    return chain
+
+
+def present(engine: Engine, chain: KeyChain) -> int:
+    return engine.client.lookup(engine.namespace, chain.joined(0, len(chain))).count
+
+
+def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def test_blocks_come_back_byte_for_byte_in_another_engine(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    chain = chain_of(4)
+    one.save(chain, [3, 1, 7, 2])
+    wait_for(lambda: present(two, chain) == 4, "the pages are committed")
+
+    result = two.load(chain, two.lease(chain), [9, 8, 0, 15])
+
+    assert (result.loaded, result.failed_blocks) == (4, set())
+    for source, target in zip([3, 1, 7, 2], [9, 8, 0, 15], strict=True):
+        assert equal(one.block(source), two.block(target))
+
+
+def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: tuple[Engine, Engine]) -> None:
+    """A decode that arrives early can tell that waiting pays."""
+    one, two = engines
+    chain = chain_of(2)
+    batch = one.saver.start([Save("save", NO_PARENT, list(chain[0:2]), [0, 1])])
+
+    def seen() -> tuple[int, int]:
+        found = two.client.lookup(two.namespace, chain.joined(0, 2))
+        return found.count, found.pending
+
+    wait_for(lambda: seen() == (0, 2), "the pages are reserved")
+    assert one.saver.busy("save")
+    batch.computed(None)
+    wait_for(lambda: seen() == (2, 0), "the pages are committed")
+    assert not one.saver.busy("save")
+
+
+def test_a_cancelled_save_copies_nothing_and_leaves_nothing(engines: tuple[Engine, Engine], node: Node) -> None:
+    """The engine takes the blocks away before the step: what follows in them must not be stored under the old name."""
+    one, two = engines
+    chain = chain_of(3)
+    batch = one.saver.start([Save("save", NO_PARENT, list(chain[0:3]), [0, 1, 2])])
+    wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
+    one.saver.cancel("save")
+    for tensor in one.tensors:
+        tensor.zero_()
+    batch.computed(None)
+
+    wait_for(lambda: not one.saver.busy("save"), "the save ends")
+    wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")
+    assert present(two, chain) == 0
+
+
+def test_cancelling_waits_for_the_copy_that_runs(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = engines
+    began, go_on = threading.Event(), threading.Event()
+    copy_out = CpuDevice.copy_out
+
+    def slow(device: CpuDevice, rows: BlockRows, block: int, page: memoryview) -> None:
+        began.set()
+        assert go_on.wait(10)
+        copy_out(device, rows, block, page)
+
+    monkeypatch.setattr(CpuDevice, "copy_out", slow)
+    chain = chain_of(2)
+    one.saver.start([Save("save", NO_PARENT, list(chain[0:2]), [0, 1])]).computed(None)
+    assert began.wait(10)
+    cancelling = threading.Thread(target=one.saver.cancel, args=("save",))
+    cancelling.start()
+    cancelling.join(0.1)
+    assert cancelling.is_alive()
+
+    go_on.set()
+    cancelling.join(10)
+    assert not cancelling.is_alive()
+    wait_for(lambda: not one.saver.busy("save"), "the save ends")
+
+
+def rewrite_header(engine: Engine, ref: PageRef, state: SlotState, generation: int, key: bytes) -> None:
+    segment = engine.client.segments(engine.client.epoch).segment(ref.segment)
+    header = pack_header(state, generation, key, engine.namespace.page_size)
+    start = header_offset(ref.slot)
+    segment[start : start + len(header)] = header
+
+
+@pytest.mark.parametrize("change", ["state", "generation", "key"])
+def test_a_page_that_is_not_what_was_promised_is_not_loaded(engines: tuple[Engine, Engine], change: str) -> None:
+    one, two = engines
+    chain = chain_of(4)
+    one.save(chain, [0, 1, 2, 3])
+    wait_for(lambda: present(two, chain) == 4, "the pages are committed")
+    lease = two.lease(chain)
+    ref, key = lease.refs[2], chain[2:3][0]
+    state = SlotState.WRITING if change == "state" else SlotState.PRESENT
+    generation = ref.generation + (change == "generation")
+    rewrite_header(two, ref, state, generation, bytes(16) if change == "key" else key)
+
+    result = two.load(chain, lease, [4, 5, 6, 7])
+
+    assert result.loaded == 2
+    assert result.failed_blocks == {6, 7}
+
+
+def test_a_page_that_changes_during_the_copy_is_not_loaded(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = engines
+    chain = chain_of(3)
+    one.save(chain, [0, 1, 2])
+    wait_for(lambda: present(two, chain) == 3, "the pages are committed")
+    lease = two.lease(chain)
+    copy_in = CpuDevice.copy_in
+
+    def reused(device: CpuDevice, rows: BlockRows, block: int, page: memoryview) -> None:
+        copy_in(device, rows, block, page)
+        if block == 5:
+            rewrite_header(two, lease.refs[1], SlotState.WRITING, lease.refs[1].generation + 1, bytes(16))
+
+    monkeypatch.setattr(CpuDevice, "copy_in", reused)
+    result = two.load(chain, lease, [4, 5, 6])
+
+    assert result.loaded == 1
+    assert result.failed_blocks == {5, 6}
+
+
+def test_a_dead_node_fails_loads_and_saves_without_hanging(engines: tuple[Engine, Engine], node: Node) -> None:
+    one, two = engines
+    chain = chain_of(2)
+    one.save(chain, [0, 1])
+    wait_for(lambda: present(two, chain) == 2, "the pages are committed")
+    lease = two.lease(chain)
+    node.kill()
+
+    one.save(chain_of(2, seed=1), [2, 3])
+    # The memory outlives the node: a load that was promised may still succeed, and must end either way.
+    result = two.load(chain, lease, [4, 5])
+    assert result.failed_blocks in (set(), {4, 5})
+
+
+def test_a_defect_in_a_copy_ends_the_job_and_not_the_thread(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = engines
+    copy_out: Callable[..., None] = CpuDevice.copy_out
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(CpuDevice, "copy_out", broken)
+    one.save(chain_of(2), [0, 1])
+    monkeypatch.setattr(CpuDevice, "copy_out", copy_out)
+    assert present(two, chain_of(2)) == 0
+    chain = chain_of(2, seed=2)
+    one.save(chain, [0, 1])
+    wait_for(lambda: present(two, chain) == 2, "the next save is stored")
+
+
+def test_a_defect_in_a_copy_gives_the_reservation_back(
+    engines: tuple[Engine, Engine], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = engines
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(CpuDevice, "copy_out", broken)
+    one.save(chain_of(2), [0, 1])
+
+    wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back", 5)
+
+
+def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine, Engine], node: Node) -> None:
+    """Its slots may belong to somebody else by now."""
+    one, two = engines
+    chain = chain_of(2)
+    batch = one.saver.start([Save("save", NO_PARENT, list(chain[0:2]), [0, 1])])
+    wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
+    one.client._drop()
+    one.client.connect()
+    batch.computed(None)
+
+    wait_for(lambda: not one.saver.busy("save"), "the save ends")
+    assert present(two, chain) == 0
+    assert node.stats()["slots_resting"] == 2
+
+
+def test_a_full_pool_stores_what_fits(engines: tuple[Engine, Engine], node: Node) -> None:
+    one, _ = engines
+    capacity = 0
+    held: list[Reservation] = []
+    while True:
+        chain = chain_of(1000, seed=len(held) + 10)
+        reserved = one.client.reserve(one.namespace, NO_PARENT, list(chain))
+        held.append(reserved)
+        capacity += len(reserved.granted)
+        if len(reserved.granted) < 1000:
+            break
+    assert capacity > 1000
+
+    one.save(chain_of(2), [0, 1])
+
+    assert node.counters["refused_no_space"] >= 2
