@@ -39,6 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the pool lives there
 PREFIX = "ems-demo-"
 POOL_MIB = 512
 SPARE_MIB = 64
+GRACE_SECONDS = 6
 
 PLAN = Plan(requests=12, concurrency=4, input_tokens=1024, output_tokens=10, seed=1)
 BLOCK_TOKENS = 128
@@ -118,7 +119,9 @@ class Demo:
         finally:
             with uninterrupted():
                 for server in servers:
-                    server.stop()
+                    server.ask_to_stop()
+                for server in servers:
+                    server.stop(GRACE_SECONDS)
 
     def _vllm(self, name: str, role: str, options: EngineOptions) -> VllmServer:
         return VllmServer(

@@ -109,7 +109,7 @@ class ServerProcess:
             if status is not None:
                 raise ProcessError(f"{self.name} ended with status {status} while starting: {self._cause()}")
             if waited > timeout:
-                raise ProcessError(f"{self.name} was not ready after {timeout:.0f} s: {self._cause()}")
+                raise ProcessError(f"{self.name} was not ready after {timeout:g} s: {self._cause()}")
 
     def is_healthy(self) -> bool:
         try:
@@ -141,13 +141,17 @@ class ServerProcess:
             psutil.wait_procs(processes, timeout=1)
         self._process.wait()
 
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM and do not wait; several servers that are asked at once need not wait for each other."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
     def stop(self, grace: float = 20.0) -> None:
         """End all processes: ask first, and after ``grace`` seconds do not ask."""
         if self._process is None:
             return
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._pause(grace)
+        self.ask_to_stop()
+        self._pause(grace)
         # What is left has lost its front end and can only be ended.
         self.kill()
 

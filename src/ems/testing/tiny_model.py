@@ -6,10 +6,12 @@ for is replaced; several processes may ask for the same one at the same time.
 
 from __future__ import annotations
 
+import fcntl
 import json
-import shutil
+import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -39,17 +41,22 @@ def make_model(directory: Path, size: Size | ModelShape = "demo", *, seed: int =
     """Make the model in ``directory`` unless it is there already, and return ``directory``."""
     shape = SHAPES[size] if isinstance(size, str) else size
     recipe = msgspec.json.encode({"format": _FORMAT, "seed": seed, "shape": shape})
-    if _recipe(directory) == recipe:
-        return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        _write(scratch, shape, seed)
-        (scratch / "recipe.json").write_bytes(recipe)
-        _move_in(scratch, directory, recipe)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with _locked(directory.parent):
+        if _recipe(directory) != recipe:
+            _replace(directory, shape, seed, recipe)
     return directory
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time make models in ``folder``; the lock ends with its holder and leaves no file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _recipe(directory: Path) -> bytes | None:
@@ -59,15 +66,15 @@ def _recipe(directory: Path) -> bytes | None:
         return None
 
 
-def _move_in(scratch: Path, directory: Path, recipe: bytes) -> None:
-    scratch.chmod(0o755)
-    if directory.exists():
-        shutil.rmtree(directory)
-    try:
-        scratch.rename(directory)
-    except OSError:
-        if _recipe(directory) != recipe:  # else another process was faster with the same model
-            raise
+def _replace(directory: Path, shape: ModelShape, seed: int, recipe: bytes) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
+        made = Path(scratch) / "new"
+        made.mkdir()
+        _write(made, shape, seed)
+        (made / "recipe.json").write_bytes(recipe)
+        if directory.exists():
+            directory.rename(Path(scratch) / "old")
+        made.rename(directory)
 
 
 def _write(directory: Path, shape: ModelShape, seed: int) -> None:
