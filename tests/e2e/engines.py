@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -27,6 +27,7 @@ OPTIONS = EngineOptions(block_size=BLOCK, max_model_len=2048, max_num_batched_to
 """Chunked prefill: a prompt above 256 tokens takes several steps."""
 
 Prompt = list[int]
+Thing = TypeVar("Thing")
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
@@ -37,6 +38,18 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30.0) ->
         if time.monotonic() > deadline:
             pytest.fail(f"{what}: not within {seconds:.0f} s")
         pause.wait(0.02)
+
+
+def first(take: Callable[[], Sequence[Thing]], what: str, seconds: float = 30.0) -> Thing:
+    """The first thing that ``take``, called again and again, brings."""
+    taken: list[Thing] = []
+
+    def came() -> bool:
+        taken.extend(take())
+        return bool(taken)
+
+    wait_for(came, what, seconds)
+    return taken[0]
 
 
 def random_prompt(seed: int, tokens: int) -> Prompt:

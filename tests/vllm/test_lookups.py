@@ -13,7 +13,7 @@ import pytest
 from ems.pool.client import Hits, Namespace, PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.vllm.lookups import GRACE_SECONDS, LookupAnswer, LookupJob, Lookups, keep_waiting
-from tests.e2e.engines import Node, running_node, wait_for
+from tests.e2e.engines import Node, first, running_node, wait_for
 
 NAMESPACE = Namespace("default/model/layout", 256)
 TOKENS = list(range(64))
@@ -61,9 +61,7 @@ class Side:
         self.lookups.ask(LookupJob("r", TOKENS, extra, expected, time.monotonic()))
 
     def answer(self) -> LookupAnswer:
-        found: list[LookupAnswer] = []
-        wait_for(lambda: bool(found.extend(self.lookups.answers()) or found), "the lookup is answered", 5)
-        return found[0]
+        return first(self.lookups.answers, "the lookup is answered", 5)
 
     def close(self) -> None:
         self.lookups.close()

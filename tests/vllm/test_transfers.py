@@ -15,7 +15,7 @@ from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.layout import PageRef, SlotState, header_offset, pack_header
 from ems.vllm.requests import Load, Save
 from ems.vllm.transfers import Loader, LoadResult, Saver
-from tests.e2e.engines import Node, running_node, wait_for
+from tests.e2e.engines import Node, first, running_node, wait_for
 
 LAYERS, BLOCKS, TOKENS = 3, 16, 4
 logger = logging.getLogger("test")
@@ -38,9 +38,9 @@ class Engine:
     def block(self, number: int) -> list[torch.Tensor]:
         return [tensor[number].clone() for tensor in self.tensors]
 
-    def save(self, chain: KeyChain, blocks: list[int], first: int = 0) -> None:
-        keys = list(chain[first : first + len(blocks)])
-        batch = self.saver.start([Save("save", chain.parent(first), keys, blocks)])
+    def save(self, chain: KeyChain, blocks: list[int], start: int = 0) -> None:
+        keys = list(chain[start : start + len(blocks)])
+        batch = self.saver.start([Save("save", chain.parent(start), keys, blocks)])
         batch.computed(self.device.mark())
         wait_for(lambda: not self.saver.busy("save"), "the blocks are copied")
 
@@ -51,9 +51,7 @@ class Engine:
 
     def load(self, chain: KeyChain, lease: Lease, blocks: list[int]) -> LoadResult:
         self.loader.start(Load("load", blocks, chain.joined(0, len(blocks)), lease.packed_refs))
-        results: list[LoadResult] = []
-        wait_for(lambda: bool(results.extend(self.loader.results()) or results), "the load ends")
-        return results[0]
+        return first(self.loader.results, "the load ends")
 
     def close(self) -> None:
         self.loader.close()

@@ -63,7 +63,7 @@ class Save(msgspec.Struct, frozen=True):
 
     request_id: str
     parent: bytes
-    keys: list[bytes]
+    keys: Sequence[bytes]
     block_ids: list[int]
 
 

@@ -19,9 +19,9 @@ import msgspec
 from ems.cc_v1.tensors import BlockRows, Device
 from ems.errors import EmsError, StaleReference
 from ems.pool.client import Namespace, PoolClient, Reservation, SegmentMap
-from ems.pool.core import Outcome
 from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import PageRef, unpack_refs
+from ems.pool.room import Outcome
 from ems.vllm.requests import Load, Save
 
 COMPUTE_SECONDS = 600.0
