@@ -124,6 +124,23 @@ async def test_what_is_no_http_is_refused_and_the_router_lives(request_: bytes) 
         assert (await router.post()).status == 200
 
 
+async def test_a_defect_of_the_router_is_a_500_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    async with FakeEngine() as decode, running(decodes=[decode.address]) as router:
+        monkeypatch.setattr("ems.router.exchange.parse", fail)
+        response = await router.post()
+        body = await response.read()
+
+        assert response.status == 500
+        assert json.loads(body)["error"]["code"] == "internal_error"
+        assert b"secret" not in body
+        assert "secret detail" in caplog.text, "the log has it"
+
+
 async def test_header_bytes_outside_ascii_do_no_harm() -> None:
     async with FakeEngine() as decode, running(decodes=[decode.address]) as router:
         request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-odd: \xff\xfe\r\nx-utf: \xc3\xa9\r\n"

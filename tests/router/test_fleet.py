@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from ems.router.address import Address
 from ems.router.breaker import COOLDOWN, THRESHOLD
 from ems.router.choice import pick
 from ems.router.fleet import Fleet, Hold, Instance, Role
 
-ADDRESSES = [Address("h", port) for port in range(1, 5)]
+ADDRESSES = [Address("h", port) for port in (1, 2)]
 ROLES = st.sampled_from(list(Role))
 SPOTS = st.sampled_from(ADDRESSES)
 
@@ -27,8 +36,14 @@ class FleetMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.open: list[Hold] = []
         self.probing: list[Instance] = []
-        self.aside: dict[int, float] = {}
-        """When an instance was seen to be put aside, by identity."""
+        self.aside: dict[Instance, float] = {}
+        """When an instance was first seen to be put aside."""
+
+    @initialize()
+    def begin(self) -> None:
+        for role in Role:
+            for address in ADDRESSES:
+                self.fleet.add(role, address, 0.0, trusted=True)
 
     @rule(role=ROLES, address=SPOTS, trusted=st.booleans())
     def add(self, role: Role, address: Address, trusted: bool) -> None:
@@ -99,8 +114,8 @@ class FleetMachine(RuleBasedStateMachine):
         for instance in started:
             assert not instance.draining
             assert instance not in self.probing, "one probe at a time"
-            if id(instance) in self.aside:
-                assert self.now >= self.aside[id(instance)] + COOLDOWN
+            if instance in self.aside:
+                assert self.now >= self.aside[instance] + COOLDOWN
         self.probing += started
 
     @rule(data=st.data(), passed=st.booleans())
@@ -138,9 +153,9 @@ class FleetMachine(RuleBasedStateMachine):
         for role in Role:
             for instance in self.fleet.listed(role):
                 if instance.breaker.usable:
-                    self.aside.pop(id(instance), None)
+                    self.aside.pop(instance, None)
                 elif instance.served:
-                    self.aside.setdefault(id(instance), self.now)
+                    self.aside.setdefault(instance, self.now)
 
     def teardown(self) -> None:
         for hold in self.open:
@@ -173,6 +188,21 @@ def test_a_broken_instance_is_not_chosen_until_cooldown_and_probe() -> None:
     bad.breaker.probe_passed()
 
     assert [bad, good] == fleet.usable(Role.DECODE)
+
+
+def test_a_removed_instance_is_forgotten_with_its_last_request_and_not_before() -> None:
+    fleet = Fleet()
+    fleet.add(Role.DECODE, ADDRESSES[0], 0.0, trusted=True)
+    [instance] = fleet.listed(Role.DECODE)
+    first, second = fleet.hold(instance, 1), fleet.hold(instance, 2)
+    fleet.remove(Role.DECODE, ADDRESSES[0])
+    first.release()
+
+    assert [instance] == fleet.leaving()
+
+    second.release()
+
+    assert fleet.leaving() == []
 
 
 def test_retry_after_is_the_time_to_the_next_probe() -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec import Raw
 
@@ -69,8 +69,11 @@ def test_prefill_gets_the_clients_fields_with_one_token_and_no_stream(pair: tupl
     expected = {key: one for key, one in value.items() if key != "stream_options"}
     expected |= {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL_PARAMS}
     expected |= {key: 1 for key in ("max_completion_tokens", "min_tokens") if key in value}
+    request = parse(body)
+    if not request.single:
+        del expected["kv_transfer_params"]
 
-    assert expected == json.loads(prefill_body(parse(body)))
+    assert expected == json.loads(prefill_body(request))
 
 
 @given(bodies())
@@ -86,7 +89,9 @@ def test_decode_gets_the_very_bytes_when_there_is_no_handoff(pair: tuple[dict[st
 @example(({"kv_transfer_params": 1, "a": 0.5}, b'{"kv\\u005ftransfer_params": 1, "a": 0.50}'), {})
 def test_decode_differs_in_the_handoff_only(pair: tuple[dict[str, Any], bytes], handoff: dict[str, int]) -> None:
     value, body = pair
-    written = decode_body(parse(body), Raw(json.dumps(handoff).encode()))
+    request = parse(body)
+    assume(request.single)
+    written = decode_body(request, Raw(json.dumps(handoff).encode()))
     pairs = json.loads(written, object_pairs_hook=list)
 
     assert {**value, "kv_transfer_params": handoff} == json.loads(written)
@@ -156,6 +161,34 @@ def test_the_handoff_keeps_its_bytes(answer: bytes, expected: bytes | None) -> N
     handoff = handoff_of(answer)
 
     assert expected == (None if handoff is None else bytes(handoff))
+
+
+@pytest.mark.parametrize(
+    ("fields", "single"),
+    [
+        ({"prompt": "a"}, True),
+        ({"messages": [{"role": "user"}, {"role": "user"}]}, True),
+        ({"prompt": [1, 2, 3]}, True),
+        ({"prompt": ["a"]}, True),
+        ({"prompt": [[1, 2]]}, True),
+        ({"prompt": "a", "n": 1, "best_of": None, "use_beam_search": False}, True),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": [[1, 2], [3]]}, False),
+        ({"prompt": []}, False),
+        ({"prompt": "a", "n": 2}, False),
+        ({"prompt": "a", "n": "1"}, False),
+        ({"prompt": "a", "best_of": 3}, False),
+        ({"prompt": "a", "use_beam_search": True}, False),
+        ({"prompt_embeds": ["x", "y"]}, False),
+    ],
+)
+def test_a_handoff_is_for_one_sequence_only(fields: dict[str, Any], single: bool) -> None:
+    """The blocks of the first prompt of a batch must never be taken for those of the others."""
+    body = json.dumps({**fields, "kv_transfer_params": None}).encode()
+    request = parse(body)
+
+    assert single == ("kv_transfer_params" in json.loads(prefill_body(request)))
+    assert single == (decode_body(request, Raw(b'{"remote_block_ids":[1]}')) != body)
 
 
 # ------------------------------------------------------------------------------------------------------------- weights

@@ -3,12 +3,16 @@
 A body is decoded once, into its top-level fields with each value's own bytes, so that nothing but what the router
 owns is ever encoded again: numbers keep their digits, strings their escapes.
 
+A hand-off by ``kv_transfer_params`` names the blocks of one sequence.  A request for several (a list of prompts,
+``n``, beams) must not be given one prompt's blocks for all, so none is asked for: its prefill only fills the pool.
+
 What always holds: without ``kv_transfer_params`` from a prefill, the decode instance gets the client's very bytes; with
 them, only that field differs.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -32,6 +36,7 @@ IMAGE_TOKENS: Final = 1024
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _answer = msgspec.json.Decoder(dict[str, Raw])
+_list = msgspec.json.Decoder(list[Raw])
 _number = msgspec.json.Decoder(int)
 _encode = msgspec.json.Encoder().encode
 
@@ -43,18 +48,20 @@ _PREFILL_PARAMS = Raw(
     b'"remote_host":null,"remote_port":null}'
 )
 _INLINE_MEDIA = b";base64,"
+_BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prompt
 
 
 class CompletionRequest:
-    """A client's request: its bytes, its top-level fields, its estimated tokens."""
+    """A client's request: its bytes, its top-level fields, its estimated tokens, and whether it is one sequence."""
 
-    __slots__ = ("body", "fields", "output_tokens", "prompt_tokens")
+    __slots__ = ("body", "fields", "output_tokens", "prompt_tokens", "single")
 
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
         self.fields = fields
         self.prompt_tokens = _prompt_tokens(fields)
         self.output_tokens = _output_tokens(fields)
+        self.single = _is_single(fields)
 
     @property
     def prefill_cost(self) -> int:
@@ -90,13 +97,16 @@ def prefill_body(request: CompletionRequest) -> bytes:
             fields[name] = _ONE
     fields["stream"] = _FALSE
     fields.pop("stream_options", None)
-    fields[KV_TRANSFER_PARAMS] = _PREFILL_PARAMS
+    if request.single:
+        fields[KV_TRANSFER_PARAMS] = _PREFILL_PARAMS
+    else:
+        fields.pop(KV_TRANSFER_PARAMS, None)
     return _encode(fields)
 
 
 def decode_body(request: CompletionRequest, handoff: Raw | None) -> bytes:
     """Return the body for the decode instance: the client's bytes, with the hand-off put in if there is one."""
-    if handoff is None:
+    if handoff is None or not request.single:
         return request.body
     if KV_TRANSFER_PARAMS in request.fields:  # the client's own would stand beside ours: write the object anew
         return _encode({**request.fields, KV_TRANSFER_PARAMS: handoff})
@@ -118,6 +128,23 @@ def handoff_of(answer: bytes) -> Raw | None:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return None if value is None or bytes(value) == _NULL else value
+
+
+def _is_single(fields: dict[str, Raw]) -> bool:
+    """Whether the engine makes one sequence of the request; what it will refuse counts as several."""
+    for name in ("n", "best_of"):
+        number = fields.get(name)
+        if number is not None and bytes(number) not in (b"1", _NULL):
+            return False
+    beams = fields.get("use_beam_search")
+    if beams is not None and bytes(beams) not in (b"false", _NULL):
+        return False
+    return not any(_is_batch(fields.get(name)) for name in ("prompt", "prompt_embeds"))
+
+
+def _is_batch(prompt: Raw | None) -> bool:
+    """Whether a prompt is a list of texts or of token lists, with other than one entry."""
+    return prompt is not None and _BATCH.match(bytes(prompt)) is not None and len(_list.decode(prompt)) != 1
 
 
 def _prompt_tokens(fields: dict[str, Raw]) -> int:
