@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import socket
 import threading
 import time
@@ -220,15 +221,34 @@ class PoolClient:
         self._epoch += 1
         return _Connection(sock, self._epoch, answer, SegmentMap(self, self._epoch))
 
+    def notice(self) -> None:
+        """Let go of a connection that the node has ended, and of its memory; never waits.
+
+        For a client that makes no calls for a while: a node that starts again needs the memory of the old one.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            connection = self._connection
+            # Between calls the node has nothing to say: what can be read is the end.
+            if connection is not None and select.select([connection.sock], [], [], 0)[0]:
+                self._drop()
+        finally:
+            self._lock.release()
+
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.sock.close()
 
     def close(self) -> None:
-        """End the connection for good."""
+        """End the connection for good; a call that waits for its answer in another thread fails now."""
+        self._closed = True
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            self._closed = True
             self._drop()
 
     def abandon(self) -> None:

@@ -24,6 +24,8 @@ POLL_SECONDS = 0.002
 """How often a waiting hand-off looks again."""
 GRACE_SECONDS = 0.1
 """How long a hand-off waits for blocks that are announced but not even being written yet."""
+NOTICE_SECONDS = 1.0
+"""How often an idle thread looks whether its node is still there."""
 RESTART_SECONDS = 10.0
 """How often a missing node is started again."""
 
@@ -113,10 +115,13 @@ class Lookups:
         waiting: list[tuple[float, int, LookupJob]] = []
         order = 0
         while True:
-            timeout = max(waiting[0][0] - time.monotonic(), 0) if waiting else None
+            timeout = max(waiting[0][0] - time.monotonic(), 0) if waiting else NOTICE_SECONDS
             try:
                 job = self._inbox.get(timeout=timeout)
             except queue.Empty:
+                if not waiting:
+                    self._client.notice()
+                    continue
                 job = heapq.heappop(waiting)[2]
             if job is None:
                 return

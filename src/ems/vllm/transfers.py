@@ -28,6 +28,10 @@ COMPUTE_SECONDS = 600.0
 """How long a save waits for the forward pass that fills its blocks; over that the engine is taken for dead."""
 
 
+NOTICE_SECONDS = 1.0
+"""How often an idle worker looks whether its node is still there."""
+
+
 class LoadResult(msgspec.Struct, frozen=True):
     """A load that ended: the blocks that hold nothing, and how long it took."""
 
@@ -70,7 +74,7 @@ class Loader:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while (load := self._inbox.get()) is not None:
+        while (load := self._next()) is not None:
             begin = time.perf_counter()
             loaded = 0
             try:
@@ -82,6 +86,13 @@ class Loader:
                 self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
             failed = set(load.block_ids[loaded:])
             self._results.put(LoadResult(load.request_id, failed, loaded, time.perf_counter() - begin))
+
+    def _next(self) -> Load | None:
+        while True:
+            try:
+                return self._inbox.get(timeout=NOTICE_SECONDS)
+            except queue.Empty:
+                self._client.notice()
 
     def _load(self, load: Load) -> int:
         """How many leading blocks were loaded."""

@@ -36,6 +36,7 @@ class WorkerSide:
         self._batch: SaveBatch | None = None
         self._step: StepMetadata | None = None
         self._loads_started = False
+        self._warmed = 0
         self._awaited: set[str] = set()
         self._invalid: set[int] = set()
 
@@ -62,7 +63,7 @@ class WorkerSide:
             self._saver = Saver(
                 self._client, self._model.namespace, rows, self._device, logger, self._settings.call_timeout
             )
-        threading.Thread(target=self._warm, name="ems-warm", daemon=True).start()
+        self._warm_once()
 
     def _start_node(self) -> None:
         try:
@@ -79,8 +80,14 @@ class WorkerSide:
             self._model.namespace.page_size,
         )
 
+    def _warm_once(self) -> None:
+        """Begin to map the node's segments, once a connection, so that no request pays for it."""
+        epoch = self._client.epoch
+        if epoch not in (0, self._warmed):
+            self._warmed = epoch
+            threading.Thread(target=self._warm, name="ems-warm", daemon=True).start()
+
     def _warm(self) -> None:
-        """Map the segments that are there, so that no request pays for it."""
         try:
             self._client.connect()
             segments = self._client.segments(self._client.epoch)
@@ -94,16 +101,20 @@ class WorkerSide:
 
     # Steps
 
-    def begin(self, step: StepMetadata) -> None:
-        """The step's metadata arrived; its forward pass has not begun."""
-        self._step = step
-        self._loads_started = False
-        self._awaited |= step.awaited
+    def preempted(self, step: StepMetadata) -> None:
+        """Some requests' blocks go to others once this returns (vLLM's ``handle_preemptions``)."""
         if self._saver is not None:
             for request_id in step.preempted:
                 self._saver.cancel(request_id)
-            if step.saves:
-                self._batch = self._saver.start(step.saves)
+
+    def begin(self, step: StepMetadata) -> None:
+        """The step's metadata arrived; its forward pass has not begun."""
+        self._warm_once()
+        self._step = step
+        self._loads_started = False
+        self._awaited |= step.awaited
+        if self._saver is not None and step.saves:
+            self._batch = self._saver.start(step.saves)
         if isinstance(self._device, CpuDevice):
             # Nothing of an earlier step still runs on this device, so loads need not wait for the launch.
             self.start_loads()
