@@ -164,15 +164,14 @@ class ContextCaching:
 
     # Behind it
 
-    def close(self) -> None:
-        """End the threads; transfers on their way fail."""
+    def abandon(self) -> None:
+        """From now on refuse everything; transfers that wait for their turn fail."""
         self._closed = True
+
+    def join(self) -> None:
+        """After :meth:`abandon`: end the threads."""
         for worker in self._workers.values():
             worker.close(CLOSE_SECONDS)
-
-    def abandon(self) -> None:
-        """In a forked child: answer as if closed; the threads are the parent's."""
-        self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:

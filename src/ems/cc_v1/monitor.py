@@ -43,12 +43,21 @@ class GateClosed(EmsException):
 
 
 class Monitor:
-    """Watches a node with ``check``, which raises an EmsError when the node is not well."""
+    """Watches a node with ``check``, which raises an EmsError when the node is not well.
+
+    ``revive`` is called after a check that failed, once the gate knows.
+    """
 
     def __init__(
-        self, rules: HealthRules, summary_seconds: float, check: Callable[[], None], clock: Callable[[], float]
+        self,
+        rules: HealthRules,
+        summary_seconds: float,
+        check: Callable[[], None],
+        revive: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self._check = check
+        self._revive = revive
         self._clock = clock
         self._lock = threading.Lock()
         self._gate = HealthGate(rules, clock())
@@ -77,6 +86,8 @@ class Monitor:
         self._stop.set()
 
     def _tell(self, event: Event) -> None:
+        if self._stop.is_set():
+            return
         with self._lock:
             effects = self._gate.handle(event, self._clock())
         for effect in effects:
@@ -89,19 +100,21 @@ class Monitor:
     def _run(self) -> None:
         while not self._stop.wait(max(min(self._gate.next_check, self._summary.next_line) - self._clock(), 0)):
             if self._clock() >= self._gate.next_check:
-                self._tell(self._look())
+                self._look()
             with self._lock:
                 line = self._summary.line(self._clock())
             if line is not None:
                 _log.info("EMS: %s", line)
 
-    def _look(self) -> Event:
+    def _look(self) -> None:
         try:
             self._check()
         except EmsError as error:
-            return CheckFailed(str(error))
+            self._tell(CheckFailed(str(error)))
+            self._revive()
         except Exception as error:  # noqa: BLE001 - see below
             # Root of this thread: a check that breaks is a check that fails, and the watch goes on.
             _log.exception("EMS health check broke")
-            return CheckFailed(repr(error))
-        return CheckPassed()
+            self._tell(CheckFailed(repr(error)))
+        else:
+            self._tell(CheckPassed())

@@ -57,14 +57,13 @@ class Saver:
     def _save_some(self, blocks: Blocks, future: CcFuture) -> Outcome | None:
         """Store the next blocks; the outcome that stopped it, None when all of these were stored."""
         names, namespace = self._registration.names, self._registration.namespace
-        start = future.progress
-        end = min(start + max(RESERVATION_BYTES // namespace.page_size, 1), len(blocks))
-        if not blocks.whole(start) and self._present(names.whole(blocks.hashes[start]), future):
+        start, hashes = future.progress, blocks.hashes
+        if not blocks.whole(start) and self._present(names.whole(hashes[start]), future):
             future.advance(start + 1)
             return None
-        keys = [names.key(blocks.hashes[i], whole=blocks.whole(i)) for i in range(start, end)]
-        before = blocks.hashes[start - 1] if start else None
-        parent = names.before(blocks.hashes[0]) if before is None else names.key(before, whole=blocks.whole(start - 1))
+        span = range(start, self._end(blocks, start))
+        keys = [names.key(hashes[i], whole=blocks.whole(i)) for i in span]
+        parent = names.key(hashes[start - 1], whole=blocks.whole(start - 1)) if start else names.before(hashes[0])
         reservation = twice(lambda: self._client.reserve(namespace, parent, keys, future.remaining()))
         outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
         leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
@@ -72,6 +71,13 @@ class Saver:
         lost = next((i for i in reservation.granted if i < leading and i not in written), leading)
         future.advance(start + lost)
         return outcomes[leading] if lost == leading and leading < len(outcomes) else None
+
+    def _end(self, blocks: Blocks, start: int) -> int:
+        """Where the next reservation ends: a block that lacks tokens is one of its own."""
+        if not blocks.whole(start):
+            return start + 1
+        limit = start + max(RESERVATION_BYTES // self._registration.namespace.page_size, 1)
+        return next((i for i in range(start, min(limit, len(blocks))) if not blocks.whole(i)), min(limit, len(blocks)))
 
     def _present(self, key: bytes, future: CcFuture) -> bool:
         namespace = self._registration.namespace

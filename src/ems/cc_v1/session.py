@@ -13,7 +13,7 @@ from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of, invalid
 from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.present import twice
 from ems.config import NodeConfig
-from ems.errors import ConfigError, EmsError, PoolUnavailable
+from ems.errors import ConfigError, EmsError
 from ems.pool.client import PoolClient
 from ems.pool.launcher import ensure_node
 
@@ -69,7 +69,7 @@ class Session:
         self._revives = may_start(config)
         self._clients = (lookups, pages)
         self._started_by_engine = bool(lookups.autostarted)
-        self.monitor = Monitor(config.health, config.summary_seconds, self._check, time.monotonic)
+        self.monitor = Monitor(config.health, config.summary_seconds, self._check, self._revive, time.monotonic)
         self.cc = ContextCaching(config, lookups, pages, self.monitor)
 
     @classmethod
@@ -99,12 +99,13 @@ class Session:
     def close(self) -> None:
         """End threads and connections."""
         self.monitor.close()
-        self.cc.close()
+        self.cc.abandon()
         for client in self._clients:
             client.close()
+        self.cc.join()
 
     def abandon(self) -> None:
-        """In a forked child: leave everything to the parent."""
+        """In a forked child: leave everything to the parent, whose threads are not here."""
         self.cc.abandon()
         for client in self._clients:
             client.abandon()
@@ -118,16 +119,17 @@ class Session:
                 self._started_by_engine = bool(client.autostarted)
             except EmsError as error:
                 failure = error
-        if failure is None:
-            return
-        if isinstance(failure, PoolUnavailable) and self._crashed():
-            _log.warning("EMS starts the pool node again: %s", failure)
-            ensure_node(self._node)
-        raise failure
+        if failure is not None:
+            raise failure
 
-    def _crashed(self) -> bool:
-        """Whether the node was started by an engine and ended without being stopped, which removes the socket."""
-        return self._revives and self._started_by_engine and self._node.socket.exists()
+    def _revive(self) -> None:
+        """After a failed check: start the node again if it crashed.
+
+        Only one that an engine started, and only where its socket is still there: a node that is stopped
+        removes it.
+        """
+        if self._revives and self._started_by_engine and self._node.socket.exists():
+            _start_quietly(self._node)
 
 
 def _start(node: NodeConfig) -> None:

@@ -1,0 +1,322 @@
+"""A node that is gone, hangs, comes back or is full: the engine goes on, and no byte is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ems import CcKvOption, Ems, EmsErrorCode, EmsException
+from ems.cc_v1.health import HealthRules
+from ems.cc_v1.tensors import CpuDevice
+from ems.pool.client import PoolClient
+from ems.pool.keys import integer_key
+from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState
+from tests.cc_v1.conftest import NEVER, OPTION, make_caches, running_node, same, tokens, until, zeros_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ems.cc_v1.context_caching import ContextCaching
+    from ems.cc_v1.slots import Place
+    from ems.cc_v1.tensors import TokenRows
+    from tests.cc_v1.conftest import Connect, NodeProcess
+
+AT_ONCE = 0.2
+"""More than a call that does not wait needs, even on a busy machine."""
+
+
+def code_of(call: Callable[[], Any]) -> EmsErrorCode:
+    with pytest.raises(EmsException) as caught:
+        call()
+    assert str(caught.value)
+    return caught.value.status_code()
+
+
+class TestNodeKilled:
+    def test_calls_degrade_and_work_again_when_a_node_is_back(
+        self, fragile_node: NodeProcess, connect: Connect
+    ) -> None:
+        cc = connect(fragile_node)
+        caches = make_caches()
+        cc.register_kvcache(caches)
+        assert cc.get_result(cc.async_save(range(8), [1, 2], [4, 4], OPTION)).success == 2
+
+        fragile_node.end(signal.SIGKILL)
+        assert cc.exists([1, 2], OPTION).success == 0
+        assert not Ems.check_health()
+        for begin in (cc.async_load, cc.async_save):
+            future = begin(range(8), [1, 2], [4, 4], OPTION)
+            assert bool(future) is True
+            assert cc.is_ready(future)
+            assert code_of(lambda future=future: cc.get_result(future)) == EmsErrorCode.EMS_RECOVERD_ERROR  # type: ignore[misc]
+
+        fragile_node.start()
+        until(Ems.check_health)
+        assert cc.exists([1, 2], OPTION).success == 0
+        assert cc.get_result(cc.async_save(range(8), [1, 2], [4, 4], OPTION)).success == 2
+        other = zeros_like(caches)
+        cc.register_kvcache(other)
+        assert cc.get_result(cc.async_load(range(8), [1, 2], [4, 4], OPTION)).success == 2
+        assert same(tokens(other, range(8)), tokens(caches, range(8)))
+
+    @pytest.mark.parametrize("verb", ["async_load", "async_save"])
+    def test_the_first_transfer_to_notice_fails_and_degrades(
+        self, fragile_node: NodeProcess, connect: Connect, verb: str
+    ) -> None:
+        cc = connect(fragile_node, health=NEVER)
+        cc.register_kvcache(make_caches())
+        fragile_node.end(signal.SIGKILL)
+        assert Ems.check_health()
+        future = getattr(cc, verb)(range(4), [1], [4], OPTION)
+        assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_RECOVERD_ERROR
+        assert not Ems.check_health()
+
+    def test_a_busy_engine_does_not_keep_the_gate_closed(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        """Calls that were not even tried while degraded are no new failures."""
+        cc = connect(fragile_node)
+        cc.register_kvcache(make_caches())
+        fragile_node.end(signal.SIGKILL)
+        assert cc.exists([1], OPTION).success == 0
+        fragile_node.start()
+
+        def well_while_asked() -> bool:
+            cc.async_save(range(4), [1], [4], OPTION)
+            cc.exists([1], OPTION)
+            return Ems.check_health()
+
+        until(well_while_asked)
+
+    def test_a_restart_between_two_calls_goes_unnoticed(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        cc = connect(fragile_node, health=NEVER)
+        cc.register_kvcache(make_caches())
+        assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
+        assert cc.exists([1], OPTION).success == 1
+        fragile_node.end(signal.SIGKILL)
+        fragile_node.start()
+
+        assert cc.exists([1], OPTION).success == 0
+        assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
+        assert cc.get_result(cc.async_load(range(4), [1], [4], OPTION)).success == 1
+        assert Ems.check_health()
+
+    def test_an_idle_session_survives_a_restart_too(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        cc = connect(fragile_node, health=HealthRules(check_seconds=0.05, good_checks=1, flap_changes=1000))
+        cc.register_kvcache(make_caches())
+        pages = cc._pages
+        first = pages.epoch
+        fragile_node.end(signal.SIGKILL)
+        until(lambda: not Ems.check_health())
+        fragile_node.start()
+        until(Ems.check_health)
+        assert pages.epoch > first
+        assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
+
+
+class TestNodeHangs:
+    @pytest.fixture
+    def hung(self, fragile_node: NodeProcess, connect: Connect) -> ContextCaching:
+        cc = connect(fragile_node, health=NEVER)
+        cc.register_kvcache(make_caches())
+        assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
+        fragile_node.send(signal.SIGSTOP)
+        return cc
+
+    def test_transfers_return_at_once_and_end_at_their_time_out(self, hung: ContextCaching) -> None:
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=300)
+        for verb in (hung.async_load, hung.async_save):
+            begin = time.monotonic()
+            future = verb(range(4), [1], [4], option)
+            assert time.monotonic() - begin < AT_ONCE
+            begin = time.monotonic()
+            hung.is_ready(future)
+            assert time.monotonic() - begin < AT_ONCE
+            with pytest.raises(EmsException):
+                hung.get_result(future)
+            assert time.monotonic() - begin < 0.3 + AT_ONCE
+            assert hung.is_ready(future)
+
+    def test_a_time_out_says_so_and_degrades(self, hung: ContextCaching) -> None:
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=100)
+        future = hung.async_load(range(4), [1], [4], option)
+        assert not hung.is_ready(future)
+        assert code_of(lambda: hung.get_result(future)) == EmsErrorCode.EMS_TIMEOUT
+        assert not Ems.check_health()
+
+    def test_polling_alone_ends_a_transfer(self, hung: ContextCaching) -> None:
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=100)
+        future = hung.async_save(range(4), [1], [4], option)
+        until(lambda: hung.is_ready(future), 1.0)
+        assert code_of(lambda: hung.get_result(future)) == EmsErrorCode.EMS_TIMEOUT
+
+    def test_a_lookup_answers_nothing_within_its_time_out(self, hung: ContextCaching) -> None:
+        begin = time.monotonic()
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=200)
+        assert hung.exists([1], option).success == 0
+        assert time.monotonic() - begin < 0.2 + AT_ONCE
+        begin = time.monotonic()
+        assert hung.exists([1], OPTION).success == 0
+        assert time.monotonic() - begin < AT_ONCE
+
+    def test_it_is_used_again_when_it_moves_again(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        cc = connect(fragile_node)
+        cc.register_kvcache(make_caches())
+        assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
+        fragile_node.send(signal.SIGSTOP)
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=100)
+        assert cc.exists([1], option).success == 0
+        fragile_node.send(signal.SIGCONT)
+        until(Ems.check_health)
+        assert cc.exists([1], OPTION).success == 1
+        assert cc.get_result(cc.async_load(range(4), [1], [4], OPTION)).success == 1
+
+
+class Meddling(CpuDevice):
+    """Does something in the middle of a copy."""
+
+    def __init__(self, meddle: Callable[[int], None]) -> None:
+        super().__init__()
+        self._meddle = meddle
+        self._copies = 0
+
+    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        super().copy_tokens_out(rows, place, page)
+        self._meddle(self._copies)
+        self._copies += 1
+
+    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+        super().copy_tokens_in(rows, place, page)
+        self._meddle(self._copies)
+        self._copies += 1
+
+
+def meddle(cc: ContextCaching, what: Callable[[int], None]) -> None:
+    assert cc._registration is not None
+    cc._registration.device = Meddling(what)
+
+
+class TestCopiesThatGoWrong:
+    def test_a_save_that_breaks_leaves_nothing_behind(self, node: NodeProcess, connect: Connect) -> None:
+        cc = connect(node, health=NEVER)
+        cc.register_kvcache(make_caches())
+
+        def breaks(copy: int) -> None:
+            if copy == 1:
+                raise RuntimeError("the device fell off the bus")
+
+        meddle(cc, breaks)
+        future = cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION)
+        assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_INTERNAL_ERROR
+        assert not Ems.check_health()
+
+        assert cc._registration is not None
+        namespace = cc._registration.namespace
+        client = PoolClient(node.config.socket)
+        keys = b"".join(integer_key(value, namespace.name) for value in (1, 2, 3))
+        hits = client.lookup(namespace, keys)
+        client.close()
+        assert (hits.count, hits.pending) == (0, 0)
+
+    def test_a_page_that_changes_during_the_copy_is_not_loaded(self, node: NodeProcess, connect: Connect) -> None:
+        cc = connect(node)
+        caches = make_caches()
+        cc.register_kvcache(caches)
+        cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION))
+        registration = cc._registration
+        assert registration is not None
+        keys = b"".join(registration.names.whole(value) for value in (1, 2, 3))
+        watcher = PoolClient(node.config.socket)
+        hits = watcher.lookup(registration.namespace, keys, lease=True)
+        assert hits.lease is not None
+        second = hits.lease.refs[1]
+        segment = watcher.segments(hits.lease.epoch).segment(second.segment)
+        header = HEADERS_OFFSET + second.slot * HEADER_BYTES
+
+        def reused(copy: int) -> None:
+            if copy == 1:
+                segment[header] = SlotState.WRITING
+
+        meddle(cc, reused)
+        result = cc.get_result(cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION))
+        segment[header] = SlotState.PRESENT
+        watcher.close()
+        assert (result.success, result.total) == (1, 3)
+
+    def test_no_slot_is_touched_once_a_load_was_given_up(
+        self, node: NodeProcess, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ems.cc_v1.load.BATCH_BYTES", 1)
+        cc = connect(node, health=NEVER)
+        cc.register_kvcache(make_caches(blocks=64))
+        offsets, hashes = [4] * 64, list(range(64))
+        assert cc.get_result(cc.async_save(range(256), hashes, offsets, OPTION)).success == 64
+        copied = []
+
+        def slow(copy: int) -> None:
+            copied.append(copy)
+            until(lambda: time.monotonic() > begin + 0.12, 5.0)
+
+        meddle(cc, slow)
+        begin = time.monotonic()
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=100)
+        future = cc.async_load(range(256), hashes, offsets, option)
+        with contextlib.suppress(EmsException):  # the one block may count or not
+            assert cc.get_result(future).success == 1
+        so_far = len(copied)
+        cc._workers[future.kind].close(5.0)
+        assert 0 < so_far < 64
+        assert len(copied) == so_far
+
+    def test_a_lease_ends_with_its_load(self, node: NodeProcess, connect: Connect) -> None:
+        cc = connect(node)
+        cc.register_kvcache(make_caches())
+        cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION))
+        client = PoolClient(node.config.socket)
+        held = []
+
+        def breaks(copy: int) -> None:
+            held.append(client.stats()["leases"])
+            if copy == 4:
+                raise RuntimeError("the device fell off the bus")
+
+        meddle(cc, breaks)
+        assert cc.get_result(cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3
+        until(lambda: client.stats()["leases"] == 0, 2.0)
+        future = cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION)
+        assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_INTERNAL_ERROR
+        until(lambda: client.stats()["leases"] == 0, 2.0)
+        assert held == [1] * 5
+        client.close()
+
+
+class TestRoom:
+    def test_a_full_pool_stores_what_it_can(self, connect: Connect) -> None:
+        with running_node("--size", "1MB", "--segment-size", "1MB") as tiny:
+            cc = connect(tiny)
+            cc.register_kvcache(make_caches(layers=4, heads=8, size=256))  # pages of 256 KiB: three fit
+            slots, hashes, offsets = range(32), list(range(8)), [4] * 8
+            assert cc._registration is not None
+            assert cc.get_result(cc.async_save(slots[:12], hashes[:3], offsets[:3], OPTION)).success == 3
+            holder = PoolClient(tiny.config.socket)
+            keys = b"".join(cc._registration.names.whole(value) for value in hashes[:3])
+            hits = holder.lookup(cc._registration.namespace, keys, lease=True)
+            assert hits.count == 3
+
+            result = cc.get_result(cc.async_save(slots, hashes, offsets, OPTION))
+            assert (result.success, result.total) == (3, 8)
+            assert cc.get_result(cc.async_save(slots[:4], hashes[5:6], [4], OPTION)).success == 0
+            assert Ems.check_health()
+            holder.close()
+
+    def test_a_page_larger_than_the_pool_is_refused_with_a_sentence(
+        self, connect: Connect, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with running_node("--size", "1MB", "--segment-size", "1MB") as tiny:
+            cc = connect(tiny, health=NEVER)
+            cc.register_kvcache(make_caches(layers=20, heads=8, size=256))
+            assert "does not fit in a segment" in caplog.text
+            assert not Ems.check_health()
+            assert cc.exists([1], OPTION).success == 0

@@ -1,0 +1,218 @@
+"""What a save does with each answer of the pool, on a pool that answers as told."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from ems.cc_v1.registration import Registration
+from ems.cc_v1.save import TOUCH_PATIENCE, Saver
+from ems.cc_v1.slots import Blocks
+from ems.cc_v1.summary import Kind
+from ems.cc_v1.tensors import CpuDevice, TokenRows
+from ems.cc_v1.transfer import CcFuture
+from ems.errors import PoolTimeout, PoolUnavailable, StaleReference
+from ems.pool.client import Hits, Namespace, Reservation
+from ems.pool.keys import NO_PARENT
+from ems.pool.layout import PageRef
+from ems.pool.room import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GRANTED, PRESENT, WRITING, NO_SPACE, NOT_TOUCHED = Outcome
+BLOCK = 4
+
+
+class Segments:
+    """Memory of a pretended node, one segment."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(1 << 16))
+
+    def segment(self, number: int) -> memoryview:
+        return self.memory
+
+
+class Pool:
+    """Answers reservations as told, by key order; everything is granted when the answers are used up."""
+
+    def __init__(self, *answers: Sequence[Outcome]) -> None:
+        self.answers = list(answers)
+        self.epoch = 1
+        self.memory = Segments()
+        self.reserved: list[tuple[bytes, list[bytes]]] = []
+        self.committed: list[list[int]] = []
+        self.aborted = 0
+        self.commit_fails: Exception | None = None
+
+    def lookup(self, *_: Any, **__: Any) -> Hits:
+        return Hits(0, 0, None)
+
+    def reserve(self, namespace: Namespace, parent: bytes, keys: list[bytes], timeout: float) -> Reservation:
+        outcomes = list(self.answers.pop(0)) if self.answers else [GRANTED] * len(keys)
+        assert len(outcomes) == len(keys)
+        self.reserved.append((parent, keys))
+        granted = {
+            i: PageRef(0, i, 1, i * namespace.page_size) for i, outcome in enumerate(outcomes) if outcome == GRANTED
+        }
+        return Reservation(self.epoch, 7 if granted else 0, bytes(outcomes), granted)
+
+    def segments(self, epoch: int) -> Segments:
+        return self.memory
+
+    def commit(self, reservation: Reservation, positions: list[int], timeout: float) -> None:
+        if self.commit_fails is not None:
+            raise self.commit_fails
+        self.committed.append(list(positions))
+
+    def abort(self, reservation: Reservation, timeout: float) -> None:
+        self.aborted += 1
+
+
+class Engine:
+    """Caches of sixteen blocks, and saves of all of them into ``pool``."""
+
+    def __init__(self, pool: Pool, clock: Any = time.monotonic) -> None:
+        rows = TokenRows([[torch.arange(16 * BLOCK * 2, dtype=torch.int64).reshape(16, BLOCK, 1, 2)]])
+        self.registration = Registration(rows, CpuDevice(), Namespace("n", rows.page_bytes))
+        self.clock = clock
+        self._saver: Any = Saver(pool, self.registration)  # type: ignore[arg-type]
+
+    def save(self, count: int, *, last: int = BLOCK, timeout: float = 5.0) -> CcFuture:
+        offsets = [BLOCK] * (count - 1) + [last]
+        slots = np.arange(sum(offsets), dtype=np.int64)
+        blocks = Blocks(list(range(count)), offsets, slots, block_size=BLOCK, num_blocks=16)
+        future = CcFuture(Kind.SAVE, count, timeout, self.clock)
+        self._saver.save(blocks, future)
+        return future
+
+    def key(self, value: int) -> bytes:
+        return self.registration.names.whole(value)
+
+
+def test_granted_pages_are_copied_and_committed() -> None:
+    pool = Pool()
+    assert Engine(pool).save(3).progress == 3
+    assert pool.committed == [[0, 1, 2]]
+    assert pool.aborted == 0
+    assert np.frombuffer(pool.memory.memory, dtype=np.int64)[: 3 * BLOCK * 2].tolist() == list(range(3 * BLOCK * 2))
+
+
+def test_pages_of_others_count_as_saved_and_are_left_alone() -> None:
+    pool = Pool([PRESENT, WRITING, GRANTED, PRESENT])
+    assert Engine(pool).save(4).progress == 4
+    assert pool.committed == [[2]]
+
+
+def test_no_space_ends_the_leading_count() -> None:
+    pool = Pool([GRANTED, PRESENT, NO_SPACE, GRANTED])
+    future = Engine(pool).save(4)
+    assert future.progress == 2
+    assert pool.committed == [[0]]
+    assert pool.aborted == 1, "the page behind the gap is given back"
+    assert len(pool.reserved) == 1
+
+
+def test_memory_that_is_not_touched_yet_is_waited_for() -> None:
+    pool = Pool([GRANTED, NOT_TOUCHED, NOT_TOUCHED], [NOT_TOUCHED, NOT_TOUCHED], [GRANTED, GRANTED])
+    assert Engine(pool).save(3).progress == 3
+    assert [len(keys) for _, keys in pool.reserved] == [3, 2, 2]
+
+
+def test_but_not_for_long() -> None:
+    pool = Pool(*[[NOT_TOUCHED]] * 1000)
+    begin = time.monotonic()
+    assert Engine(pool).save(1).progress == 0
+    assert time.monotonic() - begin < TOUCH_PATIENCE + 1.0
+    assert 5 < len(pool.reserved) < 30
+
+
+def test_and_not_beyond_the_deadline() -> None:
+    pool = Pool(*[[NOT_TOUCHED]] * 1000)
+    begin = time.monotonic()
+    assert Engine(pool).save(1, timeout=0.1).progress == 0
+    assert time.monotonic() - begin < 0.6
+
+
+def test_blocks_hang_on_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.cc_v1.save.RESERVATION_BYTES", 1)
+    pool = Pool()
+    engine = Engine(pool)
+    engine.save(3)
+    assert [parent for parent, _ in pool.reserved] == [NO_PARENT, engine.key(0), engine.key(1)]
+
+
+def test_the_first_block_hangs_on_what_was_before_it_in_an_earlier_call() -> None:
+    pool = Pool()
+    engine = Engine(pool)
+    engine.registration.names.remember([88, 99, 0])
+    engine.save(1)
+    assert [parent for parent, _ in pool.reserved] == [engine.key(99)]
+
+
+def test_a_block_that_lacks_tokens_is_reserved_apart() -> None:
+    pool = Pool()
+    engine = Engine(pool)
+    assert engine.save(3, last=1).progress == 3
+    assert [len(keys) for _, keys in pool.reserved] == [2, 1]
+    assert pool.reserved[1][0] == engine.key(1)
+    assert pool.reserved[1][1] == [engine.registration.names.beginning(2)]
+
+
+def test_large_saves_are_committed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    engine = Engine(pool)
+    monkeypatch.setattr("ems.cc_v1.save.RESERVATION_BYTES", 2 * engine.registration.namespace.page_size)
+    assert engine.save(5).progress == 5
+    assert pool.committed == [[0, 1], [0, 1], [0]]
+
+
+def test_a_deadline_in_the_middle_keeps_what_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.cc_v1.load.BATCH_BYTES", 1)
+    pool = Pool()
+    now = [0.0]
+    engine = Engine(pool, clock=lambda: now[0])
+    original = engine.registration.device.copy_tokens_out
+
+    def slow(*arguments: Any) -> None:
+        original(*arguments)
+        now[0] += 0.4
+
+    monkeypatch.setattr(engine.registration.device, "copy_tokens_out", slow)
+    future = engine.save(5, timeout=1.0)
+    assert pool.committed == [[0, 1, 2]]
+    assert pool.aborted == 1
+    assert future.progress == 3
+
+
+@pytest.mark.parametrize("error", [StaleReference("gone"), PoolTimeout("late"), PoolUnavailable("gone")])
+def test_a_commit_that_fails_saved_nothing(error: Exception) -> None:
+    pool = Pool()
+    pool.commit_fails = error
+    engine = Engine(pool)
+    with pytest.raises(type(error)):
+        engine.save(2)
+    assert pool.aborted == 1
+
+
+def test_a_connection_lost_while_copying_stops_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots are somebody else's soon: whoever was cut off must not write into them for long."""
+    monkeypatch.setattr("ems.cc_v1.load.BATCH_BYTES", 1)
+    pool = Pool()
+    engine = Engine(pool)
+    copies = []
+
+    def cut_off(*_: Any) -> None:
+        copies.append(1)
+        pool.epoch = 2
+
+    monkeypatch.setattr(engine.registration.device, "copy_tokens_out", cut_off)
+    with pytest.raises(StaleReference):
+        engine.save(5)
+    assert len(copies) == 1
+    assert pool.committed == []
