@@ -177,6 +177,49 @@ sys.stdin.read()
     eventually(lambda: gone([server]))
 
 
+@pytest.mark.timeout(30)
+def test_an_interrupt_while_servers_start_is_not_lost(tmp_path: Path) -> None:
+    """Each signal raises, wherever it strikes; a lost one would leave this test waiting for it until its time is up."""
+    program = f"""
+import logging, os, signal  # logging is one of those that run Python after a fork
+from pathlib import Path
+from ems.testing.process import ServerProcess
+
+memory = b"x" * (100 << 20)  # a fork of much memory takes its time, and most signals strike in it
+raised = 0
+signals = {{signal.SIGUSR1}}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+def handler(number, frame):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGUSR1, handler)
+log = Path({str(tmp_path)!r}) / "log"
+print(os.getpid(), flush=True)
+while True:
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        while True:
+            server = ServerProcess(["true"], name="s", port=1, log=log)
+            server.start()
+            server._process.wait()
+    except KeyboardInterrupt:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        raised += 1
+        print(raised, flush=True)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        assert int(starter.stdout.readline()) == starter.pid
+        try:
+            for count in range(1, 201):
+                starter.send_signal(signal.SIGUSR1)
+                assert int(starter.stdout.readline()) == count
+        finally:
+            starter.kill()
+
+
 def test_ports_are_not_handed_out_twice() -> None:
     ports = [free_port() for _ in range(200)]
 

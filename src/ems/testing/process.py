@@ -8,13 +8,13 @@ come up.
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -30,8 +30,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ems.errors import EmsError
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_LAUNCH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the server after asking the kernel for SIGTERM (15) when the starter's thread ends (PR_SET_PDEATHSIG, 1).
+
+A program of its own and not a ``preexec_fn``: with one, Python runs hooks after the fork in which the exception of a
+signal handler, Ctrl-C for one, is lost.
+"""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Whatever proxy the environment names, it is not the way to this machine."""
 
@@ -85,13 +94,12 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command,
+                [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *self._command],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no lock is taken between fork and exec
             )
 
     def wait_ready(self, timeout: float = 180.0, progress: Callable[[float], None] | None = None) -> None:
@@ -206,11 +214,6 @@ def fetch_metrics(url: str) -> dict[str, float]:
             if not sample.name.endswith(("_bucket", "_created")):
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return totals
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent's thread ends; runs in the child before it becomes the server."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _session(leader: int) -> list[psutil.Process]:

@@ -26,7 +26,7 @@ Size = Literal["demo", "test"]
 
 SHAPES: dict[Size, ModelShape] = {
     "demo": ModelShape(layers=12, hidden_size=512, intermediate_size=1536, vocab_size=43008),
-    "test": ModelShape(layers=4, hidden_size=256, intermediate_size=512, near=256, far=2048),
+    "test": ModelShape(layers=4, hidden_size=512, intermediate_size=512, near=256, far=1024),
 }
 """``demo``: 80 M parameters and 6,144 bytes of KV a token, prefill costs something; ``test``: starts fast."""
 
