@@ -76,7 +76,7 @@ class Dispatch:
         self._max_retries = max_retries
         self._retry_delay = retry_delay
         self._hold: Hold | None = None
-        self._tried: dict[Role, list[Instance]] = {role: [] for role in Role}
+        self._tried: dict[Role, list[Instance]] = {Role.PREFILL: [], Role.DECODE: []}
         self._began = 0.0
 
     def start(self, now: float) -> Step:

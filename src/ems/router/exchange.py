@@ -165,7 +165,8 @@ class Exchange:
             return dispatch.prefill_broke(self._loop.time())
         step = dispatch.prefill_answered(answer.status, self._loop.time())
         if isinstance(step, PassOn):
-            kept = [pair for pair in self._returned(answer) if pair[0].lower() != b"content-length"]
+            fields = headers.returned(answer.headers, self._reply.request_id).headers
+            kept = [pair for pair in fields if pair[0].lower() != b"content-length"]
             await self._reply.head(answer.status, [*kept, (b"content-length", b"%d" % len(content))])
             await self._reply.piece(content, more=False)
             return None
@@ -197,12 +198,13 @@ class Exchange:
         return None
 
     async def _relay(self, instance: Instance, answer: Answer, piece: bytes) -> None:
-        streams = headers.is_event_stream(answer.headers) and not headers.is_encoded(answer.headers)
-        await self._reply.head(answer.status, self._returned(answer))
+        head = headers.returned(answer.headers, self._reply.request_id)
+        takes_events = head.is_event_stream and not head.is_encoded
+        await self._reply.head(answer.status, head.headers)
         reply, watch = self._reply, self._watch
         while not answer.ended and piece:
             await reply.piece(piece, more=True)
-            if streams:
+            if takes_events:
                 self._stream_end = piece
             watch.moved()
             try:
@@ -248,9 +250,6 @@ class Exchange:
     async def _send(self, instance: Instance, body: bytes, *, to_prefill: bool) -> Answer:
         fields = headers.sent(self._scope["headers"], self._reply.request_id, to_prefill=to_prefill)
         return await self._parts.upstream.send("POST", instance.address, self._target, fields, body)
-
-    def _returned(self, answer: Answer) -> list[tuple[bytes, bytes]]:
-        return headers.returned(answer.headers, self._reply.request_id)
 
     def _failed(self, instance: Instance, reason: str) -> None:
         """Tell the log, and have the prober look whether the fleet wants to know more."""

@@ -7,7 +7,7 @@ those that the ``Connection`` header names.  Everything else crosses unchanged, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -32,55 +32,63 @@ _NOT_TO_PREFILL: Final = _NOT_SENT | {b"accept", b"accept-encoding"}
 _NOT_RETURNED: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
 
 
+# Keep proxies between us and the client from collecting or keeping the events.
+_STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
 def find(headers: RawHeaders, name: bytes) -> bytes | None:
-    """Return the first value of a header whose name is given in lower case."""
+    """Return the first value of a header; all names are in lower case, as ASGI has them."""
     for key, value in headers:
-        if key.lower() == name:
+        if key == name:
             return value
     return None
 
 
 def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool) -> list[tuple[str, str]]:
-    """Return the headers for an instance from those of the client (names in lower case, as ASGI has them)."""
+    """Return the headers for an instance from those of the client, whose names are in lower case."""
     dropped = _NOT_TO_PREFILL if to_prefill else _NOT_SENT
-    named = _named_by_connection(headers)
-    kept = [(_text(key), _text(value)) for key, value in headers if key not in dropped and key not in named]
+    connection = find(headers, b"connection")
+    if connection is not None:
+        dropped = dropped | _tokens(connection)
+    kept = [(_text(key), _text(value)) for key, value in headers if key not in dropped]
     kept.append(("x-request-id", _text(request_id)))
     return kept
 
 
-def returned(headers: RawHeaders, request_id: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the headers for the client from those of an instance."""
-    named = _named_by_connection(headers)
-    kept = [
-        (key, value) for key, value in headers if (lower := key.lower()) not in _NOT_RETURNED and lower not in named
-    ]
-    kept.append((b"x-request-id", request_id))
-    if is_event_stream(headers):
-        present = {key.lower() for key, _ in kept}
-        kept.extend(pair for pair in _STREAM_HEADERS if pair[0] not in present)
-    return kept
+class Returned(NamedTuple):
+    """The headers of an instance's answer as the client gets them, and what they say about its body."""
 
-
-# Keep proxies between us and the client from collecting or keeping the events.
-_STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-
-
-def is_event_stream(headers: RawHeaders) -> bool:
-    kind = find(headers, b"content-type")
-    return kind is not None and kind.lower().startswith(b"text/event-stream")
-
-
-def is_encoded(headers: RawHeaders) -> bool:
+    headers: list[tuple[bytes, bytes]]
+    is_event_stream: bool
+    is_encoded: bool
     """Whether the body is compressed, so that nothing can be appended to it."""
-    coding = find(headers, b"content-encoding")
-    return coding is not None and coding.strip().lower() not in (b"", b"identity")
+    kind: bytes | None
+    """The content type."""
 
 
-def _named_by_connection(headers: RawHeaders) -> frozenset[bytes]:
-    value = find(headers, b"connection")
-    if value is None or value in (b"keep-alive", b"close"):
-        return frozenset()
+def returned(headers: RawHeaders, request_id: bytes) -> Returned:
+    """Return the headers for the client from those of an instance, whose names may be in any case."""
+    kept = []
+    present = {}
+    for pair in headers:
+        name = pair[0].lower()
+        present[name] = pair[1]
+        if name not in _NOT_RETURNED:
+            kept.append(pair)
+    connection = present.get(b"connection")
+    if connection is not None:
+        named = _tokens(connection)
+        kept = [pair for pair in kept if pair[0].lower() not in named]
+    kept.append((b"x-request-id", request_id))
+    kind = present.get(b"content-type")
+    streams = kind is not None and kind.lower().startswith(b"text/event-stream")
+    if streams:
+        kept.extend(pair for pair in _STREAM_HEADERS if pair[0] not in present)
+    coding = present.get(b"content-encoding", b"").strip().lower()
+    return Returned(kept, streams, coding not in (b"", b"identity"), kind)
+
+
+def _tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip().lower() for token in value.split(b","))
 
 

@@ -111,5 +111,5 @@ class EveryInstance:
                 body = await read_whole(answer, _PAGE_LIMIT)
         except (UpstreamBroken, TimeoutError):
             return None
-        kind = headers.find(answer.headers, b"content-type") or b"application/octet-stream"
-        return Page(answer.status, kind, body)
+        kind = headers.returned(answer.headers, b"").kind
+        return Page(answer.status, kind or b"application/octet-stream", body)

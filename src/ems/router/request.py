@@ -52,16 +52,20 @@ _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prom
 
 
 class CompletionRequest:
-    """A client's request: its bytes, its top-level fields, its estimated tokens, and whether it is one sequence."""
+    """A client's request: its bytes, its top-level fields, its estimated tokens."""
 
-    __slots__ = ("body", "fields", "output_tokens", "prompt_tokens", "single")
+    __slots__ = ("body", "fields", "output_tokens", "prompt_tokens")
 
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
         self.fields = fields
         self.prompt_tokens = _prompt_tokens(fields)
         self.output_tokens = _output_tokens(fields)
-        self.single = _is_single(fields)
+
+    @property
+    def single(self) -> bool:
+        """Whether the engine makes one sequence of the request; what it will refuse counts as several."""
+        return _is_single(self.fields)
 
     @property
     def prefill_cost(self) -> int:
@@ -131,7 +135,6 @@ def handoff_of(answer: bytes) -> Raw | None:
 
 
 def _is_single(fields: dict[str, Raw]) -> bool:
-    """Whether the engine makes one sequence of the request; what it will refuse counts as several."""
     for name in ("n", "best_of"):
         number = fields.get(name)
         if number is not None and bytes(number) not in (b"1", _NULL):

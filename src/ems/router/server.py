@@ -99,6 +99,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=_CLIENT_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=max(1, round(router.config.drain_timeout)),
             )

@@ -151,8 +151,8 @@ class _HttpAnswer:
             raise UpstreamBroken(_reason(error)) from error
 
     def close(self) -> None:
-        # After the whole body the connection is back in the pool already, and this does nothing.
-        self._response.close()
+        if not self._content.at_eof():  # after the whole body the connection is back in the pool already
+            self._response.close()
 
 
 def _reason(error: Exception) -> str:
