@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,6 +115,19 @@ class TestNodeKilled:
         until(Ems.check_health)
         assert pages.epoch > first
         assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
+
+    def test_the_memory_of_a_dead_node_is_given_back(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        """Without a call of the engine: the next node may need it."""
+        cc = connect(fragile_node)
+        cc.register_kvcache(make_caches())
+        assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
+
+        def mapped() -> bool:
+            return str(fragile_node.directory) in Path("/proc/self/maps").read_text()
+
+        assert mapped()
+        fragile_node.end(signal.SIGKILL)
+        until(lambda: not mapped())
 
 
 class TestNodeHangs:

@@ -31,6 +31,7 @@ def make() -> Iterator[Callable[..., Monitor]]:
         summary_seconds: float = 1000.0,
     ) -> Monitor:
         made.append(Monitor(rules, summary_seconds, check, revive, time.monotonic))
+        made[-1].start()
         return made[-1]
 
     yield monitor
@@ -44,7 +45,7 @@ def test_a_failed_check_degrades_before_anything_is_revived(make: Callable[..., 
     def check() -> None:
         raise PoolUnavailable("gone")
 
-    monitor = make(QUICK, check, lambda: seen.append(monitor.healthy))
+    monitor: Monitor = make(QUICK, check, lambda: seen.append(monitor.healthy))
     until(lambda: len(seen) >= 2)
     assert set(seen) == {False}
 

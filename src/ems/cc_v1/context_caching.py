@@ -164,6 +164,12 @@ class ContextCaching:
 
     # Behind it
 
+    def let_go(self) -> None:
+        """Of the memory of a node that is gone."""
+        registration = self._registration
+        if registration is not None:
+            registration.let_go(self._pages.epoch)
+
     def abandon(self) -> None:
         """From now on refuse everything; transfers that wait for their turn fail."""
         self._closed = True

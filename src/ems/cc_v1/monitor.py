@@ -45,7 +45,7 @@ class GateClosed(EmsException):
 class Monitor:
     """Watches a node with ``check``, which raises an EmsError when the node is not well.
 
-    ``revive`` is called after a check that failed, once the gate knows.
+    It begins with :meth:`start`.  ``revive`` is called after a check that failed, once the gate knows.
     """
 
     def __init__(
@@ -63,8 +63,10 @@ class Monitor:
         self._gate = HealthGate(rules, clock())
         self._summary = Summary(summary_seconds, clock())
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ems-monitor", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Begin the watch."""
+        threading.Thread(target=self._run, name="ems-monitor", daemon=True).start()
 
     @property
     def healthy(self) -> bool:

@@ -107,3 +107,9 @@ class Registration:
                 segments = client.segments(epoch)
                 self._memory = (epoch, PageMemory(segments, self.device, self.namespace.page_size))
             return self._memory[1]
+
+    def let_go(self, epoch: int) -> None:
+        """Of memory that belongs to another connection than ``epoch``: a node that starts again may need it."""
+        with self._lock:
+            if self._memory is not None and self._memory[0] != epoch:
+                self._memory = None

@@ -71,6 +71,7 @@ class Session:
         self._started_by_engine = bool(lookups.autostarted)
         self.monitor = Monitor(config.health, config.summary_seconds, self._check, self._revive, time.monotonic)
         self.cc = ContextCaching(config, lookups, pages, self.monitor)
+        self.monitor.start()
 
     @classmethod
     def open(cls, config: EmsConfig) -> Session:
@@ -119,6 +120,7 @@ class Session:
                 self._started_by_engine = bool(client.autostarted)
             except EmsError as error:
                 failure = error
+        self.cc.let_go()
         if failure is not None:
             raise failure
 
