@@ -231,8 +231,11 @@ class PoolClient:
         try:
             connection = self._connection
             # Between calls the node has nothing to say: what can be read is the end.
-            if connection is not None and select.select([connection.sock], [], [], 0)[0]:
-                self._drop()
+            if connection is not None:
+                readable = select.poll()  # select() refuses descriptors above 1023, of which engines have many
+                readable.register(connection.sock, select.POLLIN)
+                if readable.poll(0):
+                    self._drop()
         finally:
             self._lock.release()
 
