@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,7 @@ class TestNodeHangs:
 class Meddling(CpuDevice):
     """Does something in the middle of a copy."""
 
-    def __init__(self, meddle: Callable[[int], None]) -> None:
+    def __init__(self, meddle: Callable[[int], object]) -> None:
         super().__init__()
         self._meddle = meddle
         self._copies = 0
@@ -207,9 +208,9 @@ class Meddling(CpuDevice):
         self._copies += 1
 
 
-def meddle(cc: ContextCaching, what: Callable[[int], None]) -> None:
-    assert cc._registration is not None
-    cc._registration.device = Meddling(what)
+def meddle(cc: ContextCaching, what: Callable[[int], object]) -> None:
+    assert cc.registration is not None
+    cc.registration.device = Meddling(what)
 
 
 class TestCopiesThatGoWrong:
@@ -226,8 +227,8 @@ class TestCopiesThatGoWrong:
         assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_INTERNAL_ERROR
         assert not Ems.check_health()
 
-        assert cc._registration is not None
-        namespace = cc._registration.namespace
+        assert cc.registration is not None
+        namespace = cc.registration.namespace
         client = PoolClient(node.config.socket)
         keys = b"".join(integer_key(value, namespace.name) for value in (1, 2, 3))
         hits = client.lookup(namespace, keys)
@@ -239,7 +240,7 @@ class TestCopiesThatGoWrong:
         caches = make_caches()
         cc.register_kvcache(caches)
         cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION))
-        registration = cc._registration
+        registration = cc.registration
         assert registration is not None
         keys = b"".join(registration.names.whole(value) for value in (1, 2, 3))
         watcher = PoolClient(node.config.socket)
@@ -284,6 +285,23 @@ class TestCopiesThatGoWrong:
         assert 0 < so_far < 64
         assert len(copied) == so_far
 
+    def test_waiting_for_its_turn_too_long_says_nothing_about_the_node(
+        self, node: NodeProcess, connect: Connect
+    ) -> None:
+        cc = connect(node, health=NEVER)
+        cc.register_kvcache(make_caches())
+        go_on = threading.Event()
+        meddle(cc, lambda copy: go_on.wait(10.0))
+        first = cc.async_save(range(4), [1], [4], OPTION)
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=50)
+        second = cc.async_save(range(4), [2], [4], option)
+        assert code_of(lambda: cc.get_result(second)) == EmsErrorCode.EMS_TIMEOUT
+        assert Ems.check_health()
+        go_on.set()
+        assert cc.get_result(first).success == 1
+        assert cc.get_result(cc.async_save(range(4), [3], [4], OPTION)).success == 1
+        assert cc.exists([2], OPTION).success == 0
+
     def test_a_lease_ends_with_its_load(self, node: NodeProcess, connect: Connect) -> None:
         cc = connect(node)
         cc.register_kvcache(make_caches())
@@ -312,11 +330,11 @@ class TestRoom:
             cc = connect(tiny)
             cc.register_kvcache(make_caches(layers=4, heads=8, size=256))  # pages of 256 KiB: three fit
             slots, hashes, offsets = range(32), list(range(8)), [4] * 8
-            assert cc._registration is not None
+            assert cc.registration is not None
             assert cc.get_result(cc.async_save(slots[:12], hashes[:3], offsets[:3], OPTION)).success == 3
             holder = PoolClient(tiny.config.socket)
-            keys = b"".join(cc._registration.names.whole(value) for value in hashes[:3])
-            hits = holder.lookup(cc._registration.namespace, keys, lease=True)
+            keys = b"".join(cc.registration.names.whole(value) for value in hashes[:3])
+            hits = holder.lookup(cc.registration.namespace, keys, lease=True)
             assert hits.count == 3
 
             result = cc.get_result(cc.async_save(slots, hashes, offsets, OPTION))

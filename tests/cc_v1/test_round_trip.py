@@ -93,7 +93,7 @@ def test_a_page_is_every_layers_k_and_v_token_by_token(node: NodeProcess, connec
     caches = make_caches(torch.float16)
     cc.register_kvcache(last_strided(caches))
     save(cc, [7, 5, 4, 6], [42], [4])
-    registration = cc._registration
+    registration = cc.registration
     assert registration is not None
 
     client = PoolClient(node.config.socket)
@@ -175,7 +175,7 @@ def test_the_first_commit_stays(node: NodeProcess, connect: Connect) -> None:
 def test_a_page_that_somebody_else_is_writing_counts_as_saved(node: NodeProcess, connect: Connect) -> None:
     cc = connect(node)
     cc.register_kvcache(make_caches())
-    registration = cc._registration
+    registration = cc.registration
     assert registration is not None
     other = PoolClient(node.config.socket)
     key = integer_key(1, registration.namespace.name)
@@ -242,7 +242,7 @@ class TestPartialBlocks:
     def test_a_beginning_is_not_stored_beside_the_whole(self, node: NodeProcess, connect: Connect) -> None:
         cc = connect(node)
         cc.register_kvcache(make_caches())
-        registration = cc._registration
+        registration = cc.registration
         assert registration is not None
         save(cc, range(4), [1], [4])
         assert save(cc, range(2), [1], [2]) == 1

@@ -132,6 +132,22 @@ def test_but_not_for_long() -> None:
     assert 5 < len(pool.reserved) < 30
 
 
+def test_nor_again_while_it_is_in_vain() -> None:
+    """Saves queue behind each other: each must not wait for itself what the one before waited for in vain."""
+    pool = Pool(*[[NOT_TOUCHED]] * 1000)
+    engine = Engine(pool)
+    engine.save(1)
+    begin = time.monotonic()
+    for _ in range(20):
+        assert engine.save(1).progress == 0
+    assert time.monotonic() - begin < 0.5
+
+    pool.answers.clear()
+    assert engine.save(1).progress == 1
+    pool.answers += [[NOT_TOUCHED], [GRANTED]]
+    assert engine.save(1).progress == 1
+
+
 def test_and_not_beyond_the_deadline() -> None:
     pool = Pool(*[[NOT_TOUCHED]] * 1000)
     begin = time.monotonic()

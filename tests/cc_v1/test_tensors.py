@@ -51,6 +51,10 @@ class PretendedBackend:
     def stream(self, stream: Any) -> Iterator[None]:
         yield
 
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        yield
+
     def cudart(self) -> PretendedBackend:
         return self
 

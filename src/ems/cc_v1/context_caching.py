@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ems.cc_v1.arguments import timeout_of, whole_numbers
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
@@ -30,6 +30,7 @@ from ems.pool.touch import warm, yield_to_others
 
 if TYPE_CHECKING:
     from ems.cc_v1.cc_config import CcKvOption, EmsConfig
+    from ems.cc_v1.tensors import Device
     from ems.pool.client import PoolClient
 
 OPEN_SECONDS = 2.0
@@ -39,6 +40,12 @@ CLOSE_SECONDS = 2.0
 
 _log = logging.getLogger("ems.cc_v1")
 _Transfer = Callable[[Blocks, CcFuture], None]
+
+
+class _Registered(NamedTuple):
+    registration: Registration
+    load: _Transfer
+    save: _Transfer
 
 
 class ContextCaching:
@@ -57,7 +64,7 @@ class ContextCaching:
         self._pages = pages
         self._monitor = monitor
         self._clock = clock
-        self._registration: Registration | None = None
+        self._registered: _Registered | None = None
         self._workers = {Kind.LOAD: Worker("ems-load"), Kind.SAVE: Worker("ems-save")}
         self._closed = False
 
@@ -83,7 +90,9 @@ class ContextCaching:
         except (ConfigError, TypeError, RuntimeError) as error:
             raise invalid(f"kv_caches cannot be registered: {error}") from error
         registration = Registration(rows, device, namespace_of(self._config, rows))
-        self._registration = registration
+        self._registered = _Registered(
+            registration, Loader(self._pages, registration).load, Saver(self._pages, registration).save
+        )
         _log.info(
             "EMS serves namespace %s: %d tokens a block, %d bytes a page",
             registration.namespace.name,
@@ -107,7 +116,7 @@ class ContextCaching:
         """
         wanted = whole_numbers("hashes", hashes)
         timeout = timeout_of(option)
-        registration = self._registration
+        registration = self.registration
         if registration is None or not wanted or not timeout or self._closed or not self._monitor.healthy:
             return CcResult(0, len(wanted))
         registration.names.remember(wanted)
@@ -128,8 +137,7 @@ class ContextCaching:
         Raises:
             EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
         """
-        registration, blocks, timeout = self._transfer(slot_mapping, hashes, offsets, option)
-        return self._submit(Kind.LOAD, Loader(self._pages, registration).load, registration, blocks, timeout)
+        return self._submit(Kind.LOAD, *self._transfer(slot_mapping, hashes, offsets, option))
 
     def async_save(
         self,
@@ -143,8 +151,7 @@ class ContextCaching:
         Raises:
             EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
         """
-        registration, blocks, timeout = self._transfer(slot_mapping, hashes, offsets, option)
-        return self._submit(Kind.SAVE, Saver(self._pages, registration).save, registration, blocks, timeout)
+        return self._submit(Kind.SAVE, *self._transfer(slot_mapping, hashes, offsets, option))
 
     def is_ready(self, future: CcFuture) -> bool:
         """Whether the load or save is over; never waits.
@@ -164,9 +171,15 @@ class ContextCaching:
 
     # Behind it
 
+    @property
+    def registration(self) -> Registration | None:
+        """The engine's caches and their namespace, once there are any."""
+        registered = self._registered
+        return registered.registration if registered else None
+
     def let_go(self) -> None:
         """Of the memory of a node that is gone."""
-        registration = self._registration
+        registration = self.registration
         if registration is not None:
             registration.let_go(self._pages.epoch)
 
@@ -207,10 +220,10 @@ class ContextCaching:
 
     def _transfer(
         self, slot_mapping: Any, hashes: Iterable[int], offsets: Iterable[int], option: CcKvOption | None
-    ) -> tuple[Registration, Blocks, float]:
+    ) -> tuple[_Registered, Blocks, float]:
         self._check_open()
-        registration = self._registration
-        if registration is None:
+        registered = self._registered
+        if registered is None:
             raise EmsException(
                 "no KV caches are registered, call register_kvcache before loads and saves",
                 EmsErrorCode.EMS_NOT_REGISTERED,
@@ -224,31 +237,29 @@ class ContextCaching:
             slots = slot_numbers(slot_mapping)
         except ConfigError as error:
             raise invalid(str(error)) from error
-        rows = registration.rows
+        rows = registered.registration.rows
         blocks = Blocks(wanted, counts, slots, block_size=rows.block_size, num_blocks=rows.num_blocks)
-        return registration, blocks, timeout
+        return registered, blocks, timeout
 
-    def _submit(
-        self, kind: Kind, transfer: _Transfer, registration: Registration, blocks: Blocks, timeout: float
-    ) -> CcFuture:
+    def _submit(self, kind: Kind, registered: _Registered, blocks: Blocks, timeout: float) -> CcFuture:
         future = CcFuture(kind, len(blocks), timeout, self._clock, self._ended)
         if not blocks:
             future.finish()
         elif not self._monitor.healthy:
             future.finish(GateClosed())
         else:
-            registration.names.remember(blocks.hashes)
-            mark = registration.device.mark()
-            self._workers[kind].submit(functools.partial(self._run, transfer, registration, blocks, future, mark))
+            registered.registration.names.remember(blocks.hashes)
+            transfer = registered.load if kind is Kind.LOAD else registered.save
+            device = registered.registration.device
+            self._workers[kind].submit(functools.partial(self._run, transfer, blocks, future, device, device.mark()))
         return future
 
-    def _run(
-        self, transfer: _Transfer, registration: Registration, blocks: Blocks, future: CcFuture, mark: object
-    ) -> None:
+    def _run(self, transfer: _Transfer, blocks: Blocks, future: CcFuture, device: Device, mark: object) -> None:
         failure: EmsError | None = None
         try:
             self._check_used()
-            registration.device.wait_for(mark)
+            future.started = True
+            device.wait_for(mark)
             transfer(blocks, future)
         except EmsError as error:
             failure = error
@@ -262,7 +273,8 @@ class ContextCaching:
 
     def _ended(self, future: CcFuture) -> None:
         self._monitor.add(Sample(future.kind, future.progress, future.total, self._clock() - future.begin))
-        if future.error is not None:
+        if future.error is not None and future.started:
+            # One that only ever waited for its turn says nothing about the node.
             self._monitor.failed(future.error)
 
     def _warm(self, registration: Registration) -> None:

@@ -26,17 +26,18 @@ RESERVATION_BYTES = 64 << 20
 COMMIT_SECONDS = 1.0
 """Time for a commit or abort when the deadline is over: the copies are done, it would be a pity."""
 TOUCH_PATIENCE = 1.0
-"""How long a save waits, all in all, for a node that is still touching its memory."""
+"""How long saves wait in a row, all in all and in vain, for a node that is still touching its memory."""
 _TOUCH_PAUSE = 0.05
 _STORED = (Outcome.GRANTED, Outcome.PRESENT, Outcome.WRITING)
 
 
 class Saver:
-    """Saves for one registration, over one connection."""
+    """Saves for one registration, over one connection, one after the other."""
 
     def __init__(self, client: PoolClient, registration: Registration) -> None:
         self._client = client
         self._registration = registration
+        self._patience = TOUCH_PATIENCE
 
     def save(self, blocks: Blocks, future: CcFuture) -> None:
         """Store leading ``blocks`` as far as the pool has room; ``future`` learns how many.
@@ -44,15 +45,14 @@ class Saver:
         Raises:
             PoolError: the pool failed; what was stored by then counts.
         """
-        patience = TOUCH_PATIENCE
         while future.progress < len(blocks) and future.open:
             stopped = self._save_some(blocks, future)
             if stopped is None:
                 continue
-            if stopped != Outcome.NOT_TOUCHED or patience <= 0:
+            if stopped != Outcome.NOT_TOUCHED or self._patience <= 0:
                 return
             future.pause(_TOUCH_PAUSE)
-            patience -= _TOUCH_PAUSE
+            self._patience -= _TOUCH_PAUSE
 
     def _save_some(self, blocks: Blocks, future: CcFuture) -> Outcome | None:
         """Store the next blocks; the outcome that stopped it, None when all of these were stored."""
@@ -68,6 +68,8 @@ class Saver:
         outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
         leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
         written = self._fill(reservation, [i for i in reservation.granted if i < leading], blocks, start, future)
+        if written:
+            self._patience = TOUCH_PATIENCE
         lost = next((i for i in reservation.granted if i < leading and i not in written), leading)
         future.advance(start + lost)
         return outcomes[leading] if lost == leading and leading < len(outcomes) else None

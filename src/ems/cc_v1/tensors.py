@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 PART_ALIGN = 8
 """Each tensor's part of a token page begins at a multiple of this many bytes."""
 
+_PORTABLE = 1
+"""Flag of ``cudaHostRegister``: pinned for all devices of the process."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -283,6 +286,7 @@ class StreamDevice(Device):
     """An accelerator with streams: copies run on a stream of their own beside the engine's."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._backend = getattr(torch, device.type)
         self._stream = self._backend.Stream(device=device)
         self._pinned: set[int] = set()
@@ -294,14 +298,16 @@ class StreamDevice(Device):
         address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
         if address in self._pinned or not self._registers():
             return
-        self._backend.check_error(int(self._backend.cudart().cudaHostRegister(address, len(buffer), 0)))
+        with self._backend.device(self._device):  # a thread begins on the first device, which may be another's
+            self._backend.check_error(int(self._backend.cudart().cudaHostRegister(address, len(buffer), _PORTABLE)))
         self._pinned.add(address)
 
     def unpin(self, buffer: memoryview) -> None:
         address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
         if address in self._pinned:
             self._pinned.discard(address)
-            self._backend.check_error(int(self._backend.cudart().cudaHostUnregister(address)))
+            with self._backend.device(self._device):
+                self._backend.check_error(int(self._backend.cudart().cudaHostUnregister(address)))
 
     def copy_out(self, rows: BlockRows, block: int, page: memoryview) -> None:
         target = torch.frombuffer(page, dtype=torch.uint8)

@@ -47,6 +47,7 @@ class CcFuture:
         self.total = total
         self.begin = clock()
         self.deadline = self.begin + timeout
+        self.started = False
         self.progress = 0
         self.error: EmsError | None = None
         self._clock = clock
