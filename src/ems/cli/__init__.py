@@ -44,7 +44,7 @@ def build_app() -> App:
         help="Run the OpenAI-compatible router in front of prefill and decode servers.",
     )
     bench = App(name="bench", help="Measure the pool and what it gains.")
-    bench.command("ems.bench.pool:pool", name="pool", help="Throughput and latency of the pool beside plain memcpy.")
+    bench.command("ems.cli.bench:pool", name="pool", help="Throughput and latency of the pool beside plain memcpy.")
     bench.command("ems.cli.bench:ttft", name="ttft", help="Time to first token in three steps on two servers.")
     app.command(bench)
     return app

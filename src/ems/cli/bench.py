@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ems.bench.completions import base_url
+from ems.bench.pool import PoolPlan
+from ems.bench.pool import measure as measure_pool
+from ems.bench.pool_report import tables as pool_tables
 from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, parse_token_ids, table
-from ems.config import default_socket
+from ems.config import default_socket, parse_size
 
 
 def ttft(
@@ -128,3 +131,44 @@ class _Bars:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+
+def pool(
+    *,
+    socket: Path | None = None,
+    pages: str = "32KB,128KB,768KB,4MB",
+    keys: str = "1,128,1024",
+    rounds: int = 5,
+    lookups: int = 400,
+    output: Annotated[Literal["table", "json"], Parameter(name=["--output", "-o"])] = "table",
+) -> None:
+    """Measure the pool: bandwidth of saves and loads beside plain memcpy, latency of lookups.
+
+    Parameters
+    ----------
+    socket
+        Socket of the node to measure; by default one that is started for this run alone.
+    pages
+        Page sizes, separated by commas.
+    keys
+        Keys of one lookup, separated by commas.
+    rounds
+        Rounds over each page size, of which the median counts.
+    lookups
+        Lookups of each number of keys.
+    output
+        Tables for people or JSON for scripts.
+    """
+    plan = PoolPlan(
+        pages=tuple(parse_size(part, name="--pages") for part in pages.split(",")),
+        keys=tuple(parse_size(part, name="--keys") for part in keys.split(",")),
+        rounds=rounds,
+        lookups=lookups,
+    )
+    report = measure_pool(plan, socket, lambda what: print(what, file=sys.stderr, flush=True))
+    if output == "json":
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        return
+    console = Console()
+    for shown in pool_tables(report):
+        console.print(shown)

@@ -27,7 +27,7 @@ EXIT_CANNOT_START = 3
 def node(
     *,
     dir: Annotated[Path | None, Parameter(env_var="EMS_DIR")] = None,  # noqa: A002 - the flag is called --dir
-    socket: Annotated[Path | None, Parameter(env_var="EMS_SOCKET")] = None,  # noqa: A002 - the flag is called --socket
+    socket: Annotated[Path | None, Parameter(env_var="EMS_SOCKET")] = None,
     size: Annotated[str | None, Parameter(env_var="EMS_POOL_SIZE")] = None,
     segment_size: str | None = None,
     high_watermark: float = 0.95,
@@ -62,6 +62,8 @@ def node(
         Serve HTTP at all.
     prefault
         Touch the pool's memory in the background right after the start.
+    autostarted
+        Set by engines that start a node by themselves.
     """
     directory = dir or default_directory()
     config = NodeConfig(

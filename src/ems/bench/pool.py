@@ -1,0 +1,269 @@
+"""Bandwidth of saves and loads beside plain memcpy, and latency of lookups, through the real client and a real node.
+
+Pages come in batches of 8 MiB, as the blocks of one prompt do. Each page size is measured in rounds: memcpy, save, load, one after the other, so that all three see the same
+machine; the median round is reported.  A save is reserve, copy, commit; a load is lookup with lease, header
+check, copy, header check, release: what an engine's connector does, with pages of twelve rows as twelve layers
+leave them.  All memory was touched before.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ems.config import MIB, NodeConfig, format_size
+from ems.errors import ConfigError, NoSpace, PoolTimeout
+from ems.pool.client import Namespace, PoolClient
+from ems.pool.keys import KEY_BYTES, NO_PARENT
+from ems.pool.launcher import ensure_node
+from ems.pool.processes import process_lives
+from ems.pool.touch import warm
+
+ROWS = 12
+"""Rows of a page, as many as a model of twelve layers leaves."""
+POOL_BYTES = 1024 * MIB
+WORKING_SET = 128 * MIB
+"""Bytes moved in one round; far above the processor's caches."""
+TOUCH_SECONDS = 120.0
+
+Bytes = npt.NDArray[np.uint8]
+Progress = Callable[[str], None]
+
+
+class PoolPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is measured."""
+
+    pages: tuple[int, ...] = (32 << 10, 128 << 10, 768 << 10, 4 << 20)
+    """Page sizes in bytes."""
+    keys: tuple[int, ...] = (1, 128, 1024)
+    """Keys of one lookup."""
+    rounds: int = 5
+    lookups: int = 400
+    """Lookups of each size."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.lookups < 1:
+            raise ConfigError("rounds and lookups must be 1 or more")
+        for page in self.pages:
+            if not 4096 <= page <= 16 * MIB or page % ROWS % 4:
+                raise ConfigError(f"a page of {page} bytes cannot be measured, expected 4KB to 16MB")
+        for count in self.keys:
+            if not 1 <= count <= 65536:
+                raise ConfigError(f"lookups of {count} keys cannot be measured, expected 1 to 65536")
+
+
+class Bandwidth(msgspec.Struct, frozen=True):
+    """Gigabytes (10^9 bytes) a second for pages of one size, and the shares of memcpy."""
+
+    page_bytes: int
+    memcpy: float
+    save: float
+    load: float
+    save_share: float
+    load_share: float
+
+
+class LookupLatency(msgspec.Struct, frozen=True):
+    """Microseconds of one lookup of ``keys`` present keys, plain or with a lease on them."""
+
+    keys: int
+    lease: bool
+    p50: float
+    p90: float
+    p99: float
+
+
+class PoolReport(msgspec.Struct, frozen=True):
+    """All figures of one run."""
+
+    bandwidth: list[Bandwidth]
+    lookups: list[LookupLatency]
+
+
+@contextmanager
+def own_node() -> Iterator[Path]:
+    """A node for this run alone; yields its socket and leaves nothing behind."""
+    directory = Path(tempfile.mkdtemp(prefix="ems-bench-", dir="/dev/shm"))
+    try:
+        config = NodeConfig(
+            directory=directory, socket=directory / "node.sock", size=POOL_BYTES, segment_size=64 * MIB, http_port=None
+        )
+        ensure_node(config)
+        client = PoolClient(config.socket, "ems bench")
+        pid = client.stats()["pid"]
+        client.close()
+        assert isinstance(pid, int)
+        try:
+            yield config.socket
+        finally:
+            os.kill(pid, signal.SIGTERM)
+            _wait(lambda: not process_lives(pid), 10.0, "the node ends")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise PoolTimeout(f"waited {seconds:.0f} s in vain until {what}")
+        time.sleep(0.02)
+
+
+class Bench:
+    """One client, its node's memory touched and mapped, and engine memory to copy from and to."""
+
+    def __init__(self, socket: Path, progress: Progress) -> None:
+        self._client = PoolClient(socket, "ems bench")
+        self._progress = progress
+        self._tag = secrets.token_hex(8)
+        self._touch()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _touch(self) -> None:
+        self._progress("touching memory")
+        figures = self._client.stats()
+        total = figures["bytes_total"]
+        assert isinstance(total, int)
+        _wait(lambda: self._client.stats()["bytes_touched"] == total, TOUCH_SECONDS, "the node touched its memory")
+        segments = self._client.segments(self._client.epoch)
+        for number in range(self._client.segment_count):
+            warm(segments.segment(number))
+
+    def _namespace(self, page_bytes: int) -> Namespace:
+        return Namespace(f"bench/{self._tag}/{page_bytes}", page_bytes)
+
+    def bandwidth(self, page_bytes: int, rounds: int) -> Bandwidth:
+        """Measure pages of one size."""
+        self._progress(f"pages of {format_size(page_bytes)}")
+        count = max(WORKING_SET // page_bytes, 4)
+        batch = max((8 * MIB) // page_bytes, 1)
+        engine = Engine(page_bytes, count)
+        namespace = self._namespace(page_bytes)
+        taken: dict[str, list[float]] = {"memcpy": [], "save": [], "load": []}
+        for _ in range(rounds + 1):
+            keys = [os.urandom(KEY_BYTES) for _ in range(count)]
+            taken["memcpy"].append(_timed(engine.memcpy))
+            taken["save"].append(_timed(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
+            taken["load"].append(_timed(lambda keys=keys: self._load(namespace, engine, keys, batch)))  # type: ignore[misc]
+        # The first round warms engine memory and page tables.
+        seconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
+        moved = page_bytes * count / 1e9
+        return Bandwidth(
+            page_bytes,
+            *(round(moved / seconds[name], 2) for name in ("memcpy", "save", "load")),
+            *(round(seconds["memcpy"] / seconds[name], 3) for name in ("save", "load")),
+        )
+
+    def _save(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> None:
+        for first in range(0, len(keys), batch):
+            part = keys[first : first + batch]
+            reserved = self._client.reserve(namespace, NO_PARENT, part)
+            if len(reserved.granted) != len(part):
+                raise NoSpace("the pool has no room for the pages of this run, use a larger pool or none in use")
+            segments = self._client.segments(reserved.epoch)
+            for position, ref in reserved.granted.items():
+                engine.copy_out(first + position, segments.page(ref, namespace.page_size))
+            self._client.commit(reserved)
+
+    def _load(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> None:
+        for first in range(0, len(keys), batch):
+            part = keys[first : first + batch]
+            hits = self._client.lookup(namespace, b"".join(part), lease=True)
+            if hits.count != len(part) or hits.lease is None:
+                raise NoSpace("pages of this run were evicted while it ran, use a larger pool or none in use")
+            segments = self._client.segments(hits.lease.epoch)
+            refs = hits.lease.refs
+            for position, (key, ref) in enumerate(zip(part, refs, strict=True)):
+                if segments.holds(ref, key):
+                    engine.copy_in(first + position, segments.page(ref, namespace.page_size))
+            if not all(segments.holds(ref, key) for key, ref in zip(part, refs, strict=True)):
+                raise NoSpace("pages of this run changed while they were leased")
+            self._client.release(hits.lease)
+
+    def lookups(self, keys: int, repeats: int, *, lease: bool) -> LookupLatency:
+        """Measure lookups of ``keys`` keys that are all present."""
+        self._progress(f"lookups of {keys} keys{' with a lease' if lease else ''}")
+        namespace = self._namespace(256)
+        chain = [bytes([1]) + number.to_bytes(KEY_BYTES - 1, "little") for number in range(keys)]
+        reserved = self._client.reserve(namespace, NO_PARENT, chain)
+        if reserved.granted:
+            self._client.commit(reserved)
+        joined = b"".join(chain)
+        taken = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            hits = self._client.lookup(namespace, joined, lease=lease)
+            taken.append(time.perf_counter() - begin)
+            if hits.count != keys:
+                raise NoSpace(f"only {hits.count} of {keys} keys of this run are in the pool, use a larger pool")
+            if hits.lease is not None:
+                self._client.release(hits.lease)
+        cuts = statistics.quantiles(taken, n=100, method="inclusive") if repeats > 1 else [taken[0]] * 99
+        return LookupLatency(keys, lease, *(round(cuts[at - 1] * 1e6, 1) for at in (50, 90, 99)))
+
+
+class Engine:
+    """Memory as an engine has it: one array a row, ``[blocks, row bytes]``, and a plain copy of it."""
+
+    def __init__(self, page_bytes: int, blocks: int) -> None:
+        row = page_bytes // ROWS
+        sizes = [row] * (ROWS - 1) + [page_bytes - row * (ROWS - 1)]
+        self._rows = [np.full((blocks, size), number, dtype=np.uint8) for number, size in enumerate(sizes)]
+        ends = np.cumsum(sizes).tolist()
+        self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        self._source: Bytes = np.full((blocks, page_bytes), 1, dtype=np.uint8)
+        self._target: Bytes = np.full((blocks, page_bytes), 2, dtype=np.uint8)
+
+    def memcpy(self) -> None:
+        """The limit: page after page from one place to another."""
+        for source, target in zip(self._source, self._target, strict=True):
+            target[:] = source
+
+    def copy_out(self, block: int, page: memoryview) -> None:
+        target = np.frombuffer(page, dtype=np.uint8)
+        for rows, (start, end) in zip(self._rows, self._spans, strict=True):
+            target[start:end] = rows[block]
+
+    def copy_in(self, block: int, page: memoryview) -> None:
+        source = np.frombuffer(page, dtype=np.uint8)
+        for rows, (start, end) in zip(self._rows, self._spans, strict=True):
+            rows[block] = source[start:end]
+
+
+def _timed(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolReport:
+    """Measure on the node at ``socket``, or on one of its own when that is None.
+
+    Raises:
+        PoolError: no node answers, or it has no room for the run.
+    """
+    if socket is None:
+        with own_node() as own:
+            return measure(plan, own, progress)
+    bench = Bench(socket, progress)
+    try:
+        bandwidth = [bench.bandwidth(page, plan.rounds) for page in plan.pages]
+        lookups = [bench.lookups(count, plan.lookups, lease=lease) for lease in (False, True) for count in plan.keys]
+    finally:
+        bench.close()
+    return PoolReport(bandwidth, lookups)
