@@ -31,7 +31,7 @@ from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, Report, table
 from ems.errors import EmsError
 from ems.testing.engine import SERVED_MODEL, EngineOptions, VllmServer
-from ems.testing.process import ServerProcess, free_port
+from ems.testing.process import ServerProcess, deferred_signals, free_port
 from ems.testing.tiny_model import make_model
 
 LOGS = Path(__file__).resolve().parent.parent / ".run" / "demo"
@@ -117,7 +117,7 @@ class Demo:
                     server.wait_ready(progress=lambda seconds: status.update(f"waiting {seconds:.0f} s"))
             yield
         finally:
-            with uninterrupted():
+            with deferred_signals():
                 for server in servers:
                     server.ask_to_stop()
                 for server in servers:
@@ -257,20 +257,8 @@ def pool_directory() -> Iterator[Path]:
     try:
         yield pool
     finally:
-        with uninterrupted():
+        with deferred_signals():
             shutil.rmtree(pool)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let no signal cut the clean-up short; it takes seconds at most."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
 
 
 def interrupt(_number: int, _frame: object) -> None:

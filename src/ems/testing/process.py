@@ -15,11 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ if os.getppid() == int(sys.argv[1]):
 A program of its own and not a ``preexec_fn``: with one, Python runs hooks after the fork in which the exception of a
 signal handler, Ctrl-C for one, is lost.
 """
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Whatever proxy the environment names, it is not the way to this machine."""
 
@@ -92,7 +94,7 @@ class ServerProcess:
     def start(self) -> None:
         """Start the processes and return at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as log, deferred_signals():  # or a process could start that nobody knows of
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *self._command],
                 env=self._environment,
@@ -195,6 +197,26 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Keep SIGINT, SIGTERM and SIGHUP from cutting short what must be done whole; those that came are raised after it.
+
+    Only the main thread is ever interrupted by them, so in another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for pending in dict.fromkeys(came):
+        signal.raise_signal(pending)
 
 
 def fetch_metrics(url: str) -> dict[str, float]:
