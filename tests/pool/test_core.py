@@ -89,6 +89,16 @@ def test_room_for_a_suffix_is_not_made_by_evicting_its_own_prefix() -> None:
     assert core.check() == []
 
 
+def test_room_for_a_prefix_is_not_made_by_evicting_its_own_suffix() -> None:
+    core = core_of(2)
+    namespace = core.open_namespace("a", PAGE)
+    first, second = chain("x", 2)
+    save(core, namespace, [second], parent=first)
+    save(core, namespace, [key("young")])
+    assert outcomes(core.reserve(1, namespace, bytes(16), [first, second])) == [Outcome.GRANTED, Outcome.PRESENT]
+    assert core.check() == []
+
+
 def test_an_aborted_prefix_leaves_its_suffix_evictable() -> None:
     core = core_of(2)
     namespace = core.open_namespace("a", PAGE)

@@ -8,6 +8,7 @@ stays where it is; whoever disappears holds nothing any more; every slot is in e
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 
 import msgspec
@@ -172,7 +173,7 @@ class PoolCore:
                 outcomes[position] = Outcome.PRESENT if known.present else Outcome.WRITING
             else:
                 # What follows a block that found no room is of no use without it, and would look in vain again.
-                ref = refusal or self._take(space, before, assigned)
+                ref = refusal or self._take(space, parent, keys, assigned)
                 if isinstance(ref, Outcome):
                     outcomes[position] = refusal = ref
                 else:
@@ -186,19 +187,29 @@ class PoolCore:
         if granted:
             number = self._new_id()
             self._reservations[number] = reservation
-        self._room.trim(space)
+        if self._room.must_trim(space):
+            with self._spared(space, parent, keys):
+                self._room.trim(space)
         return Reserved(number, bytes(outcomes), granted, assigned)
 
-    def _take(self, namespace: NamespacePages, before: bytes, assigned: list[Assigned]) -> PageRef | Outcome:
-        """A slot for the page after that of ``before``, which must not make room for its own suffix."""
-        prefix = namespace.index.get(before)
-        if prefix is None:
+    def _take(
+        self, namespace: NamespacePages, parent: bytes, keys: list[bytes], assigned: list[Assigned]
+    ) -> PageRef | Outcome:
+        ref = self._space.take(namespace.number)
+        if ref is not None:
+            return ref
+        with self._spared(namespace, parent, keys):
             return self._room.take(namespace, self._now, assigned)
-        prefix.leases += 1
-        try:
-            return self._room.take(namespace, self._now, assigned)
-        finally:
-            prefix.leases -= 1
+
+    @contextlib.contextmanager
+    def _spared(self, namespace: NamespacePages, parent: bytes, keys: list[bytes]) -> Iterator[None]:
+        """Pages of a reservation, and its prefix, do not make room for each other."""
+        pages = [page for page in map(namespace.index.get, (parent, *keys)) if page is not None]
+        for page in pages:
+            page.leases += 1
+        yield
+        for page in pages:
+            page.leases -= 1
 
     def commit(self, owner: int, reservation: int, positions: list[int] | None = None) -> list[Page]:
         """The pages at ``positions`` (all, when None) of ``reservation`` are written whole: publish them.
@@ -318,8 +329,7 @@ class PoolCore:
         for number in [n for n, held in self._reservations.items() if held.owner == owner]:
             self.counters.reservations_lost += 1
             held = self._reservations.pop(number)
-            for page in held.waiting.values():
-                resting.append(self._drop_unwritten(held.namespace, page))
+            resting += [self._drop_unwritten(held.namespace, page) for page in held.waiting.values()]
         if resting:
             self._limbo[owner] = (now + LIMBO_SECONDS, resting)
             if not alive:
@@ -343,7 +353,8 @@ class PoolCore:
             self.died(owner)
         for namespace in self._namespaces:
             namespace.denied = False
-            self._room.trim(namespace)
+            if self._room.must_trim(namespace):
+                self._room.trim(namespace)
 
     def _new_id(self) -> int:
         number = self._next_id

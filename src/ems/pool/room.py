@@ -101,15 +101,23 @@ class Room:
             return ref
         return Outcome.NOT_TOUCHED if self._space.untouched(namespace.number) else Outcome.NO_SPACE
 
-    def trim(self, namespace: NamespacePages) -> None:
-        """Above the high watermark, and with no spare segment, free the eviction ratio of all slots, in steps."""
+    def must_trim(self, namespace: NamespacePages) -> bool:
+        """Whether ``namespace`` is above the high watermark with no spare segment, or not done with trimming."""
+        if namespace.debt:
+            return True
         capacity = self._space.capacity(namespace.number)
-        if not namespace.debt:
-            if self._space.used(namespace.number) <= self._high_watermark * capacity:
-                return
-            if self._space.unassigned(namespace.page_size) is not None or self._space.untouched(namespace.number):
-                return
-            namespace.debt = max(int(self._eviction_ratio * capacity), 1)
+        if self._space.used(namespace.number) <= self._high_watermark * capacity:
+            return False
+        if self._space.unassigned(namespace.page_size) is not None or self._space.untouched(namespace.number):
+            return False
+        if not namespace.denied and self._who_gives_way(namespace, namespace.last_used) is not None:
+            # It is short of its share and grows by a segment before it gives up a page of its own.
+            return False
+        namespace.debt = max(int(self._eviction_ratio * capacity), 1)
+        return True
+
+    def trim(self, namespace: NamespacePages) -> None:
+        """Free the eviction ratio of all slots of a namespace that must be trimmed, one step at a call."""
         evicted = self._evict(namespace, min(namespace.debt, EVICTION_STEP))
         namespace.debt = namespace.debt - evicted if evicted else 0
 

@@ -1,0 +1,287 @@
+"""Random histories of several clients against the brain, compared after every step with a plain account of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ems.pool.core import LIMBO_SECONDS, PoolCore
+from ems.pool.index import Page
+from ems.pool.layout import PageRef
+from ems.pool.room import Outcome
+from tests.pool.brain import key, segment_for
+
+SEGMENTS = [segment_for(3, 8192), segment_for(2, 8192), segment_for(2, 8192)]
+PAGE_SIZES = {"small": 8192, "odd": 8192 + 64, "large": 2 * 8192 - 128}
+SEATS = (0, 1, 2)
+
+# Two trees of blocks: each path continues its prefix, some paths share theirs.
+PATHS = ["a", "ab", "abc", "abcd", "abx", "abxy", "k", "kl", "klm"]
+KEYS = {path: key(path) for path in PATHS}
+PREFIX = {KEYS[path]: KEYS.get(path[:-1], bytes(16)) for path in PATHS}
+
+
+class Slot(NamedTuple):
+    segment: int
+    number: int
+
+
+class Writing(NamedTuple):
+    owner: int
+    namespace: str
+    pages: dict[int, bytes]
+
+
+class Reading(NamedTuple):
+    owner: int
+    namespace: str
+    refs: dict[bytes, bytes]
+
+
+def slot_of(ref: bytes) -> Slot:
+    unpacked = PageRef.unpack(ref)
+    return Slot(unpacked.segment, unpacked.slot)
+
+
+def runs() -> st.SearchStrategy[list[str]]:
+    """Consecutive blocks of one path."""
+
+    def cut(bounds: tuple[str, int, int]) -> list[str]:
+        path, start, stop = bounds
+        start, stop = sorted((start % len(path), stop % len(path)))
+        return [path[:end] for end in range(start + 1, stop + 2)]
+
+    return st.tuples(st.sampled_from(PATHS), st.integers(0, 3), st.integers(0, 3)).map(cut)
+
+
+class PoolHistory(RuleBasedStateMachine):
+    """Clients write, read, leave; memory is touched; time goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.owners = [1, 2, 3]
+        self.numbers: dict[str, int] = {}
+        self.writing: dict[int, Writing] = {}
+        self.reading: dict[int, Reading] = {}
+        self.committed: dict[str, dict[bytes, bytes]] = {name: {} for name in PAGE_SIZES}
+        self.resting: dict[int, tuple[float, set[Slot]]] = {}
+        self.generations: dict[Slot, int] = {}
+        self.touched = [0] * len(SEGMENTS)
+
+    @initialize(
+        watermark=st.sampled_from([1.0, 0.95, 0.5]),
+        ratio=st.sampled_from([0.05, 0.5, 1.0]),
+        touched=st.sampled_from([True, True, False]),
+    )
+    def start(self, watermark: float, ratio: float, touched: bool) -> None:
+        self.core = PoolCore(SEGMENTS, high_watermark=watermark, eviction_ratio=ratio)
+        for name, size in PAGE_SIZES.items():
+            self.numbers[name] = self.core.open_namespace(name, size)
+        if touched:
+            for segment in range(len(SEGMENTS)):
+                self.touch(segment, 1.0)
+            self.end_touching()
+
+    # What the brain says it has, read without asking it as a client
+
+    def pages(self, name: str) -> dict[bytes, Page]:
+        return {page.key: page for page in self.core._namespaces[self.numbers[name]].index}
+
+    def see_evictions(self) -> None:
+        """Take note of pages that left, which must have been allowed to."""
+        for name, committed in self.committed.items():
+            left = self.pages(name)
+            gone = {one for one in committed if one not in left}
+            for one in gone:
+                del committed[one]
+            leased = {one for lease in self.reading.values() if lease.namespace == name for one in lease.refs}
+            assert not gone & leased, "a leased page was evicted"
+            assert not gone & {PREFIX[one] for one in left}, "a prefix was evicted before its suffix"
+
+    # Rules
+
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
+    def reserve(self, seat: int, name: str, run: list[str]) -> None:
+        owner = self.owners[seat]
+        keys = [KEYS[path] for path in run]
+        before = self.pages(name)
+        out = {slot_of(page.ref) for other in PAGE_SIZES for page in self.pages(other).values()}
+        kept = {slot for _, slots in self.resting.values() for slot in slots}
+        reserved = self.core.reserve(owner, self.numbers[name], PREFIX[keys[0]], keys)
+        self.see_evictions()
+        assert len(reserved.outcomes) == len(keys)
+        waiting = {}
+        granted = iter(reserved.granted)
+        for position, outcome in enumerate(reserved.outcomes):
+            known = before.get(keys[position])
+            if outcome == Outcome.PRESENT:
+                assert known is not None
+            elif outcome == Outcome.WRITING:
+                assert known is not None
+                assert not known.present
+            elif outcome == Outcome.GRANTED:
+                page = next(granted)
+                assert page.key == keys[position]
+                waiting[position] = page.key
+                self.see_grant(page, name, out - self.slots_out_before_grant(reserved.granted), kept)
+        assert next(granted, None) is None
+        assert all(one in self.pages(name) for one in {*keys, PREFIX[keys[0]]} & before.keys()), "it evicted its own"
+        assert (reserved.reservation != 0) == bool(waiting)
+        if waiting:
+            self.writing[reserved.reservation] = Writing(owner, name, waiting)
+
+    def slots_out_before_grant(self, granted: list[Page]) -> set[Slot]:
+        """Slots that came free within the call: those of evicted pages."""
+        now = {slot_of(page.ref) for name in PAGE_SIZES for page in self.pages(name).values() if page not in granted}
+        return {slot_of(page.ref) for page in granted} - now
+
+    def see_grant(self, page: Page, name: str, out: set[Slot], resting: set[Slot]) -> None:
+        slot = slot_of(page.ref)
+        ref = PageRef.unpack(page.ref)
+        assert slot not in out, "a slot in use was handed out"
+        assert slot not in resting, "a slot that rests was handed out"
+        assert ref.generation > self.generations.get(slot, 0), "a generation did not grow"
+        self.generations[slot] = ref.generation
+        assert ref.offset + PAGE_SIZES[name] <= self.touched[ref.segment], "untouched memory was handed out"
+
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
+    def save(self, seat: int, name: str, run: list[str]) -> None:
+        before = set(self.writing)
+        self.reserve(seat, name, run)
+        for number in set(self.writing) - before:
+            self.publish(number, None)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), part=st.booleans())
+    def commit(self, data: st.DataObject, part: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.writing)))
+        positions = sorted(self.writing[number].pages)
+        self.publish(number, data.draw(st.lists(st.sampled_from(positions), unique=True)) if part else None)
+
+    def publish(self, number: int, positions: list[int] | None) -> None:
+        held = self.writing[number]
+        pages = self.core.commit(held.owner, number, positions)
+        wanted = sorted(held.pages if positions is None else positions)
+        assert [page.key for page in pages] == [held.pages.pop(position) for position in wanted]
+        for page in pages:
+            self.committed[held.namespace][page.key] = page.ref
+        if not held.pages:
+            del self.writing[number]
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.writing)))
+        self.core.abort(self.writing.pop(number).owner, number)
+
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), lease=st.booleans())
+    def lookup(self, seat: int, name: str, run: list[str], lease: bool) -> None:
+        owner = self.owners[seat]
+        keys = [KEYS[path] for path in run]
+        found = self.core.lookup(owner, self.numbers[name], keys, lease=lease)
+        committed = self.committed[name]
+        expected = next((at for at, one in enumerate(keys) if one not in committed), len(keys))
+        assert [page.key for page in found.pages] == keys[:expected]
+        known = self.pages(name)
+        assert found.pending == next(
+            (at for at, one in enumerate(keys[expected:]) if one not in known), len(keys) - expected
+        )
+        assert (found.lease != 0) == (lease and expected > 0)
+        if found.lease:
+            self.reading[found.lease] = Reading(owner, name, {page.key: page.ref for page in found.pages})
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reading)))
+        self.core.release(self.reading.pop(number).owner, number)
+
+    @rule(seat=st.sampled_from(SEATS), alive=st.booleans())
+    def leave(self, seat: int, alive: bool) -> None:
+        owner, self.owners[seat] = self.owners[seat], max(self.owners) + 1
+        held = [number for number, writing in self.writing.items() if writing.owner == owner]
+        slots = {
+            slot_of(self.pages(self.writing[number].namespace)[one].ref)
+            for number in held
+            for one in self.writing[number].pages.values()
+        }
+        self.core.disconnect(owner, self.now, alive=alive)
+        for number in held:
+            del self.writing[number]
+        for number in [number for number, reading in self.reading.items() if reading.owner == owner]:
+            del self.reading[number]
+        assert self.core.rests(owner) == bool(slots and alive)
+        if slots and alive:
+            self.resting[owner] = (self.now + LIMBO_SECONDS, slots)
+
+    @precondition(lambda self: self.resting)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.resting)))
+        self.core.died(owner)
+        del self.resting[owner]
+
+    @rule(segment=st.integers(0, len(SEGMENTS) - 1), share=st.sampled_from([0.3, 0.7, 1.0]))
+    def touch(self, segment: int, share: float) -> None:
+        touched = int(SEGMENTS[segment] * share)
+        self.core.touched(segment, touched)
+        self.touched[segment] = max(self.touched[segment], touched)
+
+    @rule()
+    def end_touching(self) -> None:
+        self.core.touching_ended()
+
+    @rule(seconds=st.sampled_from([0.5, 11.0, LIMBO_SECONDS]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.core.tick(self.now)
+        self.resting = {owner: rest for owner, rest in self.resting.items() if rest[0] > self.now}
+        self.see_evictions()
+
+    # What must hold after every step
+
+    @invariant()
+    def the_brain_agrees_with_itself(self) -> None:
+        assert self.core.check() == []
+
+    @invariant()
+    def the_brain_agrees_with_the_account(self) -> None:
+        for name, committed in self.committed.items():
+            held = {
+                one for writing in self.writing.values() if writing.namespace == name for one in writing.pages.values()
+            }
+            pages = self.pages(name)
+            assert {one: page.ref for one, page in pages.items() if page.present} == committed
+            assert {one for one, page in pages.items() if not page.present} == held
+
+    @invariant()
+    def no_leased_page_moved(self) -> None:
+        for reading in self.reading.values():
+            assert reading.refs.items() <= self.committed[reading.namespace].items()
+
+    @invariant()
+    def no_two_pages_share_a_slot(self) -> None:
+        slots = [slot_of(page.ref) for name in PAGE_SIZES for page in self.pages(name).values()]
+        slots += [slot for _, resting in self.resting.values() for slot in resting]
+        assert len(slots) == len(set(slots))
+
+    def teardown(self) -> None:
+        if not self.numbers:
+            return
+        for owner in self.owners:
+            self.core.disconnect(owner, self.now, alive=False)
+        self.core.tick(self.now + LIMBO_SECONDS)
+        figures = self.core.stats()
+        assert (figures["leases"], figures["reservations"], figures["slots_resting"]) == (0, 0, 0)
+        assert not any(page.leases for name in PAGE_SIZES for page in self.pages(name).values())
+        assert self.core.check() == []
+
+
+PoolHistory.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestPoolHistory = PoolHistory.TestCase
