@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -352,3 +354,62 @@ class TestRoom:
             assert "does not fit in a segment" in caplog.text
             assert not Ems.check_health()
             assert cc.exists([1], OPTION).success == 0
+
+
+class TestDeathInTheMiddle:
+    def test_the_node_dies_while_a_load_copies(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        """What is mapped stays readable, so the blocks that count are right."""
+        cc = connect(fragile_node, health=NEVER)
+        caches = make_caches()
+        cc.register_kvcache(caches)
+        assert cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3
+        other = zeros_like(caches)
+        cc.register_kvcache(other)
+        meddle(cc, lambda copy: fragile_node.end(signal.SIGKILL))
+        assert cc.get_result(cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3
+        assert same(tokens(other, range(12)), tokens(caches, range(12)))
+        assert cc.exists([1], OPTION).success == 0
+
+    def test_the_node_dies_while_a_save_copies(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        cc = connect(fragile_node, health=NEVER)
+        cc.register_kvcache(make_caches())
+        meddle(cc, lambda copy: fragile_node.end(signal.SIGKILL))
+        future = cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION)
+        assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_RECOVERD_ERROR
+        assert not Ems.check_health()
+
+    def test_the_engine_dies_while_it_saves(self, node: NodeProcess, connect: Connect) -> None:
+        """Nothing half-written is ever found, nothing stays reserved, and the next engine stores the blocks."""
+        script = f"""
+import threading
+from pathlib import Path
+from tests.cc_v1.conftest import *
+from tests.cc_v1.test_faults import meddle
+directory = Path({str(node.directory)!r})
+node = NodeConfig(directory=directory, socket=directory / "node.sock")
+Ems.init(EmsConfig("", "", rank_config("dies"), autostart=False, node=node))
+cc = Ems.get_cc()
+cc.register_kvcache(make_caches())
+
+def wait_to_die(copy):
+    print("copying", flush=True)
+    threading.Event().wait(60)
+
+meddle(cc, wait_to_die)
+cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], CcKvOption(timeout=60000)))
+"""
+        engine = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"copying\n"
+        watcher = PoolClient(node.config.socket)
+        assert watcher.stats()["reservations"] == 1
+        cc = connect(node, model_id="dies")
+        cc.register_kvcache(make_caches())
+        assert cc.exists([1, 2, 3], OPTION).success == 0
+        engine.kill()
+        engine.communicate()
+        until(lambda: watcher.stats()["reservations"] == 0, 5.0)
+        watcher.close()
+        assert cc.exists([1, 2, 3], OPTION).success == 0
+        assert cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3
+        assert cc.exists([1, 2, 3], OPTION).success == 3
