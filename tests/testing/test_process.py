@@ -212,16 +212,17 @@ def handler(number, frame):
 
 signal.signal(signal.SIGTERM, handler)
 log = Path({str(tmp_path)!r}) / "log"
+servers = [ServerProcess([], name="s", port=1, log=log)]  # all are kept: what a finaliser raises is lost
 print(os.getpid(), flush=True)
 while True:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         while True:
-            server = ServerProcess(["sleep", "60"], name="s", port=1, log=log)
-            server.start()
-            server.stop()
+            servers.append(ServerProcess(["sleep", "60"], name="s", port=1, log=log))
+            servers[-1].start()
+            servers[-1].stop()
     except KeyboardInterrupt:
-        server.stop()
+        servers[-1].stop()
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         raised += 1
         print(raised, len(psutil.Process().children()), flush=True)
