@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
+import psutil
 import pytest
 from aiohttp import web
 
@@ -118,8 +119,10 @@ async def test_the_command_of_today_serves_a_pair(verb: str) -> None:
                         assert (response.status, await response.read()) == (200, ANSWER)
                         assert len(response.headers.getall("Date")) == 1
                         assert "Python" in response.headers["Server"], "the engine's own"
+            soft, hard = psutil.Process(router.process.pid).rlimit(psutil.RLIMIT_NOFILE)
             router.process.terminate()
 
+            assert soft == hard
             assert await router.ended() == (0, "")
         assert (len(p1.seen), len(p2.seen), len(decode.seen)) == (1, 1, 2)
 

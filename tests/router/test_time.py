@@ -15,6 +15,8 @@ from ems.router.fleet import Role
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
+    import pytest
+
 PREFILL = Address("prefill", 1)
 DECODE = Address("decode", 1)
 
@@ -238,3 +240,28 @@ def test_a_health_page_that_hangs_counts_as_ill() -> None:
             assert ((await request(router))[0], router.fleet.next_probe()) == (503, 6.0)
 
     virtually(main())
+
+
+def test_a_probe_that_fails_by_a_defect_does_not_end_probing(caplog: pytest.LogCaptureFixture) -> None:
+    broken = True
+
+    async def answer(address: Address, target: str) -> FakeAnswer:
+        if broken and address == PREFILL:
+            raise ZeroDivisionError
+        return FakeAnswer((0, b"{}"))
+
+    async def main() -> None:
+        nonlocal broken
+        async with router_of(FakeUpstream(answer)) as router:
+            await asyncio.sleep(2)
+
+            assert (router.fleet.serves(Role.PREFILL), router.fleet.ready()) == (False, True)
+
+            broken = False
+            await asyncio.sleep(10)
+
+            assert router.fleet.serves(Role.PREFILL)
+
+    virtually(main())
+
+    assert "by a defect" in caplog.text

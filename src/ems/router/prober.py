@@ -47,7 +47,11 @@ class Prober:
                     pass  # the next probe is due
 
     async def _probe(self, instance: Instance) -> None:
-        failure = await self._ask(instance)
+        try:
+            failure = await self._ask(instance)
+        except Exception:  # the root of the probe's task: a defect must not end the probing of all others
+            log.exception("The probe of %s failed by a defect of the router", instance.address)
+            failure = "it could not be probed"
         if failure is None:
             if instance.breaker.probe_passed():
                 log.info("The %s instance %s is healthy again and gets requests", instance.role, instance.address)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -50,6 +51,7 @@ def serve(config: RouterConfig, *, log_level: str = "info") -> int:
         _tell(f"error: {error}")
         return EXIT_CANNOT_LISTEN
     _set_up_log(log_level)
+    _allow_many_connections()
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(config, listener))
     return 0
@@ -130,6 +132,15 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit on open files as far as allowed: each running request has two or three sockets."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError) as error:
+        log.warning("Cannot raise the limit on open files: %s", error)
 
 
 def _tell(line: str) -> None:
