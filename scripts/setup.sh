@@ -39,8 +39,8 @@ if ! has "$python" venv ensurepip; then
     package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         echo "set-up: installing the Debian package $package" >&2
-        { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$package"; } \
-            >/dev/null || fail "apt-get could not install $package, without which $python makes no environments"
+        said=$({ apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$package"; } 2>&1) ||
+            fail "apt-get could not install $package, without which $python makes no environments: ${said##*$'\n'}"
     fi
     has "$python" venv ensurepip || fail "$python has no venv module; install the package $package or set PYTHON"
 fi
