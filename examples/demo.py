@@ -92,7 +92,7 @@ class Demo:
         stored = growth(before[1], after[1], "ems_pool_pages_committed_total")
         hit = growth(before[1], after[1], "ems_pool_keys_hit_total")
         out.print(f"  decode server: {loaded} of {prompt_tokens} prompt tokens came from the pool, says vLLM")
-        out.print(f"  pool node:     {stored} pages stored by the prefill server, {hit} of them found by lookups")
+        out.print(f"  pool node:     {stored} pages stored by the prefill server, {hit} hits in lookups")
         if not (loaded and stored):
             raise DemoError("the decode server loaded nothing from the pool, expected the blocks of the prompt")
 
