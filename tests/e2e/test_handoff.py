@@ -98,8 +98,7 @@ def test_completions_through_the_pair_say_what_one_engine_says(fleet: Fleet, ref
 
     assert complete_all(fleet.url, prompts) == expected
 
-    whole = sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
-    assert external_hits(fleet.decode) - before == whole
+    assert external_hits(fleet.decode) - before == sum(map(len, prompts))
 
 
 def test_a_chat_through_the_pair_says_what_one_engine_says(fleet: Fleet, reference: Reference) -> None:
@@ -196,7 +195,7 @@ def test_no_pool_a_pool_too_small_and_a_pool_started_by_the_engine(
         with running(tiny_pool, own_pool):
             assert complete_all(tiny_pool.url, prompts) == expected
             assert complete_all(own_pool.url, prompts) == expected
-            wait_for(lambda: home.counters["pages_committed"] == 16, "the engine's own node stores")
+            wait_for(lambda: home.counters["pages_committed"] >= 16, "the engine's own node stores")
         said = tiny_pool.log.read_text()
         assert "EMS pool cannot be used" in said
         assert "does not fit in a segment" in said

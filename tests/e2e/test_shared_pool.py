@@ -68,25 +68,29 @@ def stored(node: Node) -> int:
     return node.counters["pages_committed"]
 
 
+def settled(node: Node) -> bool:
+    """Whether nothing is being written."""
+    return node.stats()["reservations"] == 0
+
+
 def test_text_is_the_same_cold_warm_and_from_the_other_instance(pair: Pair, reference: Reference) -> None:
     prompts = [random_prompt(100 + length, length) for length in LENGTHS]
     expected = reference.texts(prompts)
-    whole_blocks = sum(length // BLOCK for length in LENGTHS)
-    before, begin = external_hits(pair.second), stored(pair.node)
+    before = external_hits(pair.second)
 
     assert complete_all(pair.first.url, prompts) == expected
-    wait_for(lambda: stored(pair.node) - begin == whole_blocks, "every whole block is stored")
+    wait_for(lambda: settled(pair.node), "everything is stored")
     assert complete_all(pair.first.url, prompts) == expected
     assert complete_all(pair.second.url, prompts) == expected
 
-    assert external_hits(pair.second) - before == whole_blocks * BLOCK
+    assert external_hits(pair.second) - before == sum(LENGTHS)
 
 
 def test_a_full_hit_leaves_one_token_to_compute(pair: Pair, reference: Reference) -> None:
     prompt = random_prompt(7, 10 * BLOCK)
     begin = stored(pair.node)
     assert complete(pair.first.url, prompt) == reference.text(prompt)
-    wait_for(lambda: stored(pair.node) - begin == 10, "the prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the prompt is stored")
 
     before = external_hits(pair.second)
     assert complete(pair.second.url, prompt) == reference.text(prompt)
@@ -98,7 +102,7 @@ def test_a_shared_prefix_is_reused_and_the_rest_computed(pair: Pair, reference: 
     first, second = prefix + random_prompt(9, 40), prefix + random_prompt(10, 75)
     begin = stored(pair.node)
     assert complete(pair.first.url, first) == reference.text(first)
-    wait_for(lambda: stored(pair.node) - begin == len(first) // BLOCK, "the first prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the first prompt is stored")
 
     before = external_hits(pair.second)
     assert complete(pair.second.url, second) == reference.text(second)
@@ -111,7 +115,7 @@ def test_a_cache_salt_keeps_equal_prompts_apart(pair: Pair, reference: Reference
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     begin = stored(pair.node)
     post(pair.first.url, "/v1/completions", {**body, "cache_salt": "one"})
-    wait_for(lambda: stored(pair.node) - begin == 6, "the prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the prompt is stored")
 
     before = external_hits(pair.second)
     answer = post(pair.second.url, "/v1/completions", {**body, "cache_salt": "two"})
@@ -159,7 +163,7 @@ def test_another_dtype_on_the_same_pool_never_hits(pair: Pair, model: Path, logs
     prompt = random_prompt(12, 8 * BLOCK)
     begin = stored(pair.node)
     assert complete(pair.first.url, prompt) == reference.text(prompt)
-    wait_for(lambda: stored(pair.node) - begin == 8, "the prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the prompt is stored")
     other = VllmServer(
         model,
         log=logs / "float32.log",
@@ -171,7 +175,7 @@ def test_another_dtype_on_the_same_pool_never_hits(pair: Pair, model: Path, logs
     with other:
         complete(other.url, prompt)
         assert external_hits(other) == 0
-        wait_for(lambda: stored(pair.node) - begin == 16, "the other dtype stores blocks of its own")
+        wait_for(lambda: len(pair.node.stats()["namespaces"]) == 2, "the other dtype stores blocks of its own")
     names = {namespace["name"] for namespace in pair.node.stats()["namespaces"]}
     assert len(names) == 2
 

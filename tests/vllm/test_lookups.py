@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from ems.pool.client import Hits, Namespace, PoolClient
+from ems.pool.client import Namespace, PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.vllm.lookups import GRACE_SECONDS, LookupAnswer, LookupJob, Lookups, keep_waiting
+from ems.vllm.requests import NOTHING
 from tests.e2e.engines import Node, first, running_node, wait_for
 
 NAMESPACE = Namespace("default/model/layout", 256)
@@ -21,21 +22,21 @@ logger = logging.getLogger("test")
 
 
 @pytest.mark.parametrize(
-    ("count", "pending", "expected", "waited", "limit", "waits"),
+    ("tokens", "pending", "expected", "waited", "limit", "waits"),
     [
-        (4, 0, 4, 0.0, 2.0, False),  # all there
-        (5, 0, 4, 0.0, 2.0, False),  # more than announced
-        (1, 3, 4, 1.9, 2.0, True),  # being written
-        (1, 3, 4, 2.0, 2.0, False),  # ... but not for ever
-        (0, 0, 4, GRACE_SECONDS / 2, 2.0, True),  # announced, perhaps about to be reserved
-        (0, 0, 4, GRACE_SECONDS, 2.0, False),  # announced, nothing to be seen
-        (0, 0, 4, 0.0, 0.0, False),
+        (40, False, 40, 0.0, 2.0, False),  # all there
+        (50, False, 40, 0.0, 2.0, False),  # more than announced
+        (10, True, 40, 1.9, 2.0, True),  # being written
+        (10, True, 40, 2.0, 2.0, False),  # ... but not for ever
+        (0, False, 40, GRACE_SECONDS / 2, 2.0, True),  # announced, perhaps about to be reserved
+        (0, False, 40, GRACE_SECONDS, 2.0, False),  # announced, nothing to be seen
+        (0, False, 40, 0.0, 0.0, False),
     ],
 )
 def test_a_handoff_waits_for_what_is_being_written(
-    count: int, pending: int, expected: int, waited: float, limit: float, waits: bool
+    tokens: int, pending: bool, expected: int, waited: float, limit: float, waits: bool
 ) -> None:
-    assert keep_waiting(Hits(count, pending, None), expected, waited, limit) is waits
+    assert keep_waiting(tokens, pending, expected, waited, limit) is waits
 
 
 @pytest.fixture
@@ -81,12 +82,43 @@ def test_a_lookup_leases_what_it_finds(side: Side, node: Node) -> None:
     side.ask()
     answer = side.answer()
 
-    assert answer.hits == 3
+    assert (answer.found.tokens, answer.found.blocks) == (48, 3)
     assert list(answer.chain) == list(side.chain)
     assert node.stats()["leases"] == 1
-    assert answer.lease is not None
-    side.lookups.release(answer.lease)
+    (lease,) = answer.found.leases
+    side.lookups.release(lease)
     wait_for(lambda: node.stats()["leases"] == 0, "the lease is released")
+
+
+def store_tail(side: Side, tokens: list[int]) -> None:
+    """Store a page with ``tokens`` behind three full blocks."""
+    tail = side.chain.tail(3, tokens)
+    keys: list[bytes] = [*side.chain[0:3], tail.key]
+    side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, keys, tail=tail))
+
+
+def test_a_part_of_a_block_is_found_by_the_tokens_that_it_shares(side: Side, node: Node) -> None:
+    store_tail(side, [*TOKENS[48:53], 1, 2, 3])
+    store_tail(side, [*TOKENS[48:57], 7])
+    store_tail(side, [9, 9, 9])
+    side.ask()
+    found = side.answer().found
+
+    assert (found.tokens, found.blocks) == (57, 3)
+    assert found.keys[48:] == side.chain.tail(3, [*TOKENS[48:57], 7]).key
+    assert len(found.packed_refs) == 4 * 20
+    assert node.stats()["leases"] == 2
+    for lease in found.leases:
+        side.lookups.release(lease)
+    wait_for(lambda: node.stats()["leases"] == 0, "the leases are released")
+
+
+def test_a_part_of_a_block_is_not_found_under_another_name(side: Side) -> None:
+    """Equal tokens behind another prefix, or with another adapter, are other state."""
+    store_tail(side, TOKENS[48:57])
+    side.ask(extra=lambda: [None, None, None, ("lora", "adapter")])
+
+    assert side.answer().found.tokens == 48
 
 
 def test_what_else_names_a_block_changes_its_key(side: Side) -> None:
@@ -99,25 +131,25 @@ def test_what_else_names_a_block_changes_its_key(side: Side) -> None:
 
 def test_a_handoff_gets_the_blocks_once_they_are_committed(side: Side) -> None:
     reserved = side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
-    side.ask(expected=4)
+    side.ask(expected=64)
     with pytest.raises(pytest.fail.Exception):
         wait_for(lambda: bool(side.lookups.answers()), "no answer while the blocks are written", 0.3)
     side.writer.commit(reserved)
 
-    assert side.answer().hits == 4
+    assert side.answer().found.tokens == 64
 
 
 def test_a_handoff_whose_writer_dies_gives_up(side: Side) -> None:
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
-    side.ask(expected=4)
+    side.ask(expected=64)
     side.writer.close()
 
-    assert side.answer().hits == 0
+    assert side.answer().found == NOTHING
 
 
 def test_others_are_answered_while_a_handoff_waits(side: Side) -> None:
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
-    side.ask(expected=4)
+    side.ask(expected=64)
     side.lookups.ask(LookupJob("other", TOKENS[:16], tuple, 0, time.monotonic()))
 
     assert side.answer().request_id == "other"
@@ -130,7 +162,7 @@ def test_a_dead_node_is_a_miss_and_is_started_again(node: Node) -> None:
         node.kill()
         side.ask()
         answer = side.answer()
-        assert (answer.hits, answer.lease) == (0, None)
+        assert answer.found == NOTHING
         assert len(answer.chain) == 4
         wait_for(lambda: started == [True], "the node is started")
     finally:
@@ -145,7 +177,7 @@ def test_a_node_that_hangs_is_a_miss_within_the_deadline(side: Side, node: Node)
     try:
         began = time.monotonic()
         side.ask()
-        assert side.answer().hits == 0
+        assert side.answer().found == NOTHING
         assert time.monotonic() - began < 2.0
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -156,6 +188,6 @@ def test_a_defect_costs_one_hit_and_not_the_thread(side: Side) -> None:
         raise RuntimeError("broken")
 
     side.ask(extra=broken)
-    assert side.answer().hits == 0
+    assert side.answer().found == NOTHING
     side.ask()
     assert len(side.answer().chain) == 4

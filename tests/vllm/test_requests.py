@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ems.pool.client import Lease
 from ems.pool.keys import KeyChain
-from ems.vllm.requests import EAGER_LEASES, Ask, Load, Phase, Release, RequestBook
+from ems.vllm.requests import EAGER_LEASES, NOTHING, Ask, Found, Load, Phase, Release, RequestBook, Span
 
 BLOCK = 4
 REF = 20
@@ -28,10 +28,19 @@ def make_lease(blocks: int, number: int = 1) -> Lease:
     return Lease(1, number, b"".join(bytes([i]) * REF for i in range(blocks)))
 
 
-def test_a_request_shorter_than_a_block_asks_nothing() -> None:
+def hit(blocks: int, lease: Lease | None = None, *, tail: int = 0) -> Found:
+    """What a lookup brings that found ``blocks`` full blocks and ``tail`` tokens of the next one."""
+    if not blocks and not tail:
+        return NOTHING
+    held = lease or make_lease(blocks + bool(tail))
+    keys = make_chain(blocks * BLOCK).joined(0, blocks) + (b"t" * 16 if tail else b"")
+    return Found(blocks * BLOCK + tail, blocks, keys, held.packed_refs, (held,))
+
+
+def test_a_request_of_one_token_asks_nothing() -> None:
     book = make_book()
 
-    assert book.arrive("r", BLOCK - 1, 0, 0.0) == []
+    assert book.arrive("r", 1, 0, 0.0) == []
     assert book.match("r", BLOCK - 1, 0, 0.0) == (0, [])
 
 
@@ -40,7 +49,7 @@ def test_a_full_hit_counts_every_token_of_the_prompt() -> None:
     book = make_book()
     assert book.arrive("r", 8, 0, 0.0) == [Ask("r", 0)]
     assert book.match("r", 8, 0, 0.1) == (None, [])
-    assert book.answered("r", make_chain(8), 2, make_lease(2)) == []
+    assert book.answered("r", make_chain(8), hit(2, make_lease(2))) == []
 
     assert book.match("r", 8, 0, 0.2) == (8, [])
 
@@ -49,7 +58,7 @@ def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
     book = make_book()
     book.arrive("r", 10, 0, 0.0)
     lease = make_lease(2)
-    book.answered("r", make_chain(10), 2, lease)
+    book.answered("r", make_chain(10), hit(2, lease))
     assert book.match("r", 10, 4, 0.0) == (4, [])
 
     chain = make_chain(10)
@@ -62,7 +71,7 @@ def test_a_hit_that_the_engine_does_not_take_is_released() -> None:
     book = make_book()
     book.arrive("r", 8, 0, 0.0)
     lease = make_lease(2)
-    book.answered("r", make_chain(8), 2, lease)
+    book.answered("r", make_chain(8), hit(2, lease))
     book.match("r", 8, 0, 0.0)
 
     assert book.allocated("r", [1, 2], 0) == [Release(lease)]
@@ -72,7 +81,7 @@ def test_a_hit_that_is_local_already_is_released() -> None:
     book = make_book()
     book.arrive("r", 9, 0, 0.0)
     lease = make_lease(2)
-    book.answered("r", make_chain(9), 2, lease)
+    book.answered("r", make_chain(9), hit(2, lease))
 
     assert book.match("r", 9, 8, 0.0) == (0, [Release(lease)])
 
@@ -84,7 +93,7 @@ def test_a_lookup_without_an_answer_becomes_a_miss_and_a_late_answer_is_given_ba
     assert book.match("r", 8, 0, 1.0) == (0, [])
 
     lease = make_lease(2)
-    assert book.answered("r", make_chain(8), 2, lease) == [Release(lease)]
+    assert book.answered("r", make_chain(8), hit(2, lease)) == [Release(lease)]
 
 
 def test_a_handoff_waits_longer_but_not_for_ever() -> None:
@@ -98,7 +107,7 @@ def test_a_handoff_waits_longer_but_not_for_ever() -> None:
 def test_a_failed_load_is_not_tried_again() -> None:
     book = make_book()
     book.arrive("r", 8, 0, 0.0)
-    book.answered("r", make_chain(8), 2, make_lease(2))
+    book.answered("r", make_chain(8), hit(2, make_lease(2)))
     book.match("r", 8, 0, 0.0)
     book.allocated("r", [3, 4], 8)
     assert len(book.received("r", {4})) == 1
@@ -111,15 +120,16 @@ def test_a_failed_load_is_not_tried_again() -> None:
 def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
     book = make_book()
     book.arrive("r", 10, 0, 0.0)
-    book.answered("r", make_chain(10), 0, None)
+    book.answered("r", make_chain(10), NOTHING)
     book.match("r", 10, 0, 0.0)
     book.allocated("r", [5, 6, 7], 0)
 
     assert book.scheduled("r", [5, 6, 7], 3, replace=True) is None
-    assert book.scheduled("r", [], 8, replace=False) == (0, 2)
-    assert book.scheduled("r", [], 10, replace=False) is None
+    assert book.scheduled("r", [], 8, replace=False) == Span(0, 2, 0)
+    assert book.scheduled("r", [], 9, replace=False) is None
+    assert book.scheduled("r", [], 10, replace=False) == Span(2, 2, 2)
     assert book.scheduled("r", [], 40, replace=False) is None
-    saved = book.save("r", (0, 2), make_chain(10))
+    saved = book.save("r", Span(0, 2, 0), make_chain(10), None)
     assert saved.block_ids == [5, 6]
     assert saved.keys == list(make_chain(10)[0:2])
 
@@ -127,13 +137,13 @@ def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
 def test_blocks_that_the_pool_has_are_not_offered() -> None:
     book = make_book()
     book.arrive("r", 12, 0, 0.0)
-    book.answered("r", make_chain(12), 2, make_lease(2))
+    book.answered("r", make_chain(12), hit(2, make_lease(2)))
     book.match("r", 12, 0, 0.0)
     book.allocated("r", [5, 6, 7], 8)
     book.received("r", set())
 
-    assert book.scheduled("r", [5, 6, 7], 12, replace=True) == (2, 3)
-    assert book.save("r", (2, 3), make_chain(12)).parent == make_chain(12)[1:2][0]
+    assert book.scheduled("r", [5, 6, 7], 12, replace=True) == Span(2, 3, 0)
+    assert book.save("r", Span(2, 3, 0), make_chain(12), None).parent == make_chain(12)[1:2][0]
 
 
 def test_an_engine_that_only_consumes_offers_nothing() -> None:
@@ -147,7 +157,7 @@ def test_an_engine_that_only_consumes_offers_nothing() -> None:
 def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered() -> None:
     book = make_book()
     book.arrive("r", 8, 0, 0.0)
-    book.answered("r", make_chain(8), 0, None)
+    book.answered("r", make_chain(8), NOTHING)
     book.match("r", 8, 0, 0.0)
     book.scheduled("r", [1, 2], 8, replace=True)
     assert book.finished("r") == (True, [])
@@ -156,11 +166,62 @@ def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered()
     assert book.finished("s") == (False, [])
 
 
+def test_a_part_of_a_block_counts_to_the_token() -> None:
+    book = make_book()
+    book.arrive("r", 11, 0, 0.0)
+    found = hit(2, tail=2)
+    book.answered("r", make_chain(11), found)
+
+    assert book.match("r", 11, 4, 0.0) == (6, [])
+    (load,) = book.allocated("r", [5, 6, 7], 6)
+    assert isinstance(load, Load)
+    assert load.block_ids == [6, 7]
+    assert load.keys == found.keys[16:]
+
+
+def test_a_part_that_the_pool_has_whole_is_not_offered_again() -> None:
+    book = make_book()
+    book.arrive("r", 10, 0, 0.0)
+    book.answered("r", make_chain(10), hit(2, tail=2))
+    book.match("r", 10, 0, 0.0)
+    book.allocated("r", [5, 6, 7], 10)
+    book.received("r", set())
+
+    assert book.scheduled("r", [5, 6, 7], 10, replace=True) is None
+
+
+def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
+    book = make_book()
+    book.arrive("r", 6, 0, 0.0)
+    book.answered("r", make_chain(6), NOTHING)
+    book.match("r", 6, 0, 0.0)
+    assert book.scheduled("r", [1, 2], 6, replace=True) == Span(0, 1, 2)
+
+    assert book.last_save("r", [1, 2, 3], 11) == Span(1, 2, 3)
+    chain = make_chain(11)
+    tail = chain.tail(2, [8, 9, 10])
+    saved = book.save("r", Span(1, 2, 3), chain, tail)
+    assert saved.block_ids == [2, 3]
+    assert saved.keys == [chain[1:2][0], tail.key]
+    assert book.finished("r") == (True, [])
+
+
+def test_an_answer_of_one_token_adds_nothing() -> None:
+    """Its own state is never computed."""
+    book = make_book()
+    book.arrive("r", 6, 0, 0.0)
+    book.answered("r", make_chain(6), NOTHING)
+    book.match("r", 6, 0, 0.0)
+    book.scheduled("r", [1, 2], 6, replace=True)
+
+    assert book.last_save("r", [1, 2], 6) is None
+
+
 def test_the_end_of_a_request_that_waits_gives_its_lease_back() -> None:
     book = make_book()
     book.arrive("r", 8, 0, 0.0)
     lease = make_lease(2)
-    book.answered("r", make_chain(8), 2, lease)
+    book.answered("r", make_chain(8), hit(2, lease))
 
     assert book.finished("r") == (False, [Release(lease)])
     assert len(book) == 0
@@ -170,7 +231,7 @@ def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
     book = make_book()
     book.arrive("r", 8, 0, 0.0)
     lease = make_lease(2)
-    book.answered("r", make_chain(8), 2, lease)
+    book.answered("r", make_chain(8), hit(2, lease))
     book.match("r", 8, 0, 0.0)
     book.allocated("r", [1, 2], 8)
 
@@ -182,18 +243,18 @@ def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
 def test_a_preempted_request_looks_again_and_offers_its_blocks_again() -> None:
     book = make_book()
     book.arrive("r", 8, 0, 0.0)
-    book.answered("r", make_chain(8), 0, None)
+    book.answered("r", make_chain(8), NOTHING)
     book.match("r", 8, 0, 0.0)
     book.scheduled("r", [1, 2], 8, replace=True)
     book.preempted("r")
 
     assert book.match("r", 9, 0, 5.0) == (None, [Ask("r", 0)])
     lease = make_lease(1)
-    book.answered("r", make_chain(8), 1, lease)
+    book.answered("r", make_chain(8), hit(1, lease))
     assert book.match("r", 9, 0, 5.0) == (4, [])
     book.allocated("r", [8, 9, 10], 4)
     book.received("r", set())
-    assert book.scheduled("r", [8, 9, 10], 9, replace=True) == (1, 2)
+    assert book.scheduled("r", [8, 9, 10], 9, replace=True) == Span(1, 2, 0)
 
 
 def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
@@ -201,7 +262,7 @@ def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
     book = make_book()
     for number in range(EAGER_LEASES):
         book.arrive(f"r{number}", 8, 0, 0.0)
-        book.answered(f"r{number}", make_chain(8), 2, make_lease(2, number))
+        book.answered(f"r{number}", make_chain(8), hit(2, make_lease(2, number)))
 
     assert book.arrive("late", 8, 0, 0.0) == []
     assert book.match("late", 8, 0, 0.0) == (None, [Ask("late", 0)])
@@ -255,14 +316,15 @@ class Life(RuleBasedStateMachine):
             return
         name = data.draw(st.sampled_from(sorted(self.asked)))
         self.asked.discard(name)
-        blocks = self.prompt[name] // BLOCK
-        hits = data.draw(st.integers(0, blocks))
-        lease = None
-        if hits:
+        tokens = data.draw(st.integers(0, self.prompt[name]))
+        blocks, tail = divmod(tokens, BLOCK)
+        found = NOTHING
+        if tokens:
             self.counter += 1
-            lease = make_lease(hits, self.counter)
+            lease = make_lease(blocks + bool(tail), self.counter)
             self.held[lease.number] = lease
-        self.do(list(self.book.answered(name, make_chain(self.prompt[name]), hits, lease)))
+            found = hit(blocks, lease, tail=tail)
+        self.do(list(self.book.answered(name, make_chain(self.prompt[name]), found)))
 
     @rule(name=live, data=st.data())
     def schedule(self, name: str, data: st.DataObject) -> None:
@@ -285,8 +347,10 @@ class Life(RuleBasedStateMachine):
         after = data.draw(st.integers(0, tokens))
         span = self.book.scheduled(name, ids, after, replace=True)
         if span is not None:
-            assert self.offered[name] <= span[0] < span[1] <= after // BLOCK
-            self.offered[name] = span[1]
+            assert self.offered[name] <= span.first <= span.end <= after // BLOCK
+            assert span.first < span.end or span.tail
+            assert span.tail in (0, tokens % BLOCK)
+            self.offered[name] = span.end
 
     @rule(name=live, failed=st.booleans())
     def load_ends(self, name: str, failed: bool) -> None:
@@ -319,7 +383,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for name in list(self.asked):
-            self.do(list(self.book.answered(name, make_chain(self.prompt[name]), 0, None)))
+            self.do(list(self.book.answered(name, make_chain(self.prompt[name]), NOTHING)))
         for name in self.prompt:
             if name not in self.ended:
                 self.do(list(self.book.finished(name)[1]))

@@ -23,7 +23,7 @@ import msgspec
 
 from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference
 from ems.pool import protocol
-from ems.pool.keys import KEY_BYTES
+from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef, SlotState, header_offset, unpack_header, unpack_refs
 
 CALL_SECONDS = 5.0
@@ -61,6 +61,15 @@ class Hits(msgspec.Struct, frozen=True):
 
     count: int
     pending: int
+    lease: Lease | None
+
+
+class TailHit(msgspec.Struct, frozen=True):
+    """Answer to a lookup of a tail: ``tokens`` that a page shares, its key, whether more is being written, a lease."""
+
+    tokens: int
+    key: bytes
+    pending: bool
     lease: Lease | None
 
 
@@ -323,6 +332,17 @@ class PoolClient:
             held = Lease(connection.epoch, answer.lease, answer.refs) if answer.lease else None
             return Hits(answer.count, answer.pending, held)
 
+    def lookup_tail(
+        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float = CALL_SECONDS
+    ) -> TailHit:
+        """The page that shares most leading tokens with ``tail``; with ``lease`` it stays until released."""
+        deadline = time.monotonic() + timeout
+        with self._locked(timeout):
+            connection, number = self._opened(namespace, deadline)
+            answer = self._ask(connection, protocol.Lookup(number, b"", lease, tail), protocol.Hits, deadline)
+            held = Lease(connection.epoch, answer.lease, answer.refs) if answer.lease else None
+            return TailHit(answer.count, answer.key, bool(answer.pending), held)
+
     def release(self, lease: Lease) -> None:
         """End a lease; quietly does nothing when the connection that it was made on is gone."""
         with self._lock:
@@ -336,13 +356,21 @@ class PoolClient:
                 self._drop()
 
     def reserve(
-        self, namespace: Namespace, parent: bytes, keys: Sequence[bytes], timeout: float = CALL_SECONDS
+        self,
+        namespace: Namespace,
+        parent: bytes,
+        keys: Sequence[bytes],
+        timeout: float = CALL_SECONDS,
+        tail: Tail | None = None,
     ) -> Reservation:
-        """Ask for slots for the pages of ``keys``, consecutive blocks after the block of ``parent``."""
+        """Ask for slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
+
+        With ``tail`` the last of them is its key: a block that is not full.
+        """
         deadline = time.monotonic() + timeout
         with self._locked(timeout):
             connection, number = self._opened(namespace, deadline)
-            request = protocol.Reserve(number, parent, b"".join(keys))
+            request = protocol.Reserve(number, parent, b"".join(keys), tail)
             answer = self._ask(connection, request, protocol.Granted, deadline)
             positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
             refs = unpack_refs(answer.refs)

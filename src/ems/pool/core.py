@@ -15,7 +15,7 @@ import msgspec
 
 from ems.errors import NoSpace, PoolRefused, StaleReference
 from ems.pool.index import Index, Page
-from ems.pool.keys import KEY_BYTES
+from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES, PageRef, carve
 from ems.pool.room import Assigned, NamespacePages, Outcome, Room
 from ems.pool.space import Space
@@ -57,6 +57,7 @@ class Counters(msgspec.Struct):
     lookups: int = 0
     keys_looked_up: int = 0
     keys_hit: int = 0
+    tails_hit: int = 0
     pages_committed: int = 0
     pages_aborted: int = 0
     refused_no_space: int = 0
@@ -156,8 +157,13 @@ class PoolCore:
 
     # Writing
 
-    def reserve(self, owner: int, namespace: int, parent: bytes, keys: list[bytes]) -> Reserved:
-        """Promise slots for the pages of ``keys``, consecutive blocks after the block of ``parent``."""
+    def reserve(
+        self, owner: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None
+    ) -> Reserved:
+        """Promise slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
+
+        With ``tail`` the last of them is not full and can be found by its tokens.
+        """
         space = self._namespace(namespace)
         space.last_used = self._now
         self.settle()
@@ -181,6 +187,8 @@ class PoolCore:
                     space.writing += 1
                     reservation.waiting[position] = page
                     granted.append(page)
+                    if tail is not None and position == len(keys) - 1:
+                        space.index.list_tail(page, tail)
             before = key
         self._count_refusals(outcomes)
         number = 0
@@ -283,15 +291,27 @@ class PoolCore:
         self.counters.lookups += 1
         self.counters.keys_looked_up += len(keys)
         self.counters.keys_hit += len(pages)
-        number = 0
-        if lease and pages:
-            number = self._new_id()
-            for page in pages:
-                page.leases += 1
-            space.last_used = self._now
-            self._leases[number] = _Lease(owner, space, pages)
-            self._used.append((space.index, pages))
+        number = self._lease(owner, space, pages) if lease and pages else 0
         return Found(pages, pending, number)
+
+    def lookup_tail(self, owner: int, namespace: int, tail: Tail, *, lease: bool) -> tuple[int, Found]:
+        """How many leading tokens of ``tail`` a page of its directory holds, and that page, as :meth:`lookup` does."""
+        space = self._namespace(namespace)
+        page, shared, pending = space.index.find_tail(tail)
+        if page is None:
+            return 0, Found([], int(pending), 0)
+        self.counters.tails_hit += 1
+        number = self._lease(owner, space, [page]) if lease else 0
+        return shared, Found([page], int(pending), number)
+
+    def _lease(self, owner: int, namespace: NamespacePages, pages: list[Page]) -> int:
+        number = self._new_id()
+        for page in pages:
+            page.leases += 1
+        namespace.last_used = self._now
+        self._leases[number] = _Lease(owner, namespace, pages)
+        self._used.append((namespace.index, pages))
+        return number
 
     def release(self, owner: int, lease: int) -> None:
         """``owner`` no longer needs what ``lease`` promised.

@@ -39,6 +39,7 @@ _COUNTERS = {
     "lookups": "Lookups answered",
     "keys_looked_up": "Keys asked for",
     "keys_hit": "Keys found present in a leading run",
+    "tails_hit": "Blocks that are not full, found by their tokens",
     "pages_committed": "Pages stored",
     "pages_evicted": "Pages evicted",
     "pages_aborted": "Pages reserved and never committed",

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
-from ems.pool.keys import NO_PARENT
+from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageRef
 
 _NOWHERE = b""
+MAX_TAILS = 32
+"""Tails that one directory lists; the oldest leaves the list first."""
 
 
 class Page:
@@ -26,7 +28,7 @@ class Page:
     evicted while either is above zero.
     """
 
-    __slots__ = ("children", "key", "leases", "newer", "older", "parent", "present", "ref")
+    __slots__ = ("children", "key", "leases", "newer", "older", "parent", "present", "ref", "tail")
 
     def __init__(self, key: bytes, ref: bytes) -> None:
         self.key = key
@@ -37,6 +39,7 @@ class Page:
         self.parent: Page | None = None
         self.older: Page | None = None
         self.newer: Page | None = None
+        self.tail: Tail | None = None
 
     @property
     def segment(self) -> int:
@@ -145,14 +148,15 @@ class Index:
 
     What always holds: present pages are in the recency list and no others; a page's parent is the page of the
     block before, also when that one is being written or missing, and no page is its own ancestor; a missing
-    page is remembered only while others hang on it.
+    page is remembered only while others hang on it; a page is in a directory of tails only while it is here.
     """
 
-    __slots__ = ("_missing", "_pages", "recency")
+    __slots__ = ("_missing", "_pages", "_tails", "recency")
 
     def __init__(self) -> None:
         self._pages: dict[bytes, Page] = {}
         self._missing: dict[bytes, Page] = {}
+        self._tails: dict[bytes, list[Page]] = {}
         self.recency = Recency()
 
     def __len__(self) -> int:
@@ -182,6 +186,29 @@ class Index:
             self._hang(page, before)
         return page
 
+    def list_tail(self, page: Page, tail: Tail) -> None:
+        """Let ``page``, which was inserted just now, be found by the tokens of ``tail``."""
+        page.tail = tail
+        listed = self._tails.setdefault(tail.directory, [])
+        listed.append(page)
+        if len(listed) > MAX_TAILS:
+            listed.pop(0).tail = None
+
+    def find_tail(self, tail: Tail) -> tuple[Page | None, int, bool]:
+        """The present page that shares most leading tokens with ``tail``, how many, whether one being written shares
+        more.
+        """
+        best: Page | None = None
+        most = expected = 0
+        for page in self._tails.get(tail.directory, ()):
+            assert page.tail is not None
+            shared = page.tail.common(tail.tokens)
+            if not page.present:
+                expected = max(expected, shared)
+            elif shared > most:
+                best, most = page, shared
+        return best, most, expected > most
+
     def _hang(self, page: Page, before: bytes) -> None:
         parent = self._pages.get(before) or self._missing.get(before)
         if parent is None:
@@ -204,6 +231,12 @@ class Index:
     def discard(self, page: Page) -> None:
         """Forget a page that nobody reads; where others hang on it, that it is missing is remembered."""
         del self._pages[page.key]
+        if page.tail is not None:
+            listed = self._tails[page.tail.directory]
+            listed.remove(page)
+            if not listed:
+                del self._tails[page.tail.directory]
+            page.tail = None
         if page.present:
             self.recency.remove(page)
             page.present = False
@@ -265,6 +298,12 @@ class Index:
             f"missing page {page.key.hex()} is nobody's prefix"
             for page in self._missing.values()
             if not page.children or page.present
+        ]
+        broken += [
+            f"tail {page.key.hex()} is listed and not here"
+            for listed in self._tails.values()
+            for page in listed
+            if self._pages.get(page.key) is not page or page.tail is None
         ]
         broken += [f"page {key.hex()} is both here and missing" for key in self._pages.keys() & self._missing.keys()]
         listed = {id(page) for page in self.recency}

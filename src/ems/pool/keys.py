@@ -39,6 +39,29 @@ def root_key(namespace: str) -> bytes:
     return hashlib.sha256(b"ems-block-v1\0" + namespace.encode()).digest()[:KEY_BYTES]
 
 
+class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A block that is not full: ``directory`` names its place (prefix and whatever else matters), ``tokens`` what is
+    in it, 4 bytes a token.
+
+    Two tails of one directory that begin with the same tokens hold the same state for these tokens.
+    """
+
+    directory: bytes
+    tokens: bytes
+
+    @property
+    def key(self) -> BlockKey:
+        """The key of a page with exactly these tokens."""
+        return BlockKey(hashlib.sha256(self.directory + self.tokens).digest()[:KEY_BYTES])
+
+    def common(self, tokens: bytes) -> int:
+        """How many leading tokens this tail and ``tokens`` share."""
+        mine, other = (np.frombuffer(raw, dtype="<i4") for raw in (self.tokens, tokens))
+        length = min(len(mine), len(other))
+        differ = np.flatnonzero(mine[:length] != other[:length])
+        return int(differ[0]) if len(differ) else length
+
+
 class KeyChain:
     """Keys of one request's blocks, made as its tokens become known.
 
@@ -47,13 +70,13 @@ class KeyChain:
     ``[start, end)`` (LoRA adapter, multimodal content, cache salt): any values that msgpack can carry.
     """
 
-    __slots__ = ("_block_size", "_keys", "_last")
+    __slots__ = ("_block_size", "_keys", "_last", "_root")
 
     def __init__(self, namespace: str, block_size: int) -> None:
         if block_size <= 0:
             raise ValueError(f"block_size is {block_size}, expected a positive number of tokens")
         self._block_size = block_size
-        self._last = root_key(namespace)
+        self._root = self._last = root_key(namespace)
         self._keys: list[BlockKey] = []
 
     def __len__(self) -> int:
@@ -72,6 +95,14 @@ class KeyChain:
     def parent(self, index: int) -> BlockKey:
         """The key before block ``index``, :data:`NO_PARENT` for the first."""
         return self._keys[index - 1] if index else NO_PARENT
+
+    def tail(self, index: int, token_ids: Sequence[int], extra: object = None) -> Tail:
+        """The name of a part of block ``index`` that holds ``token_ids``; ``extra`` is as in :meth:`extend`."""
+        before = self._keys[index - 1] if index else self._root
+        digest = hashlib.sha256(b"ems-tail-v1\0" + before)
+        if extra is not None:
+            digest.update(_canonical.encode(extra))
+        return Tail(digest.digest()[:KEY_BYTES], np.asarray(token_ids, dtype="<i4").tobytes())
 
     def extend(self, token_ids: Sequence[int], extra: Sequence[object] = ()) -> int:
         """Add keys for all blocks complete in ``token_ids`` (the request's tokens from its start).

@@ -333,12 +333,16 @@ class Node:
             EmsError: it is refused, with the reason.
         """
         match request:
+            case protocol.Lookup(namespace, _, lease, protocol.Tail() as tail):
+                shared, held = self.core.lookup_tail(owner, namespace, tail, lease=lease)
+                key = held.pages[0].key if held.pages else b""
+                return protocol.Hits(shared, held.pending, held.lease, held.refs() if lease else b"", key)
             case protocol.Lookup(namespace, keys, lease):
                 found = self.core.lookup(owner, namespace, split_keys(keys), lease=lease)
                 refs = found.refs() if lease else b""
                 return protocol.Hits(len(found.pages), found.pending, found.lease, refs)
-            case protocol.Reserve(namespace, parent, keys):
-                return self._reserve(owner, namespace, parent, keys)
+            case protocol.Reserve():
+                return self._reserve(owner, request)
             case protocol.Commit(reservation, positions):
                 return self._commit(owner, reservation, positions)
             case protocol.Abort(reservation):
@@ -361,12 +365,13 @@ class Node:
             case protocol.Hello():
                 raise ProtocolError("a second Hello on one connection")
 
-    def _reserve(self, owner: int, namespace: int, parent: bytes, keys: bytes) -> protocol.Granted:
-        reserved = self.core.reserve(owner, namespace, parent, split_keys(keys))
+    def _reserve(self, owner: int, request: protocol.Reserve) -> protocol.Granted:
+        keys = split_keys(request.keys)
+        reserved = self.core.reserve(owner, request.namespace, request.parent, keys, request.tail)
         for assigned in reserved.assigned:
             namespace_id = hashlib.sha256(assigned.namespace.encode()).digest()[:16]
             self.arena.describe(assigned.segment, assigned.geometry, namespace_id)
-        length = self._page_sizes.get(namespace, 0)
+        length = self._page_sizes.get(request.namespace, 0)
         for page in reserved.granted:
             self.arena.mark(page, SlotState.WRITING, length)
         refs = b"".join([page.ref for page in reserved.granted])

@@ -27,7 +27,7 @@ from ems.errors import (
     Unauthorised,
     VersionMismatch,
 )
-from ems.pool.keys import KEY_BYTES
+from ems.pool.keys import KEY_BYTES, Tail
 
 OLDEST_VERSION = 1
 NEWEST_VERSION = 1
@@ -70,11 +70,15 @@ class Attach(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Promise slots for consecutive ``keys`` after ``parent``; answered by :class:`Granted`."""
+    """Promise slots for consecutive ``keys`` after ``parent``; answered by :class:`Granted`.
+
+    With ``tail`` the last of the keys is that of a block that is not full, to be found by its tokens.
+    """
 
     namespace: int
     parent: bytes
     keys: bytes
+    tail: Tail | None = None
 
 
 class Commit(Message, frozen=True):
@@ -91,11 +95,15 @@ class Abort(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """How many leading ``keys`` are present, with a lease on them if ``lease``; answered by :class:`Hits`."""
+    """How many leading ``keys`` are present, with a lease on them if ``lease``; answered by :class:`Hits`.
+
+    With ``tail`` and no keys: the page of that directory that shares most leading tokens.
+    """
 
     namespace: int
     keys: bytes
     lease: bool = False
+    tail: Tail | None = None
 
 
 class Release(Message, frozen=True):
@@ -150,6 +158,8 @@ class Hits(Message, frozen=True):
     pending: int
     lease: int
     refs: bytes
+    key: bytes = b""
+    """For a tail: the key of the page; ``count`` is then the tokens that it shares."""
 
 
 class Done(Message, frozen=True):
@@ -208,6 +218,9 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
     keys = getattr(message, "keys", b"")
     if len(keys) % KEY_BYTES:
         raise ProtocolError(f"{len(keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
+    tail = getattr(message, "tail", None)
+    if tail is not None and (len(tail.directory) != KEY_BYTES or not tail.tokens or len(tail.tokens) % 4):
+        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected tokens of 4 bytes each in a named directory")
     if isinstance(message, Reserve) and len(message.parent) != KEY_BYTES:
         raise ProtocolError(f"a parent key of {len(message.parent)} bytes, expected {KEY_BYTES}")
     return message

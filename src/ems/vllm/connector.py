@@ -74,12 +74,12 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler.received(connector_output.finished_recving or (), connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request)
+        return self._in_scheduler.finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request)
+        return self._in_scheduler.finished(request, block_ids[0])
 
     # Worker side
 

@@ -17,8 +17,9 @@ from logging import Logger
 import msgspec
 
 from ems.errors import ConfigError, EmsError, NoSpace, PoolUnavailable
-from ems.pool.client import Hits, Lease, Namespace, PoolClient
+from ems.pool.client import Hits, Lease, Namespace, PoolClient, TailHit
 from ems.pool.keys import KeyChain
+from ems.vllm.requests import NOTHING, Found
 
 POLL_SECONDS = 0.002
 """How often a waiting hand-off looks again."""
@@ -31,7 +32,9 @@ RESTART_SECONDS = 10.0
 
 
 class LookupJob(msgspec.Struct):
-    """One request to look up: its tokens, what else names its blocks, how many blocks a prefill announced."""
+    """One request to look up: its tokens, what else names its blocks (one entry a block, the last one too), how many
+    tokens a prefill announced.
+    """
 
     request_id: str
     tokens: Sequence[int]
@@ -42,23 +45,22 @@ class LookupJob(msgspec.Struct):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
-    """What a lookup found: the keys of the request's blocks, leading hits, the lease that keeps them."""
+    """The end of a lookup: the keys of the request's full blocks, and what was found."""
 
     request_id: str
     chain: KeyChain
-    hits: int
-    lease: Lease | None
+    found: Found
 
 
-def keep_waiting(hits: Hits, expected: int, waited: float, limit: float) -> bool:
-    """Whether a hand-off of ``expected`` blocks goes on waiting after ``waited`` seconds, at most ``limit``.
+def keep_waiting(tokens: int, pending: bool, expected: int, waited: float, limit: float) -> bool:
+    """Whether a hand-off of ``expected`` tokens, of which ``tokens`` are there, goes on waiting after ``waited`` s.
 
-    Blocks that are being written are worth the whole wait; blocks of which nothing is to be seen only
-    :data:`GRACE_SECONDS`.
+    Blocks that are being written are worth the whole wait of ``limit`` seconds; blocks of which nothing is to be seen
+    only :data:`GRACE_SECONDS`.
     """
-    if hits.count >= expected or waited >= limit:
+    if tokens >= expected or waited >= limit:
         return False
-    return hits.pending > 0 or waited < GRACE_SECONDS
+    return pending or waited < GRACE_SECONDS
 
 
 class Lookups:
@@ -133,7 +135,7 @@ class Lookups:
             except Exception:
                 # Root of this thread: a defect here must cost hits, never the engine.
                 self._logger.exception("EMS lookup failed, the request is computed")
-                self._answers.put(LookupAnswer(job.request_id, self._new_chain(), 0, None))
+                self._answers.put(LookupAnswer(job.request_id, self._new_chain(), NOTHING))
                 continue
             if not finished:
                 order += 1
@@ -147,20 +149,51 @@ class Lookups:
         if job.chain is None:
             job.chain = self._new_chain()
             job.chain.extend(job.tokens, job.extra())
-        keys = job.chain.joined(0, len(job.chain))
         try:
             if job.expected:
-                probe = self._client.lookup(self._namespace, keys, timeout=self._call_timeout)
-                if keep_waiting(probe, job.expected, time.monotonic() - job.asked_at, self._handoff_timeout):
+                hits, tail = self._find(job, job.chain, lease=False)
+                tokens = hits.count * self._block_size + tail.tokens
+                waited = time.monotonic() - job.asked_at
+                pending = bool(hits.pending) or tail.pending
+                if keep_waiting(tokens, pending, job.expected, waited, self._handoff_timeout):
                     return False
-            hits = self._client.lookup(self._namespace, keys, lease=True, timeout=self._call_timeout)
+            found = self._take(job, job.chain)
         except EmsError as error:
             self._missed(error)
-            self._answers.put(LookupAnswer(job.request_id, job.chain, 0, None))
+            self._answers.put(LookupAnswer(job.request_id, job.chain, NOTHING))
             return True
         self._recovered()
-        self._answers.put(LookupAnswer(job.request_id, job.chain, hits.count, hits.lease))
+        self._answers.put(LookupAnswer(job.request_id, job.chain, found))
         return True
+
+    def _find(self, job: LookupJob, chain: KeyChain, *, lease: bool) -> tuple[Hits, TailHit]:
+        """The leading full blocks that are present, and the part of the block behind them that some page holds."""
+        hits = Hits(0, 0, None)
+        if len(chain):
+            keys = chain.joined(0, len(chain))
+            hits = self._client.lookup(self._namespace, keys, lease=lease, timeout=self._call_timeout)
+        start = hits.count * self._block_size
+        rest = job.tokens[start : start + self._block_size]
+        if not len(rest):
+            return hits, TailHit(0, b"", False, None)
+        extra = job.extra()
+        name = chain.tail(hits.count, rest, extra[hits.count] if hits.count < len(extra) else None)
+        try:
+            return hits, self._client.lookup_tail(self._namespace, name, lease=lease, timeout=self._call_timeout)
+        except EmsError:
+            if hits.lease is not None:
+                self._client.release(hits.lease)
+            raise
+
+    def _take(self, job: LookupJob, chain: KeyChain) -> Found:
+        hits, tail = self._find(job, chain, lease=True)
+        return Found(
+            hits.count * self._block_size + tail.tokens,
+            hits.count,
+            chain.joined(0, hits.count) + tail.key,
+            b"".join(lease.packed_refs for lease in (hits.lease, tail.lease) if lease is not None),
+            tuple(lease for lease in (hits.lease, tail.lease) if lease is not None),
+        )
 
     def _missed(self, error: EmsError) -> None:
         kind = type(error).__name__

@@ -20,7 +20,7 @@ from enum import Enum, auto
 import msgspec
 
 from ems.pool.client import Lease
-from ems.pool.keys import KeyChain
+from ems.pool.keys import KEY_BYTES, KeyChain, Tail
 
 EAGER_LEASES = 64
 """Requests that may hold a lease while they wait; beyond, a lookup is made only when its request's turn comes."""
@@ -37,7 +37,7 @@ class Phase(Enum):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Effect: look up the request's blocks; ``expected`` blocks are known to be on their way."""
+    """Effect: look up the request's blocks; ``expected`` tokens are known to be on their way."""
 
     request_id: str
     expected: int
@@ -65,14 +65,39 @@ class Save(msgspec.Struct, frozen=True):
     parent: bytes
     keys: Sequence[bytes]
     block_ids: list[int]
+    tail: Tail | None = None
+    """The last block, where that is not full."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Blocks ``[first, end)`` of a request, and ``tail`` tokens of the block behind them."""
+
+    first: int
+    end: int
+    tail: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a lookup found: ``tokens`` from the prompt's start, in pages ``keys`` at ``packed_refs``, ``blocks`` of
+    them full; the leases that keep them.
+    """
+
+    tokens: int
+    blocks: int
+    keys: bytes
+    packed_refs: bytes
+    leases: tuple[Lease, ...]
+
+
+NOTHING = Found(0, 0, b"", b"", ())
 
 
 class Request:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_at", "block_ids", "chain", "ended", "expected", "failed", "hits", "lease", "loading_blocks", "local",
-        "next_save", "phase", "prompt_tokens", "request_id", "saved_any",
+        "asked_at", "block_ids", "chain", "ended", "expected", "failed", "found", "loading_blocks", "local",
+        "next_save", "phase", "prompt_tokens", "request_id", "saved_any", "saved_tail",
     )  # fmt: skip
 
     def __init__(self, request_id: str, prompt_tokens: int, expected: int) -> None:
@@ -82,15 +107,16 @@ class Request:
         self.phase = Phase.NEW
         self.asked_at = 0.0
         self.chain: KeyChain | None = None
-        self.hits = 0
+        self.found = NOTHING
         self.local = 0
         self.failed = False
         self.ended = False
-        self.lease: Lease | None = None
         self.block_ids: list[int] = []
         self.loading_blocks: frozenset[int] = frozenset()
         self.next_save = 0
         self.saved_any = False
+        self.saved_tail = 0
+        """Tokens of the request up to the end of the tail that was offered last."""
 
 
 class RequestBook:
@@ -128,10 +154,11 @@ class RequestBook:
     # Arrival, lookup
 
     def arrive(self, request_id: str, prompt_tokens: int, expected: int, now: float) -> list[Ask]:
-        """A request came in; ``expected`` of its blocks were announced by a prefill (0: none were)."""
+        """A request came in; ``expected`` of its tokens were announced by a prefill (0: none were)."""
         request = Request(request_id, prompt_tokens, expected)
         self._requests[request_id] = request
-        if prompt_tokens < self._block_size:
+        if prompt_tokens < 2:
+            # One token must be computed in any case.
             request.phase = Phase.SETTLED
             return []
         if self._leases >= EAGER_LEASES:
@@ -143,20 +170,20 @@ class RequestBook:
         request.asked_at = now
         return Ask(request.request_id, request.expected)
 
-    def answered(self, request_id: str, chain: KeyChain, hits: int, lease: Lease | None) -> list[Release]:
-        """The lookup found ``hits`` leading blocks and holds ``lease`` on them."""
+    def answered(self, request_id: str, chain: KeyChain, found: Found) -> list[Release]:
+        """The lookup ended with ``found``."""
         request = self._requests.get(request_id)
         if request is not None and request.chain is None:
             request.chain = chain
         if request is None or request.phase is not Phase.ASKED:
             # The request ended, or gave up waiting, while the lookup was under way.
-            return [Release(lease)] if lease is not None else []
+            return [Release(lease) for lease in found.leases]
         request.phase = Phase.ANSWERED
-        request.hits = hits
-        request.lease = lease
-        if lease is not None:
-            self._leases += 1
-        request.next_save = max(request.next_save, hits)
+        request.found = found
+        self._leases += len(found.leases)
+        request.next_save = max(request.next_save, found.blocks)
+        if found.tokens % self._block_size and found.tokens >= request.prompt_tokens:
+            request.saved_tail = request.prompt_tokens
         return []
 
     def match(self, request_id: str, tokens: int, local: int, now: float) -> tuple[int | None, list[Ask | Release]]:
@@ -179,18 +206,17 @@ class RequestBook:
         released: list[Ask | Release] = []
         if request.phase is Phase.ANSWERED:
             request.local = local
-            found = max(min(request.hits * self._block_size, tokens) - local, 0)
+            found = max(min(request.found.tokens, tokens) - local, 0)
             if not found:
                 released += self._settle(request)
         return found, released
 
     def _settle(self, request: Request) -> list[Release]:
         request.phase = Phase.SETTLED
-        lease, request.lease = request.lease, None
-        if lease is None:
-            return []
-        self._leases -= 1
-        return [Release(lease)]
+        leases = request.found.leases
+        request.found = NOTHING
+        self._leases -= len(leases)
+        return [Release(lease) for lease in leases]
 
     # Blocks
 
@@ -202,15 +228,16 @@ class RequestBook:
         request.block_ids = list(block_ids)
         if request.phase is not Phase.ANSWERED:
             return []
-        if external <= 0 or request.lease is None or request.chain is None:
+        if external <= 0:
             return list(self._settle(request))
         first = request.local // self._block_size
         last = -(-(request.local + external) // self._block_size)
         ids = request.block_ids[first:last]
         request.phase = Phase.LOADING
         request.loading_blocks = frozenset(ids)
-        refs = request.lease.packed_refs[first * self._ref_bytes : last * self._ref_bytes]
-        return [Load(request_id, ids, request.chain.joined(first, last), refs)]
+        found = request.found
+        refs = found.packed_refs[first * self._ref_bytes : last * self._ref_bytes]
+        return [Load(request_id, ids, found.keys[first * KEY_BYTES : last * KEY_BYTES], refs)]
 
     def received(self, request_id: str, invalid: set[int]) -> list[Release]:
         """The load ended; blocks in ``invalid`` hold nothing.  A failed load is not tried again."""
@@ -226,10 +253,10 @@ class RequestBook:
 
     def scheduled(
         self, request_id: str, block_ids: Sequence[int], computed_after: int, *, replace: bool
-    ) -> tuple[int, int] | None:
+    ) -> Span | None:
         """The request computes up to token ``computed_after`` in this step, with ``block_ids`` more blocks.
 
-        Returns the range of blocks that will be whole after the step and were not offered before.
+        Returns what of its prompt will be computed after the step and was not offered before.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -238,22 +265,36 @@ class RequestBook:
             request.block_ids = list(block_ids)
         else:
             request.block_ids += block_ids
+        return self._offer(request, min(computed_after, request.prompt_tokens), request.prompt_tokens)
+
+    def _offer(self, request: Request, computed: int, end: int) -> Span | None:
+        """Blocks that are full within ``computed`` tokens, and the part of one behind them once ``end`` is reached."""
         if not self._saves:
             return None
-        whole = min(computed_after, request.prompt_tokens) // self._block_size
-        whole = min(whole, len(request.block_ids))
-        first = request.next_save
-        if whole <= first:
+        whole = min(computed // self._block_size, len(request.block_ids))
+        first = min(request.next_save, whole)
+        tail = computed - whole * self._block_size
+        if computed < end or tail >= self._block_size or computed <= request.saved_tail:
+            tail = 0
+        if tail and whole >= len(request.block_ids):
+            tail = 0
+        if first == whole and not tail:
             return None
         request.next_save = whole
         request.saved_any = True
-        return first, whole
+        if tail:
+            request.saved_tail = computed
+        return Span(first, whole, tail)
 
-    def save(self, request_id: str, span: tuple[int, int], chain: KeyChain) -> Save:
-        """The save of the blocks ``span`` of a request whose keys are ``chain``."""
+    def save(self, request_id: str, span: Span, chain: KeyChain, tail: Tail | None) -> Save:
+        """The save of ``span`` of a request whose keys are ``chain``; ``tail`` names the part of a block behind it."""
         request = self._requests[request_id]
-        first, end = span
-        return Save(request_id, chain.parent(first), list(chain[first:end]), request.block_ids[first:end])
+        keys: list[bytes] = list(chain[span.first : span.end])
+        end = span.end
+        if tail is not None:
+            keys.append(tail.key)
+            end += 1
+        return Save(request_id, chain.parent(span.first), keys, request.block_ids[span.first : end], tail)
 
     # Ends
 
@@ -262,9 +303,17 @@ class RequestBook:
         request = self._requests.get(request_id)
         if request is not None and request.phase is Phase.SETTLED:
             request.block_ids = []
-            request.next_save = 0
-            if not request.failed and request.prompt_tokens >= self._block_size:
+            request.next_save = request.saved_tail = 0
+            if not request.failed and request.prompt_tokens > 1:
                 request.phase = Phase.NEW
+
+    def last_save(self, request_id: str, block_ids: Sequence[int], computed: int) -> Span | None:
+        """The request is about to end with ``computed`` tokens in ``block_ids``: what of them was not offered yet."""
+        request = self._requests.get(request_id)
+        if request is None or request.phase is not Phase.SETTLED or computed <= 0:
+            return None
+        request.block_ids = list(block_ids)
+        return self._offer(request, computed, computed)
 
     def finished(self, request_id: str) -> tuple[bool, list[Release]]:
         """The request ended.  True when its blocks must be kept until its saves are done."""

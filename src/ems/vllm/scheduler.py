@@ -19,13 +19,13 @@ from ems.pool.layout import REF_BYTES
 from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import BlockModel
-from ems.vllm.requests import Ask, Load, Release, RequestBook
+from ems.vllm.requests import Ask, Load, Release, RequestBook, Save, Span
 from ems.vllm.settings import ConnectorSettings
 
 logger = init_logger("vllm.ems.scheduler")
 
-ANNOUNCED = "ems_blocks"
-"""Key in ``kv_transfer_params``: how many blocks of the prompt the prefill side stores."""
+ANNOUNCED = "ems_tokens"
+"""Key in ``kv_transfer_params``: how many tokens of the prompt the prefill side stores."""
 
 
 class SchedulerSide:
@@ -53,6 +53,7 @@ class SchedulerSide:
         )
         self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
+        self._saves: list[Save] = []
         self._awaited: set[str] = set()
 
     def _start_node(self) -> None:
@@ -72,8 +73,7 @@ class SchedulerSide:
         if not params.get("do_remote_prefill"):
             return 0
         announced = params.get(ANNOUNCED)
-        whole = request.num_prompt_tokens // self._model.block_size
-        return min(announced, whole) if isinstance(announced, int) and announced > 0 else 0
+        return min(announced, request.num_prompt_tokens) if isinstance(announced, int) and announced > 0 else 0
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """VLLM's ``get_num_new_matched_tokens``."""
@@ -88,21 +88,37 @@ class SchedulerSide:
         """VLLM's ``update_state_after_alloc``."""
         self._do(self._book.allocated(request.request_id, blocks.get_block_ids()[0], external))
 
-    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """VLLM's ``request_finished``: whether its blocks must be kept, and what the decode side should know."""
+    def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the ended request's blocks must be kept, and what the decode side should know (``request_finished``)."""
         request_id = request.request_id
+        if self._settings.save_answers:
+            self._save_rest(request, block_ids)
         known = self._book.get(request_id)
-        stored = known.next_save if known is not None else 0
+        stored = 0
+        if known is not None:
+            stored = max(known.next_save * self._model.block_size, known.saved_tail)
         keep, effects = self._book.finished(request_id)
         self._do(effects)
         self._vllm_requests.pop(request_id, None)
         if keep:
             self._awaited.add(request_id)
-            logger.info("Delaying free of %d blocks for request %s", stored, request_id)
+            blocks = -(-stored // self._model.block_size)
+            logger.info("Delaying free of %d blocks for request %s", blocks, request_id)
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or not self._settings.saves:
             return keep, None
-        return keep, {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCED: stored}
+        announced = min(stored, request.num_prompt_tokens)
+        return keep, {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCED: announced}
+
+    def _save_rest(self, request: Any, block_ids: Sequence[int]) -> None:
+        """Store what the answer added, in the step that follows; the request's blocks are kept until then."""
+        if getattr(request, "num_in_flight_tokens", 0):
+            # A step that was launched may still write into the last blocks.
+            return
+        computed = min(request.num_computed_tokens, request.num_tokens)
+        span = self._book.last_save(request.request_id, block_ids, computed)
+        if span is not None:
+            self._saves.append(self._named(request, span))
 
     # Steps
 
@@ -110,9 +126,12 @@ class SchedulerSide:
         """VLLM's ``build_connector_meta``."""
         self._take_answers()
         step = StepMetadata(
-            loads=self._loads, awaited=self._awaited, preempted=set(getattr(output, "preempted_req_ids", None) or ())
+            loads=self._loads,
+            saves=self._saves,
+            awaited=self._awaited,
+            preempted=set(getattr(output, "preempted_req_ids", None) or ()),
         )
-        self._loads, self._awaited = [], set()
+        self._loads, self._saves, self._awaited = [], [], set()
         for request_id in step.preempted:
             self._book.preempted(request_id)
         for data in output.scheduled_new_reqs:
@@ -143,17 +162,23 @@ class SchedulerSide:
         after = computed + output.num_scheduled_tokens.get(request_id, 0)
         span = self._book.scheduled(request_id, block_ids, after, replace=replace)
         if span is not None:
-            step.saves.append(self._book.save(request_id, span, self._chain(request_id)))
+            step.saves.append(self._named(self._vllm_requests[request_id], span))
 
-    def _chain(self, request_id: str) -> KeyChain:
-        known = self._book.get(request_id)
+    def _named(self, request: Any, span: Span) -> Save:
+        """The save of ``span`` with the names of its pages."""
+        known = self._book.get(request.request_id)
         assert known is not None
-        if known.chain is None or len(known.chain) < known.next_save:
-            request = self._vllm_requests[request_id]
-            chain = KeyChain(self._model.namespace.name, self._model.block_size)
-            chain.extend(request.prompt_token_ids, self._extra(request)())
-            known.chain = chain
-        return known.chain
+        size = self._model.block_size
+        end = span.end * size
+        tokens = _tokens(request, end + span.tail)
+        if known.chain is None:
+            known.chain = KeyChain(self._model.namespace.name, size)
+        extra = self._extra(request)() if len(known.chain) < span.end or span.tail else ()
+        known.chain.extend(tokens[:end], extra)
+        tail = None
+        if span.tail:
+            tail = known.chain.tail(span.end, tokens[end:], extra[span.end] if span.end < len(extra) else None)
+        return self._book.save(request.request_id, span, known.chain, tail)
 
     def received(self, finished: Iterable[str], invalid: set[int]) -> None:
         """VLLM's ``update_connector_output``: loads that ended, blocks that hold nothing."""
@@ -169,7 +194,7 @@ class SchedulerSide:
 
     def _take_answers(self) -> None:
         for answer in self._lookups.answers():
-            self._do(self._book.answered(answer.request_id, answer.chain, answer.hits, answer.lease))
+            self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
 
     def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
         for effect in effects:
@@ -183,9 +208,7 @@ class SchedulerSide:
 
     def _ask(self, request_id: str, expected: int) -> None:
         request = self._vllm_requests[request_id]
-        tokens = request.prompt_token_ids
-        if tokens is None:
-            tokens = [0] * request.num_prompt_tokens
+        tokens = _tokens(request, request.num_prompt_tokens)
         self._lookups.ask(LookupJob(request_id, tokens, self._extra(request), expected, time.monotonic()))
 
     def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
@@ -201,9 +224,16 @@ class SchedulerSide:
 
         def extra() -> Sequence[object]:
             size, entries, position = self._model.block_size, [], 0
-            for start in range(0, request.num_prompt_tokens - size + 1, size):
+            for start in range(0, request.num_tokens, size):
                 keys, position = generate_block_hash_extra_keys(request, start, start + size, position)
                 entries.append(keys)
             return entries
 
         return extra
+
+
+def _tokens(request: Any, count: int) -> Sequence[int]:
+    """The first ``count`` token ids of a request; a prompt that came as embeddings is named by these instead."""
+    if request.prompt_token_ids is None:
+        return [0] * count
+    return list(request.all_token_ids[:count])

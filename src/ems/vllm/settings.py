@@ -37,6 +37,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pool_size: int = 0
     """Bytes of a pool that is started from here, 0 for the node's default; ``pool_size`` or ``EMS_POOL_SIZE``."""
 
+    save_answers: bool = True
+    """Store the blocks of the answer too, so that a conversation's next turn finds them; ``save_decode_cache``."""
+
     tenant: str = "default"
     """Whose pages these are."""
 
@@ -60,7 +63,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ACCEPTED = {
-    "socket", "directory", "autostart", "pool_size", "tenant", "model_id",
+    "socket", "directory", "autostart", "pool_size", "save_decode_cache", "tenant", "model_id",
     "lookup_timeout_ms", "handoff_timeout_ms", "call_timeout_ms",
 }  # fmt: skip
 
@@ -84,6 +87,7 @@ def read_settings(kv_role: str, extra: Mapping[str, Any]) -> tuple[ConnectorSett
         directory=directory,
         autostart=_boolean("autostart", extra.get("autostart", os.environ.get("EMS_AUTOSTART", "1"))),
         pool_size=parse_size(size, name="pool_size") if size else 0,
+        save_answers=_boolean("save_decode_cache", extra.get("save_decode_cache", True)),
         tenant=str(extra.get("tenant", "default")),
         model_id=str(extra.get("model_id", "")),
         lookup_timeout=_seconds("lookup_timeout_ms", extra.get("lookup_timeout_ms", 1000)),

@@ -248,7 +248,7 @@ class Saver:
 
     def _reserve(self, job: SaveJob) -> None:
         save = job.save
-        reserved = self._client.reserve(self._namespace, save.parent, save.keys, self._call_timeout)
+        reserved = self._client.reserve(self._namespace, save.parent, save.keys, self._call_timeout, save.tail)
         if self._failing:
             self._failing = False
             self._logger.info("EMS stores blocks again")
