@@ -116,9 +116,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def pick_segment_size(pool: int, page: int = 4096) -> int:
-    """A sixteenth of ``pool`` between 64 MiB and 1 GiB, never above the pool, in whole memory pages."""
+    """About a sixteenth of ``pool``, from 64 MiB to 1 GiB, in whole memory pages; next to nothing is left over."""
     wanted = min(max(pool // 16, 64 * MIB), GIB, pool)
-    return max(wanted // page, 1) * page
+    return pool // max(pool // max(wanted, 1), 1) // page * page
 
 
 def default_pool_size(free_shared_memory: int, total_memory: int) -> int:

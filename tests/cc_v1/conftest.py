@@ -102,7 +102,7 @@ def running_node(*flags: str) -> Iterator[NodeProcess]:
         yield node
     finally:
         node.end()
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

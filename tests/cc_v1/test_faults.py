@@ -16,6 +16,7 @@ import pytest
 from ems import CcKvOption, Ems, EmsErrorCode, EmsException
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.tensors import CpuDevice
+from ems.errors import PoolTimeout
 from ems.pool.client import PoolClient
 from ems.pool.keys import integer_key
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState
@@ -303,6 +304,26 @@ class TestCopiesThatGoWrong:
         assert cc.get_result(first).success == 1
         assert cc.get_result(cc.async_save(range(4), [3], [4], OPTION)).success == 1
         assert cc.exists([2], OPTION).success == 0
+
+    @pytest.mark.parametrize("end", ["degraded", "closed"])
+    def test_what_waits_for_its_turn_is_not_begun_any_more(self, node: NodeProcess, connect: Connect, end: str) -> None:
+        cc = connect(node, health=NEVER)
+        cc.register_kvcache(make_caches())
+        go_on = threading.Event()
+        meddle(cc, lambda copy: go_on.wait(10.0))
+        cc.async_save(range(4), [1], [4], OPTION)
+        waiting = cc.async_save(range(4), [2], [4], OPTION)
+        if end == "degraded":
+            cc._monitor.failed(PoolTimeout("no answer"))
+        else:
+            cc.abandon()
+        go_on.set()
+        expected = EmsErrorCode.EMS_RECOVERD_ERROR if end == "degraded" else EmsErrorCode.EMS_NOT_INITIALISED
+        assert code_of(lambda: cc.get_result(waiting)) == expected
+        assert cc.registration is not None
+        client = PoolClient(node.config.socket)
+        assert client.lookup(cc.registration.namespace, cc.registration.names.whole(2)).count == 0
+        client.close()
 
     def test_a_lease_ends_with_its_load(self, node: NodeProcess, connect: Connect) -> None:
         cc = connect(node)

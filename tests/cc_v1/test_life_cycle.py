@@ -72,7 +72,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Ems.close()  # or it would start the node again
     for process in nodes_of(directory):
         end(process, signal.SIGKILL)
-    shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def nodes_of(directory: Path) -> list[psutil.Process]:

@@ -12,7 +12,7 @@ import torch
 from ems.cc_v1.tensors import BlockRows, CpuDevice
 from ems.pool.client import Lease, Namespace, PoolClient, Reservation
 from ems.pool.keys import NO_PARENT, KeyChain
-from ems.pool.layout import PageRef, SlotState, header_offset, pack_header
+from ems.pool.layout import PageRef, SlotState, write_header
 from ems.vllm.requests import Load, Save
 from ems.vllm.transfers import Loader, LoadResult, Saver
 from tests.e2e.engines import Node, first, running_node, wait_for
@@ -163,9 +163,7 @@ def test_cancelling_waits_for_the_copy_that_runs(
 
 def rewrite_header(engine: Engine, ref: PageRef, state: SlotState, generation: int, key: bytes) -> None:
     segment = engine.client.segments(engine.client.epoch).segment(ref.segment)
-    header = pack_header(state, generation, key, engine.namespace.page_size)
-    start = header_offset(ref.slot)
-    segment[start : start + len(header)] = header
+    write_header(segment, ref._replace(generation=generation), state, key, engine.namespace.page_size)
 
 
 @pytest.mark.parametrize("change", ["state", "generation", "key"])

@@ -32,7 +32,6 @@ def namespace_of(config: EmsConfig, rows: TokenRows) -> Namespace:
     parts = [(part.dtype, part.heads, part.head_size) for part in rows.parts]
     facts: dict[str, object] = {
         "form": PAGE_FORM,
-        "tenant": config.tenant,
         "model": rank.model_id,
         "engine": rank.llm_engine,
         "kind": rank.kvcache_type.value,
@@ -43,6 +42,7 @@ def namespace_of(config: EmsConfig, rows: TokenRows) -> Namespace:
     }
     if rank.kvcache_type is KVCacheType.MHA:
         facts["tp"] = [rank.rank_in_tp_group, rank.tp_world_size]
+    # The tenant is in the name itself, and whoever has the same name and model has the same tenant.
     name = namespace_name(config.tenant, f"{rank.model_id}+{rank.llm_engine}", fingerprint(facts))
     return Namespace(name, rows.page_bytes)
 

@@ -173,7 +173,7 @@ def slot_numbers(slot_mapping: Any) -> Numbers:
     if isinstance(slot_mapping, torch.Tensor):
         slot_mapping = slot_mapping.detach().cpu().numpy()
     try:
-        numbers = np.array(slot_mapping)
+        numbers = np.asarray(slot_mapping)
     except ValueError as error:
         raise ConfigError(f"slot_mapping is not a sequence of whole numbers: {error}") from error
     if numbers.size == 0 and numbers.ndim == 1:
@@ -182,7 +182,7 @@ def slot_numbers(slot_mapping: Any) -> Numbers:
         raise ConfigError(
             f"slot_mapping has {numbers.ndim} dimensions of {numbers.dtype}, expected one dimension of whole numbers"
         )
-    return numbers.astype(np.int64)
+    return numbers.astype(np.int64, copy=True)
 
 
 class Device(ABC):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -79,6 +81,7 @@ def node(
         autostarted=autostarted,
     )
     _log_to_stderr()
+    _allow_many_files()
     # The index is many small objects without cycles: looking for cycles among them would only cost.
     gc.set_threshold(50_000, 50, 1_000)
     try:
@@ -102,12 +105,21 @@ def _log_to_stderr() -> None:
 
 
 @contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
+def _bound(config: NodeConfig) -> Iterator[socket.socket | None]:
+    """The socket of the HTTP server, None for a node without one.
+
+    A node that an engine started takes any port where its own is taken: nobody is there to choose another.
+    """
+    host, port = config.http_host, config.http_port
+    if port is None:
+        yield None
+        return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, port))
+            _bind(listener, host, port, or_any=config.autostarted)
+            listener.listen()
         except OSError as error:
             raise ConfigError(
                 f"cannot serve HTTP on {host}:{port}: {error.strerror}; give another --http-port, 0 for a free one, "
@@ -116,15 +128,28 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
+def _bind(listener: socket.socket, host: str, port: int, *, or_any: bool) -> None:
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or not or_any:
+            raise
+        listener.bind((host, 0))
+
+
+def _allow_many_files() -> None:
+    """A segment and a client are an open file each; the default limit is for interactive programs."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 async def _serve(config: NodeConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log = structlog.get_logger("ems.node")
     with contextlib.ExitStack() as stack:
-        listener = None
-        if config.http_port is not None:
-            listener = stack.enter_context(_bound(config.http_host, config.http_port))
+        listener = stack.enter_context(_bound(config))
         node = Node(config)
         stack.callback(node.close)
         node.start()

@@ -120,7 +120,7 @@ class _Connection:
         self.epoch = epoch
         self.welcome = welcome
         self.segments = segments
-        self.namespaces: dict[str, int] = {}
+        self.namespaces: dict[Namespace, int] = {}
 
 
 class PoolClient:
@@ -172,8 +172,9 @@ class PoolClient:
             PoolTimeout: the node did not greet in ``timeout`` seconds.
             PoolRefused: the node does not want this client.
         """
+        deadline = time.monotonic() + timeout
         with self._locked(timeout):
-            self._connected(time.monotonic() + timeout)
+            self._connected(deadline)
 
     @contextlib.contextmanager
     def _locked(self, timeout: float) -> Iterator[None]:
@@ -270,7 +271,7 @@ class PoolClient:
 
     # Calls
 
-    def _call(self, request: protocol.Message, expected: type[_Answer], timeout: float, epoch: int = 0) -> _Answer:
+    def _call(self, request: protocol.Request, expected: type[_Answer], timeout: float, epoch: int = 0) -> _Answer:
         deadline = time.monotonic() + timeout
         with self._locked(timeout):
             connection = self._connected(deadline)
@@ -279,11 +280,12 @@ class PoolClient:
             return self._ask(connection, request, expected, deadline)
 
     def _ask(
-        self, connection: _Connection, request: protocol.Message, expected: type[_Answer], deadline: float
+        self, connection: _Connection, request: protocol.Request, expected: type[_Answer], deadline: float
     ) -> _Answer:
+        frame = protocol.encode_request(request)
         try:
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.sock.sendall(protocol.encode(request))
+            connection.sock.sendall(frame)
             answer = protocol.decode_answer(_receive_frame(connection.sock, deadline))
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
@@ -306,11 +308,11 @@ class PoolClient:
 
     def _opened(self, namespace: Namespace, deadline: float) -> tuple[_Connection, int]:
         connection = self._connected(deadline)
-        number = connection.namespaces.get(namespace.name)
+        number = connection.namespaces.get(namespace)
         if number is None:
             request = protocol.Open(namespace.name, namespace.page_size)
             number = self._ask(connection, request, protocol.Opened, deadline).namespace
-            connection.namespaces[namespace.name] = number
+            connection.namespaces[namespace] = number
         return connection, number
 
     def open(self, namespace: Namespace, timeout: float = CALL_SECONDS) -> None:
@@ -320,8 +322,9 @@ class PoolClient:
             NoSpace: a page of that size fits in no segment of the node.
             PoolRefused: the namespace exists with another page size.
         """
+        deadline = time.monotonic() + timeout
         with self._locked(timeout):
-            self._opened(namespace, time.monotonic() + timeout)
+            self._opened(namespace, deadline)
 
     def lookup(self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float = CALL_SECONDS) -> Hits:
         """How many leading ``keys`` (16 bytes each, joined) are present; with ``lease`` they stay until released."""
@@ -383,21 +386,23 @@ class PoolClient:
     def commit(
         self, reservation: Reservation, positions: list[int] | None = None, timeout: float = CALL_SECONDS
     ) -> None:
-        """Publish pages of a reservation whose bytes are in their slots.
+        """Publish pages of a reservation whose bytes are in their slots; no call when none were granted.
 
         Raises:
             StaleReference: the reservation ended with its connection; nothing was published.
         """
-        request = protocol.Commit(reservation.number, positions)
-        self._call(request, protocol.Done, timeout, reservation.epoch)
+        if reservation.granted:
+            request = protocol.Commit(reservation.number, positions)
+            self._call(request, protocol.Done, timeout, reservation.epoch)
 
     def abort(self, reservation: Reservation, timeout: float = CALL_SECONDS) -> None:
-        """Give back what of a reservation was not committed.
+        """Give back what of a reservation was not committed; no call when none were granted.
 
         Raises:
             StaleReference: the reservation ended with its connection already.
         """
-        self._call(protocol.Abort(reservation.number), protocol.Done, timeout, reservation.epoch)
+        if reservation.granted:
+            self._call(protocol.Abort(reservation.number), protocol.Done, timeout, reservation.epoch)
 
     def stats(self, timeout: float = CALL_SECONDS) -> dict[str, object]:
         """The node's figures."""
@@ -425,6 +430,10 @@ class PoolClient:
             descriptors: list[int] = []
             try:
                 return self._attach(connection, number, descriptors)
+            except TimeoutError as error:
+                self._drop()
+                self._put_off()
+                raise PoolTimeout(f"the pool node did not hand out segment {number} in time") from error
             except OSError as error:
                 self._drop()
                 raise PoolUnavailable(f"segment {number} cannot be mapped: {error.strerror or error}") from error

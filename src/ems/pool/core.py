@@ -48,7 +48,7 @@ class Found(msgspec.Struct, frozen=True):
 
     def refs(self) -> bytes:
         """Where the pages lie, as one byte string."""
-        return b"".join([page.ref for page in self.pages])
+        return packed_refs(self.pages)
 
 
 class Counters(msgspec.Struct):
@@ -84,6 +84,11 @@ class _Lease:
         self.owner = owner
         self.namespace = namespace
         self.pages = pages
+
+
+def packed_refs(pages: list[Page]) -> bytes:
+    """Where ``pages`` lie, in the form that travels."""
+    return b"".join([page.ref for page in pages])
 
 
 def split_keys(raw: bytes) -> list[bytes]:
@@ -238,14 +243,6 @@ class PoolCore:
             del self._reservations[reservation]
         self.counters.pages_committed += len(published)
         return published
-
-    def namespace_of(self, owner: int, reservation: int) -> int:
-        """The number of the namespace that ``owner`` reserved in.
-
-        Raises:
-            StaleReference: the reservation is not ``owner``'s or is gone.
-        """
-        return self._reservation(owner, reservation).namespace.number
 
     def abort(self, owner: int, reservation: int) -> None:
         """Give back what of ``reservation`` was not committed.

@@ -1,12 +1,11 @@
 """Starts a node on this host when none runs: one node, however many engines ask at the same moment.
 
-The node is a process of its own that outlives whoever started it.  A lock file serialises the starters; the
-losers find the winner's node listening.
+The node is a process of its own that outlives whoever started it.  A lock on the node's folder serialises the
+starters; the losers find the winner's node listening.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -14,9 +13,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ems.errors import ConfigError, PoolUnavailable
+from ems.pool.folder import LOG_NAME, starting
 from ems.pool.processes import process_lives
 
 if TYPE_CHECKING:
@@ -45,34 +45,16 @@ def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
         ConfigError: the node cannot start with these settings (its own sentence is in the message).
         PoolUnavailable: it did not listen within ``timeout`` seconds.
     """
-    if node_listens(config.socket):
-        return False
-    try:
-        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(config.directory / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot use {config.directory} for a pool node: {error.strerror}") from error
     deadline = time.monotonic() + timeout
-    try:
-        _lock_before(lock, deadline, config.directory)
-        if node_listens(config.socket):
-            return False
-        _start(config, deadline)
-        return True
-    finally:
-        os.close(lock)
-
-
-def _lock_before(lock: int, deadline: float, directory: Path) -> None:
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise PoolUnavailable(f"another process has been starting a node in {directory} for too long") from None
-            time.sleep(_POLL_SECONDS)
-        else:
-            return
+    while not node_listens(config.socket):
+        with starting(config.directory) as mine:
+            # Another one may have started it since; a node that stops may take its folder along.
+            if mine and not node_listens(config.socket) and _start(config, deadline):
+                return True
+        if time.monotonic() >= deadline:
+            raise PoolUnavailable(f"no pool node listened on {config.socket} within {timeout:.0f} s")
+        time.sleep(_POLL_SECONDS)
+    return False
 
 
 _DETACH = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!'
@@ -83,10 +65,22 @@ they stop, and a node must outlive them.
 """
 
 
-def _start(config: NodeConfig, deadline: float) -> None:
-    log = config.directory / "node.log"
-    log.touch(mode=0o600)
-    begin = log.stat().st_size
+def _start(config: NodeConfig, deadline: float) -> bool:
+    """Start a node and wait until it listens; False, with nothing started, when the folder vanished."""
+    log = config.directory.absolute() / LOG_NAME
+    try:
+        log.touch(mode=0o600)
+        # Opened before: a node that cannot start takes its log along.
+        said = log.open("rb")
+    except FileNotFoundError:
+        return False
+    with said:
+        said.seek(0, os.SEEK_END)
+        _start_detached(config, log, said, deadline)
+    return True
+
+
+def _start_detached(config: NodeConfig, log: Path, said: BinaryIO, deadline: float) -> None:
     command = [sys.executable, "-m", "ems.cli", *_flags(config)]
     shell = subprocess.run(
         ["/bin/sh", "-c", _DETACH, "sh", str(log), *command],
@@ -98,17 +92,22 @@ def _start(config: NodeConfig, deadline: float) -> None:
     pid = int(shell.stdout)
     while not node_listens(config.socket):
         if not process_lives(pid):
-            said = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-            reason = said[-1].removeprefix("error: ") if said else "it ended without a word"
-            raise ConfigError(f"the pool node could not start: {reason}")
+            raise ConfigError(f"the pool node could not start: {_last_words(said)}")
         if time.monotonic() >= deadline:
             os.kill(pid, signal.SIGKILL)
             raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {log}")
         time.sleep(_POLL_SECONDS)
 
 
+def _last_words(said: BinaryIO) -> str:
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "it ended without a word"
+
+
 def _flags(config: NodeConfig) -> list[str]:
-    flags = ["node", "--dir", str(config.directory), "--socket", str(config.socket), "--autostarted"]
+    # The node runs in another folder than the one who starts it.
+    directory, socket_path = config.directory.absolute(), config.socket.absolute()
+    flags = ["node", "--dir", str(directory), "--socket", str(socket_path), "--autostarted"]
     flags += ["--high-watermark", str(config.high_watermark), "--eviction-ratio", str(config.eviction_ratio)]
     if config.size:
         flags += ["--size", str(config.size)]
@@ -118,4 +117,6 @@ def _flags(config: NodeConfig) -> list[str]:
         flags.append("--no-http")
     else:
         flags += ["--http-host", config.http_host, "--http-port", str(config.http_port)]
+    if not config.prefault:
+        flags.append("--no-prefault")
     return flags

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from mmap import mmap
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +30,9 @@ _DESCRIPTION = struct.Struct("<8sIII16s16sQQII")
 _REF = struct.Struct("<IIIQ")
 REF_BYTES = _REF.size
 _HEADER = struct.Struct("<II16sQI")
+_STATE = struct.Struct("<I")
+
+Buffer = memoryview | bytearray | mmap
 
 
 class SlotState(IntEnum):
@@ -116,9 +120,14 @@ def pack_description(segment: int, geometry: Geometry, namespace_id: bytes, node
     )
 
 
-def pack_header(state: SlotState, generation: int, key: bytes, length: int) -> bytes:
-    """One slot header, without its padding."""
-    return _HEADER.pack(state, generation, key, length, 0)
+def write_header(segment: Buffer, ref: PageRef, state: SlotState, key: bytes, length: int) -> None:
+    """Write the whole header of the slot of ``ref`` into its segment's memory."""
+    _HEADER.pack_into(segment, HEADERS_OFFSET + ref.slot * HEADER_BYTES, state, ref.generation, key, length, 0)
+
+
+def write_state(segment: Buffer, slot: int, state: SlotState) -> None:
+    """Change what the header of slot number ``slot`` says about the slot, and nothing else."""
+    _STATE.pack_into(segment, HEADERS_OFFSET + slot * HEADER_BYTES, state)
 
 
 def unpack_header(buffer: memoryview | bytes | bytearray, offset: int) -> tuple[int, int, bytes, int]:

@@ -8,167 +8,35 @@ brain needs no lock.  Whatever a client sends, the node lives: a bad message cos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import os
 import secrets
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 import ems
-from ems.config import NodeConfig, format_size
-from ems.errors import ConfigError, EmsError, ProtocolError
+from ems.errors import ProtocolError, StaleReference
 from ems.pool import protocol
 from ems.pool.arena import Arena
-from ems.pool.core import PoolCore, split_keys
-from ems.pool.layout import SlotState
+from ems.pool.connection import Connection
+from ems.pool.core import PoolCore, packed_refs, split_keys
+from ems.pool.listener import Listener, refuse_if_taken
 from ems.pool.processes import process_lives
+
+if TYPE_CHECKING:
+    from ems.config import NodeConfig
 
 TICK_SECONDS = 1.0
 GRACE_SECONDS = 0.02
 """A killed process closes its sockets a moment before it is gone; look again after this long."""
-MAX_UNSENT = 64 << 20
-"""Bytes of answers that may wait for a client that does not read; above, its connection ends."""
-READ_SIZE = 256 << 10
-_UCRED = struct.Struct("3i")
 
 _log = structlog.get_logger("ems.node")
-
-
-class _Connection:
-    """One client: its socket, what it has sent, what it has not yet taken."""
-
-    def __init__(self, node: Node, sock: socket.socket, owner: int) -> None:
-        self._node = node
-        self._sock = sock
-        self._owner = owner
-        self._reader = protocol.FrameReader(protocol.MAX_GREETING)
-        self._greeted = False
-        self._unsent = bytearray()
-        self.pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        self.client = "unknown"
-
-    @property
-    def greeted(self) -> bool:
-        """Whether the client has said hello."""
-        return self._greeted
-
-    def on_readable(self) -> None:
-        """Bytes or the end of the connection are there."""
-        try:
-            data = self._sock.recv(READ_SIZE)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self.close(error.strerror or str(error))
-            return
-        if not data:
-            self.close(None)
-            return
-        self._reader.feed(data)
-        try:
-            for body in self._reader.frames():
-                self._handle(protocol.decode_request(body))
-                if self._sock.fileno() < 0:
-                    return
-        except ProtocolError as error:
-            self._refuse(error)
-        self._node.core.settle()
-
-    def _handle(self, request: protocol.Request) -> None:
-        if isinstance(request, protocol.Hello):
-            self._greet(request)
-            return
-        if not self._greeted:
-            raise ProtocolError(f"{type(request).__name__} came before the greeting, say Hello first")
-        try:
-            answer = self._node.answer(self._owner, request)
-        except ProtocolError:
-            raise
-        except EmsError as error:
-            answer = protocol.refusal(error)
-        if answer is None:
-            return
-        if isinstance(answer, protocol.SegmentAttached):
-            self._send_descriptor(answer)
-        else:
-            self.send(protocol.encode(answer))
-
-    def _greet(self, hello: protocol.Hello) -> None:
-        if self._greeted:
-            raise ProtocolError("a second Hello on one connection")
-        try:
-            version = protocol.negotiate(hello.oldest, hello.newest)
-        except EmsError as error:
-            self._refuse(error)
-            return
-        self._greeted = True
-        self.client = hello.client
-        self._reader.limit = protocol.MAX_FRAME
-        self.send(protocol.encode(self._node.welcome(version)))
-
-    def _refuse(self, error: EmsError) -> None:
-        self.send(protocol.encode(protocol.refusal(error)))
-        self.close(str(error))
-
-    def send(self, data: bytes) -> None:
-        """Send ``data``, keeping what the socket does not take now."""
-        if self._sock.fileno() < 0:
-            return
-        if not self._unsent:
-            try:
-                sent = self._sock.send(data)
-            except (BlockingIOError, InterruptedError):
-                sent = 0
-            except OSError as error:
-                self.close(error.strerror or str(error))
-                return
-            if sent == len(data):
-                return
-            data = data[sent:]
-            self._node.loop.add_writer(self._sock, self._on_writable)
-        self._unsent += data
-        if len(self._unsent) > MAX_UNSENT:
-            self.close(f"it left {format_size(len(self._unsent))} of answers unread")
-
-    def _on_writable(self) -> None:
-        try:
-            sent = self._sock.send(self._unsent)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self.close(error.strerror or str(error))
-            return
-        del self._unsent[:sent]
-        if not self._unsent:
-            self._node.loop.remove_writer(self._sock)
-
-    def _send_descriptor(self, answer: protocol.SegmentAttached) -> None:
-        data = protocol.encode(answer)
-        if self._unsent:
-            self._refuse(ProtocolError("a segment was asked for while earlier answers wait to be read"))
-            return
-        try:
-            sent = socket.send_fds(self._sock, [data], [self._node.arena.descriptor(answer.segment)])
-        except OSError as error:
-            self.close(error.strerror or str(error))
-            return
-        if sent != len(data):
-            self.send(data[sent:])
-
-    def close(self, reason: str | None) -> None:
-        """End the connection; ``reason`` is None when the client left by itself."""
-        if self._sock.fileno() < 0:
-            return
-        self._node.loop.remove_reader(self._sock)
-        self._node.loop.remove_writer(self._sock)
-        self._sock.close()
-        self._node.forget(self._owner, reason)
 
 
 class Node:
@@ -180,19 +48,29 @@ class Node:
         self._clock = clock
         self.node_id = secrets.token_bytes(16)
         self._started = clock()
+        refuse_if_taken(config.socket)
         self.arena = Arena(config, self.node_id)
         self.core = PoolCore(
             self.arena.sizes, high_watermark=config.high_watermark, eviction_ratio=config.eviction_ratio
         )
-        self._names: dict[int, str] = {}
         self._page_sizes: dict[int, int] = {}
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._next_owner = 1
         self._stop_prefault = threading.Event()
         self._prefaulter: threading.Thread | None = None
         self._resting: dict[int, int] = {}
         self._ticker: asyncio.TimerHandle | None = None
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
+        self._verbs: dict[type, Callable[[int, Any], protocol.Answer | None]] = {
+            protocol.Lookup: self._lookup,
+            protocol.Release: self._release,
+            protocol.Reserve: self._reserve,
+            protocol.Commit: self._commit,
+            protocol.Abort: self._abort,
+            protocol.Open: self._open,
+            protocol.Attach: self._attach,
+            protocol.Stats: self._stats,
+        }
         self.refused_connections = 0
 
     # Life
@@ -203,32 +81,11 @@ class Node:
         Raises:
             ConfigError: the socket cannot be made.
         """
-        path = self.config.socket
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            old = os.umask(0o177)
-            try:
-                listener.bind(str(path))
-            finally:
-                os.umask(old)
-            listener.listen(128)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"cannot listen on {path}: {error.strerror}; give another path with --socket") from error
-        self._listener = listener
-        self.loop.add_reader(listener, self._accept)
-        self._start_prefault()
-        self._tick()
-
-    def _start_prefault(self) -> None:
-        if not self.config.prefault:
-            for number, size in enumerate(self.arena.sizes):
-                self.core.touched(number, size)
-            return
+        self._listener = Listener(self.config.socket)
+        self.loop.add_reader(self._listener.sock, self._accept)
         self._prefaulter = threading.Thread(target=self._prefault, name="ems-prefault", daemon=True)
         self._prefaulter.start()
+        self._tick()
 
     def _prefault(self) -> None:
         def progress(segment: int, touched: int) -> None:
@@ -261,8 +118,11 @@ class Node:
             self.core.died(owner)
 
     def _tick(self) -> None:
+        now = self._clock()
+        for connection in list(self._connections.values()):
+            connection.check_greeting(now)
         self._look_for_the_dead()
-        self.core.tick(self._clock())
+        self.core.tick(now)
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
 
     def close(self) -> None:
@@ -270,15 +130,15 @@ class Node:
         if self._ticker is not None:
             self._ticker.cancel()
         if self._listener is not None:
-            self.loop.remove_reader(self._listener)
+            self.loop.remove_reader(self._listener.sock)
             self._listener.close()
-            self.config.socket.unlink(missing_ok=True)
         for connection in list(self._connections.values()):
             connection.close("the node stops")
         self._stop_prefault.set()
         if self._prefaulter is not None:
             self._prefaulter.join()
-        self.arena.close()
+        # A node that could not start has said why in its log, which its starter reads.
+        self.arena.close(log=self.config.autostarted and self._listener is not None)
 
     # Clients
 
@@ -286,26 +146,26 @@ class Node:
         assert self._listener is not None
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = self._listener.sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 _log.warning("cannot accept a connection", reason=error.strerror)
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     # Nothing frees a descriptor in this very moment: look again later instead of spinning.
-                    self.loop.remove_reader(self._listener)
+                    self.loop.remove_reader(self._listener.sock)
                     self.loop.call_later(TICK_SECONDS, self._listen_again)
                 return
             sock.setblocking(False)
             owner = self._next_owner
             self._next_owner += 1
-            connection = _Connection(self, sock, owner)
+            connection = Connection(self, sock, owner, self._clock())
             self._connections[owner] = connection
             self.loop.add_reader(sock, connection.on_readable)
 
     def _listen_again(self) -> None:
-        if self._listener is not None and self._listener.fileno() >= 0:
-            self.loop.add_reader(self._listener, self._accept)
+        if self._listener is not None and self._listener.sock.fileno() >= 0:
+            self.loop.add_reader(self._listener.sock, self._accept)
 
     def forget(self, owner: int, reason: str | None) -> None:
         """The connection of ``owner`` ended."""
@@ -332,38 +192,46 @@ class Node:
         Raises:
             EmsError: it is refused, with the reason.
         """
-        match request:
-            case protocol.Lookup(namespace, _, lease, protocol.Tail() as tail):
-                shared, held = self.core.lookup_tail(owner, namespace, tail, lease=lease)
-                key = held.pages[0].key if held.pages else b""
-                return protocol.Hits(shared, held.pending, held.lease, held.refs() if lease else b"", key)
-            case protocol.Lookup(namespace, keys, lease):
-                found = self.core.lookup(owner, namespace, split_keys(keys), lease=lease)
-                refs = found.refs() if lease else b""
-                return protocol.Hits(len(found.pages), found.pending, found.lease, refs)
-            case protocol.Reserve():
-                return self._reserve(owner, request)
-            case protocol.Commit(reservation, positions):
-                return self._commit(owner, reservation, positions)
-            case protocol.Abort(reservation):
-                self.core.abort(owner, reservation)
-                return protocol.Done()
-            case protocol.Release(lease):
-                self.core.release(owner, lease)
-                return None
-            case protocol.Open(name, page_size):
-                number = self.core.open_namespace(name, page_size)
-                self._names[number] = name
-                self._page_sizes[number] = page_size
-                return protocol.Opened(number)
-            case protocol.Attach(segment):
-                if segment >= len(self.arena.sizes) or segment < 0:
-                    raise ProtocolError(f"segment {segment} does not exist, expected 0 to {len(self.arena.sizes) - 1}")
-                return protocol.SegmentAttached(segment, self.arena.sizes[segment])
-            case protocol.Stats():
-                return protocol.Figures(self.figures())
-            case protocol.Hello():
-                raise ProtocolError("a second Hello on one connection")
+        return self._verbs[type(request)](owner, request)
+
+    def descriptor(self, segment: int) -> int:
+        """The open file of a segment."""
+        return self.arena.descriptor(segment)
+
+    def answered(self) -> None:
+        """All that came in together has been answered: do what was put off."""
+        self.core.settle()
+
+    def _lookup(self, owner: int, request: protocol.Lookup) -> protocol.Hits:
+        if request.tail is not None:
+            shared, held = self.core.lookup_tail(owner, request.namespace, request.tail, lease=request.lease)
+            key = held.pages[0].key if held.pages else b""
+            return protocol.Hits(shared, held.pending, held.lease, held.refs() if request.lease else b"", key)
+        found = self.core.lookup(owner, request.namespace, split_keys(request.keys), lease=request.lease)
+        return protocol.Hits(len(found.pages), found.pending, found.lease, found.refs() if request.lease else b"")
+
+    def _release(self, owner: int, request: protocol.Release) -> None:
+        # Nobody waits for an answer, and one would be taken for that of the next request.
+        with contextlib.suppress(StaleReference):
+            self.core.release(owner, request.lease)
+
+    def _abort(self, owner: int, request: protocol.Abort) -> protocol.Done:
+        self.core.abort(owner, request.reservation)
+        return protocol.Done()
+
+    def _open(self, _: int, request: protocol.Open) -> protocol.Opened:
+        number = self.core.open_namespace(request.name, request.page_size)
+        self._page_sizes[number] = request.page_size
+        return protocol.Opened(number)
+
+    def _attach(self, _: int, request: protocol.Attach) -> protocol.SegmentAttached:
+        count = len(self.arena.sizes)
+        if not 0 <= request.segment < count:
+            raise ProtocolError(f"segment {request.segment} does not exist, expected 0 to {count - 1}")
+        return protocol.SegmentAttached(request.segment, self.arena.sizes[request.segment])
+
+    def _stats(self, _owner: int, _request: protocol.Stats) -> protocol.Figures:
+        return protocol.Figures(self.figures())
 
     def _reserve(self, owner: int, request: protocol.Reserve) -> protocol.Granted:
         keys = split_keys(request.keys)
@@ -371,17 +239,13 @@ class Node:
         for assigned in reserved.assigned:
             namespace_id = hashlib.sha256(assigned.namespace.encode()).digest()[:16]
             self.arena.describe(assigned.segment, assigned.geometry, namespace_id)
-        length = self._page_sizes.get(request.namespace, 0)
-        for page in reserved.granted:
-            self.arena.mark(page, SlotState.WRITING, length)
-        refs = b"".join([page.ref for page in reserved.granted])
+        refs = packed_refs(reserved.granted)
+        self.arena.begin_writing(reserved.granted, refs, self._page_sizes[request.namespace])
         return protocol.Granted(reserved.reservation, reserved.outcomes, refs)
 
-    def _commit(self, owner: int, reservation: int, positions: list[int] | None) -> protocol.Done:
-        namespace = self.core.namespace_of(owner, reservation)
-        pages = self.core.commit(owner, reservation, positions)
-        for page in pages:
-            self.arena.mark(page, SlotState.PRESENT, self._page_sizes[namespace])
+    def _commit(self, owner: int, request: protocol.Commit) -> protocol.Done:
+        pages = self.core.commit(owner, request.reservation, request.positions)
+        self.arena.publish(packed_refs(pages))
         return protocol.Done(len(pages))
 
     def figures(self) -> dict[str, object]:

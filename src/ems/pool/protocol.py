@@ -7,7 +7,8 @@ order, one answer a request; :class:`Release` alone has none.  :class:`SegmentAt
 descriptor beside its bytes.  Many keys travel as one byte string of 16 bytes each, many references as one
 of 20 bytes each.
 
-Versions: both sides name the oldest and newest they speak, the newest common one is used.
+Versions: both sides name the oldest and newest they speak, the newest common one is used.  A later version
+may add fields at the end of the greeting and of its answers, which an earlier one ignores.
 """
 
 from __future__ import annotations
@@ -31,10 +32,17 @@ from ems.pool.keys import KEY_BYTES, Tail
 
 OLDEST_VERSION = 1
 NEWEST_VERSION = 1
-MAX_FRAME = 16 << 20
-"""Bytes of the largest frame; half a million keys fit."""
+MAX_KEYS = 65536
+"""Most keys of one request: a prompt of a million tokens in blocks of sixteen.  No request takes longer than these."""
+MAX_FRAME = 4 << 20
+"""Bytes of the largest frame; the answer to a request of :data:`MAX_KEYS` keys fits twice."""
+TOKEN_BYTES = 4
+MAX_TAIL = 64 << 10
+"""Bytes of the tokens of one tail."""
 MAX_GREETING = 4096
 """Bytes of the largest frame before the greeting is over."""
+GREETING_SECONDS = 5.0
+"""How long a client may take to greet."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -46,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 # From the client
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """Greeting: protocol versions spoken, who is speaking, features wished for."""
 
     oldest: int
@@ -119,7 +127,7 @@ class Stats(Message, frozen=True):
 # From the node
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     """The greeting was accepted: version to speak, the node's identity (new with each start), its segments."""
 
     version: int
@@ -174,7 +182,7 @@ class Figures(Message, frozen=True):
     figures: dict[str, Any]
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, forbid_unknown_fields=False):
     """The request was refused: a code of :data:`REFUSALS` and a sentence."""
 
     code: str
@@ -205,25 +213,54 @@ def encode(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def encode_request(message: Request) -> bytes:
+    """The frame that carries the client's ``message``.
+
+    Raises:
+        ProtocolError: it is larger than a node accepts.
+    """
+    _check_request(message)
+    return encode(message)
+
+
 def decode_request(body: bytes | bytearray | memoryview) -> Request:
     """The client's message in a frame's ``body``.
 
     Raises:
-        ProtocolError: it is not a request of the protocol, or its keys are cut.
+        ProtocolError: it is not a request of the protocol, or its keys are cut or too many.
     """
     try:
         message = _request_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a request of the EMS protocol: {error}") from error
-    keys = getattr(message, "keys", b"")
-    if len(keys) % KEY_BYTES:
-        raise ProtocolError(f"{len(keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
-    tail = getattr(message, "tail", None)
-    if tail is not None and (len(tail.directory) != KEY_BYTES or not tail.tokens or len(tail.tokens) % 4):
-        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected tokens of 4 bytes each in a named directory")
+    _check_request(message)
+    return message
+
+
+def _check_request(message: Request) -> None:
+    if isinstance(message, Lookup | Reserve):
+        if len(message.keys) % KEY_BYTES:
+            raise ProtocolError(f"{len(message.keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
+        _check_count(len(message.keys) // KEY_BYTES, "keys")
+        _check_tail(message.tail)
     if isinstance(message, Reserve) and len(message.parent) != KEY_BYTES:
         raise ProtocolError(f"a parent key of {len(message.parent)} bytes, expected {KEY_BYTES}")
-    return message
+    if isinstance(message, Commit):
+        _check_count(len(message.positions or ()), "positions")
+
+
+def _check_tail(tail: Tail | None) -> None:
+    if tail is None:
+        return
+    if len(tail.directory) != KEY_BYTES or len(tail.tokens) % TOKEN_BYTES:
+        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected {TOKEN_BYTES} a token in a named directory")
+    if not 0 < len(tail.tokens) <= MAX_TAIL:
+        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected at most {MAX_TAIL} and at least one token")
+
+
+def _check_count(count: int, what: str) -> None:
+    if count > MAX_KEYS:
+        raise ProtocolError(f"{count} {what} in one request, expected at most {MAX_KEYS}")
 
 
 def decode_answer(body: bytes | bytearray | memoryview) -> Answer:

@@ -6,6 +6,7 @@ node touches its segments once; each engine then only fills its own page tables,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -22,11 +23,12 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def yield_to_others() -> None:
     """Give the calling thread the lowest priority: engines need the cores more."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    with contextlib.suppress(OSError):  # a sandbox may forbid even that; it is a courtesy
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def populate(address: int, length: int) -> None:
-    """Touch ``length`` bytes at ``address`` (both in whole memory pages) for writing.
+    """Touch ``length`` bytes at ``address`` (both in whole memory pages) without changing them.
 
     The interpreter is free meanwhile.
 
@@ -38,10 +40,10 @@ def populate(address: int, length: int) -> None:
     code = ctypes.get_errno()
     if code != errno.EINVAL:
         raise OSError(code, os.strerror(code))
-    # Kernels before 5.14 do not know the advice. Reading and writing back one byte a page does the same.
+    # Kernels before 5.14 do not know the advice. Reading a byte a page finds the page as well; writing it back
+    # would undo what another process wrote in between.
     for offset in range(0, length, mmap.PAGESIZE):
-        byte = ctypes.c_char.from_address(address + offset)
-        byte.value = byte.value
+        ctypes.c_char.from_address(address + offset).value  # noqa: B018 - the read itself is what is wanted
 
 
 def warm(buffer: memoryview) -> None:
