@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,7 +55,7 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
             log=logs / "second.log",
             kv_transfer_config=connector("kv_both"),
             options=OPTIONS,
-            environment={**node.environment, "PYTHONHASHSEED": "2"},
+            environment={**node.environment, "PYTHONHASHSEED": "2", "VLLM_SERVER_DEV_MODE": "1"},
         )
         with running(first, second):
             yield Pair(node, first, second)
@@ -70,7 +71,7 @@ def stored(node: Node) -> int:
 
 def settled(node: Node) -> bool:
     """Whether nothing is being written."""
-    return node.stats()["reservations"] == 0
+    return bool(node.stats()["reservations"] == 0)
 
 
 def test_text_is_the_same_cold_warm_and_from_the_other_instance(pair: Pair, reference: Reference) -> None:
@@ -128,10 +129,10 @@ def test_preempted_requests_say_the_same(pair: Pair, reference: Reference) -> No
     prompts = [random_prompt(200 + number, 3 * BLOCK + number) for number in range(14)]
     before = pair.first.metrics()["vllm:num_preemptions_total"]
 
-    texts = complete_all(pair.first.url, prompts, tokens=150, at_once=14)
+    texts = complete_all(pair.first.url, prompts, tokens=300, at_once=14)
 
     assert pair.first.metrics()["vllm:num_preemptions_total"] > before
-    assert texts == reference.texts(prompts, tokens=150)
+    assert texts == reference.texts(prompts, tokens=300)
 
 
 def test_a_node_that_is_killed_costs_no_request_and_is_used_again_when_back(pair: Pair, reference: Reference) -> None:
@@ -157,6 +158,36 @@ def test_a_node_that_is_killed_costs_no_request_and_is_used_again_when_back(pair
 
     seeds = iter(range(400, 500))
     wait_for(lambda: crosses(next(seeds)), "the cache is in use again", 60)
+
+
+def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only(pair: Pair, reference: Reference) -> None:
+    """Prompt and answer are in the pool to the token, but for the answer's last one, which was never computed."""
+    turn = random_prompt(14, 5 * BLOCK + 7)
+    answer = post(
+        pair.first.url,
+        "/v1/completions",
+        {"prompt": turn, "max_tokens": 50, "temperature": 0, "ignore_eos": True, "return_token_ids": True},
+    )["choices"][0]["token_ids"]
+    wait_for(lambda: settled(pair.node), "the answer is stored")
+    following = turn + answer + random_prompt(15, 30)
+
+    before = external_hits(pair.second)
+    assert complete(pair.second.url, following) == reference.text(following)
+    assert external_hits(pair.second) - before == len(turn) + len(answer) - 1
+
+
+def test_a_reset_cache_is_not_found_again(pair: Pair, reference: Reference) -> None:
+    prompt = random_prompt(16, 6 * BLOCK)
+    assert complete(pair.first.url, prompt) == reference.text(prompt)
+    wait_for(lambda: settled(pair.node), "the prompt is stored")
+
+    query = "/reset_prefix_cache?reset_running_requests=false&reset_connector=true"
+    reset = urllib.request.Request(pair.second.url + query, method="POST")  # noqa: S310 - a server of our own
+    with urllib.request.urlopen(reset) as done:  # noqa: S310
+        assert done.status == 200
+    before = external_hits(pair.second)
+    assert complete(pair.second.url, prompt) == reference.text(prompt)
+    assert external_hits(pair.second) == before
 
 
 def test_another_dtype_on_the_same_pool_never_hits(pair: Pair, model: Path, logs: Path, reference: Reference) -> None:

@@ -42,7 +42,13 @@ def make_config(folder: Path, **changes: Any) -> Any:
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
     }
-    model = {"model": str(folder), "dtype": torch.bfloat16, "quantization": None, "revision": None}
+    model = {
+        "model": str(folder),
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "revision": None,
+        "max_model_len": 2048,
+    }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
         speculative_config=changes.get("speculative_config"),
@@ -142,12 +148,30 @@ def test_one_changed_byte_at_either_end_of_the_weights_is_another_model(folder: 
         before = name_of(folder)
 
 
-def test_equal_weights_in_another_folder_are_the_same_model(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "copy"
-    other.mkdir()
-    (other / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+def test_a_change_between_the_samples_is_another_model(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(bytes(8 << 20))
+    before = name_of(folder)
+    content = bytearray(8 << 20)
+    content[300_000] = 1
+    weights.write_bytes(content)
 
-    assert weights_identity(make_config(folder).model_config) == weights_identity(make_config(other).model_config)
+    assert name_of(folder) != before
+
+
+def test_a_single_file_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(b"one" * 1000)
+    before = weights_identity(make_config(weights).model_config)
+    weights.write_bytes(b"two" * 1000)
+
+    assert weights_identity(make_config(weights).model_config) != before
+
+
+def test_the_context_length_matters_where_positions_depend_on_it(folder: Path) -> None:
+    rope = {"rope_scaling": {"rope_type": "longrope"}}
+    assert name_of(folder, hf=rope, max_model_len=4096) != name_of(folder, hf=rope, max_model_len=131072)
+    assert name_of(folder, max_model_len=4096) == name_of(folder, max_model_len=131072)
 
 
 def test_a_hub_model_is_known_by_name_and_revision(folder: Path) -> None:

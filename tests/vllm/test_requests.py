@@ -25,7 +25,7 @@ def make_chain(tokens: int) -> KeyChain:
 
 
 def make_lease(blocks: int, number: int = 1) -> Lease:
-    return Lease(1, number, b"".join(bytes([i]) * REF for i in range(blocks)))
+    return Lease("node", 1, number, b"".join(bytes([i]) * REF for i in range(blocks)))
 
 
 def hit(blocks: int, lease: Lease | None = None, *, tail: int = 0) -> Found:
@@ -62,7 +62,9 @@ def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
     assert book.match("r", 10, 4, 0.0) == (4, [])
 
     chain = make_chain(10)
-    assert book.allocated("r", [7, 8, 9], 4) == [Load("r", [8], chain.joined(1, 2), lease.packed_refs[REF : 2 * REF])]
+    assert book.allocated("r", [7, 8, 9], 4) == [
+        Load("r", "node", [8], chain.joined(1, 2), lease.packed_refs[REF : 2 * REF])
+    ]
     assert book.received("r", set()) == [Release(lease)]
     assert book.leases == 0
 
@@ -115,6 +117,47 @@ def test_a_failed_load_is_not_tried_again() -> None:
     assert book.match("r", 8, 0, 0.0) == (0, [])
     book.preempted("r")
     assert book.match("r", 8, 0, 0.0) == (0, [])
+
+
+def test_blocks_that_could_not_be_loaded_are_offered_once_they_are_computed() -> None:
+    book = make_book()
+    book.arrive("r", 16, 0, 0.0)
+    book.answered("r", make_chain(16), hit(4))
+    book.match("r", 16, 4, 0.0)
+    book.allocated("r", [1, 2, 3, 4], 12)
+    book.received("r", {3, 4})
+
+    assert book.scheduled("r", [1, 2, 3, 4], 16, replace=True) == Span(2, 4, 0)
+
+
+def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
+    book = make_book()
+    leases = [make_lease(2, number) for number in range(2)]
+    for number, lease in enumerate(leases):
+        book.arrive(f"r{number}", 8, 0, 0.0)
+        book.answered(f"r{number}", make_chain(8), hit(2, lease))
+    book.arrive("asked", 8, 0, 0.0)
+    book.match("r1", 8, 0, 0.0)
+    book.allocated("r1", [1, 2], 8)
+
+    assert book.reset() == [Release(leases[0])]
+    assert book.received("r1", set()) == [Release(leases[1])]
+    late = make_lease(2, 9)
+    assert book.answered("asked", make_chain(8), hit(2, late)) == [Release(late)]
+    for name in ("r0", "r1", "asked"):
+        assert book.match(name, 8, 0, 0.0) == (0, [])
+        assert book.scheduled(name, [1, 2], 8, replace=True) is None
+        assert book.last_save(name, [1, 2], 8) is None
+
+
+def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0, 0.0)
+    assert book.abandon("r") == []
+
+    assert book.match("r", 8, 0, 0.0) == (0, [])
+    assert book.scheduled("r", [1, 2], 8, replace=True) is None
+    assert book.finished("r") == (False, [])
 
 
 def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
@@ -262,7 +305,8 @@ def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
     book = make_book()
     for number in range(EAGER_LEASES):
         book.arrive(f"r{number}", 8, 0, 0.0)
-        book.answered(f"r{number}", make_chain(8), hit(2, make_lease(2, number)))
+        if number % 2:
+            book.answered(f"r{number}", make_chain(8), hit(2, make_lease(2, number)))
 
     assert book.arrive("late", 8, 0, 0.0) == []
     assert book.match("late", 8, 0, 0.0) == (None, [Ask("late", 0)])

@@ -32,7 +32,7 @@ class Engine:
         self.namespace = Namespace("default/model/layout", self.rows.page_bytes)
         self.client = PoolClient(node.socket, name)
         self.device = CpuDevice()
-        self.loader = Loader(self.client, self.namespace, self.rows, self.device, logger)
+        self.loader = Loader(self.client, self.namespace, self.rows, self.device, logger, 2.0)
         self.saver = Saver(self.client, self.namespace, self.rows, self.device, logger, 2.0)
 
     def block(self, number: int) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class Engine:
         return found.lease
 
     def load(self, chain: KeyChain, lease: Lease, blocks: list[int]) -> LoadResult:
-        self.loader.start(Load("load", blocks, chain.joined(0, len(blocks)), lease.packed_refs))
+        self.loader.start(Load("load", lease.node, blocks, chain.joined(0, len(blocks)), lease.packed_refs), None)
         return first(self.loader.results, "the load ends")
 
     def close(self) -> None:
@@ -218,6 +218,30 @@ def test_a_dead_node_fails_loads_and_saves_without_hanging(engines: tuple[Engine
     # The memory outlives the node: a load that was promised may still succeed, and must end either way.
     result = two.load(chain, lease, [4, 5])
     assert result.failed_blocks in (set(), {4, 5})
+
+
+def test_references_of_a_node_mean_nothing_to_its_successor(engines: tuple[Engine, Engine], node: Node) -> None:
+    """A fresh node gives the same key the same slot and generation, perhaps at another place."""
+    one, two = engines
+    chain = chain_of(2)
+    one.save(chain, [0, 1])
+    wait_for(lambda: present(two, chain) == 2, "the pages are committed")
+    lease = two.lease(chain)
+    node.kill()
+    node.start()
+    wait_for(lambda: node.stats()["bytes_touched"] == 8 << 20, "the memory is touched")
+
+    def stored() -> bool:
+        one.save(chain, [0, 1])
+        try:
+            return present(two, chain) == 2
+        except (ConnectionError, TimeoutError):
+            return False
+
+    wait_for(stored, "the new node has the pages")
+    result = two.load(chain, lease, [4, 5])
+
+    assert (result.loaded, result.failed_blocks) == (0, {4, 5})
 
 
 def test_a_defect_in_a_copy_ends_the_job_and_not_the_thread(

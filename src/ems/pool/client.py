@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,8 +44,9 @@ class Namespace(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The promise that these pages stay until :meth:`PoolClient.release`."""
+    """The promise of the node ``node`` that these pages stay until :meth:`PoolClient.release`."""
 
+    node: str
     epoch: int
     number: int
     packed_refs: bytes
@@ -102,6 +103,10 @@ class SegmentMap:
                     self._maps[number] = mapped
         return mapped
 
+    def mapped(self) -> list[memoryview]:
+        """Segments that were mapped until now."""
+        return list(self._maps.values())
+
     def page(self, ref: PageRef, size: int) -> memoryview:
         """The ``size`` bytes of a page's slot."""
         return self.segment(ref.segment)[ref.offset : ref.offset + size]
@@ -126,12 +131,14 @@ class _Connection:
 class PoolClient:
     """A connection to the node of this host that mends itself.
 
-    ``name`` is what the node's log and ``ems status`` call this client.
+    ``name`` is what the node's log and ``ems status`` call this client.  ``let_go`` is called with each segment that
+    was mapped when its connection ends, before the memory is unmapped.
     """
 
-    def __init__(self, path: Path, name: str = "engine") -> None:
+    def __init__(self, path: Path, name: str = "engine", let_go: Callable[[memoryview], None] | None = None) -> None:
         self._path = path
         self._name = name
+        self._let_go = let_go
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
         self._epoch = 0
@@ -157,6 +164,12 @@ class PoolClient:
         """Whether the node was started by an engine; None before the first connection."""
         connection = self._connection
         return connection.welcome.autostarted if connection else None
+
+    @property
+    def node(self) -> str:
+        """Identity of the node, new with each of its starts; empty while there is no connection."""
+        connection = self._connection
+        return connection.welcome.node if connection else ""
 
     @property
     def segment_count(self) -> int:
@@ -251,8 +264,12 @@ class PoolClient:
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.sock.close()
+        if connection is None:
+            return
+        connection.sock.close()
+        if self._let_go is not None:
+            for mapped in connection.segments.mapped():
+                self._let_go(mapped)
 
     def close(self) -> None:
         """End the connection for good; a call that waits for its answer in another thread fails now."""
@@ -332,7 +349,7 @@ class PoolClient:
         with self._locked(timeout):
             connection, number = self._opened(namespace, deadline)
             answer = self._ask(connection, protocol.Lookup(number, keys, lease), protocol.Hits, deadline)
-            held = Lease(connection.epoch, answer.lease, answer.refs) if answer.lease else None
+            held = Lease(connection.welcome.node, connection.epoch, answer.lease, answer.refs) if answer.lease else None
             return Hits(answer.count, answer.pending, held)
 
     def lookup_tail(
@@ -343,7 +360,7 @@ class PoolClient:
         with self._locked(timeout):
             connection, number = self._opened(namespace, deadline)
             answer = self._ask(connection, protocol.Lookup(number, b"", lease, tail), protocol.Hits, deadline)
-            held = Lease(connection.epoch, answer.lease, answer.refs) if answer.lease else None
+            held = Lease(connection.welcome.node, connection.epoch, answer.lease, answer.refs) if answer.lease else None
             return TailHit(answer.count, answer.key, bool(answer.pending), held)
 
     def release(self, lease: Lease) -> None:

@@ -195,8 +195,9 @@ class Index:
             listed.pop(0).tail = None
 
     def find_tail(self, tail: Tail) -> tuple[Page | None, int, bool]:
-        """The present page that shares most leading tokens with ``tail``, how many, whether one being written shares
-        more.
+        """The present page that shares most leading tokens with ``tail``, and how many.
+
+        The third answer is whether a page that is being written shares more.
         """
         best: Page | None = None
         most = expected = 0

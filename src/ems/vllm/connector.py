@@ -81,6 +81,10 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._in_scheduler.finished(request, block_ids[0])
 
+    def reset_cache(self) -> bool:
+        self._in_scheduler.reset()
+        return True
+
     # Worker side
 
     @property

@@ -21,8 +21,8 @@ from ems.pool.client import Hits, Lease, Namespace, PoolClient, TailHit
 from ems.pool.keys import KeyChain
 from ems.vllm.requests import NOTHING, Found
 
-POLL_SECONDS = 0.002
-"""How often a waiting hand-off looks again."""
+MOST_PAUSE = 0.05
+"""Seconds between two looks of a hand-off that has waited for a while."""
 GRACE_SECONDS = 0.1
 """How long a hand-off waits for blocks that are announced but not even being written yet."""
 NOTICE_SECONDS = 1.0
@@ -32,8 +32,10 @@ RESTART_SECONDS = 10.0
 
 
 class LookupJob(msgspec.Struct):
-    """One request to look up: its tokens, what else names its blocks (one entry a block, the last one too), how many
-    tokens a prefill announced.
+    """One request to look up.
+
+    ``extra`` makes what else names its blocks, one entry a block, the last one too; ``expected`` tokens were
+    announced by a prefill.
     """
 
     request_id: str
@@ -42,13 +44,15 @@ class LookupJob(msgspec.Struct):
     expected: int
     asked_at: float
     chain: KeyChain | None = None
+    pause: float = 0.002
+    """Seconds until the next look of a hand-off that waits; grows with each."""
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
-    """The end of a lookup: the keys of the request's full blocks, and what was found."""
+    """The end of a lookup: the keys of the request's full blocks (None: they cannot be made), and what was found."""
 
     request_id: str
-    chain: KeyChain
+    chain: KeyChain | None
     found: Found
 
 
@@ -82,6 +86,8 @@ class Lookups:
     ) -> None:
         self._client = client
         self._namespace = namespace
+        self.chain_name = namespace.name
+        """Where chains of keys begin; another name makes all pages stored before unfindable."""
         self._block_size = block_size
         self._logger = logger
         self._handoff_timeout = handoff_timeout
@@ -122,27 +128,42 @@ class Lookups:
                 job = self._inbox.get(timeout=timeout)
             except queue.Empty:
                 if not waiting:
-                    self._client.notice()
+                    self._notice()
                     continue
                 job = heapq.heappop(waiting)[2]
             if job is None:
                 return
             if isinstance(job, Lease):
-                self._client.release(job)
+                self._release(job)
                 continue
             try:
                 finished = self._look(job)
             except Exception:
                 # Root of this thread: a defect here must cost hits, never the engine.
                 self._logger.exception("EMS lookup failed, the request is computed")
-                self._answers.put(LookupAnswer(job.request_id, self._new_chain(), NOTHING))
+                self._answers.put(LookupAnswer(job.request_id, None, NOTHING))
                 continue
             if not finished:
                 order += 1
-                heapq.heappush(waiting, (time.monotonic() + POLL_SECONDS, order, job))
+                heapq.heappush(waiting, (time.monotonic() + job.pause, order, job))
+                job.pause = min(job.pause * 2, MOST_PAUSE)
+
+    def _release(self, lease: Lease) -> None:
+        try:
+            self._client.release(lease)
+        except Exception:
+            # Root of this thread: see above.
+            self._logger.exception("EMS lease was not released")
+
+    def _notice(self) -> None:
+        try:
+            self._client.notice()
+        except Exception:
+            # Root of this thread: see above.
+            self._logger.exception("EMS could not look after its connection")
 
     def _new_chain(self) -> KeyChain:
-        return KeyChain(self._namespace.name, self._block_size)
+        return KeyChain(self.chain_name, self._block_size)
 
     def _look(self, job: LookupJob) -> bool:
         """Ask for one request; False when it should be asked again later."""
@@ -187,6 +208,10 @@ class Lookups:
 
     def _take(self, job: LookupJob, chain: KeyChain) -> Found:
         hits, tail = self._find(job, chain, lease=True)
+        if hits.lease is not None and tail.lease is not None and hits.lease.node != tail.lease.node:
+            # The node changed in between: what the first one promised is gone.
+            self._client.release(tail.lease)
+            return NOTHING
         return Found(
             hits.count * self._block_size + tail.tokens,
             hits.count,

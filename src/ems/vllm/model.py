@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 import vllm
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from ems.errors import ConfigError
@@ -30,11 +31,15 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 class BlockModel(msgspec.Struct, frozen=True):
-    """A served model's blocks: ``block_size`` tokens each, ``namespace`` with the bytes of one page."""
+    """A served model's blocks: ``block_size`` tokens each, ``namespace`` with the bytes of one page.
+
+    A page holds the state of ``layers`` in this order.
+    """
 
     namespace: Namespace
     block_size: int
     num_blocks: int
+    layers: tuple[str, ...]
 
 
 def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, tenant: str, model_id: str) -> BlockModel:
@@ -52,6 +57,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, tenant: str, mode
         "layout_version": LAYOUT_VERSION,
         "weights": identity,
         "config": config_digest(model.hf_config),
+        "rope_length": _rope_length(model),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(spec.dtype),
@@ -68,7 +74,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, tenant: str, mode
     }
     name = namespace_name(tenant, Path(str(model.model)).name, fingerprint(facts))
     page_size = spec.page_size_bytes * len(group.layer_names)
-    return BlockModel(Namespace(name, page_size), spec.block_size, kv_cache_config.num_blocks)
+    return BlockModel(Namespace(name, page_size), spec.block_size, kv_cache_config.num_blocks, tuple(group.layer_names))
 
 
 def _check_parallelism(vllm_config: Any) -> None:
@@ -120,7 +126,12 @@ def _device_identity(vllm_config: Any) -> str:
     kind = str(vllm_config.device_config.device_type)
     if kind == "cpu":
         return f"cpu/{torch.backends.cpu.get_cpu_capability()}"
-    return kind
+    return f"{kind}/{current_platform.get_device_name()}"
+
+
+def _rope_length(model: Any) -> int:
+    """The context length where the position embedding depends on it (LongRoPE picks its factors by it), else 0."""
+    return int(model.max_model_len) if "longrope" in model.hf_config.to_json_string(use_diff=False) else 0
 
 
 def config_digest(hf_config: Any) -> str:
@@ -134,19 +145,20 @@ def config_digest(hf_config: Any) -> str:
 def weights_identity(model_config: Any) -> str:
     """What tells one set of weights from another: a digest of the weight files, or name and revision on a hub.
 
-    Local files are sampled (their names, sizes and :data:`_SAMPLES` spots of each), so that a model of any
-    size costs a few megabytes of reading.
+    Local files count by name, size, time of change and :data:`_SAMPLES` spots of each, so that a model of any size
+    costs a few megabytes of reading, and an edit is noticed wherever it is.
     """
-    folder = Path(str(model_config.model))
-    if not folder.is_dir():
+    place = Path(str(model_config.model))
+    if not place.exists():
         commit = getattr(model_config.hf_config, "_commit_hash", None)
         return f"{model_config.model}@{commit or model_config.revision or 'main'}"
+    files = {path for pattern in _WEIGHTS for path in place.glob(pattern)} if place.is_dir() else {place}
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
+    for path in sorted(files):
+        facts = path.stat()
+        digest.update(f"{path.name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
         with path.open("rb") as weights:
             for sample in range(_SAMPLES):
-                weights.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
+                weights.seek(max(facts.st_size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
                 digest.update(weights.read(_SAMPLE_BYTES))
     return digest.hexdigest()

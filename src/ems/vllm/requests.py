@@ -22,6 +22,7 @@ import msgspec
 from ems.pool.client import Lease
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
 
+NEVER = 1 << 62
 EAGER_LEASES = 64
 """Requests that may hold a lease while they wait; beyond, a lookup is made only when its request's turn comes."""
 
@@ -50,9 +51,10 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Effect: copy ``keys[i]``, lying at ``packed_refs[i]``, into engine block ``block_ids[i]``."""
+    """Effect: copy ``keys[i]``, at ``packed_refs[i]`` of the node ``node``, into engine block ``block_ids[i]``."""
 
     request_id: str
+    node: str
     block_ids: list[int]
     keys: bytes
     packed_refs: bytes
@@ -78,8 +80,9 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a lookup found: ``tokens`` from the prompt's start, in pages ``keys`` at ``packed_refs``, ``blocks`` of
-    them full; the leases that keep them.
+    """What a lookup found: ``tokens`` from the prompt's start, the first ``blocks`` blocks of them full.
+
+    They lie in pages ``keys`` at ``packed_refs``, which ``leases`` keep there.
     """
 
     tokens: int
@@ -96,7 +99,7 @@ class Request:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_at", "block_ids", "chain", "ended", "expected", "failed", "found", "loading_blocks", "local",
+        "asked_at", "block_ids", "chain", "ended", "expected", "failed", "found", "loading", "local",
         "next_save", "phase", "prompt_tokens", "request_id", "saved_any", "saved_tail",
     )  # fmt: skip
 
@@ -112,7 +115,7 @@ class Request:
         self.failed = False
         self.ended = False
         self.block_ids: list[int] = []
-        self.loading_blocks: frozenset[int] = frozenset()
+        self.loading: list[int] = []
         self.next_save = 0
         self.saved_any = False
         self.saved_tail = 0
@@ -135,6 +138,7 @@ class RequestBook:
         self._handoff_timeout = handoff_timeout
         self._requests: dict[str, Request] = {}
         self._leases = 0
+        self._waiting: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -161,19 +165,20 @@ class RequestBook:
             # One token must be computed in any case.
             request.phase = Phase.SETTLED
             return []
-        if self._leases >= EAGER_LEASES:
+        if len(self._waiting) >= EAGER_LEASES:
             return []
         return [self._ask(request, now)]
 
     def _ask(self, request: Request, now: float) -> Ask:
         request.phase = Phase.ASKED
         request.asked_at = now
+        self._waiting.add(request.request_id)
         return Ask(request.request_id, request.expected)
 
     def answered(self, request_id: str, chain: KeyChain, found: Found) -> list[Release]:
         """The lookup ended with ``found``."""
         request = self._requests.get(request_id)
-        if request is not None and request.chain is None:
+        if request is not None and (request.chain is None or len(request.chain) < len(chain)):
             request.chain = chain
         if request is None or request.phase is not Phase.ASKED:
             # The request ended, or gave up waiting, while the lookup was under way.
@@ -201,7 +206,7 @@ class RequestBook:
             patience = self._lookup_timeout + (self._handoff_timeout if request.expected else 0.0)
             if now - request.asked_at < patience:
                 return None, []
-            request.phase = Phase.SETTLED
+            self._settle(request)
         found = 0
         released: list[Ask | Release] = []
         if request.phase is Phase.ANSWERED:
@@ -213,6 +218,7 @@ class RequestBook:
 
     def _settle(self, request: Request) -> list[Release]:
         request.phase = Phase.SETTLED
+        self._waiting.discard(request.request_id)
         leases = request.found.leases
         request.found = NOTHING
         self._leases -= len(leases)
@@ -234,10 +240,11 @@ class RequestBook:
         last = -(-(request.local + external) // self._block_size)
         ids = request.block_ids[first:last]
         request.phase = Phase.LOADING
-        request.loading_blocks = frozenset(ids)
+        request.loading = ids
+        self._waiting.discard(request_id)
         found = request.found
         refs = found.packed_refs[first * self._ref_bytes : last * self._ref_bytes]
-        return [Load(request_id, ids, found.keys[first * KEY_BYTES : last * KEY_BYTES], refs)]
+        return [Load(request_id, found.leases[0].node, ids, found.keys[first * KEY_BYTES : last * KEY_BYTES], refs)]
 
     def received(self, request_id: str, invalid: set[int]) -> list[Release]:
         """The load ended; blocks in ``invalid`` hold nothing.  A failed load is not tried again."""
@@ -245,8 +252,13 @@ class RequestBook:
         if request is None or request.phase is not Phase.LOADING:
             return []
         released = self._settle(request)
-        request.failed = bool(request.loading_blocks & invalid)
-        request.loading_blocks = frozenset()
+        failed = [position for position, block in enumerate(request.loading) if block in invalid]
+        if failed:
+            # These blocks are computed now; the pool may well take them then.
+            request.failed = True
+            request.next_save = min(request.next_save, request.local // self._block_size + failed[0])
+            request.saved_tail = 0
+        request.loading = []
         if request.ended:
             del self._requests[request_id]
         return released
@@ -273,6 +285,8 @@ class RequestBook:
             return None
         whole = min(computed // self._block_size, len(request.block_ids))
         first = min(request.next_save, whole)
+        if request.next_save == NEVER:
+            return None
         tail = computed - whole * self._block_size
         if computed < end or tail >= self._block_size or computed <= request.saved_tail:
             tail = 0
@@ -301,11 +315,32 @@ class RequestBook:
     def preempted(self, request_id: str) -> None:
         """The engine took the request's blocks away; it starts over later, and what was being saved may not be."""
         request = self._requests.get(request_id)
-        if request is not None and request.phase is Phase.SETTLED:
-            request.block_ids = []
-            request.next_save = request.saved_tail = 0
-            if not request.failed and request.prompt_tokens > 1:
-                request.phase = Phase.NEW
+        if request is None or request.phase is Phase.LOADING:
+            return
+        request.block_ids = []
+        request.next_save = request.found.blocks
+        request.saved_tail = 0
+        if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1:
+            request.phase = Phase.NEW
+
+    def abandon(self, request_id: str) -> list[Release]:
+        """Know nothing of a request any more, but for what it may still be loading."""
+        request = self._requests.get(request_id)
+        if request is None or request.phase is Phase.LOADING:
+            return []
+        del self._requests[request_id]
+        return self._settle(request)
+
+    def reset(self) -> list[Release]:
+        """What was computed until now must not be used again: no request that is known looks up or offers any more."""
+        released: list[Release] = []
+        for request in self._requests.values():
+            request.failed = True
+            request.prompt_tokens = 0
+            request.next_save = NEVER
+            if request.phase is not Phase.LOADING:
+                released += self._settle(request)
+        return released
 
     def last_save(self, request_id: str, block_ids: Sequence[int], computed: int) -> Span | None:
         """The request is about to end with ``computed`` tokens in ``block_ids``: what of them was not offered yet."""

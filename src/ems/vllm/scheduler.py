@@ -5,6 +5,7 @@ No hook waits for the node.  vLLM calls all hooks on one thread.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -63,7 +64,12 @@ class SchedulerSide:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        """A request came in: its lookup begins at once."""
+        """A request came in: its lookup begins at once.
+
+        An adapter is known by its name and path only, not by what is in it, so requests with one stay out of the pool.
+        """
+        if request.lora_request:
+            return
         self._vllm_requests[request.request_id] = request
         expected = self._announced(request)
         self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected, time.monotonic()))
@@ -89,7 +95,7 @@ class SchedulerSide:
         self._do(self._book.allocated(request.request_id, blocks.get_block_ids()[0], external))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the ended request's blocks must be kept, and what the decode side should know (``request_finished``)."""
+        """Whether the ended request's blocks must be kept, and what a decode should know (``request_finished``)."""
         request_id = request.request_id
         if self._settings.save_answers:
             self._save_rest(request, block_ids)
@@ -172,7 +178,7 @@ class SchedulerSide:
         end = span.end * size
         tokens = _tokens(request, end + span.tail)
         if known.chain is None:
-            known.chain = KeyChain(self._model.namespace.name, size)
+            known.chain = KeyChain(self._lookups.chain_name, size)
         extra = self._extra(request)() if len(known.chain) < span.end or span.tail else ()
         known.chain.extend(tokens[:end], extra)
         tail = None
@@ -185,6 +191,12 @@ class SchedulerSide:
         for request_id in finished:
             self._do(self._book.received(request_id, invalid))
 
+    def reset(self) -> None:
+        """The engine's weights or settings changed: nothing stored by it until now is found by it again."""
+        self._lookups.chain_name = f"{self._model.namespace.name}/{secrets.token_hex(16)}"
+        self._saves.clear()
+        self._do(self._book.reset())
+
     def close(self) -> None:
         """The engine stops."""
         self._lookups.close()
@@ -194,7 +206,10 @@ class SchedulerSide:
 
     def _take_answers(self) -> None:
         for answer in self._lookups.answers():
-            self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
+            if answer.chain is None:
+                self._do(self._book.abandon(answer.request_id))
+            else:
+                self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
 
     def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
         for effect in effects:

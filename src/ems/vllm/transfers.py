@@ -45,21 +45,28 @@ class Loader:
     """Copies pages into engine blocks."""
 
     def __init__(
-        self, client: PoolClient, namespace: Namespace, rows: BlockRows, device: Device, logger: Logger
+        self,
+        client: PoolClient,
+        namespace: Namespace,
+        rows: BlockRows,
+        device: Device,
+        logger: Logger,
+        call_timeout: float,
     ) -> None:
+        self._call_timeout = call_timeout
         self._client = client
         self._namespace = namespace
         self._rows = rows
         self._device = device
         self._logger = logger
-        self._inbox: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Load, object] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ems-load", daemon=True)
         self._thread.start()
 
-    def start(self, load: Load) -> None:
-        """Queue a load."""
-        self._inbox.put(load)
+    def start(self, load: Load, mark: object) -> None:
+        """Queue a load, to begin once the engine's work up to ``mark`` is over: that may write into the same blocks."""
+        self._inbox.put((load, mark))
 
     def results(self) -> list[LoadResult]:
         """Loads that ended since the last call; never waits."""
@@ -74,11 +81,12 @@ class Loader:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while (load := self._next()) is not None:
+        while (job := self._next()) is not None:
+            load, mark = job
             begin = time.perf_counter()
             loaded = 0
             try:
-                loaded = self._load(load)
+                loaded = self._load(load, mark)
             except EmsError as error:
                 self._logger.warning("EMS load for request %s failed, it is computed: %s", load.request_id, error)
             except Exception:
@@ -87,26 +95,40 @@ class Loader:
             failed = set(load.block_ids[loaded:])
             self._results.put(LoadResult(load.request_id, failed, loaded, time.perf_counter() - begin))
 
-    def _next(self) -> Load | None:
+    def _next(self) -> tuple[Load, object] | None:
         while True:
             try:
                 return self._inbox.get(timeout=NOTICE_SECONDS)
             except queue.Empty:
-                self._client.notice()
+                self._notice()
 
-    def _load(self, load: Load) -> int:
+    def _notice(self) -> None:
+        try:
+            self._client.notice()
+        except Exception:
+            # Root of this thread: see above.
+            self._logger.exception("EMS could not look after its connection")
+
+    def _load(self, load: Load, mark: object) -> int:
         """How many leading blocks were loaded."""
-        self._client.connect()
+        self._client.connect(self._call_timeout)
+        if self._client.node != load.node:
+            # Slots of another node, or of the same one before it started again, are other memory.
+            raise StaleReference("the pool node that promised the blocks is gone")
         segments = self._client.segments(self._client.epoch)
         keys = [load.keys[i : i + KEY_BYTES] for i in range(0, len(load.keys), KEY_BYTES)]
         jobs = list(zip(load.block_ids, keys, unpack_refs(load.packed_refs), strict=True))
         copied = 0
-        for block, key, ref in jobs:
-            if not segments.holds(ref, key):
-                break
-            self._device.copy_in(self._rows, block, segments.page(ref, self._namespace.page_size))
-            copied += 1
-        self._device.synchronise()
+        self._device.wait_for(mark)
+        try:
+            for block, key, ref in jobs:
+                if not segments.holds(ref, key):
+                    break
+                self._device.copy_in(self._rows, block, segments.page(ref, self._namespace.page_size))
+                copied += 1
+        finally:
+            # Also when it fails: the blocks are computed then, and no copy may come after that.
+            self._device.synchronise()
         for position, (_, key, ref) in enumerate(jobs[:copied]):
             if not segments.holds(ref, key):
                 return position
@@ -210,7 +232,7 @@ class Saver:
     def busy(self, request_id: str) -> bool:
         """Whether blocks of the request are still to be copied."""
         with self._lock:
-            return self._open[request_id] > 0
+            return self._open[request_id] > 0 and self._thread.is_alive()
 
     def close(self) -> None:
         """End the thread after the saves that are queued and computed."""
@@ -221,16 +243,26 @@ class Saver:
 
     def _run(self) -> None:
         while (batch := self._inbox.get()) is not None:
-            for job in batch.jobs:
-                self._guarded(self._reserve, job)
-            if not batch.wait():
-                self._logger.warning("EMS gave up saving: the engine did not compute for %.0f s", COMPUTE_SECONDS)
+            try:
+                self._save(batch)
+            except Exception:
+                # Root of this thread: a defect here must cost later hits, never the engine.
+                self._logger.exception("EMS save failed")
+            finally:
                 for job in batch.jobs:
-                    job.cancelled = True
+                    self._close_job(job)
+
+    def _save(self, batch: SaveBatch) -> None:
+        for job in batch.jobs:
+            self._guarded(self._reserve, job)
+        if not batch.wait():
+            self._logger.warning("EMS gave up saving: the engine did not compute for %.0f s", COMPUTE_SECONDS)
+            batch.call_off()
+        else:
             self._device.wait_for(batch.mark)
-            for job in batch.jobs:
-                self._guarded(self._store, job)
-                self._close_job(job)
+        for job in batch.jobs:
+            self._guarded(self._store, job)
+            self._close_job(job)
 
     def _guarded(self, step: object, job: SaveJob) -> None:
         assert callable(step)

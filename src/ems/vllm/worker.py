@@ -29,10 +29,12 @@ class WorkerSide:
     def __init__(self, settings: ConnectorSettings, model: BlockModel) -> None:
         self._settings = settings
         self._model = model
-        self._client = PoolClient(settings.socket, "vllm-worker")
+        self._client = PoolClient(settings.socket, "vllm-worker", self._let_go)
         self._loader: Loader | None = None
         self._saver: Saver | None = None
-        self._device: Device = CpuDevice()
+        # One for each direction, so that loads do not queue behind saves; memory is pinned through the first.
+        self._load_device: Device = CpuDevice()
+        self._save_device: Device = CpuDevice()
         self._batch: SaveBatch | None = None
         self._step: StepMetadata | None = None
         self._loads_started = False
@@ -48,21 +50,24 @@ class WorkerSide:
         Raises:
             ConfigError: the tensors are not what the engine's configuration says.
         """
-        rows = BlockRows(list(kv_caches.values()), list(kv_caches))
+        missing = [name for name in self._model.layers if name not in kv_caches]
+        if missing:
+            raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
+        first = kv_caches[self._model.layers[0]]
+        rows = BlockRows([kv_caches[name] for name in self._model.layers], list(self._model.layers))
         expected = self._model.namespace.page_size
         if rows.page_bytes != expected or rows.num_blocks != self._model.num_blocks:
-            shape = tuple(next(iter(kv_caches.values())).shape)
+            shape = tuple(first.shape)
             raise ConfigError(
                 f"the engine registered {rows.num_blocks} blocks of {rows.page_bytes} bytes (first tensor {shape}), "
                 f"but its configuration says {self._model.num_blocks} blocks of {expected} bytes"
             )
-        self._device = device_of(next(iter(kv_caches.values())))
+        self._load_device, self._save_device = device_of(first), device_of(first)
         self._start_node()
-        self._loader = Loader(self._client, self._model.namespace, rows, self._device, logger)
+        namespace, timeout = self._model.namespace, self._settings.call_timeout
+        self._loader = Loader(self._client, namespace, rows, self._load_device, logger, timeout)
         if self._settings.saves:
-            self._saver = Saver(
-                self._client, self._model.namespace, rows, self._device, logger, self._settings.call_timeout
-            )
+            self._saver = Saver(self._client, namespace, rows, self._save_device, logger, timeout)
         self._warm_once()
 
     def _start_node(self) -> None:
@@ -95,9 +100,15 @@ class WorkerSide:
             for number in range(self._client.segment_count):
                 mapped = segments.segment(number)
                 warm(mapped)
-                self._device.pin(mapped)
-        except (EmsError, OSError) as error:
+                self._load_device.pin(mapped)
+        except (EmsError, OSError, RuntimeError) as error:
             logger.debug("EMS segments are mapped later: %s", error)
+
+    def _let_go(self, mapped: memoryview) -> None:
+        """A segment is about to be unmapped."""
+        self._load_device.synchronise()
+        self._save_device.synchronise()
+        self._load_device.unpin(mapped)
 
     # Steps
 
@@ -115,7 +126,7 @@ class WorkerSide:
         self._awaited |= step.awaited
         if self._saver is not None and step.saves:
             self._batch = self._saver.start(step.saves)
-        if isinstance(self._device, CpuDevice):
+        if isinstance(self._load_device, CpuDevice):
             # Nothing of an earlier step still runs on this device, so loads need not wait for the launch.
             self.start_loads()
 
@@ -124,14 +135,15 @@ class WorkerSide:
         if self._step is None or self._loads_started or self._loader is None:
             return
         self._loads_started = True
+        mark = self._load_device.mark() if self._step.loads else None
         for load in self._step.loads:
-            self._loader.start(load)
+            self._loader.start(load, mark)
 
     def computed(self) -> None:
         """VLLM's ``wait_for_save``: the forward pass was launched; its blocks may be copied behind it."""
         batch, self._batch = self._batch, None
         if batch is not None:
-            batch.computed(self._device.mark())
+            batch.computed(self._save_device.mark())
 
     def end(self) -> None:
         """The step is over."""
