@@ -181,7 +181,7 @@ def test_a_reset_cache_is_not_found_again(pair: Pair, reference: Reference) -> N
     assert complete(pair.first.url, prompt) == reference.text(prompt)
     wait_for(lambda: settled(pair.node), "the prompt is stored")
 
-    query = "/reset_prefix_cache?reset_running_requests=false&reset_connector=true"
+    query = "/reset_prefix_cache?reset_external=true"
     reset = urllib.request.Request(pair.second.url + query, method="POST")  # noqa: S310 - a server of our own
     with urllib.request.urlopen(reset) as done:  # noqa: S310
         assert done.status == 200

@@ -23,7 +23,7 @@ from ems.vllm.requests import NOTHING, Found
 
 MOST_PAUSE = 0.05
 """Seconds between two looks of a hand-off that has waited for a while."""
-GRACE_SECONDS = 0.1
+GRACE_SECONDS = 0.5
 """How long a hand-off waits for blocks that are announced but not even being written yet."""
 NOTICE_SECONDS = 1.0
 """How often an idle thread looks whether its node is still there."""
