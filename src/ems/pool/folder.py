@@ -19,7 +19,7 @@ from ems.errors import ConfigError
 
 LOG_NAME = "node.log"
 """What a node that was started by an engine says."""
-STOP_SECONDS = 5.0
+STOP_SECONDS = 3.0
 """How long a node may take from closing its socket to leaving its folder."""
 _POLL_SECONDS = 0.05
 _LOCK_NAME = "node.lock"
