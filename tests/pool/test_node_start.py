@@ -43,7 +43,7 @@ def home() -> Iterator[Path]:
 
 
 def test_it_listens_within_a_second_whatever_the_pool_size() -> None:
-    seconds = []
+    seconds: list[float] = []
     while len(seconds) < 3 and min(seconds, default=9.0) >= 1.0:
         with NodeProcess("--size", "8GB", "--http-port", "0") as node:
             seconds.append(node.seconds_to_listen)

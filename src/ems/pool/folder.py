@@ -107,8 +107,9 @@ def _lock(path: Path, deadline: float) -> int:
                 "with 'ems stop', or give another --dir"
             ) from error
         if _is_at(lock, lock_path):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            with contextlib.suppress(OSError):  # only for the message above; memory may be full
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             return lock
         os.close(lock)
 
