@@ -186,7 +186,7 @@ def test_a_hub_model_is_known_by_name_and_revision(folder: Path) -> None:
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2"),
         ({"pipeline_parallel_size": 4}, "--pipeline-parallel-size is 4"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": {"method": "eagle3"}}, "speculative decoding"),
     ],
     ids=str,
 )

@@ -74,7 +74,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.close(error.strerror or str(error))
+            self._lost(error)
             return
         if not data:
             self.close(None)
@@ -144,7 +144,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
-                self.close(error.strerror or str(error))
+                self._lost(error)
                 return
             if sent == len(data):
                 return
@@ -160,7 +160,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.close(error.strerror or str(error))
+            self._lost(error)
             return
         del self._unsent[:sent]
         if not self._unsent:
@@ -174,10 +174,14 @@ class Connection:
         try:
             sent = socket.send_fds(self._sock, [data], [self._node.descriptor(answer.segment)])
         except OSError as error:
-            self.close(error.strerror or str(error))
+            self._lost(error)
             return
         if sent != len(data):
             self.send(data[sent:])
+
+    def _lost(self, error: OSError) -> None:
+        """The connection broke; a client that left with answers unread broke it on purpose."""
+        self.close(None if isinstance(error, ConnectionError) else error.strerror or str(error))
 
     def close(self, reason: str | None) -> None:
         """End the connection; ``reason`` is None when the client left by itself."""

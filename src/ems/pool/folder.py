@@ -19,7 +19,7 @@ from ems.errors import ConfigError
 
 LOG_NAME = "node.log"
 """What a node that was started by an engine says."""
-STOP_SECONDS = 5.0
+STOP_SECONDS = 3.0
 """How long a node may take from closing its socket to leaving its folder."""
 _POLL_SECONDS = 0.05
 _LOCK_NAME = "node.lock"
@@ -107,8 +107,9 @@ def _lock(path: Path, deadline: float) -> int:
                 "with 'ems stop', or give another --dir"
             ) from error
         if _is_at(lock, lock_path):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            with contextlib.suppress(OSError):  # only for the message above; memory may be full
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             return lock
         os.close(lock)
 
