@@ -1,9 +1,9 @@
 """Bandwidth of saves and loads beside plain memcpy, and latency of lookups, through the real client and a real node.
 
-Pages come in batches of 8 MiB, as the blocks of one prompt do. Each page size is measured in rounds: memcpy, save, load, one after the other, so that all three see the same
-machine; the median round is reported.  A save is reserve, copy, commit; a load is lookup with lease, header
-check, copy, header check, release: what an engine's connector does, with pages of twelve rows as twelve layers
-leave them.  All memory was touched before.
+Pages come in batches of 8 MiB, as the blocks of one prompt do.  Each page size is measured in rounds: memcpy, save,
+load, one after the other, so that all three see the same machine; the median round is reported.  A save is reserve,
+copy, commit; a load is lookup with lease, header check, copy, header check, release: what an engine's connector does,
+with pages of twelve rows as twelve layers leave them.  All memory was touched before.
 """
 
 from __future__ import annotations

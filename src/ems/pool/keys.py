@@ -42,7 +42,8 @@ def root_key(namespace: str) -> bytes:
 class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A block that is not full: ``directory`` names its place, ``tokens`` what is in it, 4 bytes a token.
 
-    The place is the block's prefix and whatever else matters.  Two tails of one directory that begin with the same tokens hold the same state for these tokens.
+    The place is the block's prefix and whatever else matters.  Two tails of one directory that begin with the same
+    tokens hold the same state for these tokens.
     """
 
     directory: bytes
