@@ -9,7 +9,6 @@ import pytest
 
 from ems.pool.client import Namespace, PoolClient
 from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
 
 PAGE = 4096
 
@@ -21,7 +20,7 @@ MakeClient = Callable[..., PoolClient]
 def node() -> Iterator[NodeProcess]:
     """A small node that all tests of a module share; none may end it."""
     with NodeProcess("--size", "16MB", "--segment-size", "64KB") as running:
-        until(lambda: running.figures()["bytes_touched"] == 16 << 20, "all memory was touched")
+        running.wait_touched()
         yield running
         assert running.returncode is None, f"the shared node ended: {running.log}"
         assert "Traceback" not in running.log, running.log

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING
 
 from ems.errors import ConfigError, PoolUnavailable
 from ems.pool.folder import LOG_NAME, starting
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 START_SECONDS = 15.0
 """How long a new node may take to listen; it needs a fraction of a second unless the machine is very busy."""
 _POLL_SECONDS = 0.02
+_LOG_BYTES = 64 << 10
 
 
 def node_listens(path: Path) -> bool:
@@ -57,7 +58,7 @@ def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
     return False
 
 
-_DETACH = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!'
+_DETACH = '"$@" </dev/null >&2 & echo $!'
 """Starts a command in the background and says its process id.
 
 The shell in between ends at once, so the node is nobody's child: engines kill all their descendants when
@@ -67,40 +68,39 @@ they stop, and a node must outlive them.
 
 def _start(config: NodeConfig, deadline: float) -> bool:
     """Start a node and wait until it listens; False, with nothing started, when the folder vanished."""
-    log = config.directory.absolute() / LOG_NAME
+    path = config.directory.absolute() / LOG_NAME
     try:
-        log.touch(mode=0o600)
-        # Opened before: a node that cannot start takes its log along.
-        said = log.open("rb")
+        # Open for as long as it takes: a node that leaves, or that cannot start, takes the file along.
+        log = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
     except FileNotFoundError:
         return False
-    with said:
-        said.seek(0, os.SEEK_END)
-        _start_detached(config, log, said, deadline)
+    with log:
+        begin = os.fstat(log.fileno()).st_size
+        pid = _detach([sys.executable, "-m", "ems.cli", *_flags(config)], log)
+        while not node_listens(config.socket):
+            if not process_lives(pid):
+                raise ConfigError(f"the pool node could not start: {_last_words(log, begin)}")
+            if time.monotonic() >= deadline:
+                os.kill(pid, signal.SIGKILL)
+                raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {path}")
+            time.sleep(_POLL_SECONDS)
     return True
 
 
-def _start_detached(config: NodeConfig, log: Path, said: BinaryIO, deadline: float) -> None:
-    command = [sys.executable, "-m", "ems.cli", *_flags(config)]
+def _detach(command: list[str], log: IO[bytes]) -> int:
     shell = subprocess.run(
-        ["/bin/sh", "-c", _DETACH, "sh", str(log), *command],
+        ["/bin/sh", "-c", _DETACH, "sh", *command],
         stdout=subprocess.PIPE,
+        stderr=log,
         start_new_session=True,
         cwd="/",
         check=True,
     )
-    pid = int(shell.stdout)
-    while not node_listens(config.socket):
-        if not process_lives(pid):
-            raise ConfigError(f"the pool node could not start: {_last_words(said)}")
-        if time.monotonic() >= deadline:
-            os.kill(pid, signal.SIGKILL)
-            raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {log}")
-        time.sleep(_POLL_SECONDS)
+    return int(shell.stdout)
 
 
-def _last_words(said: BinaryIO) -> str:
-    lines = said.read().decode(errors="replace").strip().splitlines()
+def _last_words(log: IO[bytes], begin: int) -> str:
+    lines = os.pread(log.fileno(), _LOG_BYTES, begin).decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else "it ended without a word"
 
 

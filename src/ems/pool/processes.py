@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def process_lives(pid: int) -> bool:
-    """Whether a process with this id runs (a zombie does not: it can no longer write anywhere).
+    """Whether a process with this id runs, with at least one thread that can still write somewhere.
 
     A client in a process namespace of its own has an id of 0 here; what cannot be seen is taken to live.
     """
@@ -16,4 +16,7 @@ def process_lives(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    fields = stat.rpartition(")")[2].split()
+    state, threads = fields[0], int(fields[17])
+    # The state is that of the main thread; the others may go on without it, or be a moment behind when killed.
+    return state not in ("Z", "X") or threads > 1

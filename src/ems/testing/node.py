@@ -22,6 +22,7 @@ from ems.testing.waiting import until
 START_SECONDS = 30.0
 """How long a node may take to listen on a machine that has other things to do."""
 STOP_SECONDS = 20.0
+TOUCH_SECONDS = 60.0
 
 
 class NodeProcess:
@@ -92,6 +93,15 @@ class NodeProcess:
             return client.stats()
         finally:
             client.close()
+
+    def wait_touched(self) -> None:
+        """Wait until all of the pool's memory was touched, so that no page is refused for that reason."""
+
+        def touched() -> bool:
+            figures = self.figures()
+            return bool(figures["bytes_touched"] == figures["bytes_total"])
+
+        until(touched, "all memory was touched", TOUCH_SECONDS)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the node."""
