@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from ems.pool.client import Lease
 from ems.pool.keys import KeyChain
+from ems.pool.lease import Lease
 from ems.vllm.requests import EAGER_LEASES, NOTHING, Ask, Found, Load, Phase, Release, RequestBook, Span
 
 BLOCK = 4

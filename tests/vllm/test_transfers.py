@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ems.cc_v1.tensors import BlockRows, CpuDevice
-from ems.pool.client import Lease, Namespace, PoolClient, Reservation
+from ems.pool.client import Namespace, PoolClient, Reservation
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.layout import PageRef, SlotState, write_header
+from ems.pool.lease import Lease
 from ems.vllm.requests import Load, Save
 from ems.vllm.transfers import Loader, LoadResult, Saver
 from tests.e2e.engines import Node, first, running_node, wait_for

@@ -25,6 +25,7 @@ from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError,
 from ems.pool import protocol
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef, SlotState, header_offset, unpack_header, unpack_refs
+from ems.pool.lease import Lease
 
 CALL_SECONDS = 5.0
 """Deadline of a call that names none."""
@@ -41,20 +42,6 @@ class Namespace(msgspec.Struct, frozen=True):
 
     name: str
     page_size: int
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """The promise of the node ``node`` that these pages stay until :meth:`PoolClient.release`."""
-
-    node: str
-    epoch: int
-    number: int
-    packed_refs: bytes
-
-    @property
-    def refs(self) -> list[PageRef]:
-        """Where the pages lie, in the order of their keys."""
-        return unpack_refs(self.packed_refs)
 
 
 class Hits(msgspec.Struct, frozen=True):

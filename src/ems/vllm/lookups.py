@@ -17,8 +17,9 @@ from logging import Logger
 import msgspec
 
 from ems.errors import ConfigError, EmsError, NoSpace, PoolUnavailable
-from ems.pool.client import Hits, Lease, Namespace, PoolClient, TailHit
+from ems.pool.client import Hits, Namespace, PoolClient, TailHit
 from ems.pool.keys import KeyChain
+from ems.pool.lease import Lease
 from ems.vllm.requests import NOTHING, Found
 
 MOST_PAUSE = 0.05

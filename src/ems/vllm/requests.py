@@ -19,8 +19,8 @@ from enum import Enum, auto
 
 import msgspec
 
-from ems.pool.client import Lease
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.lease import Lease
 
 NEVER = 1 << 62
 EAGER_LEASES = 64
