@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import msgspec
@@ -18,8 +19,8 @@ GIB = 1 << 30
 MIB = 1 << 20
 DEFAULT_HTTP_PORT = 9410
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": 1 << 40}
+_SIZE = re.compile(r"\s*([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int, *, name: str = "size") -> int:
@@ -34,7 +35,7 @@ def parse_size(text: str | int, *, name: str = "size") -> int:
         match = _SIZE.fullmatch(str(text))
         if match is None:
             raise ConfigError(f"{name} is {text!r}, expected bytes or a number with a unit such as 1GB, 512MB or 64KB")
-        value = int(float(match[1]) * _UNITS[match[2].lower()])
+        value = int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
     if value <= 0:
         raise ConfigError(f"{name} is {text!r}, expected a positive number of bytes")
     return value

@@ -7,6 +7,7 @@ because a key that collides would serve another prompt's state; it costs about h
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NewType
@@ -30,10 +31,18 @@ def fingerprint(facts: Mapping[str, object]) -> str:
 
 
 def namespace_name(tenant: str, model: str, layout_fingerprint: str) -> str:
-    """The name under which pages of one tenant, model and layout live: ``tenant/model/fingerprint``."""
-    return f"{tenant}/{model}/{layout_fingerprint}"
+    """The name under which pages of one tenant, model and layout live: ``tenant/model/fingerprint``.
+
+    Models have slashes in their names; those of a tenant are escaped, or one tenant could pass for another.
+    """
+    return "/".join([_without_slash(tenant), model, _without_slash(layout_fingerprint)])
 
 
+def _without_slash(part: str) -> str:
+    return part.replace("%", "%25").replace("/", "%2F")
+
+
+@functools.lru_cache(maxsize=64)
 def root_key(namespace: str) -> bytes:
     """Where the chains of ``namespace`` begin; two namespaces share no key even for equal tokens."""
     return hashlib.sha256(b"ems-block-v1\0" + namespace.encode()).digest()[:KEY_BYTES]
