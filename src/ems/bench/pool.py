@@ -1,9 +1,13 @@
 """Bandwidth of saves and loads beside plain memcpy, and latency of lookups, through the real client and a real node.
 
-Pages come in batches of 8 MiB, as the blocks of one prompt do.  Each page size is measured in rounds: memcpy, save,
-load, one after the other, so that all three see the same machine; the median round is reported.  A save is reserve,
-copy, commit; a load is lookup with lease, header check, copy, header check, release: what an engine's connector does,
-with pages of twelve rows as twelve layers leave them.  All memory was touched before.
+Pages come in batches of 8 MiB, as the blocks of one prompt do.  Each page size is measured in rounds, in which
+everything is done once, one after the other, so that all see the same machine; the median round is reported.  The
+limits are plain copies of whole pages: between private memory (which the kernel may back with huge pages), and between
+private memory and the very slots that a save and a load use (which on most hosts lie in pages of 4 KiB); shares are of
+the latter.
+
+A save is reserve, copy, commit; a load is lookup with lease, header check, copy, header check, release: what an
+engine's connector does, with pages of twelve rows as twelve layers leave them.  All memory was touched before.
 """
 
 from __future__ import annotations
@@ -36,7 +40,11 @@ ROWS = 12
 POOL_BYTES = 1024 * MIB
 WORKING_SET = 128 * MIB
 """Bytes moved in one round; far above the processor's caches."""
+BATCH = 32 * MIB
+"""Bytes of one reservation, as a prompt of some thousand tokens leaves them."""
 TOUCH_SECONDS = 120.0
+
+_TOO_SMALL = "the pool has no room for the pages of this run, use a larger pool or none in use"
 
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[str], None]
@@ -65,11 +73,13 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Bandwidth(msgspec.Struct, frozen=True):
-    """Gigabytes (10^9 bytes) a second for pages of one size, and the shares of memcpy."""
+    """Gigabytes (10^9 bytes) a second for pages of one size, and the shares of plain copies to and from the slots."""
 
     page_bytes: int
     memcpy: float
+    memcpy_to_slots: float
     save: float
+    memcpy_from_slots: float
     load: float
     save_share: float
     load_share: float
@@ -151,30 +161,62 @@ class Bench:
         """Measure pages of one size."""
         self._progress(f"pages of {format_size(page_bytes)}")
         count = max(WORKING_SET // page_bytes, 4)
-        batch = max((8 * MIB) // page_bytes, 1)
+        batch = max(BATCH // page_bytes, 1)
         engine = Engine(page_bytes, count)
         namespace = self._namespace(page_bytes)
-        taken: dict[str, list[float]] = {"memcpy": [], "save": [], "load": []}
+        names = ("memcpy", "memcpy_to_slots", "save", "memcpy_from_slots", "load")
+        taken: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds + 1):
             keys = [os.urandom(KEY_BYTES) for _ in range(count)]
             taken["memcpy"].append(_timed(engine.memcpy))
+            taken["memcpy_to_slots"].append(self._copy_to_slots(namespace, engine, keys))
             taken["save"].append(_timed(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
+            taken["memcpy_from_slots"].append(self._copy_from_slots(namespace, engine, keys, batch))
             taken["load"].append(_timed(lambda keys=keys: self._load(namespace, engine, keys, batch)))  # type: ignore[misc]
         # The first round warms engine memory and page tables.
         seconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
         moved = page_bytes * count / 1e9
+        speed = {name: round(moved / value, 2) for name, value in seconds.items()}
         return Bandwidth(
-            page_bytes,
-            *(round(moved / seconds[name], 2) for name in ("memcpy", "save", "load")),
-            *(round(seconds["memcpy"] / seconds[name], 3) for name in ("save", "load")),
+            page_bytes=page_bytes,
+            **speed,
+            save_share=round(seconds["memcpy_to_slots"] / seconds["save"], 3),
+            load_share=round(seconds["memcpy_from_slots"] / seconds["load"], 3),
         )
+
+    def _copy_to_slots(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes]) -> float:
+        """Seconds of the plain copies alone: the slots are promised before and given back after."""
+        reserved = self._client.reserve(namespace, NO_PARENT, keys)
+        if len(reserved.granted) != len(keys):
+            raise NoSpace(_TOO_SMALL)
+        segments = self._client.segments(reserved.epoch)
+        pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
+        seconds = _timed(lambda: engine.plain_out(pages))
+        self._client.abort(reserved)
+        return seconds
+
+    def _copy_from_slots(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> float:
+        """Seconds of the plain copies alone, out of pages that were saved just now."""
+        pages: list[memoryview] = []
+        leases = []
+        for first in range(0, len(keys), batch):
+            hits = self._client.lookup(namespace, b"".join(keys[first : first + batch]), lease=True)
+            if hits.lease is None:
+                raise NoSpace(_TOO_SMALL)
+            segments = self._client.segments(hits.lease.epoch)
+            pages += [segments.page(ref, namespace.page_size) for ref in hits.lease.refs]
+            leases.append(hits.lease)
+        seconds = _timed(lambda: engine.plain_in(pages))
+        for lease in leases:
+            self._client.release(lease)
+        return seconds
 
     def _save(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> None:
         for first in range(0, len(keys), batch):
             part = keys[first : first + batch]
             reserved = self._client.reserve(namespace, NO_PARENT, part)
             if len(reserved.granted) != len(part):
-                raise NoSpace("the pool has no room for the pages of this run, use a larger pool or none in use")
+                raise NoSpace(_TOO_SMALL)
             segments = self._client.segments(reserved.epoch)
             for position, ref in reserved.granted.items():
                 engine.copy_out(first + position, segments.page(ref, namespace.page_size))
@@ -233,6 +275,16 @@ class Engine:
         """The limit: page after page from one place to another."""
         for source, target in zip(self._source, self._target, strict=True):
             target[:] = source
+
+    def plain_out(self, pages: Sequence[memoryview]) -> None:
+        """The limit of a save: whole pages to their slots."""
+        for source, page in zip(self._source, pages, strict=True):
+            np.frombuffer(page, dtype=np.uint8)[:] = source
+
+    def plain_in(self, pages: Sequence[memoryview]) -> None:
+        """The limit of a load: whole pages from their slots."""
+        for target, page in zip(self._target, pages, strict=True):
+            target[:] = np.frombuffer(page, dtype=np.uint8)
 
     def copy_out(self, block: int, page: memoryview) -> None:
         target = np.frombuffer(page, dtype=np.uint8)

@@ -12,14 +12,16 @@ from ems.config import format_size
 def tables(report: PoolReport) -> list[Table]:
     """One table of bandwidths, one of latencies."""
     bandwidth = Table(title="Bandwidth in GB/s", box=SIMPLE_HEAD, title_justify="left")
-    for column in ("page", "memcpy", "save", "of memcpy", "load", "of memcpy"):
+    for column in ("page", "memcpy", "to slots", "save", "share", "from slots", "load", "share"):
         bandwidth.add_column(column, justify="right")
     for row in report.bandwidth:
         bandwidth.add_row(
             format_size(row.page_bytes),
             f"{row.memcpy:.2f}",
+            f"{row.memcpy_to_slots:.2f}",
             f"{row.save:.2f}",
             f"{row.save_share:.0%}",
+            f"{row.memcpy_from_slots:.2f}",
             f"{row.load:.2f}",
             f"{row.load_share:.0%}",
         )

@@ -78,7 +78,8 @@ def _print_tables(figures: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    # Into a file or a pipe nothing is cut.
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 200)
     for name, text in summary_rows(figures):
         console.print(f"{name:<8} {text}")
     if not figures["namespaces"]:
