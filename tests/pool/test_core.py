@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ems.errors import NoSpace, PoolRefused, StaleReference
-from ems.pool.core import LIMBO_SECONDS, PoolCore
+from ems.pool.core import LIMBO_SECONDS, PoolCore, split_keys
 from ems.pool.index import Recency
 from ems.pool.room import Outcome
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
@@ -416,3 +418,10 @@ def test_figures_count_what_happened() -> None:
         "keys_hit": 2,
         "leases_lost": 1,
     }
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16), max_size=20))
+def test_keys_that_travelled_together_are_told_apart(keys: list[bytes]) -> None:
+    found = split_keys(b"".join(keys))
+    assert found == keys
+    assert {type(one) for one in found} <= {bytes}

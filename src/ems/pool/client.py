@@ -33,6 +33,8 @@ RETRY_SECONDS = 0.5
 """Least time between two attempts to reach a node that is gone; doubles with each failure in a row."""
 MAX_RETRY_SECONDS = 8.0
 """Most time between two attempts."""
+_READ_SIZE = 64 << 10
+"""Bytes read at a time; a larger buffer costs a system call more to be made."""
 
 _Answer = TypeVar("_Answer", bound=protocol.Message)
 
@@ -469,9 +471,9 @@ def _receive_frame(sock: socket.socket, deadline: float, descriptors: list[int] 
     while True:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         if descriptors is None:
-            data = sock.recv(1 << 20)
+            data = sock.recv(_READ_SIZE)
         else:
-            data, received, _, _ = socket.recv_fds(sock, 1 << 20, 4)
+            data, received, _, _ = socket.recv_fds(sock, _READ_SIZE, 4)
             descriptors += received
         if not data:
             raise ConnectionResetError("the node closed the connection")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 MAX_UNSENT = 8 << 20
 """Bytes of answers that may wait for a client that does not read; above, its connection ends."""
-READ_SIZE = 256 << 10
+READ_SIZE = 64 << 10
+"""Bytes read at a time; a larger buffer costs a system call more to be made."""
 _UCRED = struct.Struct("3i")
 
 _log = structlog.get_logger("ems.node")

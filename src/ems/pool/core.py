@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Collection, Iterator
 
 import msgspec
+import numpy as np
 
 from ems.errors import NoSpace, PoolRefused, StaleReference
 from ems.pool.index import Index, Page
@@ -28,6 +29,9 @@ MAX_NAMESPACES = 4096
 
 MAX_NAME = 512
 """Characters of the longest name of a namespace."""
+
+
+_KEY = np.dtype(f"V{KEY_BYTES}")
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -93,7 +97,8 @@ def packed_refs(pages: list[Page]) -> bytes:
 
 def split_keys(raw: bytes) -> list[bytes]:
     """Keys that travelled as one byte string."""
-    return [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
+    keys: list[bytes] = np.frombuffer(raw, dtype=_KEY).tolist()
+    return keys
 
 
 class PoolCore:
