@@ -282,6 +282,6 @@ class PoolHistory(RuleBasedStateMachine):
 
 
 PoolHistory.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestPoolHistory = PoolHistory.TestCase
