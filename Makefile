@@ -22,8 +22,8 @@ static: setup  ## lint, format, types, layers
 	@$(BIN)/mypy
 	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
 
-check: static  ## the above and all tests that need no engine; below one minute
-	@$(BIN)/pytest -m "not e2e" -n 2 --dist loadfile
+check: static  ## the above and the tests that start neither engines nor servers; below one minute
+	@$(BIN)/pytest -m "not e2e and not process" -n 2 --dist loadfile
 
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
 	@$(BIN)/pytest

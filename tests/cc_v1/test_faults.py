@@ -22,6 +22,8 @@ from ems.pool.keys import integer_key
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState
 from tests.cc_v1.conftest import NEVER, OPTION, make_caches, running_node, same, tokens, until, zeros_like
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -406,6 +408,7 @@ import threading
 from pathlib import Path
 from tests.cc_v1.conftest import *
 from tests.cc_v1.test_faults import meddle
+
 directory = Path({str(node.directory)!r})
 node = NodeConfig(directory=directory, socket=directory / "node.sock")
 Ems.init(EmsConfig("", "", rank_config("dies"), autostart=False, node=node))

@@ -24,6 +24,8 @@ from ems.errors import ConfigError, NoSpace, PoolRefused, Unauthorised, VersionM
 from ems.pool.client import PoolClient
 from tests.cc_v1.conftest import OPTION, QUICK, make_caches, rank_config, until
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -45,6 +47,7 @@ from ems.cc_v1.context_caching import _Registered
 from ems.cc_v1.registration import Registration
 from ems.config import NodeConfig
 from ems.pool.client import Namespace
+
 rank = CcConfig_v1(rank_id=0, device_id=0, model_id="m", tp_world_size=1, pp_world_size=1,
                    rank_in_tp_group=0, rank_in_pp_group=0, llm_engine="vllm@m")
 directory = Path({directory!r})

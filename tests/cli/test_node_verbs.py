@@ -14,6 +14,8 @@ from ems.cli.status import summary_rows
 from ems.pool.client import Namespace, PoolClient
 from tests.e2e.engines import Node, running_node, wait_for
 
+pytestmark = pytest.mark.process
+
 
 def ems(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -22,11 +22,14 @@ from ems.pool.launcher import ensure_node, node_listens
 from ems.pool.processes import process_lives
 from ems.testing.waiting import until
 
+pytestmark = pytest.mark.process
+
 STARTER = """
 import sys
 from pathlib import Path
 from ems.config import NodeConfig
 from ems.pool.launcher import ensure_node
+
 
 folder = Path(sys.argv[1])
 sys.stdin.readline()

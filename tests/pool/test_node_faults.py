@@ -20,11 +20,14 @@ from ems.testing.waiting import until
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
 
+pytestmark = pytest.mark.process
+
 HOLDER = """
 import sys
 from pathlib import Path
 from ems.pool.client import Namespace, PoolClient
 from tests.pool.brain import chain
+
 
 client = PoolClient(Path(sys.argv[1]), "holder")
 namespace = Namespace(sys.argv[2], 4096)

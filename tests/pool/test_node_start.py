@@ -22,6 +22,8 @@ from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
 from tests.pool.mounts import tmpfs
 
+pytestmark = pytest.mark.process
+
 
 def refused_start(*flags: str) -> tuple[int, str]:
     """Exit status and the one line of a node that does not start."""
@@ -192,8 +194,10 @@ def test_a_folder_that_cannot_be_made_is_refused() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount; test_arena covers the same with a made-up one")
-def test_a_shared_memory_file_system_that_is_too_small_is_refused(tmp_path: Path) -> None:
+def test_a_shared_memory_file_system_that_is_too_small_is_refused() -> None:
     with ExitStack() as stack:
+        # A socket's path must be short.
+        tmp_path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         small = stack.enter_context(tmpfs(tmp_path / "small", "size=8m"))
         locked = stack.enter_context(tmpfs(tmp_path / "locked", "size=8m,ro"))
         status, said = refused_start("--no-http", "--dir", str(small / "pool"), "--size", "64MB")

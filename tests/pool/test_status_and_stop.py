@@ -23,6 +23,8 @@ from ems.testing.node import NodeProcess
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
 
+pytestmark = pytest.mark.process
+
 
 def ems(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -22,6 +22,8 @@ from ems.errors import ConfigError
 from ems.router.server import CannotListen, listen
 from tests.router.fakes import ANSWER, FakeEngine, dead_address, prefilled
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 

@@ -17,6 +17,8 @@ import pytest
 from ems.testing.engine import EngineOptions, VllmServer
 from ems.testing.process import ProcessError, ServerProcess, deferred_signals, free_port
 
+pytestmark = pytest.mark.process
+
 SERVER = """
 import http.server, signal, subprocess, sys, time
 behaviour = sys.argv[2]
@@ -201,6 +203,7 @@ import logging, os, signal  # logging is one of those that run Python after a fo
 from pathlib import Path
 import psutil
 from ems.testing.process import ServerProcess
+
 
 memory = b"x" * (100 << 20)  # a fork of much memory takes its time, and most signals strike in it
 raised = 0
