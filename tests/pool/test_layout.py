@@ -15,6 +15,7 @@ from ems.pool.layout import (
     SlotState,
     carve,
     header_offset,
+    refs_begin,
     unpack_header,
     unpack_refs,
     write_header,
@@ -74,6 +75,7 @@ def test_references_survive_the_wire(refs: list[PageRef]) -> None:
     assert len(raw) == REF_BYTES * len(refs)
     assert unpack_refs(raw) == refs
     assert [PageRef.unpack(ref.pack()) for ref in refs] == refs
+    assert all(ref.pack().startswith(refs_begin(ref.segment)) for ref in refs)
 
 
 @given(st.integers(0, 3), U32, st.binary(min_size=16, max_size=16), st.integers(0, 2**64 - 1))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
+from ems.pool.layout import refs_begin
+
 if TYPE_CHECKING:
     from ems.pool.index import Index, Page
 
@@ -29,7 +31,7 @@ def evict(index: Index, count: int, free: Callable[[Page], None]) -> int:
         page = index.recency.oldest
         if page is None:
             break
-        if page.leases or page.children:
+        if page.leases or page.suffixes is not None:
             index.recency.touch(page)
             continue
         index.discard(page)
@@ -63,30 +65,28 @@ def evict_segment(index: Index, segment: int, free: Callable[[Page], None]) -> i
 
     Nothing of that may be leased or being written (see :func:`oldest_segment`).  Returns how many pages left.
     """
-    doomed = _with_suffixes(index, segment)
-    leaves = [page for page in doomed if not page.children]
-    while leaves:
-        page: Page | None = leaves.pop()
-        while page is not None and page in doomed and not page.children:
-            above = next((one for one in page.ancestors() if one.ref), None)
+    beginning = refs_begin(segment)
+    doomed: dict[Page, None] = {}
+    for page in index:
+        if page.ref.startswith(beginning) and page not in doomed:
+            _doom(page, doomed)
+    evicted = 0
+    for page in doomed:
+        if page.ref:  # else it was missing already
             index.discard(page)
             free(page)
-            page = above
-    return len(doomed)
+            evicted += 1
+    return evicted
 
 
-def _with_suffixes(index: Index, segment: int) -> set[Page]:
-    """The pages of ``segment`` and all pages whose prefix one of them is."""
-    doomed: set[Page] = set()
-    safe: set[Page] = set()
-    for page in index:
-        lineage: list[Page] = []
-        above: Page | None = page
-        while above is not None and above not in doomed and above not in safe:
-            lineage.append(above)
-            above = above.parent
-        falls = above is not None and above in doomed
-        for one in reversed(lineage):
-            falls = falls or (bool(one.ref) and one.segment == segment)
-            (doomed if falls else safe).add(one)
-    return {page for page in doomed if page.ref}
+def _doom(page: Page, doomed: dict[Page, None]) -> None:
+    """Add ``page`` and all that hangs on it to ``doomed``, suffixes before their prefixes."""
+    path = [(page, iter(page.children()))]
+    while path:
+        page, suffixes = path[-1]
+        following = next((one for one in suffixes if one not in doomed), None)
+        if following is not None:
+            path.append((following, iter(following.children())))
+        else:
+            doomed[page] = None
+            path.pop()

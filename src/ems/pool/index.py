@@ -8,8 +8,7 @@ one a missing prefix for as long as something hangs on it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 from ems.pool.keys import NO_PARENT, Tail
@@ -24,18 +23,18 @@ class Page:
     """One page: where it lies, who holds it, and its neighbours in the recency list.
 
     ``ref`` says where the page lies in the form that travels (a packed :class:`PageRef`).  ``leases``
-    counts readers that were promised the page, ``children`` the pages whose prefix it is; the page may not be
-    evicted while either is above zero.
+    counts readers that were promised the page, ``suffixes`` are the pages whose prefix it is: none, one, or a
+    set of several; the page may not be evicted while there is any of either.
     """
 
-    __slots__ = ("children", "key", "leases", "newer", "older", "parent", "present", "ref", "tail")
+    __slots__ = ("key", "leases", "newer", "older", "parent", "present", "ref", "suffixes", "tail")
 
     def __init__(self, key: bytes, ref: bytes) -> None:
         self.key = key
         self.ref = ref
         self.present = False
         self.leases = 0
-        self.children = 0
+        self.suffixes: Page | set[Page] | None = None
         self.parent: Page | None = None
         self.older: Page | None = None
         self.newer: Page | None = None
@@ -45,6 +44,34 @@ class Page:
     def segment(self) -> int:
         """Number of the segment that the page lies in."""
         return PageRef.unpack(self.ref).segment
+
+    def children(self) -> Collection[Page]:
+        """The pages whose prefix this one is."""
+        suffixes = self.suffixes
+        if suffixes is None:
+            return ()
+        return (suffixes,) if isinstance(suffixes, Page) else suffixes
+
+    def hang_on(self, parent: Page) -> None:
+        """``parent`` is the prefix of this page, which had none."""
+        self.parent = parent
+        if parent.suffixes is None:
+            parent.suffixes = self
+        elif isinstance(parent.suffixes, Page):
+            parent.suffixes = {parent.suffixes, self}
+        else:
+            parent.suffixes.add(self)
+
+    def let_go(self, parent: Page) -> None:
+        """``parent`` is no longer the prefix of this page."""
+        self.parent = None
+        suffixes = parent.suffixes
+        if not isinstance(suffixes, set):
+            parent.suffixes = None
+            return
+        suffixes.remove(self)
+        if len(suffixes) == 1:
+            parent.suffixes = suffixes.pop()
 
     def ancestors(self) -> Iterator[Page]:
         """The page's prefix, nearest first; missing ones among them."""
@@ -215,10 +242,9 @@ class Index:
         if parent is None:
             parent = self._missing[before] = Page(before, _NOWHERE)
         # Honest keys name their whole prefix and cannot form a ring; a page that others hang on can be made to.
-        elif parent is page or (page.children and page in parent.ancestors()):
+        elif parent is page or (page.suffixes is not None and page in parent.ancestors()):
             return
-        page.parent = parent
-        parent.children += 1
+        page.hang_on(parent)
 
     def publish(self, pages: list[Page]) -> None:
         """Written pages, in the order of their blocks, become readable and the most recently used."""
@@ -226,7 +252,7 @@ class Index:
             page.present = True
             self.recency.add(page)
         for page in pages:
-            if not page.children:
+            if page.suffixes is None:
                 self.use([page])
 
     def discard(self, page: Page) -> None:
@@ -241,14 +267,13 @@ class Index:
         if page.present:
             self.recency.remove(page)
             page.present = False
-        if page.children:
+        if page.suffixes is not None:
             page.ref = _NOWHERE
             self._missing[page.key] = page
             return
         while (parent := page.parent) is not None:
-            page.parent = None
-            parent.children -= 1
-            if parent.children or self._missing.get(parent.key) is not parent:
+            page.let_go(parent)
+            if parent.suffixes is not None or self._missing.get(parent.key) is not parent:
                 return
             del self._missing[parent.key]
             page = parent
@@ -284,11 +309,14 @@ class Index:
     def check(self) -> list[str]:
         """What does not hold, one sentence each; empty when all is well."""
         known = {id(page): page for page in chain(self._pages.values(), self._missing.values())}
-        children = Counter(id(page.parent) for page in known.values() if page.parent is not None)
+        children: dict[int, set[Page]] = {}
+        for page in known.values():
+            if page.parent is not None:
+                children.setdefault(id(page.parent), set()).add(page)
         broken = [
-            f"page {page.key.hex()} counts {page.children} suffixes, expected {children[number]}"
+            f"page {page.key.hex()} has {len(page.children())} suffixes, expected {len(children.get(number, ()))}"
             for number, page in known.items()
-            if page.children != children[number]
+            if set(page.children()) != children.get(number, set())
         ]
         broken += [
             f"the prefix of page {page.key.hex()} left before it"
@@ -298,7 +326,7 @@ class Index:
         broken += [
             f"missing page {page.key.hex()} is nobody's prefix"
             for page in self._missing.values()
-            if not page.children or page.present
+            if page.suffixes is None or page.present
         ]
         broken += [
             f"tail {page.key.hex()} is listed and not here"

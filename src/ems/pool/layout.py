@@ -28,6 +28,7 @@ PAGE_ALIGN = 4096
 
 _DESCRIPTION = struct.Struct("<8sIII16s16sQQII")
 _REF = struct.Struct("<IIIQ")
+_SEGMENT = struct.Struct("<I")
 REF_BYTES = _REF.size
 _HEADER = struct.Struct("<II16sQI")
 _STATE = struct.Struct("<I")
@@ -59,6 +60,11 @@ class PageRef(NamedTuple):
     def unpack(cls, raw: bytes) -> PageRef:
         """The reference that :meth:`pack` wrote."""
         return cls._make(_REF.unpack(raw))
+
+
+def refs_begin(segment: int) -> bytes:
+    """The first bytes of every packed reference into ``segment``."""
+    return _SEGMENT.pack(segment)
 
 
 def unpack_refs(raw: bytes) -> list[PageRef]:
