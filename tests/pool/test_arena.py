@@ -27,7 +27,7 @@ from ems.pool.layout import (
     unpack_header,
 )
 from ems.pool.listener import Listener, refuse_if_taken
-from ems.pool.touch import TOUCH_STEP, warm
+from ems.pool.touch import TOUCH_STEP, warm, yield_to_others
 from ems.testing.waiting import until
 
 MIB = 1 << 20
@@ -108,6 +108,18 @@ def test_touching_tells_its_progress_in_steps(home: Path) -> None:
     arena.close()
 
 
+def test_the_first_memory_is_touched_before_engines_take_precedence(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+    monkeypatch.setattr("ems.pool.arena.URGENT_BYTES", 2 * TOUCH_STEP)
+    monkeypatch.setattr("ems.pool.arena.yield_to_others", lambda: events.append("yields"))
+    arena = Arena(config(home, size=4 * TOUCH_STEP, segment_size=4 * TOUCH_STEP), NODE_ID)
+    arena.prefault(lambda _, touched: events.append(touched // TOUCH_STEP), threading.Event())
+    assert events == [1, 2, "yields", 3, 4]
+    arena.close()
+
+
 def test_a_stop_ends_touching(home: Path) -> None:
     arena = Arena(config(home, size=64 * MIB, segment_size=64 * MIB), NODE_ID)
     stop = threading.Event()
@@ -163,12 +175,16 @@ def test_an_old_kernel_touches_without_changing_a_byte(monkeypatch: pytest.Monke
         mapped.close()
 
 
-def test_a_lowest_priority_that_is_refused_does_not_matter(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbid(*_: object) -> None:
+def test_a_lowest_priority_that_is_refused_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def forbid(*arguments: int) -> None:
+        asked.append(arguments)
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", forbid)
-    assert arena.prefault(lambda *_: None, threading.Event()) is None
+    yield_to_others()
+    assert asked == [(os.PRIO_PROCESS, threading.get_native_id(), 19)]
 
 
 # Sizes

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ems.pool.index import Page
 
 MAX_SEGMENTS = 4096
+URGENT_BYTES = 512 << 20
+"""Memory that is touched at full speed: about a second's work, while the engine is still loading its model."""
 
 
 def total_memory() -> int:
@@ -132,11 +134,12 @@ class Arena:
 
         Returns why memory ran out before the end, None when it did not.
 
-        Meant for a thread of its own, at the lowest priority: engines need the cores more.  When the file
-        system runs full the pool ends at what was touched.  A node that shall not touch its memory allocates
+        Meant for a thread of its own.  The first :data:`URGENT_BYTES` are for whoever saves first; then it goes
+        on at the lowest priority, because engines need the cores more.  When the file system runs full the pool
+        ends at what was touched.  A node that shall not touch its memory allocates
         it all the same: a page that is missing would end the process that writes to it.
         """
-        yield_to_others()
+        urgent = URGENT_BYTES
         for number, mapped in enumerate(self._maps):
             # The exported buffer keeps the mapping alive while this thread is inside the kernel.
             anchor = ctypes.c_char.from_buffer(mapped)
@@ -150,6 +153,9 @@ class Arena:
                     if self._populate:
                         populate(address + start, length)
                     progress(number, start + length)
+                    if 0 < urgent <= length:
+                        yield_to_others()
+                    urgent -= length
             except OSError as error:
                 return error.strerror or str(error)
             finally:

@@ -8,6 +8,7 @@ its namespace only when none of its slots is out.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 from ems.pool.layout import Geometry, PageRef, carve
@@ -46,27 +47,19 @@ class Space:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.segments = [Segment(number, size) for number, size in enumerate(sizes)]
         self._free: dict[int, array[int]] = {}
+        self._carved: Counter[int] = Counter()
+        """Slots of each namespace's segments, touched or not."""
+        self._offered: Counter[int] = Counter()
+        """Those of them that were touched: all that are free or out."""
         self._touching = True
-
-    def segments_of(self, namespace: int) -> list[Segment]:
-        """Segments that are carved for ``namespace``."""
-        return [segment for segment in self.segments if segment.owner == namespace]
 
     def capacity(self, namespace: int) -> int:
         """Slots that ``namespace`` has or will have once its segments are touched, used or not."""
-        return sum(
-            segment.geometry.slot_count if self._touching else segment.offered
-            for segment in self.segments_of(namespace)
-            if segment.geometry
-        )
+        return self._carved[namespace] if self._touching else self._offered[namespace]
 
     def used(self, namespace: int) -> int:
         """Slots of ``namespace`` that are out."""
-        return sum(segment.used for segment in self.segments_of(namespace))
-
-    def free(self, namespace: int) -> int:
-        """Slots of ``namespace`` that can be taken now."""
-        return len(self._free.get(namespace, ()))
+        return self._offered[namespace] - len(self._free.get(namespace, ()))
 
     def untouched(self, namespace: int) -> bool:
         """Whether waiting brings ``namespace`` slots, because memory that it has or could have is being touched."""
@@ -94,7 +87,9 @@ class Space:
         """Carve ``segment``, none of whose slots is out, for pages of ``namespace``."""
         if segment.used:
             raise ValueError(f"segment {segment.number} has {segment.used} slots in use, expected none")
-        if segment.owner is not None:
+        if segment.owner is not None and segment.geometry is not None:
+            self._carved[segment.owner] -= segment.geometry.slot_count
+            self._offered[segment.owner] -= segment.offered
             kept = [entry for entry in self._free[segment.owner] if entry >> _SLOT_BITS != segment.number]
             self._free[segment.owner] = array("Q", kept)
         geometry = carve(segment.size, page_size)
@@ -103,6 +98,7 @@ class Space:
         segment.generations = array("I", [start]) * geometry.slot_count
         segment.owner, segment.geometry, segment.offered = namespace, geometry, 0
         self._free.setdefault(namespace, array("Q"))
+        self._carved[namespace] += geometry.slot_count
         self._offer(segment)
         return geometry
 
@@ -120,6 +116,7 @@ class Space:
         if reach > segment.offered:
             base = segment.number << _SLOT_BITS
             self._free[segment.owner].extend(base | slot for slot in range(reach - 1, segment.offered - 1, -1))
+            self._offered[segment.owner] += reach - segment.offered
             segment.offered = reach
 
     def take(self, namespace: int) -> PageRef | None:
@@ -162,4 +159,10 @@ class Space:
             for segment in self.segments
             if free_in.get(segment.number, 0) + segment.used != segment.offered
         ]
+        for namespace in self._free:
+            own = [segment for segment in self.segments if segment.owner == namespace]
+            if self._offered[namespace] != sum(segment.offered for segment in own):
+                broken.append(f"namespace {namespace} miscounts the slots that it was offered")
+            if self._carved[namespace] != sum(segment.geometry.slot_count for segment in own if segment.geometry):
+                broken.append(f"namespace {namespace} miscounts its slots")
         return broken
