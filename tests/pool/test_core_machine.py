@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ems.pool.core import LIMBO_SECONDS, PoolCore
 from ems.pool.index import Page
+from ems.pool.keys import Tail
 from ems.pool.layout import PageRef
 from ems.pool.room import Outcome
 from tests.pool.brain import key, segment_for
@@ -46,6 +47,11 @@ def slot_of(ref: bytes) -> Slot:
     return Slot(unpacked.segment, unpacked.slot)
 
 
+def tail_of(path: str) -> Tail:
+    """A block that is not full in the place of the last of ``path``; siblings share their first token."""
+    return Tail(PREFIX[KEYS[path]], b"\7\0\0\0" + path[-1].encode() + b"\0\0\0")
+
+
 def runs() -> st.SearchStrategy[list[str]]:
     """Consecutive blocks of one path."""
 
@@ -67,6 +73,7 @@ class PoolHistory(RuleBasedStateMachine):
         self.numbers: dict[str, int] = {}
         self.writing: dict[int, Writing] = {}
         self.reading: dict[int, Reading] = {}
+        self.listed: dict[str, dict[bytes, Tail]] = {name: {} for name in PAGE_SIZES}
         self.committed: dict[str, dict[bytes, bytes]] = {name: {} for name in PAGE_SIZES}
         self.resting: dict[int, tuple[float, set[Slot]]] = {}
         self.generations: dict[Slot, int] = {}
@@ -104,14 +111,15 @@ class PoolHistory(RuleBasedStateMachine):
 
     # Rules
 
-    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
-    def reserve(self, seat: int, name: str, run: list[str]) -> None:
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
+    def reserve(self, seat: int, name: str, run: list[str], partial: bool) -> None:
         owner = self.owners[seat]
+        tail = tail_of(run[-1]) if partial else None
         keys = [KEYS[path] for path in run]
         before = self.pages(name)
         out = {slot_of(page.ref) for other in PAGE_SIZES for page in self.pages(other).values()}
         kept = {slot for _, slots in self.resting.values() for slot in slots}
-        reserved = self.core.reserve(owner, self.numbers[name], PREFIX[keys[0]], keys)
+        reserved = self.core.reserve(owner, self.numbers[name], PREFIX[keys[0]], keys, tail)
         self.see_evictions()
         assert len(reserved.outcomes) == len(keys)
         waiting = {}
@@ -127,6 +135,9 @@ class PoolHistory(RuleBasedStateMachine):
                 page = next(granted)
                 assert page.key == keys[position]
                 waiting[position] = page.key
+                self.listed[name].pop(page.key, None)
+                if tail is not None and position == len(keys) - 1:
+                    self.listed[name][page.key] = tail
                 self.see_grant(page, name, out - self.slots_out_before_grant(reserved.granted), kept)
         assert next(granted, None) is None
         assert all(one in self.pages(name) for one in {*keys, PREFIX[keys[0]]} & before.keys()), "it evicted its own"
@@ -148,10 +159,10 @@ class PoolHistory(RuleBasedStateMachine):
         self.generations[slot] = ref.generation
         assert ref.offset + PAGE_SIZES[name] <= self.touched[ref.segment], "untouched memory was handed out"
 
-    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
-    def save(self, seat: int, name: str, run: list[str]) -> None:
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
+    def save(self, seat: int, name: str, run: list[str], partial: bool) -> None:
         before = set(self.writing)
-        self.reserve(seat, name, run)
+        self.reserve(seat, name, run, partial)
         for number in set(self.writing) - before:
             self.publish(number, None)
 
@@ -191,6 +202,29 @@ class PoolHistory(RuleBasedStateMachine):
             (at for at, one in enumerate(keys[expected:]) if one not in known), len(keys) - expected
         )
         assert (found.lease != 0) == (lease and expected > 0)
+        if found.lease:
+            self.reading[found.lease] = Reading(owner, name, {page.key: page.ref for page in found.pages})
+
+    @rule(
+        seat=st.sampled_from(SEATS),
+        name=st.sampled_from(sorted(PAGE_SIZES)),
+        path=st.sampled_from(PATHS),
+        lease=st.booleans(),
+    )
+    def lookup_tail(self, seat: int, name: str, path: str, lease: bool) -> None:
+        owner, tail = self.owners[seat], tail_of(path)
+        shared, found = self.core.lookup_tail(owner, self.numbers[name], tail, lease=lease)
+        known = self.pages(name)
+        listed = {
+            one: other.common(tail.tokens)
+            for one, other in self.listed[name].items()
+            if other.directory == tail.directory
+        }
+        here = {one: count for one, count in listed.items() if one in self.committed[name]}
+        assert shared == max(here.values(), default=0)
+        assert [here[page.key] for page in found.pages] == [shared] * bool(shared)
+        assert found.pending == (max((listed[one] for one in listed if one in known), default=0) > shared)
+        assert (found.lease != 0) == (lease and shared > 0)
         if found.lease:
             self.reading[found.lease] = Reading(owner, name, {page.key: page.ref for page in found.pages})
 
