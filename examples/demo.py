@@ -258,7 +258,7 @@ def pool_directory() -> Iterator[Path]:
         yield pool
     finally:
         with deferred_signals():
-            shutil.rmtree(pool)
+            shutil.rmtree(pool, ignore_errors=True)  # the node has removed it already where it ended well
 
 
 def interrupt(_number: int, _frame: object) -> None:

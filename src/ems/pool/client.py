@@ -220,7 +220,10 @@ class PoolClient:
             raise PoolTimeout(f"the pool node on {self._path} did not greet in time") from error
         except OSError as error:
             sock.close()
-            raise PoolUnavailable(f"no pool node answers on {self._path}: {error.strerror or error}") from error
+            raise PoolUnavailable(
+                f"no pool node answers on {self._path} ({error.strerror or error}), start one with 'ems node' or name "
+                "another socket"
+            ) from error
         except BaseException:
             sock.close()
             raise

@@ -272,7 +272,7 @@ class Saver:
             job.reservation = None
             if not self._failing:
                 self._failing = True
-                self._logger.warning("EMS cannot store blocks, serving on without: %s", error)
+                self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
         except Exception:
             # Root of this thread: a defect here must cost a later hit, never the engine.
             job.reservation = None
