@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,10 +15,15 @@ from hypothesis import strategies as st
 
 from ems.errors import EmsError, NoSpace, PoolRefused, ProtocolError, StaleReference, Unauthorised, VersionMismatch
 from ems.pool import protocol
-from ems.pool.keys import KEY_BYTES
+from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.protocol import FrameReader, Message, Refused
 
 U32 = st.integers(0, 2**32 - 1)
+TAILS = st.none() | st.builds(
+    Tail,
+    st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES),
+    st.integers(1, 9).map(lambda count: bytes(protocol.TOKEN_BYTES * count)),
+)
 KEYS = st.integers(0, 40).flatmap(lambda count: st.binary(min_size=KEY_BYTES * count, max_size=KEY_BYTES * count))
 NAMES = st.text(max_size=20)
 
@@ -24,10 +31,10 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(protocol.Hello, U32, U32, NAMES, U32, st.lists(NAMES, max_size=3)),
     st.builds(protocol.Open, NAMES, U32),
     st.builds(protocol.Attach, U32),
-    st.builds(protocol.Reserve, U32, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), KEYS),
+    st.builds(protocol.Reserve, U32, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), KEYS, TAILS),
     st.builds(protocol.Commit, U32, st.none() | st.lists(U32, max_size=9)),
     st.builds(protocol.Abort, U32),
-    st.builds(protocol.Lookup, U32, KEYS, st.booleans()),
+    st.builds(protocol.Lookup, U32, KEYS, st.booleans(), TAILS),
     st.builds(protocol.Release, U32),
     st.builds(protocol.Stats),
 )
@@ -137,6 +144,19 @@ def test_limits_hold_on_both_ends() -> None:
             protocol.decode_request(body_of(message))
         with pytest.raises(ProtocolError, match="expected"):
             protocol.encode_request(message)
+
+
+def test_the_page_on_the_wire_names_every_field_of_every_message() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "protocol.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
+    for message in (*protocol.Request.__args__, *protocol.Answer.__args__):
+        fields = [field.name for field in msgspec.structs.fields(message)]
+        named = re.findall(r"(?:^|, )(\w+)(?=:| = nil)", rows[message.__name__].split("; ")[0])
+        assert named == fields, message.__name__
+    for limit in (protocol.MAX_GREETING, protocol.MAX_KEYS, protocol.MAX_TAIL // protocol.TOKEN_BYTES):
+        assert f"| {limit:,}" in page
+    assert protocol.encode(protocol.Release(42)).hex(" ") in " ".join(page.replace("│", " ").split()).lower()
+    assert all(f"| `{code}` |" in page for code in protocol.REFUSALS)
 
 
 # Frames

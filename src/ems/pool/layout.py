@@ -4,7 +4,7 @@
 
     0                4096                     data_offset
     | description    | slot header 0..n-1     | slot 0 | slot 1 | ...
-      72 bytes         64 bytes each            slot_stride bytes each
+      76 bytes         64 bytes each            slot_stride bytes each
 
 All numbers are little-endian.  A header is written by the node alone: ``WRITING`` with a new generation
 before a writer may touch the slot, ``PRESENT`` only after the writer said that all bytes are there.  A
