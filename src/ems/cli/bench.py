@@ -20,6 +20,7 @@ from ems.bench.pool_report import tables as pool_tables
 from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, parse_token_ids, table
 from ems.config import default_socket, parse_size
+from ems.errors import ConfigError
 
 
 def ttft(
@@ -161,7 +162,7 @@ def pool(
     """
     plan = PoolPlan(
         pages=tuple(parse_size(part, name="--pages") for part in pages.split(",")),
-        keys=tuple(parse_size(part, name="--keys") for part in keys.split(",")),
+        keys=tuple(_count(part, "--keys") for part in keys.split(",")),
         rounds=rounds,
         lookups=lookups,
     )
@@ -172,3 +173,9 @@ def pool(
     console = Console()
     for shown in pool_tables(report):
         console.print(shown)
+
+
+def _count(text: str, flag: str) -> int:
+    if not text.strip().isdigit():
+        raise ConfigError(f"{flag} is {text!r}, expected whole numbers separated by commas, such as 1,128,1024")
+    return int(text)
