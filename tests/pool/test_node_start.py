@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from ems.cli import run
+from ems.errors import ConfigError
 from ems.pool.client import Namespace
+from ems.pool.folder import Folder
 from ems.testing.node import NodeProcess
 from ems.testing.waiting import until
 from tests.pool.brain import chain
@@ -107,9 +110,8 @@ def test_a_second_node_in_a_folder_is_refused(make_node: MakeNode) -> None:
     status, said = refused_start("--no-http", "--dir", str(node.directory))
     assert status == 3
     assert f"another node is already listening on {node.socket}" in said
-    status, said = refused_start("--no-http", "--dir", str(node.directory), "--socket", str(node.socket) + "2")
-    assert status == 3
-    assert f"a node is already running in {node.directory} (process {node.pid})" in said
+    with pytest.raises(ConfigError, match=rf"a node is already running in {node.directory} \(process {node.pid}\)"):
+        Folder(node.directory, patience=0.0)
     assert node.figures()["pid"] == node.pid
 
 
@@ -181,10 +183,16 @@ def test_a_pool_that_cannot_be_made_is_refused(home: Path, flags: tuple[str, ...
         (("--http-port", "70000"), "expected 0 to 65535"),
     ],
 )
-def test_a_wrong_setting_is_a_mistake_in_usage(home: Path, flags: tuple[str, ...], reason: str) -> None:
-    status, said = refused_start("--dir", str(home / "pool"), *flags)
-    assert status == 2
-    assert reason in said
+def test_a_wrong_setting_is_a_mistake_in_usage(
+    home: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], reason: str
+) -> None:
+    assert run(["node", "--dir", str(home / "pool"), *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert reason in printed.err
+    assert printed.out == ""
+    assert list(home.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_refused() -> None:
