@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ems.errors import NoSpace, PoolRefused, StaleReference
 from ems.pool.core import LIMBO_SECONDS, PoolCore, split_keys
 from ems.pool.index import Recency
+from ems.pool.keys import Tail
 from ems.pool.room import Outcome
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
 
@@ -323,6 +324,14 @@ def test_equal_keys_of_two_namespaces_never_meet() -> None:
     first, second = core.open_namespace("a", PAGE), core.open_namespace("b", PAGE)
     save(core, first, [key("x")])
     assert present(core, second, [key("x")]) == []
+
+
+def test_a_tail_with_more_tokens_than_its_page_has_bytes_is_refused() -> None:
+    core = core_of(2)
+    namespace = core.open_namespace("a", 64)
+    with pytest.raises(PoolRefused, match="a tail of 68 bytes of tokens, expected at most the 64 bytes of a page"):
+        core.reserve(1, namespace, bytes(16), [key("x")], Tail(key("d"), bytes(68)))
+    assert outcomes(core.reserve(1, namespace, bytes(16), [key("x")], Tail(key("d"), bytes(64)))) == [Outcome.GRANTED]
 
 
 # Holding

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,6 @@ from ems.errors import PoolUnavailable
 from ems.pool.client import PoolClient
 from ems.pool.processes import process_lives
 
-_UCRED = struct.Struct("3i")
 _POLL_SECONDS = 0.02
 
 
@@ -38,7 +36,8 @@ def stop(
     """
     path = socket or default_socket()
     pid = _peer(path)
-    os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it may end by itself in this very moment
+        os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + timeout
     while process_lives(pid):
         if time.monotonic() >= deadline:
@@ -54,11 +53,9 @@ def _peer(path: Path) -> int:
     client = PoolClient(path, "ems stop")
     try:
         told = client.stats()["pid"]
+        pid = client.node_pid
     finally:
         client.close()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.connect(str(path))
-        pid: int = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
     if pid != told:
         raise PoolUnavailable(f"the node on {path} runs in another process namespace, stop it there")
     return pid

@@ -13,6 +13,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ RETRY_SECONDS = 0.5
 """Least time between two attempts to reach a node that is gone; doubles with each failure in a row."""
 MAX_RETRY_SECONDS = 8.0
 """Most time between two attempts."""
+_UCRED = struct.Struct("3i")
 _READ_SIZE = 64 << 10
 """Bytes read at a time; a larger buffer costs a system call more to be made."""
 
@@ -159,6 +161,19 @@ class PoolClient:
         """Identity of the node, new with each of its starts; empty while there is no connection."""
         connection = self._connection
         return connection.welcome.node if connection else ""
+
+    @property
+    def node_pid(self) -> int:
+        """The process that listens on the node's socket, as the kernel says; 0 if it cannot be seen from here.
+
+        Raises:
+            PoolUnavailable: there is no connection.
+        """
+        connection = self._connection
+        if connection is None:
+            raise PoolUnavailable(f"there is no connection to a pool node on {self._path}")
+        pid: int = _UCRED.unpack(connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
+        return pid
 
     @property
     def segment_count(self) -> int:

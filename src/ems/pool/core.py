@@ -173,8 +173,16 @@ class PoolCore:
         """Promise slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
 
         With ``tail`` the last of them is not full and can be found by its tokens.
+
+        Raises:
+            PoolRefused: the tail has more tokens than a page can hold.
         """
         space = self._namespace(namespace)
+        if tail is not None and len(tail.tokens) > space.page_size:
+            # A token's state is larger than its id: this would cost the node more than the page costs the pool.
+            raise PoolRefused(
+                f"a tail of {len(tail.tokens)} bytes of tokens, expected at most the {space.page_size} bytes of a page"
+            )
         space.last_used = self._now
         self.settle()
         reservation = _Reservation(owner, space)

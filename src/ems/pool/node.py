@@ -133,7 +133,7 @@ class Node:
             self.loop.remove_reader(self._listener.sock)
             self._listener.close()
         for connection in list(self._connections.values()):
-            connection.close("the node stops")
+            connection.close(None)
         self._stop_prefault.set()
         if self._prefaulter is not None:
             self._prefaulter.join()
