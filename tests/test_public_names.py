@@ -56,10 +56,17 @@ def test_unknown_name() -> None:
         _ = ems.Emss
 
 
-@pytest.mark.parametrize("statement", ["import ems", "from ems import " + ", ".join(sorted(NAMES))])
-def test_import_is_light(statement: str) -> None:
-    """The best of five: the import is not to blame for what else the machine does meanwhile."""
+@pytest.mark.parametrize(
+    ("statement", "most"),
+    [("import ems", 0.15), ("from ems import " + ", ".join(sorted(NAMES)), 0.3)],
+    ids=["import ems", "its names"],
+)
+def test_import_is_light(statement: str, most: float) -> None:
+    """The best of five: the import is not to blame for what else the machine does meanwhile.
+
+    The names bring msgspec and numpy, some 0.1 s on an idle core and up to twice that on a busy one.
+    """
     runs = [probe(statement) for _ in range(5)]
 
     assert not HEAVY & runs[0][1]
-    assert min(seconds for seconds, _ in runs) < 0.15
+    assert min(seconds for seconds, _ in runs) < most

@@ -150,12 +150,12 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def remember_who_is_aside(self) -> None:
-        for role in Role:
-            for instance in self.fleet.listed(role):
-                if instance.breaker.usable:
-                    self.aside.pop(instance, None)
-                elif instance.served:
-                    self.aside.setdefault(instance, self.now)
+        # One that is leaving may fail a probe, too, and come back listed.
+        for instance in [*self.fleet.listed(Role.PREFILL), *self.fleet.listed(Role.DECODE), *self.fleet.leaving()]:
+            if instance.breaker.usable:
+                self.aside.pop(instance, None)
+            elif instance.served:
+                self.aside.setdefault(instance, self.now)
 
     def teardown(self) -> None:
         for hold in self.open:
