@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ems.config import MIB, NodeConfig, format_size
-from ems.errors import ConfigError, NoSpace, PoolTimeout
+from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
 from ems.pool.client import Namespace, PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
 from ems.pool.launcher import ensure_node
@@ -110,18 +110,27 @@ def own_node() -> Iterator[Path]:
         config = NodeConfig(
             directory=directory, socket=directory / "node.sock", size=POOL_BYTES, segment_size=64 * MIB, http_port=None
         )
-        ensure_node(config)
-        client = PoolClient(config.socket, "ems bench")
-        pid = client.stats()["pid"]
-        client.close()
-        assert isinstance(pid, int)
         try:
+            ensure_node(config)
             yield config.socket
         finally:
-            os.kill(pid, signal.SIGTERM)
-            _wait(lambda: not process_lives(pid), 10.0, "the node ends")
+            _end_node(config.socket)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end_node(socket: Path) -> None:
+    client = PoolClient(socket, "ems bench")
+    try:
+        client.connect()
+        pid = client.node_pid
+    except PoolError:
+        return  # it never started, or it is gone
+    finally:
+        client.close()
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    _wait(lambda: not process_lives(pid), 10.0, "the node ends")
 
 
 def _wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
