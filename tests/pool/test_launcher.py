@@ -11,11 +11,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from ems.config import NodeConfig
 from ems.errors import ConfigError, PoolUnavailable
+from ems.pool import launcher
 from ems.pool.client import PoolClient
 from ems.pool.folder import starting
 from ems.pool.launcher import ensure_node, node_listens
@@ -162,3 +164,27 @@ def test_a_port_in_use_does_not_keep_an_engine_from_its_node(home: Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert ensure_node(config_in(home / "pool", http_port=taken.getsockname()[1]))
     assert node_listens(home / "pool" / "node.sock")
+
+
+def test_an_interrupted_starter_leaves_no_node_that_nobody_asked_for(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    detach = launcher._detach
+
+    def remember(command: list[str], log: IO[bytes]) -> int:
+        started.append(detach(command, log))
+        return started[0]
+
+    def interrupt_when_started(_: Path) -> bool:
+        if started:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(launcher, "_detach", remember)
+    monkeypatch.setattr(launcher, "node_listens", interrupt_when_started)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_node(config_in(home / "pool"))
+    (pid,) = started
+    until(lambda: not process_lives(pid), "the node ends")
+    assert not list((home / "pool").glob("segment-*"))

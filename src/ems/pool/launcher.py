@@ -6,6 +6,7 @@ starters; the losers find the winner's node listening.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from ems.pool.folder import LOG_NAME, starting
 from ems.pool.processes import process_lives
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ems.config import NodeConfig
 
 START_SECONDS = 15.0
@@ -77,14 +80,25 @@ def _start(config: NodeConfig, deadline: float) -> bool:
     with log:
         begin = os.fstat(log.fileno()).st_size
         pid = _detach([sys.executable, "-m", "ems.cli", *_flags(config)], log)
-        while not node_listens(config.socket):
-            if not process_lives(pid):
-                raise ConfigError(f"the pool node could not start: {_last_words(log, begin)}")
-            if time.monotonic() >= deadline:
-                os.kill(pid, signal.SIGKILL)
-                raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {path}")
-            time.sleep(_POLL_SECONDS)
+        try:
+            _wait_until_it_listens(config, pid, deadline, lambda: _last_words(log, begin))
+        except BaseException:
+            # Nobody else has it yet: a node that nobody waits for any more must not stay.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            raise
     return True
+
+
+def _wait_until_it_listens(config: NodeConfig, pid: int, deadline: float, last_words: Callable[[], str]) -> None:
+    while not node_listens(config.socket):
+        if not process_lives(pid):
+            raise ConfigError(f"the pool node could not start: {last_words()}")
+        if time.monotonic() >= deadline:
+            os.kill(pid, signal.SIGKILL)
+            log = config.directory / LOG_NAME
+            raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {log}")
+        time.sleep(_POLL_SECONDS)
 
 
 def _detach(command: list[str], log: IO[bytes]) -> int:
