@@ -92,7 +92,8 @@ def test_the_first_saver_gets_touched_memory_or_none(make_node: MakeNode, make_c
         return outcomes[Outcome.GRANTED] > 400
 
     until(reserve, "100 MiB were handed out", 30.0)
-    assert outcomes.keys() == {Outcome.GRANTED, Outcome.NOT_TOUCHED}
+    # A machine that touches faster than this client asks may refuse none; a refusal has this one reason only.
+    assert outcomes.keys() <= {Outcome.GRANTED, Outcome.NOT_TOUCHED}
 
 
 def test_all_memory_is_touched_in_the_end_and_handed_out(make_node: MakeNode, make_client: MakeClient) -> None:
