@@ -50,6 +50,20 @@ def test_a_failed_check_degrades_before_anything_is_revived(make: Callable[..., 
     assert set(seen) == {False}
 
 
+def test_a_revival_that_breaks_does_not_end_the_watch(make: Callable[..., Monitor]) -> None:
+    tried: list[bool] = []
+
+    def check() -> None:
+        raise PoolUnavailable("gone")
+
+    def revive() -> None:
+        tried.append(True)
+        raise RuntimeError("broken")
+
+    make(QUICK, check, revive)
+    until(lambda: len(tried) >= 2)
+
+
 def test_it_recovers_by_itself(make: Callable[..., Monitor], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ems.cc_v1")
     monitor = make(QUICK)

@@ -45,7 +45,8 @@ class GateClosed(EmsException):
 class Monitor:
     """Watches a node with ``check``, which raises an EmsError when the node is not well.
 
-    It begins with :meth:`start`.  ``revive`` is called after a check that failed, once the gate knows.
+    It begins with :meth:`start`.  ``revive`` is called after a check that failed, once the gate knows.  Changes of
+    status and the summary line go to ``logger``.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Monitor:
         check: Callable[[], None],
         revive: Callable[[], None],
         clock: Callable[[], float],
+        logger: logging.Logger = _log,
     ) -> None:
         self._check = check
         self._revive = revive
         self._clock = clock
+        self._logger = logger
         self._lock = threading.Lock()
         self._gate = HealthGate(rules, clock())
         self._summary = Summary(summary_seconds, clock())
@@ -95,9 +98,9 @@ class Monitor:
         for effect in effects:
             match effect:
                 case Degraded(reason):
-                    _log.warning("EMS pool is not used for now: %s", reason)
+                    self._logger.warning("EMS pool is not used for now: %s", reason)
                 case Recovered():
-                    _log.info("EMS pool is used again")
+                    self._logger.info("EMS pool is used again")
 
     def _run(self) -> None:
         while not self._stop.wait(max(min(self._gate.next_check, self._summary.next_line) - self._clock(), 0)):
@@ -106,17 +109,24 @@ class Monitor:
             with self._lock:
                 line = self._summary.line(self._clock())
             if line is not None:
-                _log.info("EMS: %s", line)
+                self._logger.info("EMS: %s", line)
 
     def _look(self) -> None:
         try:
             self._check()
         except EmsError as error:
             self._tell(CheckFailed(str(error)))
-            self._revive()
-        except Exception as error:  # noqa: BLE001 - see below
+            self._bring_back()
+        except Exception as error:
             # Root of this thread: a check that breaks is a check that fails, and the watch goes on.
-            _log.exception("EMS health check broke")
+            self._logger.exception("EMS health check broke")
             self._tell(CheckFailed(repr(error)))
         else:
             self._tell(CheckPassed())
+
+    def _bring_back(self) -> None:
+        try:
+            self._revive()
+        except Exception:
+            # Root of this thread: the watch goes on, or nobody would notice that the node is back.
+            self._logger.exception("EMS could not bring the pool back")

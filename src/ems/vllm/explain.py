@@ -1,0 +1,179 @@
+"""What became of each request's lookup and load, and why not more: for counters, and for requests that ask.
+
+A brain: one small record a live request, dropped when it ends.  What always holds: each request counts as one lookup
+at most, decided once, a hit or a miss with one reason; memory is bounded by :data:`MAX_RECORDS`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from ems.vllm.reasons import Reason
+
+MAX_RECORDS = 65536
+"""Requests that are followed at a time; beyond, the oldest are forgotten."""
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """A request's hit or miss, in tokens of its prompt unless said otherwise.
+
+    ``found`` is what the pool had from the prompt's start, ``from_engine`` what the engine's own cache had,
+    ``from_pool`` what was loaded behind that, ``computed`` the rest, at least the last token.
+    """
+
+    prompt: int
+    found: int
+    found_blocks: int
+    from_engine: int
+    from_pool: int
+    loaded_blocks: int
+    computed: int
+    tier: str
+    reason: str
+    sentence: str
+
+    def line(self) -> str:
+        """For the log."""
+        return (
+            f"{self.prompt} tokens in the prompt, {self.from_engine} from the engine's cache, {self.from_pool} "
+            f"({self.loaded_blocks} blocks) from the pool{f' in {self.tier}' if self.from_pool else ''}, "
+            f"{self.computed} computed; the pool had {self.found} tokens ({self.found_blocks} blocks); {self.sentence}"
+        )
+
+
+class Tally(msgspec.Struct):
+    """Lookups that were decided: tokens asked for beyond the engine's own, tokens found there, misses by reason."""
+
+    lookups: int = 0
+    asked: int = 0
+    found: int = 0
+    misses: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+class _Record:
+    __slots__ = (
+        "answered", "decided", "external", "found", "found_blocks", "loaded", "local", "prompt", "reason", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, prompt: int, wanted: bool) -> None:
+        self.prompt = prompt
+        self.wanted = wanted
+        self.found = self.found_blocks = 0
+        self.local = self.external = self.loaded = 0
+        self.answered = self.decided = False
+        self.reason: Reason | None = None
+
+
+class Explanations:
+    """Follows the requests of one engine with blocks of ``block_size`` tokens, from ``tier``."""
+
+    def __init__(self, block_size: int, tier: str = "DRAM") -> None:
+        self._block_size = block_size
+        self._tier = tier
+        self._records: dict[str, _Record] = {}
+        self.tally = Tally()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def take_tally(self) -> Tally:
+        """What was counted since the last call."""
+        taken, self.tally = self.tally, Tally()
+        return taken
+
+    # A request's way
+
+    def arrived(self, request_id: str, prompt: int, *, wanted: bool = False) -> None:
+        """A request came in; with ``wanted`` it asked for an explanation."""
+        if len(self._records) >= MAX_RECORDS:
+            del self._records[next(iter(self._records))]
+        self._records[request_id] = _Record(prompt, wanted)
+
+    def wanted(self, request_id: str) -> bool:
+        """Whether the request asked for an explanation."""
+        record = self._records.get(request_id)
+        return record is not None and record.wanted
+
+    def left_out(self, request_id: str, reason: Reason) -> None:
+        """The request is not looked up at all."""
+        record = self._records.get(request_id)
+        if record is not None and not record.decided:
+            self._miss(record, reason)
+
+    def answered(self, request_id: str, tokens: int, blocks: int, reason: Reason | None = None) -> None:
+        """The lookup ended: so much was found, and for that ``reason`` not more (None: that is all there is)."""
+        record = self._records.get(request_id)
+        if record is not None and not record.decided:
+            record.answered = True
+            record.found, record.found_blocks = tokens, blocks
+            record.reason = reason
+
+    def matched(self, request_id: str, local: int, external: int | None) -> None:
+        """The engine, which has ``local`` tokens, was told that ``external`` more can be loaded (None: ask again)."""
+        record = self._records.get(request_id)
+        if record is None or record.decided or external is None:
+            return
+        record.local = local
+        if external:
+            return
+        if not record.answered:
+            reason = Reason.LOOKUP_TIMEOUT if record.prompt > 1 else Reason.TOO_SHORT
+        elif record.found:
+            reason = Reason.IN_ENGINE
+        else:
+            reason = record.reason or Reason.ABSENT
+        self._miss(record, reason)
+
+    def loading(self, request_id: str, tokens: int) -> None:
+        """The engine gave blocks for ``tokens`` tokens to be loaded."""
+        record = self._records.get(request_id)
+        if record is None:
+            return
+        record.external = record.loaded = tokens
+        if not record.decided:
+            self._decide(record, tokens)
+            if record.reason is None:
+                complete = record.found >= record.prompt - 1
+                record.reason = Reason.NOTHING_MISSED if complete else Reason.ABSENT
+
+    def load_failed(self, request_id: str, missing_blocks: int) -> None:
+        """Some of the blocks that were to be loaded hold nothing."""
+        record = self._records.get(request_id)
+        if record is not None and missing_blocks:
+            record.loaded = max(record.loaded - missing_blocks * self._block_size, 0)
+            record.reason = Reason.LOAD_FAILED
+            self.tally.misses[Reason.LOAD_FAILED.value] += 1
+
+    def ended(self, request_id: str) -> Explanation | None:
+        """The request ended; its explanation if it asked for one."""
+        record = self._records.pop(request_id, None)
+        if record is None or not record.wanted:
+            return None
+        reason = record.reason or Reason.NOT_LOADED
+        return Explanation(
+            prompt=record.prompt,
+            found=record.found,
+            found_blocks=record.found_blocks,
+            from_engine=record.local,
+            from_pool=record.loaded,
+            loaded_blocks=-(-record.loaded // self._block_size),
+            computed=max(record.prompt - record.local - record.loaded, 1),
+            tier=self._tier if record.found else "",
+            reason=reason.value,
+            sentence=reason.sentence,
+        )
+
+    # Counting
+
+    def _decide(self, record: _Record, found: int) -> None:
+        record.decided = True
+        self.tally.lookups += 1
+        self.tally.asked += max(record.prompt - record.local, 0)
+        self.tally.found += found
+
+    def _miss(self, record: _Record, reason: Reason) -> None:
+        self._decide(record, 0)
+        record.reason = reason
+        self.tally.misses[reason.value] += 1

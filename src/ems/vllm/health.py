@@ -1,0 +1,90 @@
+"""The health gate in front of the pool: whether this engine's scheduler asks the pool at all.
+
+A thin shell around :class:`~ems.cc_v1.monitor.Monitor`: checks run on a thread and a connection of their own, so
+that neither the scheduler nor a lookup ever waits for one.  What always holds: after a fault of the pool nothing asks
+it any more until it has recovered, and asking :attr:`PoolHealth.usable` costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from logging import Logger
+from pathlib import Path
+
+from ems.cc_v1.health import HealthRules
+from ems.cc_v1.monitor import Monitor
+from ems.cc_v1.present import twice
+from ems.cc_v1.summary import Sample
+from ems.errors import ConfigError, EmsError, PoolTimeout, PoolUnavailable, ProtocolError
+from ems.pool.client import PoolClient
+
+SUMMARY_SECONDS = 30.0
+"""How often the summary line is written, if there is something to sum up."""
+
+_SICK = (PoolUnavailable, PoolTimeout, ProtocolError)
+"""Errors that say something about the pool's health.  One that refuses a page, for want of room perhaps, is well."""
+
+_BY_NAME = {kind.__name__: kind for kind in _SICK}
+
+
+class PoolHealth:
+    """Watches the node on ``socket`` for one scheduler, after :meth:`start`.
+
+    ``start_node``, where given, is called after a check that failed, to bring a missing node back.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        rules: HealthRules,
+        logger: Logger,
+        *,
+        call_timeout: float,
+        start_node: Callable[[], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = PoolClient(socket, "vllm-health")
+        self._logger = logger
+        self._call_timeout = call_timeout
+        self._start_node = start_node
+        self._monitor = Monitor(rules, SUMMARY_SECONDS, self._check, self._revive, clock, logger)
+
+    def start(self) -> None:
+        """Begin to check."""
+        self._monitor.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the pool may be asked."""
+        return self._monitor.healthy
+
+    def failed(self, error: EmsError) -> None:
+        """An operation ended with ``error``: what says that the pool is ill closes the gate at once."""
+        if isinstance(error, _SICK):
+            self._monitor.failed(error)
+
+    def failed_in_worker(self, kind: str) -> None:
+        """An operation of a worker ended with an error of the class called ``kind``."""
+        if kind in _BY_NAME:
+            self._monitor.failed(_BY_NAME[kind](f"a worker's load or save ended with {kind}"))
+
+    def add(self, sample: Sample) -> None:
+        """Count an operation that ended for the summary line."""
+        self._monitor.add(sample)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._monitor.close()
+        self._client.close()
+
+    def _check(self) -> None:
+        twice(lambda: self._client.stats(self._call_timeout))
+
+    def _revive(self) -> None:
+        if self._start_node is None:
+            return
+        try:
+            self._start_node()
+        except (ConfigError, PoolUnavailable) as error:
+            self._logger.warning("EMS cannot start a pool node: %s", error)
