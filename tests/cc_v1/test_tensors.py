@@ -130,10 +130,10 @@ def test_whole_blocks_go_out_and_come_in(device: Device) -> None:
     flat = [tensor for layer in caches for tensor in layer]
     rows = BlockRows(flat)
     page = memoryview(bytearray(rows.page_bytes))
-    device.copy_out(rows, 5, page)
+    device.copy_out(rows, (5, 0), page)
     device.synchronise()
     other = [torch.zeros_like(tensor) for tensor in flat]
-    device.copy_in(BlockRows(other), 2, page)
+    device.copy_in(BlockRows(other), (2, 0), page)
     device.synchronise()
     assert all(torch.equal(new[2], old[5]) for new, old in zip(other, flat, strict=True))
 
@@ -144,7 +144,7 @@ def test_rows_that_are_gone_are_not_mistaken_for_new_ones() -> None:
     for value in range(20):
         rows = BlockRows([torch.full((2, 4), value, dtype=torch.int8)])
         page = memoryview(bytearray(4))
-        device.copy_out(rows, 0, page)
+        device.copy_out(rows, (0, 0), page)
         assert bytes(page) == bytes([value] * 4)
         del rows
 

@@ -13,6 +13,7 @@ import pytest
 from ems.pool.client import Namespace, PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.vllm.lookups import GRACE_SECONDS, LookupAnswer, LookupJob, Lookups, keep_waiting
+from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING
 from tests.e2e.engines import Node, first, running_node, wait_for
 
@@ -53,7 +54,14 @@ class Side:
         self.client = PoolClient(node.socket, "scheduler")
         self.writer = PoolClient(node.socket, "writer")
         self.lookups = Lookups(
-            self.client, NAMESPACE, 16, logger, handoff_timeout=2.0, call_timeout=0.5, start_node=start_node
+            self.client,
+            [Plane(NAMESPACE.name)],
+            16,
+            NAMESPACE.name,
+            logger,
+            handoff_timeout=2.0,
+            call_timeout=0.5,
+            start_node=start_node,
         )
         self.chain = KeyChain(NAMESPACE.name, 16)
         self.chain.extend(TOKENS)
@@ -106,8 +114,8 @@ def test_a_part_of_a_block_is_found_by_the_tokens_that_it_shares(side: Side, nod
     found = side.answer().found
 
     assert (found.tokens, found.blocks) == (57, 3)
-    assert found.keys[48:] == side.chain.tail(3, [*TOKENS[48:57], 7]).key
-    assert len(found.packed_refs) == 4 * 20
+    assert found.pages[0].keys[48:] == side.chain.tail(3, [*TOKENS[48:57], 7]).key
+    assert len(found.pages[0].packed_refs) == 4 * 20
     assert node.stats()["leases"] == 2
     for lease in found.leases:
         side.lookups.release(lease)

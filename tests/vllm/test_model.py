@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,14 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from ems.errors import ConfigError
-from ems.vllm.model import describe, weights_identity
+from ems.vllm.model import describe, local_planes, weights_identity
+from ems.vllm.planes import Portion
 
 
 class HfConfig:
@@ -55,6 +58,8 @@ def make_config(folder: Path, **changes: Any) -> Any:
         model_config=SimpleNamespace(
             **{key: changes.get(key, value) for key, value in model.items()},
             hf_config=HfConfig(**changes.get("hf", {})),
+            hf_text_config=SimpleNamespace(num_hidden_layers=3),
+            get_total_num_kv_heads=lambda: changes.get("kv_heads", 2),
         ),
         cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto"), calculate_kv_scales=False),
         attention_config=SimpleNamespace(backend=changes.get("backend")),
@@ -82,15 +87,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def name_of(folder: Path, kv: KVCacheConfig | None = None, **changes: Any) -> str:
-    return describe(make_config(folder, **changes), kv or make_groups(make_spec()), "default", "").namespace.name
+    return describe(make_config(folder, **changes), kv or make_groups(make_spec()), "default", "").identity
 
 
-def test_a_page_holds_a_block_of_all_layers(folder: Path) -> None:
+def test_a_block_has_a_page_for_each_head(folder: Path) -> None:
     model = describe(make_config(folder), make_groups(make_spec()), "default", "")
 
-    assert model.namespace.page_size == 3 * 2 * 16 * 2 * 8 * 2
-    assert model.block_size == 16
-    assert model.num_blocks == 10
+    assert [(plane.group, plane.shards, plane.window) for plane in model.planes] == [(0, 2, 0)]
+    assert (model.block_size, model.num_blocks, model.groups) == (16, 10, 1)
 
 
 def test_the_same_engine_twice_has_the_same_pages(folder: Path) -> None:
@@ -129,9 +133,7 @@ def test_another_layout_has_other_pages(folder: Path, kv: Callable[[], KVCacheCo
 def test_tenants_and_named_models_have_pages_of_their_own(folder: Path) -> None:
     config, kv = make_config(folder), make_groups(make_spec())
     names = {
-        describe(config, kv, tenant, model_id).namespace.name
-        for tenant in ("default", "other")
-        for model_id in ("", "mine")
+        describe(config, kv, tenant, model_id).identity for tenant in ("default", "other") for model_id in ("", "mine")
     }
 
     assert len(names) == 4
@@ -180,45 +182,89 @@ def test_a_hub_model_is_known_by_name_and_revision(folder: Path) -> None:
     assert weights_identity(model) == "org/name@v2"
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2"),
-        ({"pipeline_parallel_size": 4}, "--pipeline-parallel-size is 4"),
-        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
-        ({"speculative_config": {"method": "eagle3"}}, "speculative decoding"),
-    ],
-    ids=str,
-)
-def test_what_is_not_served_yet_is_refused_by_name(folder: Path, changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        describe(make_config(folder, **changes), make_groups(make_spec()), "default", "")
-
-    assert named in str(error.value)
+def test_ways_to_run_that_are_not_served_are_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--decode-context-parallel-size is 2"):
+        describe(make_config(folder, decode_context_parallel_size=2), make_groups(make_spec()), "default", "")
+    with pytest.raises(ConfigError, match="2 KV cache groups"):
+        describe(make_config(folder, pipeline_parallel_size=2), make_groups(make_spec(), sliding()), "default", "")
 
 
-def sliding() -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64)
+def sliding(**changes: Any) -> SlidingWindowSpec:
+    facts = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16, "sliding_window": 64}
+    return SlidingWindowSpec(**{**facts, **changes})
+
+
+def mla() -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+
+
+def mamba() -> MambaSpec:
+    return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize(
     ("kv", "named"),
     [
-        (make_groups, "0 KV cache groups"),
-        (lambda: make_groups(make_spec(), sliding()), "2 KV cache groups"),
-        (lambda: make_groups(sliding()), "SlidingWindowSpec"),
-        (lambda: make_groups(make_spec(sliding_window=64)), "sliding-window"),
-        (
-            lambda: make_groups(MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)),
-            "MLAAttentionSpec",
-        ),
+        (make_groups, "no KV cache"),
+        (lambda: make_groups(make_spec(), mamba()), "MambaSpec"),
+        (lambda: make_groups(make_spec(attention_chunk_size=64)), "chunks of 64"),
+        (lambda: make_groups(make_spec(), sliding(block_size=32)), "block sizes [16, 32]"),
     ],
-    ids=["no attention", "hybrid", "sliding window", "window in full attention", "MLA"],
+    ids=["no attention", "state space", "chunked attention", "block sizes"],
 )
-def test_layers_that_are_not_served_yet_are_refused_by_name(
+def test_layers_that_are_not_served_are_refused_by_name(
     folder: Path, kv: Callable[[], KVCacheConfig], named: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         describe(make_config(folder), kv(), "default", "")
 
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("specs", "planes"),
+    [
+        ([mla()], [(0, 1, 0)]),
+        ([sliding()], [(0, 2, 64)]),
+        # Searches begin with what needs all blocks.
+        ([sliding(), make_spec()], [(1, 2, 0), (0, 2, 64)]),
+        ([make_spec(sliding_window=64)], [(0, 2, 0)]),
+    ],
+    ids=["MLA", "sliding window", "mixed", "window in full attention"],
+)
+def test_every_kind_of_attention_has_its_planes(
+    folder: Path, specs: list[Any], planes: list[tuple[int, int, int]]
+) -> None:
+    model = describe(make_config(folder), make_groups(*specs), "default", "")
+
+    assert [(plane.group, plane.shards, plane.window) for plane in model.planes] == planes
+
+
+@pytest.mark.parametrize("spec", [make_spec, mla], ids=["GQA", "MLA"])
+def test_the_pages_do_not_depend_on_the_tensor_parallel_size(folder: Path, spec: Callable[[], Any]) -> None:
+    one = describe(make_config(folder), make_groups(spec()), "default", "")
+    local = 1 if spec is make_spec else spec().num_kv_heads
+    config = make_config(folder, tensor_parallel_size=2)
+    kv = make_groups(dataclasses.replace(spec(), num_kv_heads=local))
+    two = describe(config, kv, "default", "")
+    assert two.planes == one.planes
+
+    parts = [local_planes(two, config, kv, rank, 0)[0].portion for rank in range(2)]
+    if spec is mla:
+        assert parts == [Portion(0, 1, 0, 2), Portion(0, 1, 1, 2)]
+    else:
+        assert parts == [Portion(0, 1), Portion(1, 1)]
+
+
+def test_each_stage_has_a_plane_of_its_own(folder: Path) -> None:
+    config, kv = make_config(folder, pipeline_parallel_size=2), make_groups(make_spec())
+    model = describe(config, kv, "default", "")
+
+    assert [plane.stage for plane in model.planes] == [0, 1]
+    assert len({plane.namespace for plane in model.planes}) == 2
+    assert [local.number for local in local_planes(model, config, kv, 0, 1)] == [1]
+
+
+def test_another_draft_model_has_other_pages(folder: Path) -> None:
+    plain = SimpleNamespace(method="ngram", draft_model_config=None)
+    assert name_of(folder, speculative_config=plain) != name_of(folder)

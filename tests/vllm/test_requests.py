@@ -8,14 +8,27 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ems.pool.keys import KeyChain
 from ems.pool.lease import Lease
-from ems.vllm.requests import EAGER_LEASES, NOTHING, Ask, Found, Load, Phase, Release, RequestBook, Span
+from ems.vllm.planes import Plane
+from ems.vllm.requests import (
+    EAGER_LEASES,
+    NOTHING,
+    Ask,
+    Found,
+    Load,
+    LoadPart,
+    Pages,
+    Phase,
+    Release,
+    RequestBook,
+    Span,
+)
 
 BLOCK = 4
 REF = 20
 
 
 def make_book(*, saves: bool = True) -> RequestBook:
-    return RequestBook(BLOCK, REF, saves=saves, lookup_timeout=1.0, handoff_timeout=2.0)
+    return RequestBook(BLOCK, [Plane("p")], saves=saves, lookup_timeout=1.0, handoff_timeout=2.0)
 
 
 def make_chain(tokens: int) -> KeyChain:
@@ -34,7 +47,7 @@ def hit(blocks: int, lease: Lease | None = None, *, tail: int = 0) -> Found:
         return NOTHING
     held = lease or make_lease(blocks + bool(tail))
     keys = make_chain(blocks * BLOCK).joined(0, blocks) + (b"t" * 16 if tail else b"")
-    return Found(blocks * BLOCK + tail, blocks, keys, held.packed_refs, (held,))
+    return Found(blocks * BLOCK + tail, blocks, (Pages(0, 0, keys, held.packed_refs),), (held,))
 
 
 def test_a_request_of_one_token_asks_nothing() -> None:
@@ -62,8 +75,8 @@ def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
     assert book.match("r", 10, 4, 0.0) == (4, [])
 
     chain = make_chain(10)
-    assert book.allocated("r", [7, 8, 9], 4) == [
-        Load("r", "node", [8], chain.joined(1, 2), lease.packed_refs[REF : 2 * REF])
+    assert book.allocated("r", [[7, 8, 9]], 4) == [
+        Load("r", "node", [LoadPart(0, [8], chain.joined(1, 2), lease.packed_refs[REF : 2 * REF])])
     ]
     assert book.received("r", set()) == [Release(lease)]
     assert book.leases == 0
@@ -76,7 +89,7 @@ def test_a_hit_that_the_engine_does_not_take_is_released() -> None:
     book.answered("r", make_chain(8), hit(2, lease))
     book.match("r", 8, 0, 0.0)
 
-    assert book.allocated("r", [1, 2], 0) == [Release(lease)]
+    assert book.allocated("r", [[1, 2]], 0) == [Release(lease)]
 
 
 def test_a_hit_that_is_local_already_is_released() -> None:
@@ -111,7 +124,7 @@ def test_a_failed_load_is_not_tried_again() -> None:
     book.arrive("r", 8, 0, 0.0)
     book.answered("r", make_chain(8), hit(2, make_lease(2)))
     book.match("r", 8, 0, 0.0)
-    book.allocated("r", [3, 4], 8)
+    book.allocated("r", [[3, 4]], 8)
     assert len(book.received("r", {4})) == 1
 
     assert book.match("r", 8, 0, 0.0) == (0, [])
@@ -124,10 +137,10 @@ def test_blocks_that_could_not_be_loaded_are_offered_once_they_are_computed() ->
     book.arrive("r", 16, 0, 0.0)
     book.answered("r", make_chain(16), hit(4))
     book.match("r", 16, 4, 0.0)
-    book.allocated("r", [1, 2, 3, 4], 12)
+    book.allocated("r", [[1, 2, 3, 4]], 12)
     book.received("r", {3, 4})
 
-    assert book.scheduled("r", [1, 2, 3, 4], 16, replace=True) == Span(2, 4, 0)
+    assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(2, 4, 0)
 
 
 def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
@@ -138,7 +151,7 @@ def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
         book.answered(f"r{number}", make_chain(8), hit(2, lease))
     book.arrive("asked", 8, 0, 0.0)
     book.match("r1", 8, 0, 0.0)
-    book.allocated("r1", [1, 2], 8)
+    book.allocated("r1", [[1, 2]], 8)
 
     assert book.reset() == [Release(leases[0])]
     assert book.received("r1", set()) == [Release(leases[1])]
@@ -146,8 +159,8 @@ def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
     assert book.answered("asked", make_chain(8), hit(2, late)) == [Release(late)]
     for name in ("r0", "r1", "asked"):
         assert book.match(name, 8, 0, 0.0) == (0, [])
-        assert book.scheduled(name, [1, 2], 8, replace=True) is None
-        assert book.last_save(name, [1, 2], 8) is None
+        assert book.scheduled(name, [[1, 2]], 8, replace=True) is None
+        assert book.last_save(name, [[1, 2]], 8) is None
 
 
 def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
@@ -156,7 +169,7 @@ def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
     assert book.abandon("r") == []
 
     assert book.match("r", 8, 0, 0.0) == (0, [])
-    assert book.scheduled("r", [1, 2], 8, replace=True) is None
+    assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
     assert book.finished("r") == (False, [])
 
 
@@ -165,15 +178,15 @@ def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
     book.arrive("r", 10, 0, 0.0)
     book.answered("r", make_chain(10), NOTHING)
     book.match("r", 10, 0, 0.0)
-    book.allocated("r", [5, 6, 7], 0)
+    book.allocated("r", [[5, 6, 7]], 0)
 
-    assert book.scheduled("r", [5, 6, 7], 3, replace=True) is None
-    assert book.scheduled("r", [], 8, replace=False) == Span(0, 2, 0)
-    assert book.scheduled("r", [], 9, replace=False) is None
-    assert book.scheduled("r", [], 10, replace=False) == Span(2, 2, 2)
-    assert book.scheduled("r", [], 40, replace=False) is None
+    assert book.scheduled("r", [[5, 6, 7]], 3, replace=True) is None
+    assert book.scheduled("r", [[]], 8, replace=False) == Span(0, 2, 0)
+    assert book.scheduled("r", [[]], 9, replace=False) is None
+    assert book.scheduled("r", [[]], 10, replace=False) == Span(2, 2, 2)
+    assert book.scheduled("r", [[]], 40, replace=False) is None
     saved = book.save("r", Span(0, 2, 0), make_chain(10), None)
-    assert saved.block_ids == [5, 6]
+    assert saved.block_ids == [[5, 6]]
     assert saved.keys == list(make_chain(10)[0:2])
 
 
@@ -182,10 +195,10 @@ def test_blocks_that_the_pool_has_are_not_offered() -> None:
     book.arrive("r", 12, 0, 0.0)
     book.answered("r", make_chain(12), hit(2, make_lease(2)))
     book.match("r", 12, 0, 0.0)
-    book.allocated("r", [5, 6, 7], 8)
+    book.allocated("r", [[5, 6, 7]], 8)
     book.received("r", set())
 
-    assert book.scheduled("r", [5, 6, 7], 12, replace=True) == Span(2, 3, 0)
+    assert book.scheduled("r", [[5, 6, 7]], 12, replace=True) == Span(2, 3, 0)
     assert book.save("r", Span(2, 3, 0), make_chain(12), None).parent == make_chain(12)[1:2][0]
 
 
@@ -193,7 +206,7 @@ def test_an_engine_that_only_consumes_offers_nothing() -> None:
     book = make_book(saves=False)
     book.arrive("r", 8, 0, 0.0)
 
-    assert book.scheduled("r", [1, 2], 8, replace=True) is None
+    assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
     assert book.finished("r") == (False, [])
 
 
@@ -202,7 +215,7 @@ def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered()
     book.arrive("r", 8, 0, 0.0)
     book.answered("r", make_chain(8), NOTHING)
     book.match("r", 8, 0, 0.0)
-    book.scheduled("r", [1, 2], 8, replace=True)
+    book.scheduled("r", [[1, 2]], 8, replace=True)
     assert book.finished("r") == (True, [])
 
     book.arrive("s", 3, 0, 0.0)
@@ -216,10 +229,10 @@ def test_a_part_of_a_block_counts_to_the_token() -> None:
     book.answered("r", make_chain(11), found)
 
     assert book.match("r", 11, 4, 0.0) == (6, [])
-    (load,) = book.allocated("r", [5, 6, 7], 6)
+    (load,) = book.allocated("r", [[5, 6, 7]], 6)
     assert isinstance(load, Load)
-    assert load.block_ids == [6, 7]
-    assert load.keys == found.keys[16:]
+    assert load.parts[0].block_ids == [6, 7]
+    assert load.parts[0].keys == found.pages[0].keys[16:]
 
 
 def test_a_part_that_the_pool_has_whole_is_not_offered_again() -> None:
@@ -227,10 +240,10 @@ def test_a_part_that_the_pool_has_whole_is_not_offered_again() -> None:
     book.arrive("r", 10, 0, 0.0)
     book.answered("r", make_chain(10), hit(2, tail=2))
     book.match("r", 10, 0, 0.0)
-    book.allocated("r", [5, 6, 7], 10)
+    book.allocated("r", [[5, 6, 7]], 10)
     book.received("r", set())
 
-    assert book.scheduled("r", [5, 6, 7], 10, replace=True) is None
+    assert book.scheduled("r", [[5, 6, 7]], 10, replace=True) is None
 
 
 def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
@@ -238,13 +251,13 @@ def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
     book.arrive("r", 6, 0, 0.0)
     book.answered("r", make_chain(6), NOTHING)
     book.match("r", 6, 0, 0.0)
-    assert book.scheduled("r", [1, 2], 6, replace=True) == Span(0, 1, 2)
+    assert book.scheduled("r", [[1, 2]], 6, replace=True) == Span(0, 1, 2)
 
-    assert book.last_save("r", [1, 2, 3], 11) == Span(1, 2, 3)
+    assert book.last_save("r", [[1, 2, 3]], 11) == Span(1, 2, 3)
     chain = make_chain(11)
     tail = chain.tail(2, [8, 9, 10])
     saved = book.save("r", Span(1, 2, 3), chain, tail)
-    assert saved.block_ids == [2, 3]
+    assert saved.block_ids == [[2, 3]]
     assert saved.keys == [chain[1:2][0], tail.key]
     assert book.finished("r") == (True, [])
 
@@ -255,9 +268,9 @@ def test_an_answer_of_one_token_adds_nothing() -> None:
     book.arrive("r", 6, 0, 0.0)
     book.answered("r", make_chain(6), NOTHING)
     book.match("r", 6, 0, 0.0)
-    book.scheduled("r", [1, 2], 6, replace=True)
+    book.scheduled("r", [[1, 2]], 6, replace=True)
 
-    assert book.last_save("r", [1, 2], 6) is None
+    assert book.last_save("r", [[1, 2]], 6) is None
 
 
 def test_the_end_of_a_request_that_waits_gives_its_lease_back() -> None:
@@ -276,7 +289,7 @@ def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
     lease = make_lease(2)
     book.answered("r", make_chain(8), hit(2, lease))
     book.match("r", 8, 0, 0.0)
-    book.allocated("r", [1, 2], 8)
+    book.allocated("r", [[1, 2]], 8)
 
     assert book.finished("r") == (False, [])
     assert book.received("r", set()) == [Release(lease)]
@@ -288,16 +301,16 @@ def test_a_preempted_request_looks_again_and_offers_its_blocks_again() -> None:
     book.arrive("r", 8, 0, 0.0)
     book.answered("r", make_chain(8), NOTHING)
     book.match("r", 8, 0, 0.0)
-    book.scheduled("r", [1, 2], 8, replace=True)
+    book.scheduled("r", [[1, 2]], 8, replace=True)
     book.preempted("r")
 
     assert book.match("r", 9, 0, 5.0) == (None, [Ask("r", 0)])
     lease = make_lease(1)
     book.answered("r", make_chain(8), hit(1, lease))
     assert book.match("r", 9, 0, 5.0) == (4, [])
-    book.allocated("r", [8, 9, 10], 4)
+    book.allocated("r", [[8, 9, 10]], 4)
     book.received("r", set())
-    assert book.scheduled("r", [8, 9, 10], 9, replace=True) == Span(1, 2, 0)
+    assert book.scheduled("r", [[8, 9, 10]], 9, replace=True) == Span(1, 2, 0)
 
 
 def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
@@ -337,9 +350,10 @@ class Life(RuleBasedStateMachine):
                 del self.held[effect.lease.number]
             else:
                 assert effect.request_id not in self.loading
-                assert len(effect.keys) == 16 * len(effect.block_ids)
-                assert len(effect.packed_refs) == REF * len(effect.block_ids)
-                self.loading[effect.request_id] = effect.block_ids
+                (part,) = effect.parts
+                assert len(part.keys) == 16 * len(part.block_ids)
+                assert len(part.packed_refs) == REF * len(part.block_ids)
+                self.loading[effect.request_id] = part.block_ids
 
     @rule(target=live, tokens=st.integers(1, 20), expected=st.integers(0, 3))
     def arrive(self, tokens: int, expected: int) -> str:
@@ -384,12 +398,12 @@ class Life(RuleBasedStateMachine):
         assert 0 <= found <= tokens - local
         ids = list(range(100, 100 + -(-tokens // BLOCK)))
         take = found if data.draw(st.booleans()) else 0
-        self.do(list(self.book.allocated(name, ids, take)))
+        self.do(list(self.book.allocated(name, [ids], take)))
         if take:
             assert self.loading[name] == ids[local // BLOCK : -(-(local + take) // BLOCK)]
             return
         after = data.draw(st.integers(0, tokens))
-        span = self.book.scheduled(name, ids, after, replace=True)
+        span = self.book.scheduled(name, [ids], after, replace=True)
         if span is not None:
             assert self.offered[name] <= span.first <= span.end <= after // BLOCK
             assert span.first < span.end or span.tail

@@ -4,8 +4,8 @@ A :class:`Device` is the seam in front of an accelerator: pin, copy out, copy in
 one that every test runs on; :class:`StreamDevice` serves accelerators whose torch module offers streams
 (``torch.cuda``, ``torch.npu``).  Engine tensors are seen in one of two ways:
 
-- :class:`BlockRows`: a page is the concatenation of one row a tensor, in the order given; whole blocks only,
-  because an engine may pack the tokens inside a block as it likes.
+- :class:`BlockRows`: a page is the concatenation of one row a tensor, in the order given: some heads of a whole
+  block, because an engine may pack the tokens of a head inside a block as it likes.
 - :class:`TokenRows`: tensors ``[num_blocks, block_size, heads, head_size]`` with any strides; a page has the
   tokens of each tensor side by side, so that its bytes depend on what is stored and on nothing else.
 
@@ -34,51 +34,59 @@ PART_ALIGN = 8
 _PORTABLE = 1
 """Flag of ``cudaHostRegister``: pinned for all devices of the process."""
 
+ALL = slice(None)
+"""All tensors of the rows."""
+
+Row = tuple[int, int]
+"""An engine block and a shard of it."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BlockRows:
-    """Engine tensors seen as rows of bytes: row ``b`` of tensor ``i`` is that tensor's part of block ``b``.
+    """Engine tensors seen as rows: row ``(b, s)`` of tensor ``i`` is what its block ``b`` has of shard ``s``'s heads.
 
-    ``tensors`` have the block as their first dimension, in any layout whose blocks are contiguous memory.
+    ``tensors`` are shaped ``[num_blocks, heads, ...]`` with any strides; each is cut into ``shards`` along its heads.
+    A page holds one row a tensor, in the order given, with the values in the order of the dimensions: its bytes
+    depend on neither the strides nor on how many heads the engine keeps.
 
     Raises:
-        ConfigError: a tensor's blocks are not contiguous, or the tensors disagree in their number of blocks.
+        ConfigError: the tensors disagree in their number of blocks, or their heads cannot be cut so.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None, *, shards: int = 1) -> None:
         if not tensors:
             raise ConfigError("no KV cache tensors were given, expected at least one a layer")
         names = names or [str(position) for position in range(len(tensors))]
-        self.tensors = [_as_rows(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
+        self.tensors = [_as_shards(tensor, name, shards) for tensor, name in zip(tensors, names, strict=True)]
         counts = {rows.shape[0] for rows in self.tensors}
         if len(counts) != 1:
             raise ConfigError(f"KV cache tensors have {sorted(counts)} blocks, expected the same number in all of them")
         self.num_blocks = counts.pop()
-        self.row_bytes = [rows.shape[1] for rows in self.tensors]
+        self.shards = shards
+        self.row_bytes = [rows.shape[2:].numel() * rows.element_size() for rows in self.tensors]
         self.page_bytes = sum(self.row_bytes)
         ends = np.cumsum(self.row_bytes).tolist()
         self.spans = list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _as_rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """``tensor`` of any shape ``[num_blocks, ...]`` as a ``uint8`` view ``[num_blocks, bytes of a block]``.
-
-    The dimensions inside a block may be permuted: the row then has the bytes in memory order.  The blocks
-    themselves may lie apart.
-    """
-    blocks, inner = tensor.shape[0], list(zip(tensor.stride()[1:], tensor.shape[1:], strict=True))
-    inner.sort(reverse=True)
-    expected = 1
-    for stride, size in reversed(inner):
-        if size != 1 and stride != expected:
-            raise ConfigError(
-                f"the blocks of KV cache tensor {name} (shape {tuple(tensor.shape)}, strides {tensor.stride()}) are "
-                "not contiguous memory, which this version of EMS needs"
-            )
-        expected *= size
-    flat = torch.as_strided(tensor, (blocks, expected), (tensor.stride(0), 1), tensor.storage_offset())
-    return flat.view(torch.uint8)
+def _as_shards(tensor: torch.Tensor, name: str, shards: int) -> torch.Tensor:
+    """``tensor`` as integers ``[num_blocks, shards, ...]``, or ``[num_blocks, shards, bytes]`` where memory allows."""
+    shape = tuple(tensor.shape)
+    if tensor.dim() < 2 or 0 in shape or shape[1] % shards:
+        raise ConfigError(
+            f"KV cache tensor {name} has shape {shape}, expected [num_blocks, heads, ...] with heads a multiple of "
+            f"{shards}"
+        )
+    integers = _INTEGERS.get(tensor.element_size())
+    if integers is None:
+        raise ConfigError(f"KV cache tensor {name} has values of type {tensor.dtype}, expected plain numbers")
+    cut = tensor.detach().view(integers).unflatten(1, (shards, -1))
+    try:
+        return cut.view(shape[0], shards, -1).view(torch.uint8)
+    except RuntimeError:
+        # The heads of a shard do not lie side by side, or their values do not: copied with strides.
+        return cut
 
 
 class Part(NamedTuple):
@@ -200,12 +208,12 @@ class Device(ABC):
         """Take back :meth:`pin`, before the memory is unmapped."""
 
     @abstractmethod
-    def copy_out(self, rows: BlockRows, block: int, page: memoryview) -> None:
-        """Engine block ``block`` to a page of ``rows.page_bytes`` bytes."""
+    def copy_out(self, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        """A shard of an engine block to a page of ``rows.page_bytes`` bytes; only its part of ``tensors``."""
 
     @abstractmethod
-    def copy_in(self, rows: BlockRows, block: int, page: memoryview) -> None:
-        """A page of ``rows.page_bytes`` bytes to engine block ``block``."""
+    def copy_in(self, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        """A page of ``rows.page_bytes`` bytes to a shard of an engine block; only its part of ``tensors``."""
 
     @abstractmethod
     def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
@@ -246,15 +254,15 @@ class CpuDevice(Device):
             arrays = self._arrays[rows] = [tensor.numpy() for tensor in rows.tensors]
         return arrays
 
-    def copy_out(self, rows: BlockRows, block: int, page: memoryview) -> None:
-        target = np.frombuffer(page, dtype=np.uint8)
-        for array, (start, end) in zip(self._rows(rows), rows.spans, strict=True):
-            target[start:end] = array[block]
+    def copy_out(self, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        for array, (start, _) in zip(self._rows(rows)[tensors], rows.spans[tensors], strict=True):
+            source = array[row]
+            np.ndarray(source.shape, source.dtype, page, start)[...] = source
 
-    def copy_in(self, rows: BlockRows, block: int, page: memoryview) -> None:
-        source = np.frombuffer(page, dtype=np.uint8)
-        for array, (start, end) in zip(self._rows(rows), rows.spans, strict=True):
-            array[block] = source[start:end]
+    def copy_in(self, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        for array, (start, _) in zip(self._rows(rows)[tensors], rows.spans[tensors], strict=True):
+            target = array[row]
+            target[...] = np.ndarray(target.shape, target.dtype, page, start)
 
     def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
         for array, part in zip(rows.arrays, rows.parts, strict=True):
@@ -309,17 +317,19 @@ class StreamDevice(Device):
             with self._backend.device(self._device):
                 self._backend.check_error(int(self._backend.cudart().cudaHostUnregister(address)))
 
-    def copy_out(self, rows: BlockRows, block: int, page: memoryview) -> None:
-        target = torch.frombuffer(page, dtype=torch.uint8)
+    def copy_out(self, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        host = torch.frombuffer(page, dtype=torch.uint8)
         with torch.inference_mode(), self._backend.stream(self._stream):
-            for tensor, (start, end) in zip(rows.tensors, rows.spans, strict=True):
-                target[start:end].copy_(tensor[block], non_blocking=True)
+            for tensor, (start, end) in zip(rows.tensors[tensors], rows.spans[tensors], strict=True):
+                source = tensor[row]
+                host[start:end].view(tensor.dtype).view(source.shape).copy_(source, non_blocking=True)
 
-    def copy_in(self, rows: BlockRows, block: int, page: memoryview) -> None:
-        source = torch.frombuffer(page, dtype=torch.uint8)
+    def copy_in(self, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        host = torch.frombuffer(page, dtype=torch.uint8)
         with torch.inference_mode(), self._backend.stream(self._stream):
-            for tensor, (start, end) in zip(rows.tensors, rows.spans, strict=True):
-                tensor[block].copy_(source[start:end], non_blocking=True)
+            for tensor, (start, end) in zip(rows.tensors[tensors], rows.spans[tensors], strict=True):
+                target = tensor[row]
+                target.copy_(host[start:end].view(tensor.dtype).view(target.shape), non_blocking=True)
 
     def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
         host = torch.frombuffer(page, dtype=torch.uint8)

@@ -330,12 +330,14 @@ class PoolClient:
             raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
         return answer
 
-    def _opened(self, namespace: Namespace, deadline: float) -> tuple[_Connection, int]:
+    def _opened(self, namespace: Namespace, deadline: float) -> tuple[_Connection, int | None]:
         connection = self._connected(deadline)
         number = connection.namespaces.get(namespace)
         if number is None:
             request = protocol.Open(namespace.name, namespace.page_size)
             number = self._ask(connection, request, protocol.Opened, deadline).namespace
+            if number < 0:
+                return connection, None
             connection.namespaces[namespace] = number
         return connection, number
 
@@ -355,6 +357,8 @@ class PoolClient:
         deadline = time.monotonic() + timeout
         with self._locked(timeout):
             connection, number = self._opened(namespace, deadline)
+            if number is None:
+                return Hits(0, 0, None)
             answer = self._ask(connection, protocol.Lookup(number, keys, lease), protocol.Hits, deadline)
             held = Lease(connection.welcome.node, connection.epoch, answer.lease, answer.refs) if answer.lease else None
             return Hits(answer.count, answer.pending, held)
@@ -366,6 +370,8 @@ class PoolClient:
         deadline = time.monotonic() + timeout
         with self._locked(timeout):
             connection, number = self._opened(namespace, deadline)
+            if number is None:
+                return TailHit(0, b"", pending=False, lease=None)
             answer = self._ask(connection, protocol.Lookup(number, b"", lease, tail), protocol.Hits, deadline)
             held = Lease(connection.welcome.node, connection.epoch, answer.lease, answer.refs) if answer.lease else None
             return TailHit(answer.count, answer.key, bool(answer.pending), held)
@@ -397,6 +403,10 @@ class PoolClient:
         deadline = time.monotonic() + timeout
         with self._locked(timeout):
             connection, number = self._opened(namespace, deadline)
+            if number is None:
+                raise PoolRefused(
+                    f"namespace {namespace.name} was opened without a page size, so nothing can be stored"
+                )
             request = protocol.Reserve(number, parent, b"".join(keys), tail)
             answer = self._ask(connection, request, protocol.Granted, deadline)
             positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]

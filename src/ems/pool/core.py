@@ -152,6 +152,11 @@ class PoolCore:
         self._by_name[name] = namespace
         return namespace.number
 
+    def find_namespace(self, name: str) -> int:
+        """The number of the namespace ``name``, -1 when nobody has stored anything in one of that name."""
+        known = self._by_name.get(name)
+        return -1 if known is None else known.number
+
     def touched(self, segment: int, touched: int) -> None:
         """The first ``touched`` bytes of ``segment`` were touched and may be handed out."""
         self._space.touch(segment, touched)

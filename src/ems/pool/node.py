@@ -220,6 +220,8 @@ class Node:
         return protocol.Done()
 
     def _open(self, _: int, request: protocol.Open) -> protocol.Opened:
+        if not request.page_size:
+            return protocol.Opened(self.core.find_namespace(request.name))
         number = self.core.open_namespace(request.name, request.page_size)
         self._page_sizes[number] = request.page_size
         return protocol.Opened(number)

@@ -65,7 +65,10 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Open(Message, frozen=True):
-    """Open (or make) the namespace ``name`` with pages of ``page_size`` bytes; answered by :class:`Opened`."""
+    """Open (or make) the namespace ``name`` with pages of ``page_size`` bytes; answered by :class:`Opened`.
+
+    A reader that does not know the size says 0: nothing is made then.
+    """
 
     name: str
     page_size: int
@@ -139,7 +142,7 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Opened(Message, frozen=True):
-    """The namespace's number on this node."""
+    """The namespace's number on this node; -1: there is none of that name yet, so nothing is stored in it."""
 
     namespace: int
 

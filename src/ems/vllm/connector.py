@@ -12,12 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from ems.vllm.metadata import StepMetadata
-from ems.vllm.model import describe
+from ems.vllm.metadata import StepMetadata, StepReport
+from ems.vllm.model import describe, local_planes
 from ems.vllm.scheduler import SchedulerSide
 from ems.vllm.settings import read_settings
 from ems.vllm.worker import WorkerSide
@@ -32,7 +34,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings, warnings = read_settings(transfer.kv_role, transfer.kv_connector_extra_config)
-        model = describe(vllm_config, kv_cache_config, settings.tenant, settings.model_id)
+        model = describe(vllm_config, kv_cache_config, settings.tenant, settings.model_id, settings.store_tp_size)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -42,9 +44,18 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 # vLLM's default fails the request; a cache that lost a page must not.
                 logger.info("EMS sets kv_load_failure_policy to recompute")
                 transfer.kv_load_failure_policy = "recompute"
-            self._scheduler = SchedulerSide(settings, model)
+            parallel = vllm_config.parallel_config
+            workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+            self._scheduler = SchedulerSide(settings, model, workers)
         else:
-            self._worker = WorkerSide(settings, model)
+            planes = local_planes(
+                model,
+                vllm_config,
+                kv_cache_config,
+                get_tensor_model_parallel_rank(),
+                get_pp_group().rank_in_group,
+            )
+            self._worker = WorkerSide(settings, model, planes)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -71,15 +82,20 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._in_scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._in_scheduler.received(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+        self._in_scheduler.received(
+            connector_output.finished_recving or (),
+            getattr(connector_output, "failed_recving", None) or (),
+            connector_output.invalid_block_ids,
+            getattr(connector_output, "kv_connector_worker_meta", None),
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request, block_ids)
+        return self._in_scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request, block_ids[0])
+        return self._in_scheduler.finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         self._in_scheduler.reset()
@@ -112,17 +128,25 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads run between steps: a step never meets one."""
+        self._in_worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved whole, after the step that fills them."""
+        self._in_worker.computed_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Saves begin now and hold their blocks; the step does not wait for them."""
         self._in_worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._in_worker.results()
+        sent, received, _ = self._in_worker.results()
+        return sent, received
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self._in_worker.results()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return self._in_worker.take_report()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._in_worker.take_invalid_blocks()

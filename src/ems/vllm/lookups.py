@@ -17,10 +17,12 @@ from logging import Logger
 import msgspec
 
 from ems.errors import ConfigError, EmsError, NoSpace, PoolUnavailable
-from ems.pool.client import Hits, Namespace, PoolClient, TailHit
+from ems.pool.client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.lease import Lease
+from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING, Found
+from ems.vllm.search import Prompt, Search
 
 MOST_PAUSE = 0.05
 """Seconds between two looks of a hand-off that has waited for a while."""
@@ -44,7 +46,8 @@ class LookupJob(msgspec.Struct):
     extra: Callable[[], Sequence[object]]
     expected: int
     asked_at: float
-    chain: KeyChain | None = None
+    prompt: Prompt | None = None
+    """Made by the lookup thread."""
     pause: float = 0.002
     """Seconds until the next look of a hand-off that waits; grows with each."""
 
@@ -77,8 +80,9 @@ class Lookups:
     def __init__(
         self,
         client: PoolClient,
-        namespace: Namespace,
+        planes: Sequence[Plane],
         block_size: int,
+        chain_name: str,
         logger: Logger,
         *,
         handoff_timeout: float,
@@ -86,13 +90,12 @@ class Lookups:
         start_node: Callable[[], object] | None = None,
     ) -> None:
         self._client = client
-        self._namespace = namespace
-        self.chain_name = namespace.name
+        self._search = Search(client, planes, block_size, call_timeout)
+        self.chain_name = chain_name
         """Where chains of keys begin; another name makes all pages stored before unfindable."""
         self._block_size = block_size
         self._logger = logger
         self._handoff_timeout = handoff_timeout
-        self._call_timeout = call_timeout
         self._start_node = start_node
         self._next_start = 0.0
         self._said: str | None = None
@@ -163,63 +166,28 @@ class Lookups:
             # Root of this thread: see above.
             self._logger.exception("EMS could not look after its connection")
 
-    def _new_chain(self) -> KeyChain:
-        return KeyChain(self.chain_name, self._block_size)
+    def _prompt(self, job: LookupJob) -> Prompt:
+        chain = KeyChain(self.chain_name, self._block_size)
+        chain.extend(job.tokens, job.extra())
+        return Prompt(job.tokens, chain, job.extra)
 
     def _look(self, job: LookupJob) -> bool:
         """Ask for one request; False when it should be asked again later."""
-        if job.chain is None:
-            job.chain = self._new_chain()
-            job.chain.extend(job.tokens, job.extra())
+        prompt = job.prompt = job.prompt or self._prompt(job)
         try:
             if job.expected:
-                hits, tail = self._find(job, job.chain, lease=False)
-                tokens = hits.count * self._block_size + tail.tokens
+                tokens, pending = self._search.reach(prompt)
                 waited = time.monotonic() - job.asked_at
-                pending = bool(hits.pending) or tail.pending
                 if keep_waiting(tokens, pending, job.expected, waited, self._handoff_timeout):
                     return False
-            found = self._take(job, job.chain)
+            found = self._search.take(prompt)
         except EmsError as error:
             self._missed(error)
-            self._answers.put(LookupAnswer(job.request_id, job.chain, NOTHING))
+            self._answers.put(LookupAnswer(job.request_id, prompt.chain, NOTHING))
             return True
         self._recovered()
-        self._answers.put(LookupAnswer(job.request_id, job.chain, found))
+        self._answers.put(LookupAnswer(job.request_id, prompt.chain, found))
         return True
-
-    def _find(self, job: LookupJob, chain: KeyChain, *, lease: bool) -> tuple[Hits, TailHit]:
-        """The leading full blocks that are present, and the part of the block behind them that some page holds."""
-        hits = Hits(0, 0, None)
-        if len(chain):
-            keys = chain.joined(0, len(chain))
-            hits = self._client.lookup(self._namespace, keys, lease=lease, timeout=self._call_timeout)
-        start = hits.count * self._block_size
-        rest = job.tokens[start : start + self._block_size]
-        if not len(rest):
-            return hits, TailHit(0, b"", False, None)
-        extra = job.extra()
-        name = chain.tail(hits.count, rest, extra[hits.count] if hits.count < len(extra) else None)
-        try:
-            return hits, self._client.lookup_tail(self._namespace, name, lease=lease, timeout=self._call_timeout)
-        except EmsError:
-            if hits.lease is not None:
-                self._client.release(hits.lease)
-            raise
-
-    def _take(self, job: LookupJob, chain: KeyChain) -> Found:
-        hits, tail = self._find(job, chain, lease=True)
-        if hits.lease is not None and tail.lease is not None and hits.lease.node != tail.lease.node:
-            # The node changed in between: what the first one promised is gone.
-            self._client.release(tail.lease)
-            return NOTHING
-        return Found(
-            hits.count * self._block_size + tail.tokens,
-            hits.count,
-            chain.joined(0, hits.count) + tail.key,
-            b"".join(lease.packed_refs for lease in (hits.lease, tail.lease) if lease is not None),
-            tuple(lease for lease in (hits.lease, tail.lease) if lease is not None),
-        )
 
     def _missed(self, error: EmsError) -> None:
         kind = type(error).__name__

@@ -1,10 +1,11 @@
-"""What the scheduler side tells the worker side in each step."""
+"""What the scheduler side tells the worker side in each step, and what it hears back."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from ems.vllm.requests import Load, Save
 
@@ -24,3 +25,18 @@ class StepMetadata(KVConnectorMetadata):
 
     awaited: set[str] = field(default_factory=set)
     """Requests that ended and whose blocks the engine keeps until their saves are reported done."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """What workers report of one step, added up over them."""
+
+    joined: dict[str, int] = field(default_factory=dict)
+    """Requests whose loads were part of the step and are over, with the number of workers that say so."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        """Both workers' reports as one."""
+        assert isinstance(other, StepReport)
+        both = Counter(self.joined)
+        both.update(other.joined)
+        return StepReport(dict(both))

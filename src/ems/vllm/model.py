@@ -15,14 +15,22 @@ from typing import Any
 import msgspec
 import torch
 import vllm
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from ems.errors import ConfigError
-from ems.pool.client import Namespace
 from ems.pool.keys import fingerprint, namespace_name
+from ems.vllm.planes import Plane, Portion, portion, shard_count
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Grows when the meaning of a stored page changes."""
 
 _SAMPLES = 16
@@ -31,94 +39,186 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 class BlockModel(msgspec.Struct, frozen=True):
-    """A served model's blocks: ``block_size`` tokens each, ``namespace`` with the bytes of one page.
+    """A served model's blocks of ``block_size`` tokens, of which the engine has ``num_blocks``.
 
-    A page holds the state of ``layers`` in this order.
+    ``identity`` names model, layout and tenant; every page of a block lies in one of ``planes``.
     """
 
-    namespace: Namespace
+    identity: str
     block_size: int
     num_blocks: int
+    groups: int
+    planes: tuple[Plane, ...]
+
+
+class LocalPlane(msgspec.Struct, frozen=True):
+    """What one rank has of a plane: ``layers`` in the order of a page, and its ``portion`` of each block's shards."""
+
+    number: int
+    plane: Plane
     layers: tuple[str, ...]
+    portion: Portion
 
 
-def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, tenant: str, model_id: str) -> BlockModel:
-    """The blocks of the engine that ``vllm_config`` and ``kv_cache_config`` describe.
+def describe(
+    vllm_config: Any, kv_cache_config: KVCacheConfig, tenant: str, model_id: str, store_tp_size: int = 0
+) -> BlockModel:
+    """The blocks of the engine that ``vllm_config`` and ``kv_cache_config`` describe; the same on every rank.
 
     Raises:
-        ConfigError: the model or the way it is run cannot be served yet; the sentence names it.
+        ConfigError: the model or the way it is run cannot be served; the sentence names it.
     """
-    _check_parallelism(vllm_config)
-    spec = _attention(vllm_config, kv_cache_config)
-    group = kv_cache_config.kv_cache_groups[0]
+    _check_run(vllm_config)
+    groups = kv_cache_config.kv_cache_groups
+    specs = [_attention(group.kv_cache_spec) for group in groups]
+    if not specs:
+        raise ConfigError("the model has no KV cache, so there is nothing that EmsStoreConnector could store")
+    block_sizes = {spec.block_size for spec in specs}
+    if len(block_sizes) != 1:
+        raise ConfigError(
+            f"the model's KV cache groups have block sizes {sorted(block_sizes)}, but EmsStoreConnector serves only "
+            "one block size for all groups"
+        )
+    block_size = block_sizes.pop()
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and len(groups) > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {stages} and the model has {len(groups)} KV cache groups, but "
+            "EmsStoreConnector serves several groups only with 1"
+        )
+    shards = [shard_count(_heads(vllm_config, spec), _holders(vllm_config, spec), store_tp_size) for spec in specs]
     model = vllm_config.model_config
-    identity = model_id or weights_identity(model)
     facts = {
         "layout_version": LAYOUT_VERSION,
-        "weights": identity,
+        "weights": model_id or weights_identity(model),
+        "draft": _draft_identity(vllm_config),
         "config": config_digest(model.hf_config),
         "rope_length": _rope_length(model),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "kv_dtype": str(spec.dtype),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "block_size": spec.block_size,
-        "kv_heads": spec.num_kv_heads,
-        "head_size": [spec.head_size, spec.head_size_v],
-        "layers": list(group.layer_names),
-        "page_bytes": spec.page_size_bytes,
-        "kv_layout": str(kv_cache_config.kv_cache_layout),
+        "block_size": block_size,
+        "groups": [_group_facts(vllm_config, spec) for spec in specs],
+        "shards": shards,
+        "layers": [list(group.layer_names) for group in groups] if stages == 1 else [],
+        "stages": [get_pp_indices(_layer_count(model), rank, stages) for rank in range(stages)],
         "attention_backend": str(vllm_config.attention_config.backend),
         "device": _device_identity(vllm_config),
         "vllm": vllm.__version__,
     }
-    name = namespace_name(tenant, Path(str(model.model)).name, fingerprint(facts))
-    page_size = spec.page_size_bytes * len(group.layer_names)
-    return BlockModel(Namespace(name, page_size), spec.block_size, kv_cache_config.num_blocks, tuple(group.layer_names))
+    identity = namespace_name(tenant, Path(str(model.model)).name, fingerprint(facts))
+    planes = [
+        Plane(f"{identity}/{group}.{stage}", group, stage, shards[group], _window(spec))
+        for group, spec in enumerate(specs)
+        for stage in range(stages)
+    ]
+    # Searches begin with the planes that need every block.
+    planes.sort(key=lambda plane: plane.window > 0)
+    return BlockModel(identity, block_size, kv_cache_config.num_blocks, len(groups), tuple(planes))
 
 
-def _check_parallelism(vllm_config: Any) -> None:
+def local_planes(
+    model: BlockModel, vllm_config: Any, kv_cache_config: KVCacheConfig, rank: int, stage: int
+) -> list[LocalPlane]:
+    """What tensor-parallel rank ``rank`` of pipeline stage ``stage`` has of each plane of ``model``.
+
+    Raises:
+        ConfigError: the tensor-parallel size does not fit the model's KV heads.
+    """
+    found = []
+    for number, plane in enumerate(model.planes):
+        if plane.stage == stage:
+            group = kv_cache_config.kv_cache_groups[plane.group]
+            spec = _attention(group.kv_cache_spec)
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            mine = portion(_heads(vllm_config, spec), plane.shards, ranks, rank)
+            found.append(LocalPlane(number, plane, tuple(group.layer_names), mine))
+    return found
+
+
+def _check_run(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for key, flag in (
-        ("tensor_parallel_size", "--tensor-parallel-size"),
-        ("pipeline_parallel_size", "--pipeline-parallel-size"),
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
     ):
         size = getattr(parallel, key, 1)
         if size != 1:
-            raise ConfigError(f"{flag} is {size}, but EmsStoreConnector serves only 1 in this version; start with 1")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError(
-            "speculative decoding is configured, which EmsStoreConnector does not serve in this version; "
-            "start without --speculative-config"
-        )
-
-
-def _attention(vllm_config: Any, kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups})) or "none"
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups ({kinds}), but EmsStoreConnector serves models with one "
-            "group of full attention layers in this version"
-        )
-    spec = groups[0].kv_cache_spec
-    if isinstance(spec, MLAAttentionSpec) or type(spec) is not FullAttentionSpec:
-        raise ConfigError(
-            f"the model's layers keep KV as {type(spec).__name__}, but EmsStoreConnector serves only "
-            "FullAttentionSpec (MHA, GQA) in this version"
-        )
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        raise ConfigError(
-            "the model uses sliding-window or chunked attention, which EmsStoreConnector does not serve in this version"
-        )
+            raise ConfigError(f"{flag} is {size}, but EmsStoreConnector serves only 1; start with 1")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales is on, so equal KV bytes mean different values in two engines; "
             "start without --calculate-kv-scales"
         )
-    return spec
+
+
+def _attention(spec: Any) -> AttentionSpec:
+    """The layers' kind of state, if it is one that a page can hold."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        specs = list(spec.kv_cache_specs.values())
+        for other in specs:
+            _attention(other)
+        return _attention(specs[0])
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        if getattr(spec, "attention_chunk_size", None) is None:
+            return spec
+        raise ConfigError(
+            f"the model attends in chunks of {spec.attention_chunk_size} tokens, which EmsStoreConnector does not serve"
+        )
+    raise ConfigError(
+        f"the model has layers that keep their state as {type(spec).__name__}, but EmsStoreConnector serves full "
+        "attention (MHA, GQA), MLA and sliding windows"
+    )
+
+
+def _window(spec: AttentionSpec) -> int:
+    """Tokens in sight of a layer whose old blocks the engine drops; layers that keep all blocks have none."""
+    return int(spec.sliding_window + spec.extra_retained_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+
+
+def _heads(vllm_config: Any, spec: AttentionSpec) -> int:
+    """Distinct KV heads over all ranks."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return int(spec.num_heads)
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    # With fewer heads than ranks each rank has a copy of one.
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    return total if total < ranks and spec.num_heads == 1 else int(spec.num_heads) * ranks
+
+
+def _holders(vllm_config: Any, spec: AttentionSpec) -> int:
+    """Ranks that hold distinct heads."""
+    return min(int(vllm_config.parallel_config.tensor_parallel_size), _heads(vllm_config, spec))
+
+
+def _group_facts(vllm_config: Any, spec: AttentionSpec) -> list[object]:
+    return [
+        type(spec).__name__,
+        _heads(vllm_config, spec),
+        spec.head_size,
+        spec.head_size_v,
+        str(spec.dtype),
+        str(spec.kv_quant_mode),
+        _window(spec),
+        spec.state_content_size_bytes,
+        str(spec.tokens_per_state),
+    ]
+
+
+def _layer_count(model: Any) -> int:
+    return int(model.hf_text_config.num_hidden_layers)
+
+
+def _draft_identity(vllm_config: Any) -> str:
+    """What tells one draft model from another: its layers' state is stored with the model's own."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return ""
+    draft = getattr(speculative, "draft_model_config", None)
+    method = str(speculative.method)
+    return method if draft is None else f"{method}/{weights_identity(draft)}"
 
 
 def _device_identity(vllm_config: Any) -> str:

@@ -20,7 +20,9 @@ from enum import Enum, auto
 import msgspec
 
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.lease import Lease
+from ems.vllm.planes import Plane, first_in_sight
 
 NEVER = 1 << 62
 EAGER_LEASES = 64
@@ -50,23 +52,61 @@ class Release(msgspec.Struct, frozen=True):
     lease: Lease
 
 
-class Load(msgspec.Struct, frozen=True):
-    """Effect: copy ``keys[i]``, at ``packed_refs[i]`` of the node ``node``, into engine block ``block_ids[i]``."""
+class Pages(msgspec.Struct, frozen=True):
+    """Pages of one plane: those of the blocks ``[first, ...)`` of a prompt, block by block, all shards of each."""
 
-    request_id: str
-    node: str
+    plane: int
+    first: int
+    keys: bytes
+    packed_refs: bytes
+
+
+class LoadPart(msgspec.Struct, frozen=True):
+    """What is to be loaded in one plane: all shards of each of ``block_ids``, named and found as in :class:`Pages`."""
+
+    plane: int
     block_ids: list[int]
     keys: bytes
     packed_refs: bytes
 
 
-class Save(msgspec.Struct, frozen=True):
-    """Effect: store engine blocks ``block_ids`` as the pages ``keys`` that follow the page ``parent``."""
+class Load(msgspec.Struct, frozen=True):
+    """Effect: copy pages of the node ``node`` into engine blocks."""
 
     request_id: str
+    node: str
+    parts: list[LoadPart]
+    broken: bool = False
+    """The engine wants another part of the prompt than was found: nothing can be loaded."""
+
+    joined: bool = False
+    """The step that begins the load needs it."""
+
+    def split(self) -> tuple[Load, Load]:
+        """All but the last block of each part, and these last ones, into which the engine may write next."""
+        rest, last = [], []
+        for part in self.parts:
+            end = len(part.block_ids) - 1
+            shards = len(part.keys) // KEY_BYTES // len(part.block_ids)
+            keys, refs = end * shards * KEY_BYTES, end * shards * REF_BYTES
+            ids = part.block_ids
+            rest.append(LoadPart(part.plane, ids[:end], part.keys[:keys], part.packed_refs[:refs]))
+            last.append(LoadPart(part.plane, ids[end:], part.keys[keys:], part.packed_refs[refs:]))
+        kept = [part for part in rest if part.block_ids]
+        return msgspec.structs.replace(self, parts=kept), msgspec.structs.replace(self, parts=last)
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Effect: store blocks ``[first, first + len(keys))`` of a request, the pages ``keys`` after the page ``parent``.
+
+    ``block_ids`` has them for each KV cache group of the engine; 0 stands for a block that the engine has dropped.
+    """
+
+    request_id: str
+    first: int
     parent: bytes
     keys: Sequence[bytes]
-    block_ids: list[int]
+    block_ids: Sequence[Sequence[int]]
     tail: Tail | None = None
     """The last block, where that is not full."""
 
@@ -82,17 +122,16 @@ class Span(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True):
     """What a lookup found: ``tokens`` from the prompt's start, the first ``blocks`` blocks of them full.
 
-    They lie in pages ``keys`` at ``packed_refs``, which ``leases`` keep there.
+    ``pages`` says where they lie, plane by plane; ``leases`` keep them there.
     """
 
     tokens: int
     blocks: int
-    keys: bytes
-    packed_refs: bytes
+    pages: tuple[Pages, ...]
     leases: tuple[Lease, ...]
 
 
-NOTHING = Found(0, 0, b"", b"", ())
+NOTHING = Found(0, 0, (), ())
 
 
 class Request:
@@ -114,8 +153,9 @@ class Request:
         self.local = 0
         self.failed = False
         self.ended = False
-        self.block_ids: list[int] = []
+        self.block_ids: list[list[int]] = []
         self.loading: list[int] = []
+        """The blocks of the first group that a load fills."""
         self.next_save = 0
         self.saved_any = False
         self.saved_tail = 0
@@ -125,14 +165,27 @@ class Request:
 class RequestBook:
     """All requests of one engine.
 
-    ``block_size`` tokens make a block; ``ref_bytes`` is the size of one packed reference in a lease.
+    ``block_size`` tokens make a block, in every one of the engine's ``groups`` KV cache groups.  ``joined`` loads
+    are part of the step that begins them; the last token of a request is then left for that step to compute.
     """
 
     def __init__(
-        self, block_size: int, ref_bytes: int, *, saves: bool, lookup_timeout: float, handoff_timeout: float
+        self,
+        block_size: int,
+        planes: Sequence[Plane],
+        groups: int = 1,
+        *,
+        saves: bool,
+        lookup_timeout: float,
+        handoff_timeout: float,
+        joined: bool = False,
     ) -> None:
         self._block_size = block_size
-        self._ref_bytes = ref_bytes
+        self._planes = planes
+        self._groups = groups
+        # With a window the engine drops what a new token cannot see: the last token, computed again, would see more.
+        self._leaves_last = joined or any(plane.window for plane in planes)
+        self._joined = joined
         self._saves = saves
         self._lookup_timeout = lookup_timeout
         self._handoff_timeout = handoff_timeout
@@ -211,7 +264,7 @@ class RequestBook:
         released: list[Ask | Release] = []
         if request.phase is Phase.ANSWERED:
             request.local = local
-            found = max(min(request.found.tokens, tokens) - local, 0)
+            found = max(min(request.found.tokens, tokens - self._leaves_last) - local, 0)
             if not found:
                 released += self._settle(request)
         return found, released
@@ -226,37 +279,54 @@ class RequestBook:
 
     # Blocks
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], external: int) -> list[Load | Release]:
+    def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> list[Load | Release]:
         """The engine gave the request ``block_ids``; ``external`` tokens after the local ones are to be loaded."""
         request = self._requests.get(request_id)
         if request is None:
             return []
-        request.block_ids = list(block_ids)
+        request.block_ids = [list(ids) for ids in block_ids]
         if request.phase is not Phase.ANSWERED:
             return []
         if external <= 0:
             return list(self._settle(request))
-        first = request.local // self._block_size
-        last = -(-(request.local + external) // self._block_size)
-        ids = request.block_ids[first:last]
         request.phase = Phase.LOADING
-        request.loading = ids
+        last = -(-(request.local + external) // self._block_size)
+        request.loading = request.block_ids[0][request.local // self._block_size : last]
         self._waiting.discard(request_id)
         found = request.found
-        refs = found.packed_refs[first * self._ref_bytes : last * self._ref_bytes]
-        return [Load(request_id, found.leases[0].node, ids, found.keys[first * KEY_BYTES : last * KEY_BYTES], refs)]
+        tokens = request.local + external
+        broken = any(self._first_wanted(request, pages, tokens) < pages.first for pages in found.pages)
+        parts = [] if broken else [self._part(request, pages, tokens) for pages in found.pages]
+        return [
+            Load(request_id, found.leases[0].node, [part for part in parts if part.block_ids], broken, self._joined)
+        ]
 
-    def received(self, request_id: str, invalid: set[int]) -> list[Release]:
-        """The load ended; blocks in ``invalid`` hold nothing.  A failed load is not tried again."""
+    def _first_wanted(self, request: Request, pages: Pages, tokens: int) -> int:
+        window = self._planes[pages.plane].window
+        return max(request.local // self._block_size, first_in_sight(window, tokens, self._block_size))
+
+    def _part(self, request: Request, pages: Pages, tokens: int) -> LoadPart:
+        plane = self._planes[pages.plane]
+        first = self._first_wanted(request, pages, tokens)
+        ids = request.block_ids[plane.group][first : -(-tokens // self._block_size)]
+        begin, end = ((block - pages.first) * plane.shards for block in (first, first + len(ids)))
+        keys = pages.keys[begin * KEY_BYTES : end * KEY_BYTES]
+        return LoadPart(pages.plane, ids, keys, pages.packed_refs[begin * REF_BYTES : end * REF_BYTES])
+
+    def received(self, request_id: str, invalid: set[int], *, failed: bool = False) -> list[Release]:
+        """The load ended; blocks in ``invalid`` hold nothing, none does if it ``failed``.
+
+        A failed load is not tried again.
+        """
         request = self._requests.get(request_id)
         if request is None or request.phase is not Phase.LOADING:
             return []
         released = self._settle(request)
-        failed = [position for position, block in enumerate(request.loading) if block in invalid]
-        if failed:
+        missing = [position for position, block in enumerate(request.loading) if failed or block in invalid]
+        if missing:
             # These blocks are computed now; the pool may well take them then.
             request.failed = True
-            request.next_save = min(request.next_save, request.local // self._block_size + failed[0])
+            request.next_save = min(request.next_save, request.local // self._block_size + missing[0])
             request.saved_tail = 0
         request.loading = []
         if request.ended:
@@ -264,7 +334,7 @@ class RequestBook:
         return released
 
     def scheduled(
-        self, request_id: str, block_ids: Sequence[int], computed_after: int, *, replace: bool
+        self, request_id: str, block_ids: Sequence[Sequence[int]], computed_after: int, *, replace: bool
     ) -> Span | None:
         """The request computes up to token ``computed_after`` in this step, with ``block_ids`` more blocks.
 
@@ -273,24 +343,26 @@ class RequestBook:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if replace:
-            request.block_ids = list(block_ids)
+        if replace or not request.block_ids:
+            request.block_ids = [list(ids) for ids in block_ids] or [[] for _ in range(self._groups)]
         else:
-            request.block_ids += block_ids
+            for ids, new in zip(request.block_ids, block_ids, strict=False):
+                ids.extend(new)
         return self._offer(request, min(computed_after, request.prompt_tokens), request.prompt_tokens)
 
     def _offer(self, request: Request, computed: int, end: int) -> Span | None:
         """Blocks that are full within ``computed`` tokens, and the part of one behind them once ``end`` is reached."""
-        if not self._saves:
+        if not self._saves or not request.block_ids:
             return None
-        whole = min(computed // self._block_size, len(request.block_ids))
+        held = min(len(ids) for ids in request.block_ids)
+        whole = min(computed // self._block_size, held)
         first = min(request.next_save, whole)
         if request.next_save == NEVER:
             return None
         tail = computed - whole * self._block_size
         if computed < end or tail >= self._block_size or computed <= request.saved_tail:
             tail = 0
-        if tail and whole >= len(request.block_ids):
+        if tail and whole >= held:
             tail = 0
         if first == whole and not tail:
             return None
@@ -308,7 +380,8 @@ class RequestBook:
         if tail is not None:
             keys.append(tail.key)
             end += 1
-        return Save(request_id, chain.parent(span.first), keys, request.block_ids[span.first : end], tail)
+        block_ids = [ids[span.first : end] for ids in request.block_ids]
+        return Save(request_id, span.first, chain.parent(span.first), keys, block_ids, tail)
 
     # Ends
 
@@ -342,12 +415,12 @@ class RequestBook:
                 released += self._settle(request)
         return released
 
-    def last_save(self, request_id: str, block_ids: Sequence[int], computed: int) -> Span | None:
+    def last_save(self, request_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> Span | None:
         """The request is about to end with ``computed`` tokens in ``block_ids``: what of them was not offered yet."""
         request = self._requests.get(request_id)
         if request is None or request.phase is not Phase.SETTLED or computed <= 0:
             return None
-        request.block_ids = list(block_ids)
+        request.block_ids = [list(ids) for ids in block_ids]
         return self._offer(request, computed, computed)
 
     def finished(self, request_id: str) -> tuple[bool, list[Release]]:

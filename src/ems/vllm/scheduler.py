@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -16,9 +17,8 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from ems.pool.client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.launcher import ensure_node
-from ems.pool.layout import REF_BYTES
 from ems.vllm.lookups import LookupJob, Lookups
-from ems.vllm.metadata import StepMetadata
+from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.requests import Ask, Load, Release, RequestBook, Save, Span
 from ems.vllm.settings import ConnectorSettings
@@ -32,21 +32,26 @@ ANNOUNCED = "ems_tokens"
 class SchedulerSide:
     """Hooks that vLLM's scheduler calls."""
 
-    def __init__(self, settings: ConnectorSettings, model: BlockModel) -> None:
+    def __init__(self, settings: ConnectorSettings, model: BlockModel, workers: int = 1) -> None:
         self._settings = settings
         self._model = model
+        # A load that is part of a step can report its failure by block only, which several groups do not allow.
+        self._joined = not settings.load_async and model.groups == 1
         self._book = RequestBook(
             model.block_size,
-            REF_BYTES,
+            model.planes,
+            model.groups,
             saves=settings.saves,
             lookup_timeout=settings.lookup_timeout,
             handoff_timeout=settings.handoff_timeout,
+            joined=self._joined,
         )
         self._client = PoolClient(settings.socket, "vllm-scheduler")
         self._lookups = Lookups(
             self._client,
-            model.namespace,
+            model.planes,
             model.block_size,
+            model.identity,
             logger,
             handoff_timeout=settings.handoff_timeout,
             call_timeout=settings.call_timeout,
@@ -56,6 +61,9 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._awaited: set[str] = set()
+        self._invalid: set[int] = set()
+        self._workers = workers
+        self._reported: Counter[str] = Counter()
 
     def _start_node(self) -> None:
         if ensure_node(self._settings.node_config()):
@@ -88,13 +96,13 @@ class SchedulerSide:
         self._take_answers()
         found, effects = self._book.match(request.request_id, request.num_tokens, local, time.monotonic())
         self._do(effects)
-        return found, bool(found)
+        return found, bool(found) and not self._joined
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""
-        self._do(self._book.allocated(request.request_id, blocks.get_block_ids()[0], external))
+        self._do(self._book.allocated(request.request_id, blocks.get_block_ids(), external))
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the ended request's blocks must be kept, and what a decode should know (``request_finished``)."""
         request_id = request.request_id
         if self._settings.save_answers:
@@ -116,7 +124,7 @@ class SchedulerSide:
         announced = min(stored, request.num_prompt_tokens)
         return keep, {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCED: announced}
 
-    def _save_rest(self, request: Any, block_ids: Sequence[int]) -> None:
+    def _save_rest(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what the answer added, in the step that follows; the request's blocks are kept until then."""
         if getattr(request, "num_in_flight_tokens", 0):
             # A step that was launched may still write into the last blocks.
@@ -141,7 +149,7 @@ class SchedulerSide:
         for request_id in step.preempted:
             self._book.preempted(request_id)
         for data in output.scheduled_new_reqs:
-            self._plan_save(step, output, data.req_id, data.block_ids[0], data.num_computed_tokens, replace=True)
+            self._plan_save(step, output, data.req_id, data.block_ids, data.num_computed_tokens, replace=True)
         cached = output.scheduled_cached_reqs
         for position, request_id in enumerate(cached.req_ids):
             new_ids = cached.new_block_ids[position]
@@ -149,7 +157,7 @@ class SchedulerSide:
                 step,
                 output,
                 request_id,
-                new_ids[0] if new_ids else [],
+                new_ids or (),
                 cached.num_computed_tokens[position],
                 replace=request_id in cached.resumed_req_ids,
             )
@@ -160,7 +168,7 @@ class SchedulerSide:
         step: StepMetadata,
         output: Any,
         request_id: str,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         computed: int,
         *,
         replace: bool,
@@ -186,14 +194,33 @@ class SchedulerSide:
             tail = known.chain.tail(span.end, tokens[end:], extra[span.end] if span.end < len(extra) else None)
         return self._book.save(request.request_id, span, known.chain, tail)
 
-    def received(self, finished: Iterable[str], invalid: set[int]) -> None:
-        """VLLM's ``update_connector_output``: loads that ended, blocks that hold nothing."""
-        for request_id in finished:
-            self._do(self._book.received(request_id, invalid))
+    def received(
+        self, finished: Iterable[str], failed: Collection[str], invalid: set[int], report: object = None
+    ) -> None:
+        """VLLM's ``update_connector_output``: loads that ended, those that failed whole, blocks that hold nothing.
+
+        With several ranks a rank may report its lost blocks before the others are done.
+        """
+        self._invalid |= invalid
+        for request_id in [*finished, *self._joined_loads(report)]:
+            known = self._book.get(request_id)
+            filled = set(known.loading) if known is not None else set()
+            self._do(self._book.received(request_id, self._invalid, failed=request_id in failed))
+            self._invalid -= filled
+
+    def _joined_loads(self, report: object) -> list[str]:
+        """Requests whose loads, part of a step, are over on all workers."""
+        if not isinstance(report, StepReport):
+            return []
+        self._reported.update(report.joined)
+        over = [request_id for request_id, count in self._reported.items() if count >= self._workers]
+        for request_id in over:
+            del self._reported[request_id]
+        return over
 
     def reset(self) -> None:
         """The engine's weights or settings changed: nothing stored by it until now is found by it again."""
-        self._lookups.chain_name = f"{self._model.namespace.name}/{secrets.token_hex(16)}"
+        self._lookups.chain_name = f"{self._model.identity}/{secrets.token_hex(16)}"
         self._saves.clear()
         self._do(self._book.reset())
 

@@ -37,6 +37,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pool_size: int = 0
     """Bytes of a pool that is started from here, 0 for the node's default; ``pool_size`` or ``EMS_POOL_SIZE``."""
 
+    load_async: bool = True
+    """Load between steps while the request waits, instead of before the step that needs it."""
+
+    layerwise: bool = False
+    """Move a block layer by layer beside compute, instead of whole; ``use_layerwise``."""
+
+    store_tp_size: int = 0
+    """Parts by KV head that a block is stored in; 0 for as many as serve the usual tensor-parallel sizes."""
+
     save_answers: bool = True
     """Store the blocks of the answer too, so that a conversation's next turn finds them; ``save_decode_cache``."""
 
@@ -64,7 +73,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _ACCEPTED = {
     "socket", "directory", "autostart", "pool_size", "save_decode_cache", "tenant", "model_id",
-    "lookup_timeout_ms", "handoff_timeout_ms", "call_timeout_ms",
+    "lookup_timeout_ms", "handoff_timeout_ms", "call_timeout_ms", "load_async", "use_layerwise", "store_tp_size",
 }  # fmt: skip
 
 
@@ -87,6 +96,9 @@ def read_settings(kv_role: str, extra: Mapping[str, Any]) -> tuple[ConnectorSett
         directory=directory,
         autostart=_boolean("autostart", extra.get("autostart", os.environ.get("EMS_AUTOSTART", "1"))),
         pool_size=parse_size(size, name="pool_size") if size else 0,
+        load_async=_boolean("load_async", extra.get("load_async", True)),
+        layerwise=_boolean("use_layerwise", extra.get("use_layerwise", False)),
+        store_tp_size=int(extra.get("store_tp_size", 0)),
         save_answers=_boolean("save_decode_cache", extra.get("save_decode_cache", True)),
         tenant=str(extra.get("tenant", "default")),
         model_id=str(extra.get("model_id", "")),

@@ -6,19 +6,23 @@ vLLM calls all hooks on one thread; the copies run in the threads of :mod:`ems.v
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import torch
 from vllm.logger import init_logger
 
-from ems.cc_v1.tensors import BlockRows, CpuDevice, Device, device_of
-from ems.errors import ConfigError, EmsError
+from ems.cc_v1.tensors import CpuDevice, Device, device_of
+from ems.errors import EmsError
 from ems.pool.client import PoolClient
 from ems.pool.launcher import ensure_node
 from ems.pool.touch import warm, yield_to_others
-from ems.vllm.metadata import StepMetadata
-from ems.vllm.model import BlockModel
+from ems.vllm.layers import LayerOrder
+from ems.vllm.loads import LOAD_SECONDS, Loader, LoadJob
+from ems.vllm.metadata import StepMetadata, StepReport
+from ems.vllm.model import BlockModel, LocalPlane
+from ems.vllm.pages import PlaneRows, plane_rows
+from ems.vllm.saves import SaveBatch, Saver
 from ems.vllm.settings import ConnectorSettings
-from ems.vllm.transfers import Loader, SaveBatch, Saver
 
 logger = init_logger("vllm.ems.worker")
 
@@ -26,21 +30,27 @@ logger = init_logger("vllm.ems.worker")
 class WorkerSide:
     """Hooks that vLLM's model runner calls."""
 
-    def __init__(self, settings: ConnectorSettings, model: BlockModel) -> None:
+    def __init__(self, settings: ConnectorSettings, model: BlockModel, planes: list[LocalPlane]) -> None:
         self._settings = settings
         self._model = model
+        self._planes = planes
+        self._rows: list[PlaneRows] = []
         self._client = PoolClient(settings.socket, "vllm-worker", self._let_go)
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         # One for each direction, so that loads do not queue behind saves; memory is pinned through the first.
         self._load_device: Device = CpuDevice()
         self._save_device: Device = CpuDevice()
+        self._order = LayerOrder(())
         self._batch: SaveBatch | None = None
         self._step: StepMetadata | None = None
         self._loads_started = False
+        self._joined: list[LoadJob] = []
         self._warmed = 0
         self._awaited: set[str] = set()
         self._invalid: set[int] = set()
+        self._failed: set[str] = set()
+        self._report: Counter[str] = Counter()
 
     # Set-up
 
@@ -50,40 +60,41 @@ class WorkerSide:
         Raises:
             ConfigError: the tensors are not what the engine's configuration says.
         """
-        missing = [name for name in self._model.layers if name not in kv_caches]
-        if missing:
-            raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
-        first = kv_caches[self._model.layers[0]]
-        rows = BlockRows([kv_caches[name] for name in self._model.layers], list(self._model.layers))
-        expected = self._model.namespace.page_size
-        if rows.page_bytes != expected or rows.num_blocks != self._model.num_blocks:
-            shape = tuple(first.shape)
-            raise ConfigError(
-                f"the engine registered {rows.num_blocks} blocks of {rows.page_bytes} bytes (first tensor {shape}), "
-                f"but its configuration says {self._model.num_blocks} blocks of {expected} bytes"
-            )
+        if not self._planes:
+            return
+        self._rows = plane_rows(self._planes, kv_caches, self._model.num_blocks)
+        self._order = LayerOrder(self._rows)
+        first = kv_caches[self._planes[0].layers[0]]
         self._load_device, self._save_device = device_of(first), device_of(first)
         self._start_node()
-        namespace, timeout = self._model.namespace, self._settings.call_timeout
-        self._loader = Loader(self._client, namespace, rows, self._load_device, logger, timeout)
+        timeout = self._settings.call_timeout
+        self._loader = Loader(self._client, self._rows, self._load_device, logger, timeout)
         if self._settings.saves:
-            self._saver = Saver(self._client, namespace, rows, self._save_device, logger, timeout)
+            self._saver = Saver(
+                self._client, self._rows, self._save_device, logger, timeout, by_layer=self._settings.layerwise
+            )
         self._warm_once()
 
     def _start_node(self) -> None:
         try:
             if self._settings.autostart and ensure_node(self._settings.node_config()):
                 logger.info("EMS started a pool node on this host, its socket is %s", self._settings.socket)
-            self._client.open(self._model.namespace)
+            for rows in self._rows:
+                self._client.open(rows.namespace)
         except EmsError as error:
             logger.warning("EMS pool cannot be used, serving on without it: %s", error)
             return
-        logger.info(
-            "EMS serves namespace %s: %d tokens a block, %d bytes a page",
-            self._model.namespace.name,
-            self._model.block_size,
-            self._model.namespace.page_size,
-        )
+        for rows in self._rows:
+            mine, plane = rows.local.portion, rows.local.plane
+            logger.info(
+                "EMS serves namespace %s: %d tokens a block, %d pages of %d bytes a block, of which %d to %d are here",
+                rows.namespace.name,
+                self._model.block_size,
+                plane.shards,
+                rows.namespace.page_size,
+                mine.first,
+                mine.first + mine.count - 1,
+            )
 
     def _warm_once(self) -> None:
         """Begin to map the node's segments, once a connection, so that no request pays for it."""
@@ -124,26 +135,56 @@ class WorkerSide:
         self._step = step
         self._loads_started = False
         self._awaited |= step.awaited
-        if self._saver is not None and step.saves:
-            self._batch = self._saver.start(step.saves)
+        if self._saver is not None:
+            self._saver.leave_windows()
+            if step.saves:
+                self._batch = self._saver.start(step.saves)
         if isinstance(self._load_device, CpuDevice):
             # Nothing of an earlier step still runs on this device, so loads need not wait for the launch.
             self.start_loads()
 
     def start_loads(self) -> None:
-        """VLLM's ``start_load_kv``."""
+        """VLLM's ``start_load_kv``; waits for what the forward pass may write into, or for all that it reads."""
         if self._step is None or self._loads_started or self._loader is None:
             return
         self._loads_started = True
         mark = self._load_device.mark() if self._step.loads else None
+        urgent: list[LoadJob] = []
         for load in self._step.loads:
-            self._loader.start(load, mark)
+            if not load.joined:
+                self._loader.start(load, mark)
+            elif self._settings.layerwise:
+                rest, last = load.split()
+                urgent.append(self._loader.start(last, mark, joined=True))
+                self._joined.append(self._loader.start(rest, mark, joined=True))
+            else:
+                urgent.append(self._loader.start(load, mark, joined=True))
+        for job in urgent:
+            self._wait(job, None)
+        self._joined += urgent
+
+    def _wait(self, job: LoadJob, layer: str | None) -> None:
+        if not job.progress.wait(layer, LOAD_SECONDS)[0]:
+            raise TimeoutError(f"EMS did not load the blocks of request {job.load.request_id} in {LOAD_SECONDS:.0f} s")
+
+    def wait_for_layer(self, name: str) -> None:
+        """VLLM's ``wait_for_layer_load``."""
+        for job in self._joined:
+            if name in self._order:
+                self._wait(job, name)
+
+    def computed_layer(self, name: str) -> None:
+        """VLLM's ``save_kv_layer``: the layer's state of this step is there once the engine's work until now is."""
+        if self._batch is not None and self._batch.by_layer and name in self._order:
+            self._batch.computed_layer(name, self._save_device.mark())
 
     def computed(self) -> None:
         """VLLM's ``wait_for_save``: the forward pass was launched; its blocks may be copied behind it."""
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.computed(self._save_device.mark())
+        for job in self._joined:
+            self._wait(job, None)
 
     def end(self) -> None:
         """The step is over."""
@@ -151,12 +192,18 @@ class WorkerSide:
 
     # Results
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose saves are done and that the engine waits for, requests whose loads ended."""
-        received = set()
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose saves are done and that the engine waits for, those whose loads ended, those whose failed."""
+        received: set[str] = set()
         for result in self._loader.results() if self._loader is not None else ():
-            received.add(result.request_id)
-            self._invalid |= result.failed_blocks
+            if self._model.groups == 1:
+                self._invalid |= result.failed_blocks
+            elif not result.sound:
+                self._failed.add(result.request_id)
+            if result.joined:
+                self._report[result.request_id] += 1
+            else:
+                received.add(result.request_id)
             logger.info(
                 "KV cache transfer for request %s took %.2f ms (%d blocks, %d failed)",
                 result.request_id,
@@ -164,15 +211,23 @@ class WorkerSide:
                 result.loaded,
                 len(result.failed_blocks),
             )
+        self._joined = []
         saver = self._saver
         sent = {request_id for request_id in self._awaited if saver is None or not saver.busy(request_id)}
         self._awaited -= sent
-        return sent, received
+        failed = self._failed & received
+        self._failed -= failed
+        return sent, received, failed
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads reported by :meth:`results` that hold nothing."""
         invalid, self._invalid = self._invalid, set()
         return invalid
+
+    def take_report(self) -> StepReport | None:
+        """What the scheduler side is to hear of this step beside :meth:`results`."""
+        joined, self._report = self._report, Counter()
+        return StepReport(dict.fromkeys(joined, 1)) if joined else None
 
     def close(self) -> None:
         """The engine stops: finish what is queued, bounded."""

@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from ems.cc_v1.tensors import BlockRows, CpuDevice
-from ems.pool.client import Namespace, PoolClient, Reservation
+from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
+from ems.pool.client import PoolClient, Reservation
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.layout import PageRef, SlotState, write_header
 from ems.pool.lease import Lease
-from ems.vllm.requests import Load, Save
-from ems.vllm.transfers import Loader, LoadResult, Saver
+from ems.vllm.loads import Loader, LoadResult
+from ems.vllm.model import LocalPlane
+from ems.vllm.pages import PlaneRows
+from ems.vllm.planes import Plane, Portion
+from ems.vllm.requests import Load, LoadPart, Save
+from ems.vllm.saves import Saver
 from tests.e2e.engines import Node, first, running_node, wait_for
 
 LAYERS, BLOCKS, TOKENS = 3, 16, 4
@@ -29,19 +33,20 @@ class Engine:
         generator = torch.Generator().manual_seed(hash(name) % 1000)
         shape = (BLOCKS, 2, TOKENS, 16)
         self.tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
-        self.rows = BlockRows(self.tensors)
-        self.namespace = Namespace("default/model/layout", self.rows.page_bytes)
+        layers = tuple(f"layers.{number}" for number in range(LAYERS))
+        self.rows = PlaneRows(LocalPlane(0, Plane("default/model/layout"), layers, Portion()), self.tensors)
+        self.namespace = self.rows.namespace
         self.client = PoolClient(node.socket, name)
         self.device = CpuDevice()
-        self.loader = Loader(self.client, self.namespace, self.rows, self.device, logger, 2.0)
-        self.saver = Saver(self.client, self.namespace, self.rows, self.device, logger, 2.0)
+        self.loader = Loader(self.client, [self.rows], self.device, logger, 2.0)
+        self.saver = Saver(self.client, [self.rows], self.device, logger, 2.0)
 
     def block(self, number: int) -> list[torch.Tensor]:
         return [tensor[number].clone() for tensor in self.tensors]
 
     def save(self, chain: KeyChain, blocks: list[int], start: int = 0) -> None:
         keys = list(chain[start : start + len(blocks)])
-        batch = self.saver.start([Save("save", chain.parent(start), keys, blocks)])
+        batch = self.saver.start([Save("save", start, chain.parent(start), keys, [blocks])])
         batch.computed(self.device.mark())
         wait_for(lambda: not self.saver.busy("save"), "the blocks are copied")
 
@@ -51,7 +56,8 @@ class Engine:
         return found.lease
 
     def load(self, chain: KeyChain, lease: Lease, blocks: list[int]) -> LoadResult:
-        self.loader.start(Load("load", lease.node, blocks, chain.joined(0, len(blocks)), lease.packed_refs), None)
+        part = LoadPart(0, blocks, chain.joined(0, len(blocks)), lease.packed_refs)
+        self.loader.start(Load("load", lease.node, [part]), None)
         return first(self.loader.results, "the load ends")
 
     def close(self) -> None:
@@ -106,7 +112,7 @@ def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: t
     """A decode that arrives early can tell that waiting pays."""
     one, two = engines
     chain = chain_of(2)
-    batch = one.saver.start([Save("save", NO_PARENT, list(chain[0:2]), [0, 1])])
+    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])])
 
     def seen() -> tuple[int, int]:
         found = two.client.lookup(two.namespace, chain.joined(0, 2))
@@ -123,7 +129,7 @@ def test_a_cancelled_save_copies_nothing_and_leaves_nothing(engines: tuple[Engin
     """The engine takes the blocks away before the step: what follows in them must not be stored under the old name."""
     one, two = engines
     chain = chain_of(3)
-    batch = one.saver.start([Save("save", NO_PARENT, list(chain[0:3]), [0, 1, 2])])
+    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:3]), [[0, 1, 2]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     one.saver.cancel("save")
     for tensor in one.tensors:
@@ -142,14 +148,14 @@ def test_cancelling_waits_for_the_copy_that_runs(
     began, go_on = threading.Event(), threading.Event()
     copy_out = CpuDevice.copy_out
 
-    def slow(device: CpuDevice, rows: BlockRows, block: int, page: memoryview) -> None:
+    def slow(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
         began.set()
         assert go_on.wait(10)
-        copy_out(device, rows, block, page)
+        copy_out(device, rows, row, page, tensors)
 
     monkeypatch.setattr(CpuDevice, "copy_out", slow)
     chain = chain_of(2)
-    one.saver.start([Save("save", NO_PARENT, list(chain[0:2]), [0, 1])]).computed(None)
+    one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])]).computed(None)
     assert began.wait(10)
     cancelling = threading.Thread(target=one.saver.cancel, args=("save",))
     cancelling.start()
@@ -195,9 +201,9 @@ def test_a_page_that_changes_during_the_copy_is_not_loaded(
     lease = two.lease(chain)
     copy_in = CpuDevice.copy_in
 
-    def reused(device: CpuDevice, rows: BlockRows, block: int, page: memoryview) -> None:
-        copy_in(device, rows, block, page)
-        if block == 5:
+    def reused(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        copy_in(device, rows, row, page, tensors)
+        if row[0] == 5:
             rewrite_header(two, lease.refs[1], SlotState.WRITING, lease.refs[1].generation + 1, bytes(16))
 
     monkeypatch.setattr(CpuDevice, "copy_in", reused)
@@ -281,7 +287,7 @@ def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine,
     """Its slots may belong to somebody else by now."""
     one, two = engines
     chain = chain_of(2)
-    batch = one.saver.start([Save("save", NO_PARENT, list(chain[0:2]), [0, 1])])
+    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     one.client._drop()
     one.client.connect()

@@ -1,0 +1,191 @@
+"""Copies pool pages into engine blocks, in a thread beside the engine's compute.
+
+What always holds: a loaded block is reported good only if the headers of all its pages said the same before and
+after the copy; every load ends, whatever fails, and its end is reported exactly once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from logging import Logger
+
+import msgspec
+
+from ems.cc_v1.tensors import Device
+from ems.errors import EmsError, StaleReference
+from ems.pool.client import PoolClient, SegmentMap
+from ems.vllm.layers import LayerOrder, Progress
+from ems.vllm.pages import LoadedPage, PlaneRows
+from ems.vllm.requests import Load
+
+NOTICE_SECONDS = 1.0
+"""How often an idle thread looks whether its node is still there."""
+
+LOAD_SECONDS = 60.0
+"""How long a step waits for a load that it needs; copies take milliseconds, so over that the loader is dead."""
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """A load that ended: how many of its blocks hold what they should, the others, and how long it took.
+
+    ``sound`` is False when any block of it holds nothing.  ``joined`` loads are part of the step that asked for them.
+    """
+
+    request_id: str
+    failed_blocks: set[int]
+    loaded: int
+    bytes: int
+    seconds: float
+    sound: bool
+    joined: bool
+
+
+class LoadJob:
+    """One load on its way.  ``joined``: the step that asked for it waits, layer by layer or for all of it."""
+
+    def __init__(self, load: Load, mark: object, *, joined: bool) -> None:
+        self.load = load
+        self.mark = mark
+        self.joined = joined
+        self.progress = Progress()
+
+
+class Loader:
+    """Loads of one rank, whose planes are ``planes``."""
+
+    def __init__(
+        self,
+        client: PoolClient,
+        planes: Sequence[PlaneRows],
+        device: Device,
+        logger: Logger,
+        call_timeout: float,
+    ) -> None:
+        self._call_timeout = call_timeout
+        self._client = client
+        self._planes = planes
+        self._by_number = {plane.local.number: position for position, plane in enumerate(planes)}
+        self._order = LayerOrder(planes)
+        self._device = device
+        self._logger = logger
+        self._inbox: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ems-load", daemon=True)
+        self._thread.start()
+
+    def start(self, load: Load, mark: object, *, joined: bool = False) -> LoadJob:
+        """Queue a load, to begin once the engine's work up to ``mark`` is over: that may write into the same blocks."""
+        job = LoadJob(load, mark, joined=joined)
+        self._inbox.put(job)
+        return job
+
+    def results(self) -> list[LoadResult]:
+        """Loads that ended since the last call; never waits."""
+        ended = []
+        while not self._results.empty():
+            ended.append(self._results.get())
+        return ended
+
+    def close(self) -> None:
+        """End the thread after the loads that are queued."""
+        self._inbox.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            load = job.load
+            begin = time.perf_counter()
+            lost: dict[int, set[int]] | None = None
+            try:
+                lost = self._load(job)
+            except EmsError as error:
+                self._logger.warning("EMS load for request %s failed, it is computed: %s", load.request_id, error)
+            except Exception:
+                # Root of this thread: a defect here must cost a recompute, never the engine.
+                self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
+            self._results.put(self._result(job, lost, time.perf_counter() - begin))
+            job.progress.finish()
+
+    def _result(self, job: LoadJob, lost: dict[int, set[int]] | None, seconds: float) -> LoadResult:
+        load = job.load
+        failed: set[int] = set()
+        for part in load.parts:
+            failed |= set(part.block_ids) if lost is None else lost.get(part.plane, set())
+        sound = lost is not None and not failed
+        loaded = max((len(set(part.block_ids) - failed) for part in load.parts), default=0)
+        size = sum(
+            self._planes[self._by_number[part.plane]].block_bytes * len(set(part.block_ids) - failed)
+            for part in load.parts
+            if part.plane in self._by_number
+        )
+        return LoadResult(load.request_id, failed, loaded, size, seconds, sound, job.joined)
+
+    def _next(self) -> LoadJob | None:
+        while True:
+            try:
+                return self._inbox.get(timeout=NOTICE_SECONDS)
+            except queue.Empty:
+                self._notice()
+
+    def _notice(self) -> None:
+        try:
+            self._client.notice()
+        except Exception:
+            # Root of this thread: see above.
+            self._logger.exception("EMS could not look after its connection")
+
+    def _load(self, job: LoadJob) -> dict[int, set[int]]:
+        """Copy; returns the engine blocks of each plane, by its number, that hold nothing."""
+        load = job.load
+        if load.broken:
+            raise StaleReference("the engine wants another part of the prompt than was looked up")
+        self._client.connect(self._call_timeout)
+        if self._client.node != load.node:
+            # Slots of another node, or of the same one before it started again, are other memory.
+            raise StaleReference("the pool node that promised the blocks is gone")
+        segments = self._client.segments(self._client.epoch)
+        parts = [
+            (self._by_number[part.plane], part, list(self._planes[self._by_number[part.plane]].loaded(part)))
+            for part in load.parts
+            if part.plane in self._by_number
+        ]
+        wanted = {position: self._whole(segments, pages) for position, _, pages in parts}
+        self._device.wait_for(job.mark)
+        try:
+            if job.joined:
+                self._copy_by_layer(segments, wanted, job.progress)
+            else:
+                for position, pages in wanted.items():
+                    plane = self._planes[position]
+                    for page in pages:
+                        self._device.copy_in(plane.rows, page.row, segments.page(page.ref, plane.namespace.page_size))
+        finally:
+            # Also when it fails: the blocks are computed then, and no copy may come after that.
+            self._device.synchronise()
+        lost: dict[int, set[int]] = {}
+        for position, part, pages in parts:
+            good = len(self._whole(segments, wanted[position]))
+            first_lost = pages[good].position if good < len(pages) else len(part.block_ids)
+            # What follows a block that is missing is of no use either.
+            lost[part.plane] = set(part.block_ids[first_lost:])
+        return lost
+
+    @staticmethod
+    def _whole(segments: SegmentMap, pages: Sequence[LoadedPage]) -> list[LoadedPage]:
+        """The leading pages whose slots hold them."""
+        for count, page in enumerate(pages):
+            if not segments.holds(page.ref, page.key):
+                return list(pages[:count])
+        return list(pages)
+
+    def _copy_by_layer(self, segments: SegmentMap, wanted: dict[int, list[LoadedPage]], progress: Progress) -> None:
+        for layer in self._order.layers:
+            plane = self._planes[layer.plane]
+            for page in wanted.get(layer.plane, ()):
+                place = segments.page(page.ref, plane.namespace.page_size)
+                self._device.copy_in(plane.rows, page.row, place, layer.tensors)
+            self._device.synchronise()
+            progress.done(layer.name)

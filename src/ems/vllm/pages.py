@@ -1,0 +1,114 @@
+"""One rank's planes in its worker: engine tensors, page sizes, and which of a request's pages are this rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ems.cc_v1.tensors import BlockRows
+from ems.errors import ConfigError
+from ems.pool.client import Namespace
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import PageRef, unpack_refs
+from ems.vllm.planes import page_key
+
+if TYPE_CHECKING:
+    import torch
+
+    from ems.vllm.model import LocalPlane
+    from ems.vllm.requests import LoadPart, Save
+
+
+class LoadedPage(NamedTuple):
+    """A page to be loaded: where in the request its block is, the engine block and local shard, key and place."""
+
+    position: int
+    row: tuple[int, int]
+    key: bytes
+    ref: PageRef
+
+
+class StoredPage(NamedTuple):
+    """A page to be stored: the engine block and local shard, and its key."""
+
+    row: tuple[int, int]
+    key: bytes
+
+
+class PlaneRows:
+    """A plane's engine tensors, cut into this rank's shards."""
+
+    def __init__(self, local: LocalPlane, tensors: Sequence[torch.Tensor]) -> None:
+        self.local = local
+        self.rows = BlockRows(tensors, list(local.layers), shards=local.portion.count)
+        self.namespace = Namespace(local.plane.namespace, self.rows.page_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """What this rank has of one block."""
+        return int(self.rows.page_bytes * self.local.portion.count)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the engine drops blocks of this plane while their request runs."""
+        return self.local.plane.window > 0
+
+    def loaded(self, part: LoadPart) -> Iterator[LoadedPage]:
+        """The pages of ``part`` that are this rank's."""
+        refs = unpack_refs(part.packed_refs)
+        shards, mine = self.local.plane.shards, self.local.portion
+        for position, block in enumerate(part.block_ids):
+            if self.windowed and not block:
+                continue
+            for shard in range(mine.count):
+                at = position * shards + mine.first + shard
+                yield LoadedPage(position, (block, shard), part.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], refs[at])
+
+    def stored(self, save: Save) -> tuple[bytes, list[StoredPage], Tail | None]:
+        """The parent of this rank's pages of ``save``, the pages, and the tail if the last one is to be found so."""
+        mine = self.local.portion
+        blocks = save.block_ids[self.local.plane.group]
+        pages: list[StoredPage] = []
+        last_is_tail = False
+        for position, (block, key) in enumerate(zip(blocks, save.keys, strict=True)):
+            if not mine.stores(save.first + position) or (self.windowed and not block):
+                continue
+            # The first shard comes last, because a tail is found by its last key.
+            pages += [
+                StoredPage((block, shard), page_key(key, mine.first + shard)) for shard in reversed(range(mine.count))
+            ]
+            last_is_tail = save.tail is not None and position == len(save.keys) - 1
+        found_by_tokens = last_is_tail and not self.local.number and not mine.first
+        return page_key(save.parent, mine.first), pages, save.tail if found_by_tokens else None
+
+
+def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[PlaneRows]:
+    """The tensors that the engine registered, plane by plane.
+
+    Raises:
+        ConfigError: the tensors are not what the engine's configuration says.
+    """
+    found = []
+    for local in planes:
+        missing = [name for name in local.layers if name not in kv_caches]
+        if missing:
+            raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
+        tensors = [_by_heads(kv_caches[name], num_blocks, name) for name in local.layers]
+        found.append(PlaneRows(local, tensors))
+    return found
+
+
+def _by_heads(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
+    """``tensor`` as ``[num_blocks, heads, ...]``: a block that the kernels cut in pieces is put together again."""
+    shape = tuple(tensor.shape)
+    if tensor.dim() < 3 or not shape[0] or shape[0] % num_blocks:
+        raise ConfigError(
+            f"the engine registered a KV cache of shape {shape} for layer {name}, expected [{num_blocks} blocks, "
+            "heads, tokens, bytes]"
+        )
+    if tensor.dim() == 3:
+        tensor = tensor.unsqueeze(1)
+    if shape[0] == num_blocks:
+        return tensor
+    pieces = tensor.unflatten(0, (num_blocks, -1))
+    return pieces.transpose(1, 2)

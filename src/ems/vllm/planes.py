@@ -1,0 +1,127 @@
+"""How the KV state of one block is cut into pages, whoever computes it.
+
+A *plane* is one kind of page: the layers of one KV cache group in one pipeline stage.  A block has ``shards``
+pages in each plane, one for each group of KV heads, so that engines with different tensor-parallel sizes write and
+read the same pages: each rank handles the shards of its own heads.  Heads that several ranks hold (MLA; fewer heads
+than ranks) are stored once.  All functions are pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ems.errors import ConfigError
+from ems.pool.keys import KEY_BYTES, NO_PARENT
+
+FINEST = 8
+"""Pages that a block is cut into where nothing asks for more; serves tensor-parallel sizes up to this."""
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One kind of page of a model.
+
+    ``group`` is the engine's KV cache group, whose block table says which engine block holds which tokens; ``stage``
+    the pipeline stage that has the layers; ``shards`` the pages of one block; ``window`` how many tokens before a
+    new one its layers look at, itself included (0: all of them).
+    """
+
+    namespace: str
+    group: int = 0
+    stage: int = 0
+    shards: int = 1
+    window: int = 0
+
+
+class Portion(msgspec.Struct, frozen=True):
+    """What one rank handles: shards ``[first, first + count)``; of ``replicas`` ranks with these it is ``replica``."""
+
+    first: int = 0
+    count: int = 1
+    replica: int = 0
+    replicas: int = 1
+
+    def stores(self, block: int) -> bool:
+        """Whether this rank is the one that stores the request's block number ``block``: replicas take turns."""
+        return block % self.replicas == self.replica
+
+
+def shard_count(heads: int, ranks: int, wanted: int = 0) -> int:
+    """Pages a block is cut into: ``wanted`` (``store_tp_size``), or as many as serve the usual tensor-parallel sizes.
+
+    ``heads`` is the number of distinct KV heads, ``ranks`` the number of ranks that hold distinct ones.
+
+    Raises:
+        ConfigError: ``wanted`` does not divide the heads, or is not a multiple of ``ranks``.
+    """
+    if not wanted:
+        usual = math.gcd(heads, FINEST)
+        return usual if usual % ranks == 0 else math.gcd(heads, ranks)
+    if heads % wanted:
+        raise ConfigError(f"store_tp_size is {wanted}, expected a divisor of the model's {heads} KV heads")
+    if wanted % ranks:
+        raise ConfigError(
+            f"store_tp_size is {wanted}, but the engine spreads the KV heads over {ranks} ranks; "
+            f"set store_tp_size to a multiple of {ranks}, the same in all engines that share the pool"
+        )
+    return wanted
+
+
+def portion(heads: int, shards: int, ranks: int, rank: int) -> Portion:
+    """The part of ``heads`` KV heads, cut into ``shards``, that ``rank`` of ``ranks`` tensor-parallel ranks handles.
+
+    Ranks beyond the number of heads hold copies, neighbours the same ones.
+
+    Raises:
+        ConfigError: the heads cannot be spread evenly over the ranks.
+    """
+    replicas = max(ranks // heads, 1)
+    holders = ranks // replicas
+    if holders * replicas != ranks or heads % holders or shards % holders:
+        raise ConfigError(
+            f"--tensor-parallel-size is {ranks}, expected a size that divides the model's {heads} KV heads or is a "
+            "multiple of them"
+        )
+    count = shards // holders
+    return Portion(rank // replicas * count, count, rank % replicas, replicas)
+
+
+@lru_cache(maxsize=64)
+def _masks(shards: int) -> npt.NDArray[np.uint8]:
+    """One row of 16 bytes a shard; the first is zero, so that a block of one shard keeps its key."""
+    rows = [hashlib.sha256(b"ems-shard-v1\0%d" % shard).digest()[:KEY_BYTES] for shard in range(shards)]
+    masks = np.frombuffer(b"".join(rows), np.uint8).reshape(shards, KEY_BYTES).copy()
+    masks[0] = 0
+    masks.setflags(write=False)
+    return masks
+
+
+def page_keys(keys: bytes, shards: int) -> bytes:
+    """The keys of all pages of the blocks ``keys``, block by block: a key and a shard's constant, combined by XOR.
+
+    Keys are hashes, so that two blocks' shards meet no more often than two hashes do.
+    """
+    if shards == 1:
+        return keys
+    blocks = np.frombuffer(keys, np.uint8).reshape(-1, 1, KEY_BYTES)
+    return (blocks ^ _masks(shards)).tobytes()
+
+
+def page_key(key: bytes, shard: int) -> bytes:
+    """The key of one shard of the block ``key``; no parent stays no parent."""
+    if not shard or key == NO_PARENT:
+        return key
+    mask = int.from_bytes(_masks(shard + 1)[shard].tobytes(), "little")
+    return (int.from_bytes(key, "little") ^ mask).to_bytes(KEY_BYTES, "little")
+
+
+def first_in_sight(window: int, tokens: int, block_size: int) -> int:
+    """The first block that a token computed after ``tokens`` others looks at."""
+    if not window:
+        return 0
+    return max(tokens - window + 1, 0) // block_size

@@ -1,0 +1,331 @@
+"""Copies engine blocks into pool pages, in a thread beside the engine's compute.
+
+What always holds: a page is committed only after all its bytes are in place; a save stops before the engine gives
+its blocks to somebody else (:meth:`Saver.cancel`, :meth:`Saver.leave_windows`); every save ends, whatever fails.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from logging import Logger
+
+import msgspec
+
+from ems.cc_v1.tensors import ALL, Device
+from ems.errors import EmsError, StaleReference
+from ems.pool.client import PoolClient, Reservation
+from ems.pool.keys import Tail
+from ems.pool.room import Outcome
+from ems.vllm.layers import LayerOrder, Progress
+from ems.vllm.pages import PlaneRows, StoredPage
+from ems.vllm.requests import Save
+
+COMPUTE_SECONDS = 600.0
+"""How long a save waits for the forward pass that fills its blocks; over that the engine is taken for dead."""
+
+WINDOW_SECONDS = 0.05
+"""How long a step waits for saves of blocks that leave a sliding window; over that these are called off."""
+
+
+class SaveResult(msgspec.Struct, frozen=True):
+    """A save that ended: pages and bytes stored, pages that the pool had already, pages refused, time for the copy."""
+
+    request_id: str
+    stored: int
+    bytes: int
+    present: int
+    refused: int
+    seconds: float
+
+
+class SaveJob:
+    """The pages of one save in one plane: how far they have come, whether they were called off."""
+
+    def __init__(self, save: Save, plane: PlaneRows) -> None:
+        self.save = save
+        self.plane = plane
+        self.parent, self.pages, self.tail = plane.stored(save)
+        self.reservation: Reservation | None = None
+        self.again = False
+        self.cancelled = False
+        self.closed = threading.Event()
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+
+    def cancel(self, device: Device) -> None:
+        """Stop before the next page; when this returns no copy from the job's blocks is running."""
+        with self._lock:
+            self.cancelled = True
+            device.synchronise()
+
+    def copy(self, device: Device, page: StoredPage, place: memoryview, tensors: slice = ALL) -> bool:
+        """Copy one page out, or only its part of ``tensors``, unless the job was called off."""
+        with self._lock:
+            if self.cancelled:
+                return False
+            device.copy_out(self.plane.rows, page.row, place, tensors)
+            return True
+
+
+class SaveBatch:
+    """The saves of one step: reserved while the step computes, copied once it has, or layer by layer meanwhile."""
+
+    def __init__(self, jobs: list[SaveJob], *, by_layer: bool) -> None:
+        self.jobs = jobs
+        self.by_layer = by_layer
+        self.progress = Progress()
+
+    def call_off(self) -> None:
+        """The engine stops before it computed the step: nothing of it is to be copied."""
+        if not self.progress.over:
+            for job in self.jobs:
+                job.cancelled = True
+            self.progress.finish()
+
+    def computed_layer(self, name: str, mark: object) -> None:
+        """The step's forward pass was launched up to ``mark``, behind layer ``name``."""
+        self.progress.done(name, mark)
+
+    def computed(self, mark: object) -> None:
+        """The step's forward pass was launched up to ``mark``."""
+        self.progress.finish(mark)
+
+
+class Saver:
+    """Saves of one rank, whose planes are ``planes``."""
+
+    def __init__(
+        self,
+        client: PoolClient,
+        planes: Sequence[PlaneRows],
+        device: Device,
+        logger: Logger,
+        call_timeout: float,
+        *,
+        by_layer: bool = False,
+    ) -> None:
+        self._client = client
+        self._planes = planes
+        self._order = LayerOrder(planes)
+        self._by_layer = by_layer
+        self._device = device
+        self._logger = logger
+        self._call_timeout = call_timeout
+        self._lock = threading.Lock()
+        self._open: Counter[str] = Counter()
+        self._jobs: dict[str, list[SaveJob]] = {}
+        self._windows: list[SaveJob] = []
+        self._failing = False
+        self._latest: SaveBatch | None = None
+        self._inbox: queue.SimpleQueue[SaveBatch | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ems-save", daemon=True)
+        self._thread.start()
+
+    def start(self, saves: Sequence[Save]) -> SaveBatch:
+        """Queue the saves of one step, whose forward pass is about to begin."""
+        jobs = [SaveJob(save, plane) for save in saves for plane in self._planes]
+        batch = self._latest = SaveBatch([job for job in jobs if job.pages], by_layer=self._by_layer)
+        with self._lock:
+            for job in batch.jobs:
+                self._open[job.save.request_id] += 1
+                self._jobs.setdefault(job.save.request_id, []).append(job)
+        self._windows += [job for job in batch.jobs if job.plane.windowed]
+        self._inbox.put(batch)
+        return batch
+
+    def results(self) -> list[SaveResult]:
+        """Saves that ended since the last call; never waits."""
+        ended = []
+        while not self._results.empty():
+            ended.append(self._results.get())
+        return ended
+
+    def cancel(self, request_id: str) -> None:
+        """The request's blocks go to others now: no copy from them runs once this returns."""
+        with self._lock:
+            jobs = list(self._jobs.get(request_id, ()))
+        for job in jobs:
+            job.cancel(self._device)
+
+    def leave_windows(self) -> None:
+        """Blocks that left a sliding window in an earlier step go to others now: finish with them, or call them off."""
+        jobs, self._windows = self._windows, []
+        deadline = time.monotonic() + WINDOW_SECONDS
+        for job in jobs:
+            if not job.closed.wait(max(deadline - time.monotonic(), 0)):
+                job.cancel(self._device)
+
+    def busy(self, request_id: str) -> bool:
+        """Whether blocks of the request are still to be copied."""
+        with self._lock:
+            return self._open[request_id] > 0 and self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the thread after the saves that are queued and computed."""
+        if self._latest is not None:
+            self._latest.call_off()
+        self._inbox.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while (batch := self._inbox.get()) is not None:
+            try:
+                self._save(batch)
+            except Exception:
+                # Root of this thread: a defect here must cost later hits, never the engine.
+                self._logger.exception("EMS save failed")
+            finally:
+                for job in batch.jobs:
+                    self._close_job(job)
+
+    def _save(self, batch: SaveBatch) -> None:
+        for job in batch.jobs:
+            self._guarded(self._reserve, job)
+        if batch.by_layer:
+            self._copy_by_layer(batch)
+        in_time, mark = batch.progress.wait(None, COMPUTE_SECONDS)
+        if not in_time:
+            self._logger.warning("EMS gave up saving: the engine did not compute for %.0f s", COMPUTE_SECONDS)
+            batch.call_off()
+        else:
+            self._device.wait_for(mark)
+        for job in batch.jobs:
+            self._guarded(self._store if not batch.by_layer else self._publish, job)
+            self._close_job(job)
+
+    def _guarded(self, step: Callable[[SaveJob], object], job: SaveJob) -> None:
+        try:
+            step(job)
+        except EmsError as error:
+            job.reservation = None
+            if not self._failing:
+                self._failing = True
+                self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
+        except Exception:
+            # Root of this thread: a defect here must cost a later hit, never the engine.
+            job.reservation = None
+            self._logger.exception("EMS save for request %s failed", job.save.request_id)
+
+    def _reserve(self, job: SaveJob) -> None:
+        keys = [page.key for page in job.pages]
+        tail: Tail | None = job.tail
+        reserved = self._client.reserve(job.plane.namespace, job.parent, keys, self._call_timeout, tail)
+        if self._failing:
+            self._failing = False
+            self._logger.info("EMS stores blocks again")
+        if reserved.granted:
+            job.reservation = reserved
+        # Memory of a node that has just started is still being touched; it may be by the time the step is over.
+        job.again = not reserved.granted and Outcome.NOT_TOUCHED in reserved.outcomes
+        if not reserved.granted and not job.again:
+            self._note(job, reserved, 0)
+
+    def _note(self, job: SaveJob, reserved: Reservation, stored: int) -> None:
+        outcomes = Counter(reserved.outcomes)
+        present = outcomes[Outcome.PRESENT] + outcomes[Outcome.WRITING]
+        self._results.put(
+            SaveResult(
+                job.save.request_id,
+                stored,
+                stored * job.plane.rows.page_bytes,
+                present,
+                len(reserved.outcomes) - present - stored,
+                job.seconds,
+            )
+        )
+
+    # Whole blocks
+
+    def _store(self, job: SaveJob) -> None:
+        if job.again and not job.cancelled:
+            self._reserve(job)
+        reserved = job.reservation
+        if reserved is None:
+            return
+        try:
+            written = self._copy(job, reserved, ALL)
+        except BaseException:
+            self._give_back(reserved)
+            raise
+        self._commit(job, reserved, written)
+
+    def _copy(self, job: SaveJob, reserved: Reservation, tensors: slice) -> list[int]:
+        begin = time.perf_counter()
+        segments = self._client.segments(reserved.epoch)
+        written: list[int] = []
+        for position, ref in reserved.granted.items():
+            if self._client.epoch != reserved.epoch:
+                raise StaleReference("the connection to the pool was lost while blocks were copied")
+            place = segments.page(ref, job.plane.namespace.page_size)
+            if not job.copy(self._device, job.pages[position], place, tensors):
+                break
+            written.append(position)
+        self._device.synchronise()
+        job.seconds += time.perf_counter() - begin
+        return written
+
+    def _commit(self, job: SaveJob, reserved: Reservation, written: list[int]) -> None:
+        self._close_job(job)
+        if written:
+            self._client.commit(reserved, written, self._call_timeout)
+        if len(written) < len(reserved.granted):
+            self._give_back(reserved)
+        self._note(job, reserved, len(written))
+
+    # Layer by layer
+
+    def _copy_by_layer(self, batch: SaveBatch) -> None:
+        for layer in self._order.layers:
+            jobs = [job for job in batch.jobs if job.plane is self._planes[layer.plane]]
+            in_time, mark = batch.progress.wait(layer.name, COMPUTE_SECONDS)
+            if not in_time:
+                return
+            self._device.wait_for(mark)
+            for job in jobs:
+                self._guarded(lambda job, tensors=layer.tensors: self._copy_layer(job, tensors), job)  # type: ignore[misc]
+
+    def _copy_layer(self, job: SaveJob, tensors: slice) -> None:
+        reserved = job.reservation
+        if reserved is None or job.cancelled:
+            return
+        try:
+            written = self._copy(job, reserved, tensors)
+        except BaseException:
+            self._give_back(reserved)
+            raise
+        if len(written) < len(reserved.granted):
+            # Called off: a page that lacks a layer is none.
+            job.reservation = None
+            self._give_back(reserved)
+
+    def _publish(self, job: SaveJob) -> None:
+        if job.reservation is not None and not job.cancelled:
+            self._commit(job, job.reservation, list(job.reservation.granted))
+        elif job.reservation is not None:
+            self._give_back(job.reservation)
+
+    def _give_back(self, reserved: Reservation) -> None:
+        try:
+            self._client.abort(reserved, self._call_timeout)
+        except EmsError:
+            # The connection is gone, and with it the reservation.
+            return
+
+    def _close_job(self, job: SaveJob) -> None:
+        """The job reads its blocks no more; harmless when repeated."""
+        job.closed.set()
+        request_id = job.save.request_id
+        with self._lock:
+            jobs = self._jobs.get(request_id)
+            if jobs is None or job not in jobs:
+                return
+            jobs.remove(job)
+            self._open[request_id] -= 1
+            if not jobs:
+                del self._jobs[request_id]
+                del self._open[request_id]

@@ -1,0 +1,194 @@
+"""Finds how much of a prompt the pool has, over all planes of a model, and promises it.
+
+A prompt can be used up to where every plane can go on from: full attention needs all blocks before, a sliding
+window only those in sight.  What always holds: what is promised is held by leases of one node, all of them or none;
+each search makes a bounded number of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ems.errors import EmsError
+from ems.pool.client import Namespace, PoolClient, TailHit
+from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.lease import Lease
+from ems.vllm.planes import Plane, first_in_sight, page_keys
+from ems.vllm.requests import NOTHING, Found, Pages
+
+ATTEMPTS = 8
+"""Shorter prefixes that are tried where a window has gaps."""
+
+_NO_TAIL = TailHit(0, b"", pending=False, lease=None)
+
+
+class Prompt(msgspec.Struct):
+    """What is searched for: all tokens, the keys of their full blocks, what else names each block."""
+
+    tokens: Sequence[int]
+    chain: KeyChain
+    extra: Callable[[], Sequence[object]]
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """How far the pool's pages of a prompt reach: full blocks, a part of the next, whether more is being written."""
+
+    blocks: int
+    tail: TailHit
+    pending: bool
+
+
+class Search:
+    """Searches for one engine.  ``planes`` are those of its model; pages have no known size on this side."""
+
+    def __init__(self, client: PoolClient, planes: Sequence[Plane], block_size: int, call_timeout: float) -> None:
+        self._client = client
+        self._planes = planes
+        self._namespaces = [Namespace(plane.namespace, 0) for plane in planes]
+        self._block_size = block_size
+        self._timeout = call_timeout
+
+    def reach(self, prompt: Prompt) -> tuple[int, bool]:
+        """How many tokens of ``prompt`` are there, and whether more are being written; promises nothing."""
+        reach = self._reach(prompt)
+        return reach.blocks * self._block_size + reach.tail.tokens, reach.pending
+
+    def take(self, prompt: Prompt) -> Found:
+        """Promise as much of ``prompt`` as can be used."""
+        if len(self._planes) == 1 and self._planes[0].shards == 1 and not self._planes[0].window:
+            return self._take_simple(prompt)
+        for _ in range(2):
+            # What is evicted between the two halves of a search is noticed; it is then tried once more.
+            reach = self._reach(prompt)
+            tokens = reach.blocks * self._block_size + reach.tail.tokens
+            found = self._promise_all(prompt, reach, tokens) if tokens else NOTHING
+            if found is not None:
+                return found
+        return NOTHING
+
+    def _promise_all(self, prompt: Prompt, reach: Reach, tokens: int) -> Found | None:
+        leases: list[Lease] = []
+        try:
+            pages = [self._promise(number, prompt, reach, leases) for number in range(len(self._planes))]
+        except EmsError:
+            self._give_back(leases)
+            raise
+        taken = [part for part in pages if part is not None]
+        if len(taken) < len(pages) or len({(lease.node, lease.epoch) for lease in leases}) > 1:
+            # Something was evicted, or the node changed, since it was looked at.
+            self._give_back(leases)
+            return None
+        return Found(tokens, reach.blocks, tuple(taken), tuple(leases))
+
+    # One plane whose blocks are one page each: found and promised in one call
+
+    def _take_simple(self, prompt: Prompt) -> Found:
+        keys = prompt.chain.joined(0, len(prompt.chain))
+        leases: list[Lease] = []
+        blocks = 0
+        if keys:
+            hits = self._client.lookup(self._namespaces[0], keys, lease=True, timeout=self._timeout)
+            blocks = hits.count
+            leases += [hits.lease] if hits.lease is not None else []
+        try:
+            tail = self._tail(prompt, blocks, lease=True)
+        except EmsError:
+            self._give_back(leases)
+            raise
+        leases += [tail.lease] if tail.lease is not None else []
+        if len({(lease.node, lease.epoch) for lease in leases}) != 1:
+            self._give_back(leases)
+            return NOTHING
+        pages = Pages(0, 0, keys[: blocks * KEY_BYTES] + tail.key, b"".join(lease.packed_refs for lease in leases))
+        return Found(blocks * self._block_size + tail.tokens, blocks, (pages,), tuple(leases))
+
+    # Several
+
+    def _reach(self, prompt: Prompt) -> Reach:
+        blocks, pending = len(prompt.chain), False
+        for number, plane in enumerate(self._planes):
+            if not plane.window and blocks:
+                found, writing = self._leading(number, prompt.chain.joined(0, blocks))
+                blocks, pending = found, pending or (writing and found < blocks)
+        for _ in range(ATTEMPTS):
+            tail = self._whole_tail(prompt, blocks)
+            gap, writing = self._gap(prompt, blocks, tail)
+            pending = pending or writing or tail.pending
+            if gap is None:
+                return Reach(blocks, tail, pending)
+            # Up to the gap some of the window may be there; a tail at a gap is none.
+            blocks = min(gap, blocks)
+        return Reach(0, _NO_TAIL, pending)
+
+    def _leading(self, number: int, keys: bytes) -> tuple[int, bool]:
+        """How many leading blocks of ``keys`` a plane has all pages of, and whether the next is being written."""
+        plane, namespace = self._planes[number], self._namespaces[number]
+        blocks = len(keys) // KEY_BYTES
+        if plane.shards > 1:
+            # Most misses show in the first shard, at a fraction of the keys.
+            first = self._client.lookup(namespace, keys, timeout=self._timeout)
+            if not first.count:
+                return 0, bool(first.pending)
+            blocks = first.count
+        hits = self._client.lookup(
+            namespace, page_keys(keys[: blocks * KEY_BYTES], plane.shards), timeout=self._timeout
+        )
+        return hits.count // plane.shards, bool(hits.pending)
+
+    def _gap(self, prompt: Prompt, blocks: int, tail: TailHit) -> tuple[int | None, bool]:
+        """The first block that some window needs and that is not there; None when all are."""
+        tokens = blocks * self._block_size + tail.tokens
+        for number, plane in enumerate(self._planes):
+            first = self._first_in_sight(plane, tokens)
+            if plane.window and first < blocks:
+                found, writing = self._leading(number, prompt.chain.joined(first, blocks))
+                if first + found < blocks:
+                    return first + found, writing
+        return None, False
+
+    def _first_in_sight(self, plane: Plane, tokens: int) -> int:
+        """As an engine needs it that computes the last of ``tokens`` again."""
+        return first_in_sight(plane.window, tokens - 1, self._block_size)
+
+    def _tail(self, prompt: Prompt, blocks: int, *, lease: bool) -> TailHit:
+        """The part of block number ``blocks`` that some page of the first plane holds."""
+        start = blocks * self._block_size
+        rest = prompt.tokens[start : start + self._block_size]
+        if not len(rest):
+            return _NO_TAIL
+        return self._client.lookup_tail(
+            self._namespaces[0], self._tail_name(prompt, blocks, rest), lease=lease, timeout=self._timeout
+        )
+
+    @staticmethod
+    def _tail_name(prompt: Prompt, blocks: int, rest: Sequence[int]) -> Tail:
+        extra = prompt.extra()
+        return prompt.chain.tail(blocks, rest, extra[blocks] if blocks < len(extra) else None)
+
+    def _whole_tail(self, prompt: Prompt, blocks: int) -> TailHit:
+        """The same, if all other pages of that block are there too."""
+        tail = self._tail(prompt, blocks, lease=False)
+        if not tail.tokens:
+            return tail
+        for number in range(len(self._planes)):
+            if not self._leading(number, tail.key)[0]:
+                return TailHit(0, b"", tail.pending, None)
+        return tail
+
+    def _promise(self, number: int, prompt: Prompt, reach: Reach, leases: list[Lease]) -> Pages | None:
+        plane = self._planes[number]
+        first = self._first_in_sight(plane, reach.blocks * self._block_size + reach.tail.tokens)
+        first = min(first, reach.blocks)
+        keys = page_keys(prompt.chain.joined(first, reach.blocks) + reach.tail.key, plane.shards)
+        hits = self._client.lookup(self._namespaces[number], keys, lease=True, timeout=self._timeout)
+        if hits.lease is not None:
+            leases.append(hits.lease)
+        if hits.lease is None or hits.count * KEY_BYTES < len(keys):
+            return None
+        return Pages(number, first, keys, hits.lease.packed_refs)
+
+    def _give_back(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self._client.release(lease)

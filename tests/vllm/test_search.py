@@ -1,0 +1,165 @@
+"""How much of a prompt is found over several planes: never more than can be used, and leases that balance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ems.pool.client import Hits, Namespace, TailHit
+from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.lease import Lease
+from ems.vllm.planes import Plane, first_in_sight, page_key, page_keys
+from ems.vllm.requests import NOTHING
+from ems.vllm.search import Prompt, Search
+
+BLOCK = 4
+REF = 20
+
+
+class Shelf:
+    """As much of a pool as a search sees: pages by namespace, leases that are out."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, list[bytes]] = {}
+        self.tails: list[Tail] = []
+        self.leases: dict[int, bytes] = {}
+        self.node = "node"
+        self.calls = 0
+        self.lose_after: int | None = None
+        """Number of calls after which all pages are gone."""
+
+    def lookup(self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float) -> Hits:
+        assert timeout
+        here = self._here(namespace)
+        wanted = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        count = next((i for i, key in enumerate(wanted) if key not in here), len(wanted))
+        return Hits(count, 0, self._lease(wanted[:count]) if lease and count else None)
+
+    def lookup_tail(self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float) -> TailHit:
+        assert timeout
+        here = self._here(namespace)
+        found = [(other.common(tail.tokens), other) for other in self.tails if other.directory == tail.directory]
+        found = [(shared, other) for shared, other in found if shared and other.key in here]
+        if not found:
+            return TailHit(0, b"", pending=False, lease=None)
+        shared, best = max(found, key=lambda pair: pair[0])
+        return TailHit(shared, best.key, pending=False, lease=self._lease([best.key]) if lease else None)
+
+    def release(self, lease: Lease) -> None:
+        del self.leases[lease.number]
+
+    def _here(self, namespace: Namespace) -> list[bytes]:
+        self.calls += 1
+        if self.lose_after is not None and self.calls > self.lose_after:
+            return []
+        return self.pages.get(namespace.name, [])
+
+    def _lease(self, keys: list[bytes]) -> Lease:
+        number = len(self.leases) + self.calls * 100
+        self.leases[number] = b"".join(keys)
+        # A reference of the test says which key it stands for.
+        return Lease(self.node, 1, number, b"".join(key + bytes(REF - KEY_BYTES) for key in keys))
+
+
+def make_prompt(tokens: int) -> Prompt:
+    ids = list(range(tokens))
+    chain = KeyChain("model", BLOCK)
+    chain.extend(ids)
+    return Prompt(ids, chain, tuple)
+
+
+def put(shelf: Shelf, plane: Plane, prompt: Prompt, block: int, *, shards: int | None = None) -> None:
+    key = prompt.chain[block : block + 1][0]
+    pages = shelf.pages.setdefault(plane.namespace, [])
+    pages += [page_key(key, shard) for shard in range(plane.shards if shards is None else shards)]
+
+
+def put_tail(shelf: Shelf, planes: list[Plane], prompt: Prompt, block: int) -> None:
+    tail = prompt.chain.tail(block, prompt.tokens[block * BLOCK :])
+    shelf.tails.append(tail)
+    for plane in planes:
+        shelf.pages.setdefault(plane.namespace, []).extend(page_key(tail.key, shard) for shard in range(plane.shards))
+
+
+def search(shelf: Any, planes: list[Plane]) -> Search:
+    return Search(shelf, planes, BLOCK, 1.0)
+
+
+def furthest(planes: list[Plane], there: dict[str, set[int]], prompt: Prompt, tail_at: int) -> int:
+    """The most tokens of ``prompt`` that all planes can go on from; all of it if a tail is at its last block."""
+
+    def usable(full: int, tail: int) -> bool:
+        tokens = full * BLOCK + tail
+        needed = (set(range(first_in_sight(plane.window, tokens - 1, BLOCK), full)) for plane in planes)
+        return all(blocks <= there[plane.namespace] for plane, blocks in zip(planes, needed, strict=True))
+
+    best = max((full * BLOCK for full in range(1, len(prompt.chain) + 1) if usable(full, 0)), default=0)
+    tail = len(prompt.tokens) % BLOCK
+    return len(prompt.tokens) if tail_at >= 0 and usable(tail_at, tail) else best
+
+
+@given(data=st.data())
+def test_what_is_found_is_what_can_be_used(data: st.DataObject) -> None:
+    shelf = Shelf()
+    planes = [Plane("full", shards=data.draw(st.integers(1, 2)))]
+    if data.draw(st.booleans()):
+        planes.append(Plane("window", group=1, shards=2, window=data.draw(st.integers(1, 12))))
+    if data.draw(st.booleans()):
+        planes.append(Plane("stage", stage=1))
+    prompt = make_prompt(data.draw(st.integers(1, 30)))
+    blocks = len(prompt.chain)
+    there = {plane.namespace: {block for block in range(blocks) if data.draw(st.integers(0, 4))} for plane in planes}
+    for plane in planes:
+        for block in there[plane.namespace]:
+            put(shelf, plane, prompt, block)
+    with_tail = bool(len(prompt.tokens) % BLOCK) and data.draw(st.booleans())
+    if with_tail:
+        put_tail(shelf, planes, prompt, blocks)
+
+    found = search(shelf, planes).take(prompt)
+
+    best = furthest(planes, there, prompt, blocks if with_tail else -1)
+    assert found.tokens == best
+    for pages in found.pages:
+        plane = planes[pages.plane]
+        wanted = prompt.chain.joined(pages.first, found.blocks)
+        assert pages.keys.startswith(page_keys(wanted, plane.shards))
+        assert pages.first <= first_in_sight(plane.window, found.tokens - 1, BLOCK)
+        refs = [pages.packed_refs[i : i + KEY_BYTES] for i in range(0, len(pages.packed_refs), REF)]
+        assert b"".join(refs) == pages.keys
+    assert set(shelf.leases) == {lease.number for lease in found.leases}
+
+
+def test_a_block_that_lacks_a_shard_is_not_there() -> None:
+    shelf, plane, prompt = Shelf(), Plane("full", shards=2), make_prompt(12)
+    put(shelf, plane, prompt, 0)
+    put(shelf, plane, prompt, 1, shards=1)
+    put(shelf, plane, prompt, 2)
+
+    assert search(shelf, [plane]).take(prompt).tokens == BLOCK
+
+
+def test_a_tail_that_lacks_a_plane_is_not_there() -> None:
+    shelf, planes, prompt = Shelf(), [Plane("full"), Plane("other", stage=1)], make_prompt(6)
+    for plane in planes:
+        put(shelf, plane, prompt, 0)
+    put_tail(shelf, planes[:1], prompt, 1)
+    assert search(shelf, planes).take(prompt).tokens == 4
+
+    put_tail(shelf, planes[1:], prompt, 1)
+    assert search(shelf, planes).take(prompt).tokens == 6
+
+
+@given(st.integers(1, 12))
+def test_pages_that_go_during_the_search_are_not_promised(calls: int) -> None:
+    shelf, planes, prompt = Shelf(), [Plane("full", shards=2), Plane("window", group=1, window=6)], make_prompt(16)
+    for plane in planes:
+        for block in range(4):
+            put(shelf, plane, prompt, block)
+    shelf.lose_after = calls
+    found = search(shelf, planes).take(prompt)
+
+    assert found == NOTHING or len(found.leases) == 2
+    assert set(shelf.leases) == {lease.number for lease in found.leases}
