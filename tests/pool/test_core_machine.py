@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ems.pool.changes import FROM_NOW
 from ems.pool.core import LIMBO_SECONDS, PoolCore
 from ems.pool.index import Page
-from ems.pool.keys import Tail
+from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef
 from ems.pool.room import Outcome
 from tests.pool.brain import key, segment_for
@@ -78,6 +79,8 @@ class PoolHistory(RuleBasedStateMachine):
         self.resting: dict[int, tuple[float, set[Slot]]] = {}
         self.generations: dict[Slot, int] = {}
         self.touched = [0] * len(SEGMENTS)
+        self.told: dict[str, set[bytes]] = {name: set() for name in PAGE_SIZES}
+        self.told_until: int | None = None
 
     @initialize(
         watermark=st.sampled_from([1.0, 0.95, 0.5]),
@@ -275,6 +278,21 @@ class PoolHistory(RuleBasedStateMachine):
         self.core.tick(self.now)
         self.resting = {owner: rest for owner, rest in self.resting.items() if rest[0] > self.now}
         self.see_evictions()
+
+    @rule()
+    def read_changes(self) -> None:
+        """Whoever follows the changes knows what is here, without ever looking."""
+        names = sorted(PAGE_SIZES)
+        since = FROM_NOW if self.told_until is None else self.told_until
+        self.told_until, lost, told = self.core.changes.since(since, names, self.now)
+        if lost or since == FROM_NOW:
+            self.told = {name: set(committed) for name, committed in self.committed.items()}
+        for run in told:
+            keys = {run.keys[at : at + KEY_BYTES] for at in range(0, len(run.keys), KEY_BYTES)}
+            known = self.told[names[run.namespace]]
+            assert known & keys == (set() if run.stored else keys), "a page came or went twice"
+            self.told[names[run.namespace]] = known | keys if run.stored else known - keys
+        assert self.told == {name: set(committed) for name, committed in self.committed.items()}
 
     # What must hold after every step
 

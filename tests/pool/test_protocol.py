@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ems.errors import EmsError, NoSpace, PoolRefused, ProtocolError, StaleReference, Unauthorised, VersionMismatch
 from ems.pool import protocol
+from ems.pool.changes import CAPACITY, Run
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.protocol import FrameReader, Message, Refused
 
@@ -37,6 +38,7 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(protocol.Lookup, U32, KEYS, st.booleans(), TAILS),
     st.builds(protocol.Release, U32),
     st.builds(protocol.Stats),
+    st.builds(protocol.Changes, st.integers(-1, 2**62), st.lists(NAMES, max_size=3)),
 )
 ANSWERS: st.SearchStrategy[Any] = st.one_of(
     st.builds(protocol.Welcome, U32, NAMES, NAMES, st.booleans(), U32, st.lists(NAMES, max_size=3)),
@@ -46,6 +48,7 @@ ANSWERS: st.SearchStrategy[Any] = st.one_of(
     st.builds(protocol.Hits, U32, U32, U32, st.binary(max_size=40)),
     st.builds(protocol.Done, U32),
     st.builds(protocol.Figures, st.dictionaries(NAMES, U32 | NAMES | st.lists(U32, max_size=3), max_size=4)),
+    st.builds(protocol.Changed, U32, st.booleans(), st.lists(st.builds(Run, U32, st.booleans(), KEYS), max_size=3)),
     st.builds(protocol.Refused, NAMES, NAMES),
 )
 
@@ -133,12 +136,15 @@ def test_limits_hold_on_both_ends() -> None:
     largest = protocol.Reserve(2**32, bytes(16), bytes(16 * most))
     assert protocol.decode_request(body_of(largest)) == largest
     assert len(protocol.encode(protocol.Granted(2**32, bytes(most), bytes(20 * most)))) < protocol.MAX_FRAME
+    each_for_itself = protocol.Changed(2**62, lost=False, runs=[Run(2**31, True, bytes(16))] * CAPACITY)
+    assert len(protocol.encode(each_for_itself)) < protocol.MAX_FRAME
     for message in (
         protocol.Lookup(1, bytes(16 * (most + 1))),
         protocol.Lookup(1, bytes(17)),
         protocol.Reserve(1, bytes(16), bytes(16 * (most + 1))),
         protocol.Reserve(1, bytes(15), bytes(16)),
         protocol.Commit(1, [0] * (most + 1)),
+        protocol.Changes(0, [""] * (most + 1)),
     ):
         with pytest.raises(ProtocolError, match="expected"):
             protocol.decode_request(body_of(message))

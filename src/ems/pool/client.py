@@ -24,6 +24,7 @@ import msgspec
 
 from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference
 from ems.pool import protocol
+from ems.pool.changes import FROM_NOW, Run
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef, SlotState, header_offset, unpack_header, unpack_refs
 from ems.pool.lease import Lease
@@ -63,6 +64,24 @@ class TailHit(msgspec.Struct, frozen=True):
     key: bytes
     pending: bool
     lease: Lease | None
+
+
+class Place(msgspec.Struct, frozen=True):
+    """How far a client has read of a node's changes."""
+
+    node: str
+    sequence: int
+
+
+class PoolChanges(msgspec.Struct, frozen=True):
+    """Changes up to ``place``; with ``lost`` there were others: the node forgot some, or was started again.
+
+    A run's ``namespace`` is a position in the list that was asked for.
+    """
+
+    place: Place
+    lost: bool
+    runs: tuple[Run, ...]
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -441,6 +460,27 @@ class PoolClient:
     def stats(self, timeout: float = CALL_SECONDS) -> dict[str, object]:
         """The node's figures."""
         return self._call(protocol.Stats(), protocol.Figures, timeout).figures
+
+    def changes(self, since: Place | None, namespaces: Sequence[str], timeout: float = CALL_SECONDS) -> PoolChanges:
+        """What was stored and removed in ``namespaces`` since an earlier answer; None begins now and tells nothing.
+
+        Raises:
+            PoolRefused: the node is of an earlier release, which does not tell.
+        """
+        deadline = time.monotonic() + timeout
+        with self._locked(timeout):
+            connection = self._connected(deadline)
+            if protocol.TELLS_CHANGES not in connection.welcome.features:
+                raise PoolRefused(
+                    f"the pool node (release {connection.welcome.release}) does not tell what it stores and removes, "
+                    "restart it with this release"
+                )
+            node = connection.welcome.node
+            known = since is not None and since.node == node
+            sequence = since.sequence if since is not None and known else FROM_NOW
+            answer = self._ask(connection, protocol.Changes(sequence, list(namespaces)), protocol.Changed, deadline)
+            lost = answer.lost or (since is not None and not known)
+            return PoolChanges(Place(node, answer.sequence), lost, tuple(answer.runs))
 
     # Memory
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from ems.errors import NoSpace, PoolRefused, StaleReference
+from ems.pool.changes import ChangeLog
 from ems.pool.index import Index, Page
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES, PageRef, carve
@@ -106,7 +107,10 @@ class PoolCore:
 
     def __init__(self, segment_sizes: list[int], *, high_watermark: float = 0.95, eviction_ratio: float = 0.05) -> None:
         self._space = Space(segment_sizes)
-        self._room = Room(self._space, self, high_watermark=high_watermark, eviction_ratio=eviction_ratio)
+        self.changes = ChangeLog()
+        self._room = Room(
+            self._space, self, self.changes, high_watermark=high_watermark, eviction_ratio=eviction_ratio
+        )
         self._now = 0.0
         self._namespaces: list[NamespacePages] = []
         self._by_name: dict[str, NamespacePages] = {}
@@ -257,6 +261,8 @@ class PoolCore:
         published = [held.waiting.pop(position) for position in wanted]
         held.namespace.index.publish(published)
         held.namespace.writing -= len(published)
+        if self.changes.records:
+            self.changes.stored(held.namespace.name, [page.key for page in published])
         if not held.waiting:
             del self._reservations[reservation]
         self.counters.pages_committed += len(published)
@@ -384,6 +390,7 @@ class PoolCore:
         """Time went by: settle, free slots whose rest is over, continue an eviction that was cut short."""
         self._now = now
         self.settle()
+        self.changes.tick(now)
         for owner in [owner for owner, (until, _) in self._limbo.items() if until <= now]:
             self.died(owner)
         for namespace in self._namespaces:

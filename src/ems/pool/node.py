@@ -70,6 +70,7 @@ class Node:
             protocol.Open: self._open,
             protocol.Attach: self._attach,
             protocol.Stats: self._stats,
+            protocol.Changes: self._changes,
         }
         self.refused_connections = 0
 
@@ -181,7 +182,12 @@ class Node:
     def welcome(self, version: int) -> protocol.Welcome:
         """The answer to a good greeting."""
         return protocol.Welcome(
-            version, self.node_id.hex(), ems.__version__, self.config.autostarted, len(self.arena.sizes)
+            version,
+            self.node_id.hex(),
+            ems.__version__,
+            self.config.autostarted,
+            len(self.arena.sizes),
+            [protocol.TELLS_CHANGES],
         )
 
     # Requests
@@ -234,6 +240,9 @@ class Node:
 
     def _stats(self, _owner: int, _request: protocol.Stats) -> protocol.Figures:
         return protocol.Figures(self.figures())
+
+    def _changes(self, _owner: int, request: protocol.Changes) -> protocol.Changed:
+        return protocol.Changed(*self.core.changes.since(request.sequence, request.namespaces, self._clock()))
 
     def _reserve(self, owner: int, request: protocol.Reserve) -> protocol.Granted:
         keys = split_keys(request.keys)

@@ -28,6 +28,7 @@ from ems.errors import (
     Unauthorised,
     VersionMismatch,
 )
+from ems.pool.changes import Run
 from ems.pool.keys import KEY_BYTES, Tail
 
 OLDEST_VERSION = 1
@@ -43,6 +44,9 @@ MAX_GREETING = 4096
 """Bytes of the largest frame before the greeting is over."""
 GREETING_SECONDS = 5.0
 """How long a client may take to greet."""
+
+TELLS_CHANGES = "changes"
+"""Feature of a node that answers :class:`Changes`."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -127,6 +131,16 @@ class Stats(Message, frozen=True):
     """Ask for the node's figures; answered by :class:`Figures`."""
 
 
+class Changes(Message, frozen=True):
+    """What was stored and removed in ``namespaces`` after ``sequence`` (-1: from now on); answered by :class:`Changed`.
+
+    Only for nodes with the feature :data:`TELLS_CHANGES`.
+    """
+
+    sequence: int
+    namespaces: list[str]
+
+
 # From the node
 
 
@@ -185,6 +199,17 @@ class Figures(Message, frozen=True):
     figures: dict[str, Any]
 
 
+class Changed(Message, frozen=True):
+    """Changes in the order in which they happened, and the ``sequence`` from which to go on.
+
+    With ``lost`` more has happened than the node remembers, and nothing is told.
+    """
+
+    sequence: int
+    lost: bool
+    runs: list[Run]
+
+
 class Refused(Message, frozen=True, forbid_unknown_fields=False):
     """The request was refused: a code of :data:`REFUSALS` and a sentence."""
 
@@ -192,8 +217,8 @@ class Refused(Message, frozen=True, forbid_unknown_fields=False):
     reason: str
 
 
-Request = Hello | Open | Attach | Reserve | Commit | Abort | Lookup | Release | Stats
-Answer = Welcome | Opened | SegmentAttached | Granted | Hits | Done | Figures | Refused
+Request = Hello | Open | Attach | Reserve | Commit | Abort | Lookup | Release | Stats | Changes
+Answer = Welcome | Opened | SegmentAttached | Granted | Hits | Done | Figures | Changed | Refused
 
 REFUSALS: dict[str, type[EmsError]] = {
     "protocol": ProtocolError,
@@ -250,6 +275,8 @@ def _check_request(message: Request) -> None:
         raise ProtocolError(f"a parent key of {len(message.parent)} bytes, expected {KEY_BYTES}")
     if isinstance(message, Commit):
         _check_count(len(message.positions or ()), "positions")
+    if isinstance(message, Changes):
+        _check_count(len(message.namespaces), "namespaces")
 
 
 def _check_tail(tail: Tail | None) -> None:

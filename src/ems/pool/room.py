@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from ems.pool.changes import ChangeLog
 from ems.pool.eviction import evict, evict_segment, oldest_segment
 from ems.pool.index import Index, Page
 from ems.pool.layout import Geometry, PageRef
@@ -76,8 +78,11 @@ class Holdings(Protocol):
 class Room:
     """The slots of all namespaces, and who gives way to whom."""
 
-    def __init__(self, space: Space, holdings: Holdings, *, high_watermark: float, eviction_ratio: float) -> None:
+    def __init__(
+        self, space: Space, holdings: Holdings, changes: ChangeLog, *, high_watermark: float, eviction_ratio: float
+    ) -> None:
         self._space = space
+        self._changes = changes
         self._holdings = holdings
         self._high_watermark = high_watermark
         self._eviction_ratio = eviction_ratio
@@ -135,12 +140,14 @@ class Room:
         assigned.append(Assigned(segment.number, namespace.name, geometry))
 
     def _evict(self, namespace: NamespacePages, count: int) -> int:
-        evicted = evict(namespace.index, count, self._free)
+        evicted = evict(namespace.index, count, partial(self._free, namespace))
         self.evicted += evicted
         return evicted
 
-    def _free(self, page: Page) -> None:
+    def _free(self, namespace: NamespacePages, page: Page) -> None:
         self._space.give_back(PageRef.unpack(page.ref))
+        if self._changes.records:
+            self._changes.removed(namespace.name, page.key)
 
     def _taken_from_another(self, namespace: NamespacePages, now: float) -> Segment | None:
         """Evict all pages of one segment of the namespace that has most, the segment longest unused first."""
@@ -153,7 +160,7 @@ class Room:
         if number is None:
             namespace.denied = True
             return None
-        self.evicted += evict_segment(other.index, number, self._free)
+        self.evicted += evict_segment(other.index, number, partial(self._free, other))
         return self._space.segments[number]
 
     def _who_gives_way(self, namespace: NamespacePages, now: float) -> NamespacePages | None:
