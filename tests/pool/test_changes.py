@@ -19,12 +19,12 @@ ONE, TWO = key("1"), key("2")
 
 def test_nothing_is_recorded_before_somebody_asks() -> None:
     log = ChangeLog()
-    assert not log.records
+    assert not log.recording()
     log.stored("a", [ONE])
     place, lost, runs = log.since(FROM_NOW, ["a"], 0.0)
 
     assert (lost, runs) == (False, [])
-    assert log.records
+    assert log.recording()
     log.stored("a", [TWO])
     assert log.since(place, ["a"], 0.0)[1:] == (False, [Run(0, True, TWO)])
 
@@ -46,9 +46,9 @@ def test_when_nobody_asks_any_more_recording_ends_and_who_comes_back_is_told_so(
     log = ChangeLog()
     place, _, _ = log.since(FROM_NOW, ["a"], 0.0)
     log.tick(ASKED_SECONDS - 0.1)
-    assert log.records
+    assert log.recording()
     log.tick(ASKED_SECONDS)
-    assert not log.records
+    assert not log.recording()
     log.stored("a", [ONE])
 
     assert log.since(place, ["a"], 100.0)[1:] == (True, [])

@@ -39,8 +39,7 @@ class ChangeLog:
         self._sequence = 0
         self._asked_at: float | None = None
 
-    @property
-    def records(self) -> bool:
+    def recording(self) -> bool:
         """Whether changes are recorded."""
         return self._asked_at is not None
 

@@ -108,9 +108,7 @@ class PoolCore:
     def __init__(self, segment_sizes: list[int], *, high_watermark: float = 0.95, eviction_ratio: float = 0.05) -> None:
         self._space = Space(segment_sizes)
         self.changes = ChangeLog()
-        self._room = Room(
-            self._space, self, self.changes, high_watermark=high_watermark, eviction_ratio=eviction_ratio
-        )
+        self._room = Room(self._space, self, self.changes, high_watermark=high_watermark, eviction_ratio=eviction_ratio)
         self._now = 0.0
         self._namespaces: list[NamespacePages] = []
         self._by_name: dict[str, NamespacePages] = {}
@@ -261,7 +259,7 @@ class PoolCore:
         published = [held.waiting.pop(position) for position in wanted]
         held.namespace.index.publish(published)
         held.namespace.writing -= len(published)
-        if self.changes.records:
+        if self.changes.recording():
             self.changes.stored(held.namespace.name, [page.key for page in published])
         if not held.waiting:
             del self._reservations[reservation]

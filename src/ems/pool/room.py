@@ -146,7 +146,7 @@ class Room:
 
     def _free(self, namespace: NamespacePages, page: Page) -> None:
         self._space.give_back(PageRef.unpack(page.ref))
-        if self._changes.records:
+        if self._changes.recording():
             self._changes.removed(namespace.name, page.key)
 
     def _taken_from_another(self, namespace: NamespacePages, now: float) -> Segment | None:
