@@ -14,12 +14,16 @@ import msgspec
 from ems.errors import EmsError
 from ems.pool.client import Namespace, PoolClient, TailHit
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.lease import Lease
 from ems.vllm.planes import Plane, first_in_sight, page_keys
 from ems.vllm.requests import NOTHING, Found, Pages
 
 ATTEMPTS = 8
 """Shorter prefixes that are tried where a window has gaps."""
+
+MANY = 64
+"""Blocks from which on it is worth while to look for the first of their pages alone at first."""
 
 _NO_TAIL = TailHit(0, b"", pending=False, lease=None)
 
@@ -57,8 +61,8 @@ class Search:
 
     def take(self, prompt: Prompt) -> Found:
         """Promise as much of ``prompt`` as can be used."""
-        if len(self._planes) == 1 and self._planes[0].shards == 1 and not self._planes[0].window:
-            return self._take_simple(prompt)
+        if len(self._planes) == 1 and not self._planes[0].window:
+            return self._take_leading(prompt)
         for _ in range(2):
             # What is evicted between the two halves of a search is noticed; it is then tried once more.
             reach = self._reach(prompt)
@@ -82,27 +86,44 @@ class Search:
             return None
         return Found(tokens, reach.blocks, tuple(taken), tuple(leases))
 
-    # One plane whose blocks are one page each: found and promised in one call
+    # One plane that needs all blocks: found and promised in one call, and the tail behind it
 
-    def _take_simple(self, prompt: Prompt) -> Found:
-        keys = prompt.chain.joined(0, len(prompt.chain))
+    def _take_leading(self, prompt: Prompt) -> Found:
+        shards = self._planes[0].shards
         leases: list[Lease] = []
-        blocks = 0
-        if keys:
-            hits = self._client.lookup(self._namespaces[0], keys, lease=True, timeout=self._timeout)
-            blocks = hits.count
-            leases += [hits.lease] if hits.lease is not None else []
         try:
-            tail = self._tail(prompt, blocks, lease=True)
+            keys, refs = self._hold(page_keys(prompt.chain.joined(0, len(prompt.chain)), shards), leases)
+            blocks = len(keys) // (shards * KEY_BYTES)
+            # A block of which some pages are missing counts for nothing.
+            keys, refs = keys[: blocks * shards * KEY_BYTES], refs[: blocks * shards * REF_BYTES]
+            tail = self._tail(prompt, blocks, lease=shards == 1)
+            leases += [tail.lease] if tail.lease is not None else []
+            tail_keys, tail_refs = tail.key, tail.lease.packed_refs if tail.lease is not None else b""
+            if tail.tokens and shards > 1:
+                tail_keys, tail_refs = self._hold(page_keys(tail.key, shards), leases)
         except EmsError:
             self._give_back(leases)
             raise
-        leases += [tail.lease] if tail.lease is not None else []
-        if len({(lease.node, lease.epoch) for lease in leases}) != 1:
+        if len({(lease.node, lease.epoch) for lease in leases}) > 1:
             self._give_back(leases)
             return NOTHING
-        pages = Pages(0, 0, keys[: blocks * KEY_BYTES] + tail.key, b"".join(lease.packed_refs for lease in leases))
-        return Found(blocks * self._block_size + tail.tokens, blocks, (pages,), tuple(leases))
+        whole = len(tail_keys) == shards * KEY_BYTES
+        tokens = blocks * self._block_size + (tail.tokens if whole else 0)
+        if not tokens:
+            self._give_back(leases)
+            return NOTHING
+        pages = Pages(0, 0, keys + (tail_keys if whole else b""), refs + (tail_refs if whole else b""))
+        return Found(tokens, blocks, (pages,), tuple(leases))
+
+    def _hold(self, keys: bytes, leases: list[Lease]) -> tuple[bytes, bytes]:
+        """The leading ones of ``keys`` that are there, and where; a lease on them is added to ``leases``."""
+        if not keys:
+            return b"", b""
+        hits = self._client.lookup(self._namespaces[0], keys, lease=True, timeout=self._timeout)
+        if hits.lease is None:
+            return b"", b""
+        leases.append(hits.lease)
+        return keys[: hits.count * KEY_BYTES], hits.lease.packed_refs
 
     # Several
 
@@ -126,7 +147,7 @@ class Search:
         """How many leading blocks of ``keys`` a plane has all pages of, and whether the next is being written."""
         plane, namespace = self._planes[number], self._namespaces[number]
         blocks = len(keys) // KEY_BYTES
-        if plane.shards > 1:
+        if plane.shards > 1 and blocks > MANY:
             # Most misses show in the first shard, at a fraction of the keys.
             first = self._client.lookup(namespace, keys, timeout=self._timeout)
             if not first.count:
