@@ -1,0 +1,175 @@
+"""The comparison itself, run by ``benchmarks/peers.py`` in the environment in which the peers are installed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import psutil
+from rich.console import Console
+
+from benchmarks.comparison.contenders import CONTENDERS, INSTALL, Contender
+from benchmarks.comparison.procedure import Bench, Findings, Sizes, examine
+from benchmarks.comparison.report import Entry, Report, notes, table, verdict_table, verdicts
+from ems.bench.latency import Latency
+from ems.errors import EmsError
+from ems.testing.engine import EngineOptions, VllmServer
+from ems.testing.tiny_model import make_model
+
+BLOCK = 128
+
+
+def options(sizes: Sizes) -> EngineOptions:
+    """Engines whose own prefix cache holds what runs at once and little more, so that B evicts A."""
+    longest = max(*sizes.inputs, sizes.cold_tokens) + sizes.output_tokens
+    running = sizes.concurrency * -(-longest // BLOCK)
+    prefix = -(-(sizes.prefix_tokens + sizes.new_tokens) // BLOCK)
+    return EngineOptions(prefix_caching=True, block_size=BLOCK, gpu_blocks=running + prefix + 8)
+
+
+class Calls(msgspec.Struct):
+    """The part of what ``scheduler_calls.py`` prints that is shown here."""
+
+    calls: dict[str, Latency]
+
+
+class Comparison:
+    """Runs the contenders one after another, beside one engine without a pool that stays."""
+
+    def __init__(self, folder: Path, sizes: Sizes, pool_gib: int) -> None:
+        self._folder = folder
+        self._sizes = sizes
+        self._pool_gib = pool_gib
+        self._model = make_model(folder / "model", "demo")
+
+    def run(self, names: list[str]) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        with ExitStack() as stack:
+            base = stack.enter_context(self._engine(Contender(self._folder, self._pool_gib), 0))
+            for name in names:
+                entries[name] = self._enter(name, base)
+        return entries
+
+    def _enter(self, name: str, base: VllmServer) -> Entry:
+        kind = CONTENDERS[name]
+        version = kind.version()
+        if version is None:
+            return Entry(title=kind.name, absent=f"it is not installed, {INSTALL} does that")
+        title = f"{kind.name} {version}".strip()
+        try:
+            return Entry(title=title, findings=self._examine(kind(self._folder, self._pool_gib), base))
+        except (EmsError, TimeoutError) as error:
+            say(f"{kind.name} failed: {error}")
+            return Entry(title=title, absent=f"it failed: {error}")
+
+    def _examine(self, contender: Contender, base: VllmServer) -> Findings:
+        def tell(what: str) -> None:
+            say(f"{contender.name}: {what}")
+
+        tell("starting")
+        with ExitStack() as stack:
+            contender.start(stack)
+            engines = [self._engine(contender, number) for number in (1, 2)]
+            for engine in engines:
+                stack.callback(engine.stop)
+                engine.start()
+            for engine in engines:
+                engine.wait_ready(300)
+            bench = Bench(engines[0], engines[1], base, contender.processes, contender.pooled, self._sizes, tell)
+            return asyncio.run(examine(bench))
+
+    def _engine(self, contender: Contender, number: int) -> VllmServer:
+        return VllmServer(
+            self._model,
+            log=self._folder / contender.name.lower().replace(" ", "-") / f"engine-{number}.log",
+            kv_transfer_config=contender.transfer_config(),
+            options=options(self._sizes),
+            environment={"VLLM_SERVER_DEV_MODE": "1", **contender.environment()},
+        )
+
+
+def scheduler_calls() -> dict[str, Latency]:
+    """What ``benchmarks/scheduler_calls.py`` measures; nothing when it fails."""
+    command = [sys.executable, str(Path(__file__).parent.parent / "scheduler_calls.py"), "-o", "json"]
+    outcome = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    try:
+        return msgspec.json.decode(outcome.stdout, type=Calls).calls
+    except msgspec.DecodeError:
+        say("scheduler_calls.py failed, its figures are left out")
+        return {}
+
+
+def say(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def machine() -> str:
+    gib = psutil.virtual_memory().total >> 30
+    return f"{os.cpu_count()} cores, {gib} GiB, Python {platform.python_version()}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/peers.py", description=__doc__)
+    names = ",".join(CONTENDERS)
+    parser.add_argument("--contenders", default=names, help=f"which ones, default {names}")
+    parser.add_argument("--requests", type=int, default=100, help="prompts of a set in the three steps")
+    parser.add_argument("--concurrency", type=int, default=25, help="requests under way at the same time there")
+    parser.add_argument("--pairs", type=int, default=40, help="pairs in the comparisons by turns")
+    parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
+    parser.add_argument("--pool-gib", type=int, default=6, help="memory of each pool in GiB")
+    parser.add_argument("--folder", type=Path, default=Path(".run/peers"), help="model and logs")
+    parser.add_argument("--no-scheduler-calls", action="store_true", help="leave out benchmarks/scheduler_calls.py")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    arguments = parser.parse_args()
+    arguments.contenders = arguments.contenders.split(",")
+    for name in arguments.contenders:
+        if name not in CONTENDERS:
+            parser.error(f"--contenders has {name!r}, expected some of {names} separated by commas")
+    for name in ("requests", "concurrency", "pairs", "pool_gib"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected 1 or more")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sizes = Sizes(
+        requests=arguments.requests,
+        concurrency=arguments.concurrency,
+        pairs=arguments.pairs,
+        seed=arguments.seed,
+    )
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        entries = Comparison(folder, sizes, arguments.pool_gib).run(arguments.contenders)
+    except EmsError as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    calls = scheduler_calls() if "ems" in entries and not arguments.no_scheduler_calls else {}
+    report = Report(sizes=sizes, pool_gib=arguments.pool_gib, machine=machine(), entries=entries, scheduler_calls=calls)
+    report = msgspec.structs.replace(report, verdicts=verdicts(report))
+    if arguments.output == "json":
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    else:
+        console = Console(width=max(Console().width, 150))
+        console.print(table(report))
+        console.print(verdict_table(report.verdicts))
+        for note in notes(report):
+            console.print(note)
+    return 0 if all(entry.findings for entry in entries.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

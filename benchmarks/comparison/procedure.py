@@ -1,0 +1,242 @@
+"""What is measured of one contender, request by request; the engines run already.
+
+``base`` is an engine without a pool that stands beside the contender's two, so that whatever is compared with it is
+compared in turns and not with another quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import aiohttp
+import msgspec
+import psutil
+
+from benchmarks.comparison.usage import Processes, cpu_seconds, memory
+from ems.bench.completions import Completion, CompletionClient, ServerError
+from ems.bench.pairs import Comparison, compare
+from ems.bench.ttft import measure
+from ems.bench.ttft_report import Plan, Step
+from ems.testing.engine import SERVED_MODEL, VllmServer
+
+QUIET_SECONDS = 0.1
+"""Pause after each request of a pair: what one engine still stores must not slow the other one's request down."""
+RESET_SECONDS = 10.0
+"""How long an engine may take until it has forgotten its own prefix cache: blocks may still be in use."""
+
+Tell = Callable[[str], None]
+Timed = Callable[[], Awaitable[float]]
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is measured."""
+
+    requests: int = 100
+    concurrency: int = 25
+    inputs: tuple[int, ...] = (1024, 1100)
+    """Prompt lengths of the three steps: whole blocks only, and a part of a block."""
+    output_tokens: int = 10
+    pairs: int = 40
+    cold_tokens: int = 1024
+    prefix_tokens: int = 4096
+    new_tokens: int = 16
+    """Tokens behind the prefix that are new in each request."""
+    decode_prompt_tokens: int = 2048
+    """Stored while the first tokens behind it are generated."""
+    decode_tokens: int = 33
+    seed: int = 0
+
+
+class ThreeSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """TTFT in three steps, and what a request costs in CPU seconds of engines and pool, step by step."""
+
+    input_tokens: int
+    steps: list[Step]
+    cpu_seconds: list[float]
+
+
+class Warm(msgspec.Struct, frozen=True, kw_only=True):
+    """Hits on a long prefix, each compared with a hit in the own prefix cache of the engine without a pool."""
+
+    own: Comparison
+    """The engine's own prefix cache with the connector in place."""
+    pool: Comparison | None
+    """The pool, after the engine forgot; None where there is no pool."""
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one contender; figures of ``Comparison`` are those of the engine without a pool and of this."""
+
+    three_steps: list[ThreeSteps]
+    cold: Comparison
+    """Time to first token of a prompt that nobody has seen."""
+    warm: Warm
+    decode: Comparison
+    """Time for each further token while the prompt is being stored."""
+    memory: int
+    """Bytes of both engines and the pool at the end."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The two engines of a contender, the engine without a pool, and the processes of the pool."""
+
+    first: VllmServer
+    second: VllmServer
+    base: VllmServer
+    pool: Processes
+    has_pool: bool
+    sizes: Sizes
+    tell: Tell
+
+
+async def examine(bench: Bench) -> Findings:
+    """Measure everything.
+
+    Raises:
+        ServerError: an engine went away, or answers with errors.
+    """
+    three_steps = [await _three_steps(bench, tokens) for tokens in bench.sizes.inputs]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        pairs = Pairs(bench, session)
+        return Findings(
+            three_steps=three_steps,
+            cold=await pairs.cold(),
+            warm=await pairs.warm(),
+            decode=await pairs.decode(),
+            memory=memory(_processes(bench)),
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- three steps
+
+
+async def _three_steps(bench: Bench, tokens: int) -> ThreeSteps:
+    sizes = bench.sizes
+    plan = Plan(
+        requests=sizes.requests,
+        concurrency=sizes.concurrency,
+        input_tokens=tokens,
+        output_tokens=sizes.output_tokens,
+        seed=sizes.seed * 1_000_000 + tokens,  # prompts of different lengths have no beginning in common
+    )
+    marks: dict[str, float] = {}
+
+    def watch(name: str, done: int, _all: int) -> None:
+        if not done:
+            bench.tell(f"{tokens:,} tokens: {' '.join(name.split())}")
+            marks[name] = cpu_seconds(_processes(bench))
+
+    report = await measure((bench.first.url, bench.second.url), plan, model=SERVED_MODEL, progress=watch)
+    await asyncio.sleep(QUIET_SECONDS)
+    if report.failed:
+        raise ServerError(f"{report.failed} of {3 * sizes.requests} requests failed, expected none")
+    names = [*marks, "end"]
+    marks["end"] = cpu_seconds(_processes(bench))
+    spent = {name: marks[after] - marks[name] for name, after in itertools.pairwise(names)}
+    return ThreeSteps(
+        input_tokens=tokens,
+        steps=report.steps,
+        cpu_seconds=[spent[step.name] / sizes.requests for step in report.steps],
+    )
+
+
+def _processes(bench: Bench) -> list[psutil.Process]:
+    return [*bench.first.processes(), *bench.second.processes(), *bench.pool()]
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+class Pairs:
+    """Requests sent in turns to the engine without a pool (``base``) and to the first engine of the contender."""
+
+    def __init__(self, bench: Bench, session: aiohttp.ClientSession) -> None:
+        self._sizes = bench.sizes
+        self._tell = bench.tell
+        self._has_pool = bench.has_pool
+        self._session = session
+        self._client = CompletionClient(session, bench.first.url)
+        self._base = CompletionClient(session, bench.base.url)
+        self._random = random.Random(f"{bench.sizes.seed}/{bench.first.port}")
+
+    async def cold(self) -> Comparison:
+        self._tell("cold requests in turns with the engine without a pool")
+
+        def first_token(client: CompletionClient) -> Timed:
+            async def timed() -> float:
+                return (await self._ask(client, self._prompt(self._sizes.cold_tokens), 4)).first_token
+
+            return timed
+
+        return await self._in_turns(first_token(self._base), first_token(self._client))
+
+    async def decode(self) -> Comparison:
+        self._tell("further tokens in turns with the engine without a pool")
+
+        def token_time(client: CompletionClient) -> Timed:
+            async def timed() -> float:
+                count = self._sizes.decode_tokens
+                answer = await self._ask(client, self._prompt(self._sizes.decode_prompt_tokens), count)
+                return (answer.whole - answer.first_token) / (count - 1)
+
+            return timed
+
+        return await self._in_turns(token_time(self._base), token_time(self._client))
+
+    async def warm(self) -> Warm:
+        self._tell(f"hits on {self._sizes.prefix_tokens:,} tokens in turns with the engine without a pool")
+        prefix = self._prompt(self._sizes.prefix_tokens)
+
+        def hit(client: CompletionClient, *, forget: bool) -> Timed:
+            async def timed() -> float:
+                if forget:
+                    await self._forget(client)
+                return (await self._ask(client, prefix + self._prompt(self._sizes.new_tokens), 1)).first_token
+
+            return timed
+
+        for client in (self._base, self._client):
+            await self._ask(client, prefix, 4)
+        in_base = hit(self._base, forget=False)
+        own = await self._in_turns(in_base, hit(self._client, forget=False))
+        pool = await self._in_turns(in_base, hit(self._client, forget=True)) if self._has_pool else None
+        return Warm(own=own, pool=pool)
+
+    async def _in_turns(self, base: Timed, other: Timed) -> Comparison:
+        """Both by turns, each as often first as second; one pair before that does not count."""
+        measured = []
+        for number in range(self._sizes.pairs + 1):
+            if number % 2:
+                second, first = await other(), await base()
+            else:
+                first, second = await base(), await other()
+            if number:
+                measured.append((first, second))
+        return compare(measured)
+
+    async def _ask(self, client: CompletionClient, prompt: list[int], tokens: int) -> Completion:
+        answer = await client.complete(SERVED_MODEL, prompt, tokens)
+        await asyncio.sleep(QUIET_SECONDS)
+        return answer
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return self._random.choices(range(300, 1000), k=tokens)
+
+    async def _forget(self, client: CompletionClient) -> None:
+        """Empty the engine's own prefix cache, and leave the pool alone."""
+        async with asyncio.timeout(RESET_SECONDS):
+            while not await self._reset(client):  # noqa: ASYNC110 - the engine gives no sign when it could
+                await asyncio.sleep(QUIET_SECONDS)
+        await asyncio.sleep(QUIET_SECONDS)
+
+    async def _reset(self, client: CompletionClient) -> bool:
+        async with self._session.post(f"{client.url}/reset_prefix_cache") as answer:
+            if answer.status != HTTPStatus.OK:
+                raise ServerError(f"{client.url} does not reset its prefix cache: status {answer.status}")
+            return bool((await answer.json())["success"])
