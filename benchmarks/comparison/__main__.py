@@ -56,6 +56,8 @@ class Comparison:
             base = stack.enter_context(self._engine(Contender(self._folder, self._pool_gib), 0))
             for name in names:
                 entries[name] = self._enter(name, base)
+                # What was found survives what may yet happen.
+                (self._folder / "entries.json").write_bytes(msgspec.json.encode(entries))
         return entries
 
     def _enter(self, name: str, base: VllmServer) -> Entry:
@@ -113,7 +115,8 @@ def say(text: str) -> None:
 
 def machine() -> str:
     gib = psutil.virtual_memory().total >> 30
-    return f"{os.cpu_count()} cores, {gib} GiB, Python {platform.python_version()}"
+    load = os.getloadavg()[0]
+    return f"{os.cpu_count()} cores, {gib} GiB, load {load:.1f} at the start, Python {platform.python_version()}"
 
 
 def parse() -> argparse.Namespace:
@@ -125,7 +128,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=40, help="pairs in the comparisons by turns")
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
     parser.add_argument("--pool-gib", type=int, default=6, help="memory of each pool in GiB")
-    parser.add_argument("--folder", type=Path, default=Path(".run/peers"), help="model and logs")
+    parser.add_argument("--folder", type=Path, default=Path(".run/peers"), help="model, logs, entries.json")
     parser.add_argument("--no-scheduler-calls", action="store_true", help="leave out benchmarks/scheduler_calls.py")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     arguments = parser.parse_args()
@@ -150,6 +153,7 @@ def main() -> int:
     )
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    where = machine()
     try:
         entries = Comparison(folder, sizes, arguments.pool_gib).run(arguments.contenders)
     except EmsError as error:
@@ -158,7 +162,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     calls = scheduler_calls() if "ems" in entries and not arguments.no_scheduler_calls else {}
-    report = Report(sizes=sizes, pool_gib=arguments.pool_gib, machine=machine(), entries=entries, scheduler_calls=calls)
+    report = Report(sizes=sizes, pool_gib=arguments.pool_gib, machine=where, entries=entries, scheduler_calls=calls)
     report = msgspec.structs.replace(report, verdicts=verdicts(report))
     if arguments.output == "json":
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
