@@ -34,7 +34,9 @@ class Engine:
         shape = (BLOCKS, 2, TOKENS, 16)
         self.tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
         layers = tuple(f"layers.{number}" for number in range(LAYERS))
-        self.rows = PlaneRows(LocalPlane(0, Plane("default/model/layout"), layers, Portion()), self.tensors)
+        self.rows = PlaneRows(
+            LocalPlane(0, Plane("default/model/layout"), layers, Portion(), (2,) * LAYERS), self.tensors
+        )
         self.namespace = self.rows.namespace
         self.client = PoolClient(node.socket, name)
         self.device = CpuDevice()

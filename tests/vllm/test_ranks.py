@@ -47,7 +47,7 @@ class Ranks:
             held = max(heads // count, 1)
             start = rank * heads // count
             mine = {name: tensor[:, start : start + held].clone() for name, tensor in whole.items()}
-            local = LocalPlane(0, plane, LAYERS, portion(heads, plane.shards, count, rank))
+            local = LocalPlane(0, plane, LAYERS, portion(heads, plane.shards, count, rank), (held,) * 3)
             rows = plane_rows([local], mine, BLOCKS)
             client = PoolClient(node.socket, f"rank{rank}")
             self.tensors.append(mine)

@@ -52,12 +52,16 @@ class BlockModel(msgspec.Struct, frozen=True):
 
 
 class LocalPlane(msgspec.Struct, frozen=True):
-    """What one rank has of a plane: ``layers`` in the order of a page, and its ``portion`` of each block's shards."""
+    """What one rank has of a plane: ``layers`` in the order of a page, and its ``portion`` of each block's shards.
+
+    ``heads`` are the KV heads that each layer's tensor has here.
+    """
 
     number: int
     plane: Plane
     layers: tuple[str, ...]
     portion: Portion
+    heads: tuple[int, ...]
 
 
 def describe(
@@ -132,7 +136,8 @@ def local_planes(
             spec = _attention(group.kv_cache_spec)
             ranks = vllm_config.parallel_config.tensor_parallel_size
             mine = portion(_heads(vllm_config, spec), plane.shards, ranks, rank)
-            found.append(LocalPlane(number, plane, tuple(group.layer_names), mine))
+            layers = tuple(group.layer_names)
+            found.append(LocalPlane(number, plane, layers, mine, _heads_of_layers(group.kv_cache_spec, layers)))
     return found
 
 
@@ -169,6 +174,12 @@ def _attention(spec: Any) -> AttentionSpec:
         f"the model has layers that keep their state as {type(spec).__name__}, but EmsStoreConnector serves full "
         "attention (MHA, GQA), MLA and sliding windows"
     )
+
+
+def _heads_of_layers(spec: Any, layers: tuple[str, ...]) -> tuple[int, ...]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return tuple(int(spec.kv_cache_specs[name].num_heads) for name in layers)
+    return (int(spec.num_heads),) * len(layers)
 
 
 def _window(spec: AttentionSpec) -> int:

@@ -93,21 +93,24 @@ def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, torch.Tenso
         missing = [name for name in local.layers if name not in kv_caches]
         if missing:
             raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
-        tensors = [_by_heads(kv_caches[name], num_blocks, name) for name in local.layers]
+        tensors = [
+            _by_heads(kv_caches[name], num_blocks, heads, name)
+            for name, heads in zip(local.layers, local.heads, strict=True)
+        ]
         found.append(PlaneRows(local, tensors))
     return found
 
 
-def _by_heads(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
+def _by_heads(tensor: torch.Tensor, num_blocks: int, heads: int, name: str) -> torch.Tensor:
     """``tensor`` as ``[num_blocks, heads, ...]``: a block that the kernels cut in pieces is put together again."""
     shape = tuple(tensor.shape)
-    if tensor.dim() < 3 or not shape[0] or shape[0] % num_blocks:
-        raise ConfigError(
-            f"the engine registered a KV cache of shape {shape} for layer {name}, expected [{num_blocks} blocks, "
-            "heads, tokens, bytes]"
-        )
     if tensor.dim() == 3:
         tensor = tensor.unsqueeze(1)
+    if tensor.dim() != 4 or not shape[0] or shape[0] % num_blocks or tensor.shape[1] != heads:
+        raise ConfigError(
+            f"the engine registered a KV cache of shape {shape} for layer {name}, expected [{num_blocks} blocks, "
+            f"{heads} heads, tokens, values], so this release of vLLM is not served"
+        )
     if shape[0] == num_blocks:
         return tensor
     pieces = tensor.unflatten(0, (num_blocks, -1))

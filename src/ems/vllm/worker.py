@@ -187,7 +187,9 @@ class WorkerSide:
             self._wait(job, None)
 
     def end(self) -> None:
-        """The step is over."""
+        """The step is over; where nothing was to be computed, some releases of vLLM say only this."""
+        if self._batch is not None:
+            self.computed()
         self._step = None
 
     # Results

@@ -1,0 +1,117 @@
+"""Engine tensors as a rank's pages: every layout gives the same bytes, and what is no such tensor is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ems.cc_v1.tensors import CpuDevice
+from ems.errors import ConfigError
+from ems.pool.keys import Tail
+from ems.vllm.model import LocalPlane
+from ems.vllm.pages import PlaneRows, plane_rows
+from ems.vllm.planes import Plane, Portion
+from ems.vllm.requests import LoadPart, Save
+
+BLOCKS, HEADS, TOKENS, WIDTH = 4, 2, 6, 8
+NAMES = ("layers.0", "layers.1")
+
+
+def local(portion: Portion | None = None, *, heads: int = HEADS, window: int = 0, number: int = 0) -> LocalPlane:
+    mine = portion or Portion(0, 2)
+    return LocalPlane(number, Plane("p", shards=2, window=window), NAMES, mine, (heads, heads))
+
+
+def values(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """All layers, in the order layer, block, head, token, value."""
+    shape = (len(NAMES), BLOCKS, HEADS, TOKENS, WIDTH)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def page(rows: PlaneRows, block: int, shard: int) -> bytes:
+    place = bytearray(rows.namespace.page_size)
+    CpuDevice().copy_out(rows.rows, (block, shard), memoryview(place))
+    return bytes(place)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (0, 2, 1, 3, 4), (1, 0, 2, 3, 4), (1, 0, 3, 2, 4), (1, 2, 0, 3, 4)],
+    ids=["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_every_layout_has_the_same_pages(order: tuple[int, ...], dtype: torch.dtype) -> None:
+    whole = values(dtype)
+    # The same values, in memory in another order of the dimensions.
+    memory = whole.permute(order).contiguous().permute([order.index(dimension) for dimension in range(5)])
+    tensors = {name: memory[layer] for layer, name in enumerate(NAMES)}
+    (rows,) = plane_rows([local()], tensors, BLOCKS)
+
+    for block, shard in itertools.product(range(BLOCKS), range(2)):
+        expected = torch.stack([whole[layer, block, shard] for layer in range(len(NAMES))])
+        assert page(rows, block, shard) == expected.view(torch.uint8).numpy().tobytes()
+
+    CpuDevice().copy_in(rows.rows, (1, 1), memoryview(bytearray(page(rows, 3, 1))))
+    for layer, name in enumerate(NAMES):
+        assert torch.equal(tensors[name][1, 1].view(torch.uint8), whole[layer, 3, 1].view(torch.uint8))
+        assert torch.equal(tensors[name][1, 0].view(torch.uint8), whole[layer, 1, 0].view(torch.uint8))
+
+
+def test_blocks_that_kernels_cut_in_pieces_are_whole_again() -> None:
+    whole = values()
+    pieces = whole.unflatten(3, (3, 2)).transpose(2, 3).reshape(len(NAMES), BLOCKS * 3, HEADS, 2, WIDTH)
+    (rows,) = plane_rows([local()], {name: pieces[layer] for layer, name in enumerate(NAMES)}, BLOCKS)
+
+    assert (
+        page(rows, 2, 1) == torch.stack([whole[layer, 2, 1] for layer in range(2)]).view(torch.uint8).numpy().tobytes()
+    )
+
+
+def test_a_latent_state_has_one_head() -> None:
+    tensors = {name: torch.zeros(BLOCKS, TOKENS, WIDTH) for name in NAMES}
+    (rows,) = plane_rows([local(Portion(), heads=1)], tensors, BLOCKS)
+
+    assert rows.namespace.page_size == 2 * TOKENS * WIDTH * 4
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(BLOCKS, 2, TOKENS, HEADS, WIDTH), (2, BLOCKS, TOKENS, HEADS, WIDTH), (BLOCKS, TOKENS, HEADS, WIDTH), (BLOCKS, 9)],
+    ids=["K and V apart", "K and V outside", "heads inside", "two dimensions"],
+)
+def test_tensors_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"expected \[4 blocks, 2 heads, tokens, values\]"):
+        plane_rows([local()], {name: torch.zeros(shape) for name in NAMES}, BLOCKS)
+
+
+def test_a_layer_without_a_tensor_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no KV cache for layer layers\.1"):
+        plane_rows([local()], {"layers.0": torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)}, BLOCKS)
+
+
+def test_blocks_that_the_engine_dropped_are_neither_loaded_nor_stored() -> None:
+    tensors = [torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH) for _ in NAMES]
+    windowed, full = PlaneRows(local(window=8), tensors), PlaneRows(local(), tensors)
+    save = Save("r", 0, bytes(16), [bytes([i]) * 16 for i in range(1, 4)], [[0, 2, 3]])
+
+    assert [stored.row[0] for stored in windowed.stored(save)[1]] == [2, 2, 3, 3]
+    assert [stored.row[0] for stored in full.stored(save)[1]] == [0, 0, 2, 2, 3, 3]
+    part = LoadPart(0, [0, 2], bytes(64), bytes(80))
+    assert [loaded.row for loaded in windowed.loaded(part)] == [(2, 0), (2, 1)]
+    assert len(list(full.loaded(part))) == 4
+
+
+def test_only_the_first_shard_of_the_first_plane_is_found_by_its_tokens() -> None:
+    tensors = [torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH) for _ in NAMES]
+    tail = Tail(b"d" * 16, b"1234")
+    save = Save("r", 4, b"p" * 16, [b"a" * 16, tail.key], [[1, 2]], tail)
+    _, pages, found_by = PlaneRows(local(), tensors).stored(save)
+    assert found_by == tail
+    assert pages[-1].key == tail.key
+    assert PlaneRows(local(number=1), tensors).stored(save)[2] is None
+    assert PlaneRows(local(Portion(1, 1), heads=2), [tensor[:, :1] for tensor in tensors]).stored(save)[2] is None
+    # The replica that stores block 4 does not store the tail, which is block 5.
+    assert PlaneRows(local(Portion(0, 2, 0, 2)), tensors).stored(save)[2] is None
+    assert PlaneRows(local(Portion(0, 2, 1, 2)), tensors).stored(save)[2] == tail
