@@ -1,8 +1,8 @@
 """What a user may write in ``kv_connector_extra_config`` for the pool connector, with defaults and checks.
 
-Numbers and booleans may come as strings, as they do in many deployed files.  A wrong value is refused with a
-sentence that names key, value and expectation; an unknown key is reported and ignored, because files are
-shared between connectors.
+One set of keys serves all of the connector's names.  A wrong or contradictory value is refused with a sentence that
+names key, value and expectation; an unknown key is reported and ignored, because files are shared between connectors;
+a key that only steers another system's hardware or transport is accepted, all of them in one sentence.
 """
 
 from __future__ import annotations
@@ -15,15 +15,39 @@ from typing import Any
 
 import msgspec
 
-from ems.config import NodeConfig, default_directory, default_socket, parse_size
+from ems.config import NodeConfig, default_directory, default_socket
 from ems.errors import ConfigError
+from ems.vllm.setting_values import SettingReader
+
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+
+WITHOUT_MEANING = frozenset(
+    {
+        # where the lookups of other pools listen; a lookup here needs no port
+        "lookup_rpc_port", "mooncake_rpc_port", "lookup_key_server_ip", "lookup_key_server_base_port",
+        # which storage lies below; the node decides that
+        "backend",
+        # hardware, transports and how they are driven
+        "register_buffer", "use_ascend_direct", "h2d_stagger_us", "block_group_size", "layerwise_max_transfer_blocks",
+        "layerwise_max_transfer_bytes", "layerwise_prefetch_layers", "layerwise_num_shared_buffers",
+        "layerwise_independent_layers",
+        # how the other side is split; pages do not depend on it
+        "prefill", "decode", "prefill_pp_size", "prefill_pp_layer_partition",
+        # names of the service around the engine, and other nodes' caches
+        "service_name", "llm_engine", "write_rcache", "read_local_only",
+    }
+)  # fmt: skip
+"""Keys of deployed files that mean nothing to this connector."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one connector."""
 
     saves: bool
-    """Whether this engine stores what it computes (``kv_producer``, ``kv_both``)."""
+    """Whether this engine stores what it computes (``kv_producer``, ``kv_both``; ``consumer_is_to_put`` too)."""
+
+    loads: bool = True
+    """Whether this engine loads what is stored; False only for a consumer by ``consumer_is_to_load``."""
 
     socket: Path
     """The node's socket; ``socket`` or ``EMS_SOCKET``."""
@@ -43,17 +67,44 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     layerwise: bool = False
     """Move a block layer by layer beside compute, instead of whole; ``use_layerwise``."""
 
-    store_tp_size: int = 0
-    """Parts by KV head that a block is stored in; 0 for as many as serve the usual tensor-parallel sizes."""
-
     save_answers: bool = True
     """Store the blocks of the answer too, so that a conversation's next turn finds them; ``save_decode_cache``."""
+
+    save_tails: bool = True
+    """Store the last block also when it is not full; the contrary of ``discard_partial_chunks``."""
+
+    min_reuse_tokens: int = 0
+    """Do not load when fewer tokens could be reused; ``num_min_reuse_tokens`` or ``EMS_NUM_MIN_REUSE_TOKENS``."""
+
+    min_load_blocks: int = 0
+    """Load only when more blocks than this come; ``num_min_load_blocks`` or ``EMS_NUM_MIN_LOAD_BLOCKS``."""
+
+    cost_model: bool = True
+    """Do not load what is computed faster."""
+
+    health_gate: bool = True
+    """Stay away from a pool that failed until it was well for a while."""
 
     tenant: str = "default"
     """Whose pages these are."""
 
     model_id: str = ""
     """A name for the weights; empty derives one from the weight files."""
+
+    namespace: str = ""
+    """Set engines of equal models apart: pages of two namespaces never meet; ``namespace`` or ``MODEL_ID``."""
+
+    store_tp_size: int = 0
+    """Parts by KV head that a block is stored in; 0 for as many as serve the usual tensor-parallel sizes."""
+
+    kvcache_type: str = ""
+    """``MHA`` (grouped queries too) or ``MLA`` where the user declared it, to be checked against the model."""
+
+    on_error: str = "refuse"
+    """What an engine does that cannot use the pool as configured: ``refuse`` to start, or ``serve_without``."""
+
+    explain: bool = False
+    """Say for each request how much was found, and why not more."""
 
     lookup_timeout: float = 1.0
     """Seconds after which a lookup that was not answered counts as a miss; ``lookup_timeout_ms``."""
@@ -62,7 +113,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a decode waits for blocks that its prefill is still writing; ``handoff_timeout_ms``."""
 
     call_timeout: float = 2.0
-    """Seconds that one call to the node may take; ``call_timeout_ms`` or ``EMS_CALL_TIMEOUT_MS``."""
+    """Seconds that one call to the node may take; ``call_timeout_ms``, ``EMS_CALL_TIMEOUT_MS`` or ``EMS_TIMEOUT``."""
 
     def node_config(self) -> NodeConfig:
         """How to start a node with these settings."""
@@ -71,66 +122,113 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_ACCEPTED = {
-    "socket", "directory", "autostart", "pool_size", "save_decode_cache", "tenant", "model_id",
-    "lookup_timeout_ms", "handoff_timeout_ms", "call_timeout_ms", "load_async", "use_layerwise", "store_tp_size",
-}  # fmt: skip
-
-
-def read_settings(kv_role: str, extra: Mapping[str, Any]) -> tuple[ConnectorSettings, list[str]]:
-    """Settings meant by ``extra`` for an engine with ``kv_role``, and one warning sentence an unknown key.
+def read_settings(
+    kv_role: str | None, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> tuple[ConnectorSettings, list[str]]:
+    """Settings meant by ``extra`` for an engine with ``kv_role``, and a sentence for each thing that is ignored.
 
     Raises:
-        ConfigError: a value is wrong.
+        ConfigError: a value is wrong, or two contradict each other.
     """
-    directory = Path(extra.get("directory") or default_directory())
-    socket = (
-        extra.get("socket")
-        or os.environ.get("EMS_SOCKET")
-        or (directory / "node.sock" if "directory" in extra else default_socket())
-    )
-    size = extra.get("pool_size") or os.environ.get("EMS_POOL_SIZE")
+    if kv_role not in ROLES:
+        raise ConfigError(f"kv_role is {kv_role!r}, expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    reader = SettingReader(extra, os.environ if environment is None else environment)
+    saves, loads = _directions(reader, kv_role)
+    directory = Path(reader.text("directory") or default_directory())
+    inside = directory / "node.sock" if extra.get("directory") else default_socket()
     settings = ConnectorSettings(
-        saves=kv_role in ("kv_producer", "kv_both"),
-        socket=Path(socket),
+        saves=saves,
+        loads=loads,
+        socket=Path(reader.text("socket", "EMS_SOCKET") or inside),
         directory=directory,
-        autostart=_boolean("autostart", extra.get("autostart", os.environ.get("EMS_AUTOSTART", "1"))),
-        pool_size=parse_size(size, name="pool_size") if size else 0,
-        load_async=_boolean("load_async", extra.get("load_async", True)),
-        layerwise=_boolean("use_layerwise", extra.get("use_layerwise", False)),
-        store_tp_size=int(extra.get("store_tp_size", 0)),
-        save_answers=_boolean("save_decode_cache", extra.get("save_decode_cache", True)),
-        tenant=str(extra.get("tenant", "default")),
-        model_id=str(extra.get("model_id", "")),
-        lookup_timeout=_seconds("lookup_timeout_ms", extra.get("lookup_timeout_ms", 1000)),
-        handoff_timeout=_seconds("handoff_timeout_ms", extra.get("handoff_timeout_ms", 2000)),
-        call_timeout=_seconds(
-            "call_timeout_ms", extra.get("call_timeout_ms", os.environ.get("EMS_CALL_TIMEOUT_MS", "2000"))
-        ),
+        autostart=reader.boolean("autostart", "EMS_AUTOSTART", default=True),
+        pool_size=reader.size("pool_size", "EMS_POOL_SIZE"),
+        load_async=reader.boolean("load_async", default=True),
+        layerwise=reader.boolean("use_layerwise", default=False),
+        save_answers=reader.boolean("save_decode_cache", default=True),
+        save_tails=not reader.boolean("discard_partial_chunks", default=False),
+        min_reuse_tokens=reader.count("num_min_reuse_tokens", "EMS_NUM_MIN_REUSE_TOKENS", what="tokens"),
+        min_load_blocks=reader.count("num_min_load_blocks", "EMS_NUM_MIN_LOAD_BLOCKS", what="blocks"),
+        cost_model=reader.boolean("cost_model", default=True),
+        health_gate=reader.boolean("health_gate", default=True),
+        tenant=reader.text("tenant", default="default"),
+        model_id=reader.text("model_id"),
+        namespace=_namespace(reader),
+        store_tp_size=_store_tp_size(reader),
+        kvcache_type=reader.choice("kvcache_type", ("MHA", "MLA"), ""),
+        on_error=reader.choice("on_error", ("refuse", "serve_without"), "refuse"),
+        explain=reader.boolean("explain", default=False),
+        lookup_timeout=reader.seconds("lookup_timeout_ms", default_ms=1000),
+        handoff_timeout=reader.seconds("handoff_timeout_ms", default_ms=2000),
+        call_timeout=reader.seconds("call_timeout_ms", "EMS_CALL_TIMEOUT_MS", "EMS_TIMEOUT", default_ms=2000),
     )
-    return settings, [_unknown(key) for key in extra if key not in _ACCEPTED]
+    return settings, _ignored(extra, reader.known)
 
 
-def _boolean(key: str, value: object) -> bool:
-    text = str(value).strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off", ""):
-        return False
-    raise ConfigError(f"{key} is {value!r}, expected true or false")
+def _directions(reader: SettingReader, kv_role: str) -> tuple[bool, bool]:
+    """Whether the engine saves and whether it loads; what only concerns consumers is read but not used for others."""
+    consumer_loads = reader.boolean("consumer_is_to_load", default=True)
+    consumer_saves = reader.boolean("consumer_is_to_put", default=False)
+    if kv_role != "kv_consumer":
+        return True, True
+    if not consumer_loads and not consumer_saves:
+        raise ConfigError(
+            "consumer_is_to_load is false for a kv_consumer that does not save either, so it would do nothing; "
+            "leave consumer_is_to_load out, set consumer_is_to_put to true, or remove the connector"
+        )
+    return consumer_saves, consumer_loads
 
 
-def _seconds(key: str, value: object) -> float:
-    try:
-        milliseconds = float(str(value))
-    except ValueError:
-        raise ConfigError(f"{key} is {value!r}, expected milliseconds as a number") from None
-    if not 0 < milliseconds <= 600_000:
-        raise ConfigError(f"{key} is {value!r}, expected more than 0 and at most 600000 milliseconds")
-    return milliseconds / 1000
+def _namespace(reader: SettingReader) -> str:
+    """``namespace``, else ``MODEL_ID`` where that has the form that context caching gave it, ``store@_@namespace``.
+
+    Other programs use a variable of that common name for other things.
+    """
+    name, value = reader.find("namespace", "MODEL_ID")
+    if name == "MODEL_ID" and "@_@" not in value:
+        return ""
+    return reader.text("namespace", "MODEL_ID")
 
 
-def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, _ACCEPTED, n=1)
+def _store_tp_size(reader: SettingReader) -> int:
+    size = reader.count("store_tp_size", what="parts")
+    sides = {}
+    for key in ("prefill_tp_size", "decode_tp_size"):
+        sides[key] = reader.count(key, what="ranks", least=1, default=0)
+        if size and sides[key] and size % sides[key]:
+            raise ConfigError(f"store_tp_size is {size}, expected a multiple of {key}, which is {sides[key]}")
+    prefill, decode = sides.values()
+    if prefill and decode and max(prefill, decode) % min(prefill, decode):
+        raise ConfigError(
+            f"prefill_tp_size is {prefill} and decode_tp_size is {decode}, expected one to be a multiple of the other"
+        )
+    return size
+
+
+def check_kvcache_type(declared: str, *, mla: bool) -> None:
+    """Refuse a declared kind of KV cache that the model does not have; ``mla`` says whether it keeps latents.
+
+    Raises:
+        ConfigError: the declaration is wrong.
+    """
+    actual = "MLA" if mla else "MHA"
+    if declared and declared != actual:
+        raise ConfigError(
+            f"kvcache_type is {declared!r}, but the model's attention is {actual}"
+            f"{'' if mla else ' (grouped queries count as MHA)'}; leave kvcache_type out or set it to {actual!r}"
+        )
+
+
+def _ignored(extra: Mapping[str, Any], known: set[str]) -> list[str]:
+    without_meaning = [key for key in extra if key in WITHOUT_MEANING]
+    said = [_unknown(key, known) for key in extra if key not in known and key not in WITHOUT_MEANING]
+    if without_meaning:
+        names = ", ".join(without_meaning)
+        said.append(f"accepted, but without a meaning for this connector, in kv_connector_extra_config: {names}")
+    return said
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(key, known | WITHOUT_MEANING, n=1)
     hint = f", did you mean {near[0]!r}" if near else ""
     return f"key {key!r} in kv_connector_extra_config means nothing to this connector{hint}"

@@ -1,0 +1,85 @@
+"""Makes deployed ``--kv-transfer-config`` values fit this release of vLLM, where they name a connector of EMS.
+
+Such files have keys that vLLM once had or that steer other hardware; vLLM refuses to start with them.  They mean
+nothing here, so they are left out, with a sentence.  Configurations of other connectors pass untouched, mistakes
+included: vLLM reports these itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+_LEFT_OUT = ("kv_rank", "kv_parallel_size", "kv_ip", "lookup_rpc_port", "mooncake_rpc_port")
+_MULTI = "MultiConnector"
+
+
+class Installation(msgspec.Struct, frozen=True):
+    """What keys mean depends on this: ``ours`` are the connectors that EMS serves, ``known`` the keys vLLM knows.
+
+    ``device`` is the kind of device of this process, ``importable`` tells whether a module is installed.
+    """
+
+    ours: frozenset[str]
+    known: frozenset[str]
+    device: str
+    importable: Callable[[str], bool]
+
+
+def admit(fields: Mapping[str, Any], here: Installation) -> tuple[dict[str, Any], list[str]]:
+    """``fields`` of a KV transfer configuration as vLLM takes them, and a sentence for each connector that lost some.
+
+    A connector of ours recomputes what cannot be loaded, unless the configuration says otherwise.
+    """
+    if _is_ours(fields, here):
+        return _admit_one(fields, here)
+    children = _children(fields)
+    if fields.get("kv_connector") != _MULTI or not any(_is_ours(child, here) for child in children):
+        return dict(fields), []
+    admitted, said = _admit_one(fields, here)
+    connectors = []
+    for child in children:
+        if _is_ours(child, here):
+            # vLLM gives children the identity of the whole, and cannot do so where they bring one.
+            fitted, more = _admit_one(child, here, "engine_id")
+            if "kv_load_failure_policy" in admitted:
+                fitted["kv_load_failure_policy"] = admitted["kv_load_failure_policy"]
+            said += [sentence for sentence in more if sentence not in said]
+            connectors.append(fitted)
+        else:
+            connectors.append(child)
+    extra = dict(fields["kv_connector_extra_config"])
+    admitted["kv_connector_extra_config"] = {**extra, "connectors": connectors}
+    return admitted, said
+
+
+def _children(fields: Mapping[str, Any]) -> list[Any]:
+    extra = fields.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, Mapping) else None
+    return children if isinstance(children, list) else []
+
+
+def _is_ours(child: object, here: Installation) -> bool:
+    name = child.get("kv_connector") if isinstance(child, Mapping) else None
+    return isinstance(name, str) and name in here.ours
+
+
+def _admit_one(fields: Mapping[str, Any], here: Installation, *more: str) -> tuple[dict[str, Any], list[str]]:
+    admitted = dict(fields)
+    gone = [key for key in (*_LEFT_OUT, *more) if key in admitted and (key in more or key not in here.known)]
+    if admitted.get("kv_buffer_device") == "npu" and here.device != "npu":
+        gone.append("kv_buffer_device")
+    module = admitted.get("kv_connector_module_path")
+    if isinstance(module, str) and module.startswith("vllm_ascend") and not here.importable("vllm_ascend"):
+        gone.append("kv_connector_module_path")
+    for key in gone:
+        del admitted[key]
+    if isinstance(admitted.get("engine_id"), int):
+        admitted["engine_id"] = str(admitted["engine_id"])
+    if "kv_load_failure_policy" in here.known:
+        admitted.setdefault("kv_load_failure_policy", "recompute")
+    if not gone:
+        return admitted, []
+    return admitted, [f"accepted, but without a meaning for {fields['kv_connector']}: {', '.join(gone)}"]

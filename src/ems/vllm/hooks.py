@@ -1,0 +1,96 @@
+"""The two places where vLLM is made to take what people have: deployed configurations, models without ``head_dim``.
+
+Both are installed once a process and change nothing for configurations and models that vLLM takes by itself.  Where a
+release of vLLM is built otherwise, a line in the log says so and vLLM stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from vllm.logger import init_logger
+
+from ems.vllm.deployed_files import Installation, admit
+
+logger = init_logger("vllm.ems")
+
+_INSTALLED = "_ems_installed"
+
+
+def admit_deployed_files(ours: frozenset[str]) -> None:
+    """Let vLLM's KV transfer configuration pass through :func:`admit` before it is checked.
+
+    It is checked in two ways, from JSON and from keyword arguments, and both go through its pydantic schema.
+    """
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    if _INSTALLED in vars(KVTransferConfig):
+        return
+    try:
+        from pydantic_core import ArgsKwargs, SchemaValidator, core_schema
+
+        known = frozenset(field.name for field in dataclass_fields(KVTransferConfig))
+
+        def fit(given: Any) -> Any:
+            if isinstance(given, ArgsKwargs):
+                return given if given.args else ArgsKwargs((), _admitted(given.kwargs or {}, ours, known))
+            return _admitted(given, ours, known) if isinstance(given, dict) else given
+
+        schema = core_schema.no_info_before_validator_function(fit, KVTransferConfig.__pydantic_core_schema__)
+        KVTransferConfig.__pydantic_validator__ = SchemaValidator(schema)
+        KVTransferConfig.__pydantic_core_schema__ = schema
+        setattr(KVTransferConfig, _INSTALLED, True)
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.info("EMS cannot adapt deployed KV transfer configurations to this release of vLLM: %s", error)
+
+
+def _admitted(given: dict[str, Any], ours: frozenset[str], known: frozenset[str]) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    admitted, said = admit(given, Installation(ours, known, str(current_platform.device_type), _importable))
+    for sentence in said:
+        logger.warning_once("EMS: %s", sentence)
+    return admitted
+
+
+def _importable(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def fill_head_dim() -> None:
+    """Give a model's configuration the ``head_dim`` that follows from its other sizes, where it has none.
+
+    vLLM itself derives it, but not everything beside it does: connectors of other projects ask the configuration.
+    """
+    from vllm.config.model import ModelConfig
+
+    if _INSTALLED in vars(ModelConfig):
+        return
+    try:
+        original = ModelConfig.__post_init__
+    except AttributeError as error:
+        logger.info("EMS cannot complete models without head_dim with this release of vLLM: %s", error)
+        return
+
+    @functools.wraps(original)
+    def complete(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _fill_head_dim(self)
+
+    ModelConfig.__post_init__ = complete
+    setattr(ModelConfig, _INSTALLED, True)
+
+
+def _fill_head_dim(model: Any) -> None:
+    """What vLLM computes must be what everybody would: attention with latents, or of uneven sizes, is left alone."""
+    text = getattr(model, "hf_text_config", None)
+    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    if text is None or getattr(text, "head_dim", None) or getattr(text, "kv_lora_rank", None):
+        return
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        return
+    if model.get_head_size() == hidden // heads:
+        text.head_dim = hidden // heads

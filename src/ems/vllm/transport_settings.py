@@ -1,0 +1,114 @@
+"""What the JSON of ``MooncakeConnectorV1`` means for a transport connector of vLLM: its keys, checks and ports.
+
+Knows neither vLLM nor sockets.  A wrong value is refused with a sentence that names key, value and expectation.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ems.errors import ConfigError
+from ems.vllm.setting_values import SettingReader
+from ems.vllm.settings import ROLES, WITHOUT_MEANING
+
+_SIDES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is run."""
+
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+
+
+class Transport(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings for the transport connector, and a sentence for each thing that is ignored."""
+
+    extra: dict[str, Any]
+    said: list[str]
+
+
+def read_transport(kv_role: str | None, extra: Mapping[str, Any], own: Parallelism, keys: Iterable[str]) -> Transport:
+    """Check sizes against the engine's own and keep those settings that are among the transport's ``keys``.
+
+    Raises:
+        ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
+    """
+    if kv_role not in ROLES:
+        raise ConfigError(f"kv_role is {kv_role!r}, expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    prefill, decode = _side(extra, "prefill"), _side(extra, "decode")
+    _check_pair(prefill, decode)
+    declared = {"prefill": prefill, "decode": decode}.get(_SIDES.get(kv_role, ""))
+    if declared is not None:
+        _check_own(_SIDES[kv_role], declared, own)
+    passed = set(keys)
+    without_meaning = [key for key in extra if key not in passed and key in WITHOUT_MEANING - {"prefill", "decode"}]
+    known = passed | WITHOUT_MEANING
+    said = [_unknown(key, known) for key in extra if key not in known]
+    if without_meaning:
+        said.append(
+            "accepted, but without a meaning for MooncakeConnectorV1, in kv_connector_extra_config: "
+            + ", ".join(without_meaning)
+        )
+    return Transport(extra={key: value for key, value in extra.items() if key in passed}, said=said)
+
+
+def _side(extra: Mapping[str, Any], name: str) -> Parallelism | None:
+    given = extra.get(name)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'{name} is {given!r}, expected sizes such as {{"tp_size": 1, "dp_size": 1}}')
+    reader = SettingReader({f"{name}.{key}": value for key, value in given.items()}, {})
+    sizes = {
+        key: reader.count(f"{name}.{key}", what="ranks", least=1, default=1)
+        for key in ("tp_size", "dp_size", "pp_size")
+    }
+    return Parallelism(**sizes)
+
+
+def _check_pair(prefill: Parallelism | None, decode: Parallelism | None) -> None:
+    if decode is not None and decode.pp_size != 1:
+        raise ConfigError(f"decode.pp_size is {decode.pp_size}, expected 1: a decode runs in one pipeline stage")
+    if prefill is None or decode is None:
+        return
+    larger, smaller = max(prefill.tp_size, decode.tp_size), min(prefill.tp_size, decode.tp_size)
+    if larger % smaller:
+        raise ConfigError(
+            f"prefill.tp_size is {prefill.tp_size} and decode.tp_size is {decode.tp_size}, expected one to be a "
+            "multiple of the other"
+        )
+
+
+def _check_own(name: str, declared: Parallelism, own: Parallelism) -> None:
+    flags = {
+        "tp_size": "--tensor-parallel-size",
+        "pp_size": "--pipeline-parallel-size",
+        "dp_size": "--data-parallel-size",
+    }
+    for key, flag in flags.items():
+        says, runs = getattr(declared, key), getattr(own, key)
+        # An engine of a dense model knows itself as one of one, however many run beside it.
+        if says != runs and not (key == "dp_size" and runs == 1):
+            raise ConfigError(f"{name}.{key} is {says}, but this engine runs with {flag} {runs}; make them equal")
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f", did you mean {near[0]!r}" if near else ""
+    return f"key {key!r} in kv_connector_extra_config means nothing to this connector{hint}"
+
+
+def unique_engine_id(engine_id: str, kv_role: str, instance: str) -> str:
+    """A name for one start of one engine.
+
+    Deployed files give both sides the same ``engine_id``, and a restarted engine gets it again; a transport tells its
+    peers apart by it and must not take one for another, nor a new one for the old.  ``instance`` is equal in all
+    processes of one start.
+    """
+    return f"{engine_id}-{kv_role}-{instance}"

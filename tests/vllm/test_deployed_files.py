@@ -1,0 +1,112 @@
+"""Files that were written for other releases and other hardware, and what of them reaches vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ems.vllm.deployed_files import Installation, admit
+
+KNOWN = frozenset(
+    {"kv_connector", "kv_role", "kv_port", "engine_id", "kv_buffer_device", "kv_connector_extra_config"}
+    | {"kv_connector_module_path", "kv_load_failure_policy"}
+)
+HERE = Installation(frozenset({"AscendStoreConnector", "MooncakeConnectorV1"}), KNOWN, "cpu", lambda module: False)
+
+
+def test_what_vllm_takes_already_stays_but_failures_are_recomputed() -> None:
+    fields = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_both", "kv_port": "20001"}
+
+    assert admit(fields, HERE) == ({**fields, "kv_load_failure_policy": "recompute"}, [])
+
+
+def test_keys_without_a_meaning_are_left_out_in_one_sentence() -> None:
+    fields = {
+        "kv_connector": "MooncakeConnectorV1",
+        "kv_role": "kv_producer",
+        "kv_buffer_device": "npu",
+        "kv_rank": 0,
+        "kv_parallel_size": 1,
+        "kv_ip": "10.0.0.1",
+        "mooncake_rpc_port": "0",
+        "kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector",
+        "engine_id": 7,
+        "kv_load_failure_policy": "fail",
+    }
+
+    admitted, said = admit(fields, HERE)
+
+    assert admitted == {
+        "kv_connector": "MooncakeConnectorV1",
+        "kv_role": "kv_producer",
+        "engine_id": "7",
+        "kv_load_failure_policy": "fail",
+    }
+    (sentence,) = said
+    assert sentence == (
+        "accepted, but without a meaning for MooncakeConnectorV1: kv_rank, kv_parallel_size, kv_ip, mooncake_rpc_port, "
+        "kv_buffer_device, kv_connector_module_path"
+    )
+    assert fields["kv_rank"] == 0, "the caller's object is not changed"
+
+
+def test_what_this_installation_does_have_stays() -> None:
+    ascend = Installation(HERE.ours, KNOWN | {"kv_rank"}, "npu", lambda module: module == "vllm_ascend")
+    fields = {
+        "kv_connector": "MooncakeConnectorV1",
+        "kv_rank": 1,
+        "kv_buffer_device": "npu",
+        "kv_connector_module_path": "vllm_ascend.distributed.mooncake_connector",
+    }
+
+    admitted, said = admit(fields, ascend)
+
+    assert admitted == {**fields, "kv_load_failure_policy": "recompute"}
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_connector": "NixlConnector", "kv_rank": 0, "kv_role": "kv_both"},
+        {"kv_rank": 0},
+        {"kv_connector": ["AscendStoreConnector"], "kv_rank": 0},
+        {"kv_connector": "MultiConnector", "kv_rank": 0},
+        {"kv_connector": "MultiConnector", "kv_rank": 0, "kv_connector_extra_config": {"connectors": "none"}},
+        {
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": [{"kv_connector": "NixlConnector", "kv_rank": 0}, 5]},
+        },
+    ],
+)
+def test_configurations_of_others_pass_untouched(fields: dict[str, Any]) -> None:
+    assert admit(fields, HERE) == (fields, [])
+
+
+def test_children_are_fitted_and_fail_as_the_whole_does() -> None:
+    theirs = {"kv_connector": "OffloadingConnector", "kv_rank": 3}
+    fields = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {
+            "connectors": [
+                {"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer", "engine_id": "0", "kv_rank": 0},
+                {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "fail"},
+                theirs,
+            ]
+        },
+    }
+
+    admitted, said = admit(fields, HERE)
+
+    assert admitted["kv_load_failure_policy"] == "recompute"
+    hand_off, store, other = admitted["kv_connector_extra_config"]["connectors"]
+    assert hand_off == {
+        "kv_connector": "MooncakeConnectorV1",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+    }
+    assert store["kv_load_failure_policy"] == "recompute"
+    assert other is theirs
+    assert said == ["accepted, but without a meaning for MooncakeConnectorV1: kv_rank, engine_id"]
