@@ -35,6 +35,7 @@ from rich.table import Table
 
 from ems.bench.latency import Latency, summarise
 from ems.testing.node import NodeProcess
+from ems.testing.process import free_port
 from ems.testing.tiny_model import make_model
 from ems.testing.tiny_weights import ModelShape
 
@@ -259,10 +260,15 @@ def _scheduler(config: Any, cache: Any) -> Any:
 def _worker(config: Any, cache: Any) -> Any:
     """The connector's other half, with KV tensors as the CPU engine makes them."""
     import torch
+    from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
-    worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+    with set_current_vllm_config(config):  # the connector asks which rank it is
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     group = cache.kv_cache_groups[0]
     shape = (cache.num_blocks, SHAPE.kv_heads, group.kv_cache_spec.block_size, 2 * SHAPE.head_dim)
     worker.register_kv_caches({name: torch.zeros(shape, dtype=torch.bfloat16) for name in group.layer_names})
