@@ -8,10 +8,10 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help setup static check test demo clean
+.PHONY: help setup static check test test-matrix demo clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## make .venv: EMS, its tools and an engine (the CPU build of vLLM where there is none)
 	@scripts/setup.sh
@@ -28,9 +28,12 @@ check: static  ## the above and the tests that start neither engines nor servers
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
 	@$(BIN)/pytest
 
+test-matrix: setup  ## the connectors' tests with each release of vLLM; VERSIONS="0.28.0 0.30.0" names fewer
+	@$(BIN)/python -m scripts.matrix $(VERSIONS)
+
 demo: setup  ## pool, prefill and decode servers and router on this machine: one chat, one table
 	@$(BIN)/python examples/demo.py
 
 clean:  ## remove the environment and what tools and demo left
-	@rm -rf .venv .venv.lock .run .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	@rm -rf .venv .venv.lock .venv-matrix .run .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	@find src tests scripts examples -name __pycache__ -prune -exec rm -rf {} +

@@ -12,12 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from ems.vllm import compat
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
 from ems.vllm.scheduler import SchedulerSide
@@ -35,10 +35,11 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         settings, warnings = read_settings(transfer.kv_role, transfer.kv_connector_extra_config)
         model = describe(vllm_config, kv_cache_config, settings.tenant, settings.model_id, settings.store_tp_size)
+        compat.check_groups(model.groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            for warning in warnings:
+            for warning in filter(None, (compat.untested_release(), *warnings)):
                 logger.warning("EMS: %s", warning)
             if transfer.kv_load_failure_policy != "recompute":
                 # vLLM's default fails the request; a cache that lost a page must not.
@@ -84,7 +85,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         self._in_scheduler.received(
             connector_output.finished_recving or (),
-            getattr(connector_output, "failed_recving", None) or (),
+            compat.failed_receives(connector_output),
             connector_output.invalid_block_ids,
             getattr(connector_output, "kv_connector_worker_meta", None),
         )
@@ -141,9 +142,11 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         sent, received, _ = self._in_worker.results()
         return sent, received
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         sent, received, failed = self._in_worker.results()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        return compat.KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=failed
+        )
 
     def build_connector_worker_meta(self) -> StepReport | None:
         return self._in_worker.take_report()

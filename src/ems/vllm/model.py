@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ems.errors import ConfigError
 from ems.pool.keys import fingerprint, namespace_name
+from ems.vllm import compat
 from ems.vllm.planes import Plane, Portion, portion, shard_count
 
 LAYOUT_VERSION = 2
@@ -178,25 +179,26 @@ def _attention(spec: Any) -> AttentionSpec:
 
 def _heads_of_layers(spec: Any, layers: tuple[str, ...]) -> tuple[int, ...]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return tuple(int(spec.kv_cache_specs[name].num_heads) for name in layers)
-    return (int(spec.num_heads),) * len(layers)
+        return tuple(compat.num_heads(spec.kv_cache_specs[name]) for name in layers)
+    return (compat.num_heads(spec),) * len(layers)
 
 
 def _window(spec: AttentionSpec) -> int:
     """Tokens in sight of a layer whose old blocks the engine drops; layers that keep all blocks have none."""
-    return int(spec.sliding_window + spec.extra_retained_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+    return int(spec.sliding_window) + compat.extra_retained_tokens(spec) if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def _heads(vllm_config: Any, spec: AttentionSpec) -> int:
     """Distinct KV heads over all ranks."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1:
-        return int(spec.num_heads)
+        return compat.num_heads(spec)
     if isinstance(spec, MLAAttentionSpec):
         return 1
     # With fewer heads than ranks each rank has a copy of one.
     total = int(vllm_config.model_config.get_total_num_kv_heads())
-    return total if total < ranks and spec.num_heads == 1 else int(spec.num_heads) * ranks
+    heads = compat.num_heads(spec)
+    return total if total < ranks and heads == 1 else heads * ranks
 
 
 def _holders(vllm_config: Any, spec: AttentionSpec) -> int:
@@ -213,8 +215,8 @@ def _group_facts(vllm_config: Any, spec: AttentionSpec) -> list[object]:
         str(spec.dtype),
         str(spec.kv_quant_mode),
         _window(spec),
-        spec.state_content_size_bytes,
-        str(spec.tokens_per_state),
+        compat.state_content_size_bytes(spec),
+        compat.tokens_per_state(spec),
     ]
 
 

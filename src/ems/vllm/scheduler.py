@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from ems.pool.client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.launcher import ensure_node
+from ems.vllm import compat
 from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import BlockModel
@@ -126,7 +127,7 @@ class SchedulerSide:
 
     def _save_rest(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what the answer added, in the step that follows; the request's blocks are kept until then."""
-        if getattr(request, "num_in_flight_tokens", 0):
+        if compat.computing(request):
             # A step that was launched may still write into the last blocks.
             return
         computed = min(request.num_computed_tokens, request.num_tokens)

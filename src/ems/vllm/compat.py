@@ -1,0 +1,92 @@
+"""What differs between the releases of vLLM, in one place: the other modules of this package speak the newest one.
+
+Each name here is that of vLLM 0.32 where that has one.  Always: a release is asked what it has, not which number it
+carries, because forks keep numbers of their own; and what it lacks is either replaced without loss or refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from ems.errors import ConfigError
+
+OLDEST, NEWEST = (0, 28), (0, 32)
+"""The releases that EMS is tested with, both included."""
+
+
+@dataclass
+class _TransferResults:
+    """What asynchronous transfers came to, as vLLM 0.30 and later ask for it."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+KVConnectorTransferResults: Any = getattr(base, "KVConnectorTransferResults", _TransferResults)
+
+REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
+"""Whether the engine can be told of a failed load by its request, and not only by blocks (0.30)."""
+
+
+def untested_release(version: str = vllm.__version__) -> str | None:
+    """A warning for a release that nobody tested with this EMS, else None."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        return None
+    first, last = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    return f"this is vLLM {version}, and EMS was tested with {first} to {last}"
+
+
+def check_groups(groups: int, *, reports: bool = REPORTS_FAILED_REQUESTS) -> None:
+    """Refuse several KV cache groups where a load that failed could not be reported.
+
+    Before 0.30 failed loads are reported by block, and the engine ends when it has several groups to look for it in.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if groups > 1 and not reports:
+        raise ConfigError(
+            f"the model has {groups} KV cache groups, and vLLM {vllm.__version__} cannot be told of a load that failed "
+            "in one of several; take vLLM 0.30 or later, or start with --disable-hybrid-kv-cache-manager"
+        )
+
+
+def failed_receives(connector_output: Any) -> set[str]:
+    """Requests whose loads failed, in what the workers reported."""
+    return getattr(connector_output, "failed_recving", None) or set()
+
+
+def computing(request: Any) -> bool:
+    """Whether a step that was launched may still write state of ``request``; not known before 0.27: it may."""
+    return bool(getattr(request, "num_in_flight_tokens", 1))
+
+
+# -------------------------------------------------------------------------------------------------- a layer's state
+
+
+def num_heads(spec: Any) -> int:
+    """Heads on this rank, as the tensors have them."""
+    return int(getattr(spec, "num_heads", spec.num_kv_heads))
+
+
+def tokens_per_state(spec: Any) -> str:
+    """How many tokens one stored state stands for, as a fraction."""
+    return str(getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1)))
+
+
+def state_content_size_bytes(spec: Any) -> int:
+    """Bytes of one state of one head, keys and values."""
+    known = getattr(spec, "state_content_size_bytes", None)
+    return int(spec.page_size_bytes // (spec.block_size * num_heads(spec)) if known is None else known)
+
+
+def extra_retained_tokens(spec: Any) -> int:
+    """Tokens behind a sliding window whose state is kept all the same."""
+    return int(getattr(spec, "extra_retained_tokens", 0))

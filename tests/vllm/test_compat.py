@@ -1,0 +1,124 @@
+"""What a release of vLLM lacks is replaced or refused: names, a layer's state, the order of a step's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from ems.errors import ConfigError
+from ems.pool.keys import KeyChain
+from ems.vllm import compat
+from ems.vllm.metadata import StepMetadata
+from ems.vllm.model import BlockModel, LocalPlane
+from ems.vllm.planes import Plane, Portion
+from ems.vllm.requests import Save
+from ems.vllm.settings import read_settings
+from ems.vllm.worker import WorkerSide
+from tests.e2e.engines import Node, running_node, wait_for
+
+BLOCKS, TOKENS = 8, 4
+NAME = "default/model/layout"
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.30.1", "0.32.0", "0.32.1.dev3+gabc", "dev"])
+def test_releases_that_are_tested_and_builds_without_a_number_pass(version: str) -> None:
+    assert compat.untested_release(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.18.0", "0.33.0", "1.0.0"])
+def test_another_release_is_named_in_a_warning(version: str) -> None:
+    warning = compat.untested_release(version)
+
+    assert warning == f"this is vLLM {version}, and EMS was tested with 0.28 to 0.32"
+
+
+def test_several_groups_need_a_release_that_can_be_told_of_failed_requests() -> None:
+    compat.check_groups(1, reports=False)
+    compat.check_groups(3, reports=True)
+    with pytest.raises(ConfigError, match=r"has 3 KV cache groups.* --disable-hybrid-kv-cache-manager$"):
+        compat.check_groups(3, reports=False)
+
+
+def test_results_have_the_fields_that_the_engine_reads() -> None:
+    for kind in (compat.KVConnectorTransferResults, compat._TransferResults):
+        results = kind(finished_sending={"a"}, finished_recving={"b", "c"}, failed_recving={"c"})
+        assert (results.finished_sending, results.finished_recving, results.failed_recving) == (
+            {"a"},
+            {"b", "c"},
+            {"c"},
+        )
+
+
+def test_failed_receives_of_an_output_with_and_without_them() -> None:
+    assert compat.failed_receives(SimpleNamespace(failed_recving={"a"})) == {"a"}
+    assert compat.failed_receives(SimpleNamespace()) == set()
+
+
+def test_a_request_whose_steps_nobody_counts_may_still_be_computing() -> None:
+    assert not compat.computing(SimpleNamespace(num_in_flight_tokens=0))
+    assert compat.computing(SimpleNamespace(num_in_flight_tokens=3))
+    assert compat.computing(SimpleNamespace())
+
+
+def test_a_spec_of_an_older_release_means_the_same() -> None:
+    new = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    old = SimpleNamespace(block_size=16, num_kv_heads=2, head_size=8, page_size_bytes=new.page_size_bytes)
+
+    for spec in (new, old):
+        assert compat.num_heads(spec) == 2
+        assert compat.state_content_size_bytes(spec) == 2 * 8 * 2
+        assert compat.tokens_per_state(spec) == "1"
+        assert compat.extra_retained_tokens(spec) == 0
+    assert compat.tokens_per_state(SimpleNamespace(compress_ratio=4)) == "4"
+    assert compat.extra_retained_tokens(SimpleNamespace(extra_retained_tokens=7)) == 7
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node("--size", "1MB") as running:
+        wait_for(lambda: running.stats()["bytes_touched"] == 1 << 20, "the memory is touched")
+        yield running
+
+
+@pytest.fixture
+def worker(node: Node) -> Iterator[WorkerSide]:
+    settings, _ = read_settings("kv_both", {"socket": str(node.socket), "autostart": False})
+    plane = Plane(NAME)
+    side = WorkerSide(
+        settings, BlockModel(NAME, TOKENS, BLOCKS, 1, (plane,)), [LocalPlane(0, plane, ("0",), Portion(), (2,))]
+    )
+    side.register({"0": torch.ones((BLOCKS, 2, TOKENS, 16), dtype=torch.bfloat16)})
+    yield side
+    side.close()
+
+
+@pytest.mark.parametrize("release", ["0.30", "0.32"])
+def test_a_step_that_computes_nothing_saves_what_a_request_left(worker: WorkerSide, node: Node, release: str) -> None:
+    """Until 0.30 the engine leaves out ``wait_for_save`` in such a step."""
+    chain = KeyChain(NAME, TOKENS)
+    chain.extend(list(range(2 * TOKENS)))
+    worker.begin(StepMetadata(saves=[Save("a", 0, chain.parent(0), list(chain[0:2]), [[3, 5]])], awaited={"a"}))
+    worker.start_loads()
+    if release == "0.32":
+        worker.computed()
+        wait_for(lambda: node.counters["pages_committed"] == 2, "the blocks are stored")
+    else:
+        assert worker.results()[0] == set(), "the blocks must be kept until they are copied"
+    worker.end()
+
+    sent: set[str] = set()
+
+    def told() -> bool:
+        worker.begin(StepMetadata())
+        worker.start_loads()
+        sent.update(worker.results()[0])
+        worker.end()
+        return bool(sent)
+
+    wait_for(told, "the engine hears that it may have the blocks")
+    assert sent == {"a"}
+    wait_for(lambda: node.counters["pages_committed"] == 2, "the blocks are stored")
