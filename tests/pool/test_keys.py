@@ -151,3 +151,12 @@ def test_joined_keys_and_parents_agree_with_the_chain() -> None:
 def test_a_block_holds_at_least_one_token(size: int) -> None:
     with pytest.raises(ValueError, match="expected a positive number of tokens"):
         KeyChain("n", size)
+
+
+def test_a_chain_grows_by_as_many_blocks_as_are_wanted() -> None:
+    tokens = list(range(64))
+    whole, stepwise = KeyChain("n", 4), KeyChain("n", 4)
+    whole.extend(tokens)
+    for blocks in (3, 3, 10, 40):
+        assert stepwise.extend(tokens, (), blocks) == min(blocks, 16)
+    assert list(stepwise) == list(whole)

@@ -113,14 +113,14 @@ class KeyChain:
             digest.update(_canonical.encode(extra))
         return Tail(digest.digest()[:KEY_BYTES], np.asarray(token_ids, dtype="<i4").tobytes())
 
-    def extend(self, token_ids: Sequence[int], extra: Sequence[object] = ()) -> int:
+    def extend(self, token_ids: Sequence[int], extra: Sequence[object] = (), blocks: int | None = None) -> int:
         """Add keys for all blocks complete in ``token_ids`` (the request's tokens from its start).
 
-        ``extra[i]`` belongs to block ``i``; missing entries and ``None`` mean nothing else matters.  Returns
-        the number of keys.
+        ``extra[i]`` belongs to block ``i``; missing entries and ``None`` mean nothing else matters.  With ``blocks``
+        the chain becomes at most that long.  Returns the number of keys.
         """
         size, done = self._block_size, len(self._keys)
-        whole = len(token_ids) // size
+        whole = len(token_ids) // size if blocks is None else min(len(token_ids) // size, blocks)
         if whole <= done:
             return done
         raw = np.asarray(token_ids[done * size : whole * size], dtype="<i8").tobytes()

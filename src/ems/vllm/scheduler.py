@@ -185,14 +185,14 @@ class SchedulerSide:
         assert known is not None
         size = self._model.block_size
         end = span.end * size
-        tokens = _tokens(request, end + span.tail)
         if known.chain is None:
             known.chain = KeyChain(self._lookups.chain_name, size)
         extra = self._extra(request)() if len(known.chain) < span.end or span.tail else ()
-        known.chain.extend(tokens[:end], extra)
+        known.chain.extend(_tokens(request, 0, end), extra, span.end)
         tail = None
         if span.tail:
-            tail = known.chain.tail(span.end, tokens[end:], extra[span.end] if span.end < len(extra) else None)
+            tokens = _tokens(request, end, end + span.tail)
+            tail = known.chain.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
         return self._book.save(request.request_id, span, known.chain, tail)
 
     def received(
@@ -251,7 +251,9 @@ class SchedulerSide:
 
     def _ask(self, request_id: str, expected: int) -> None:
         request = self._vllm_requests[request_id]
-        tokens = _tokens(request, request.num_prompt_tokens)
+        # Nobody changes a request's prompt, so the lookup thread reads the very list.
+        prompt = request.prompt_token_ids
+        tokens = prompt if prompt is not None else [0] * request.num_prompt_tokens
         self._lookups.ask(LookupJob(request_id, tokens, self._extra(request), expected, time.monotonic()))
 
     def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
@@ -275,8 +277,12 @@ class SchedulerSide:
         return extra
 
 
-def _tokens(request: Any, count: int) -> Sequence[int]:
-    """The first ``count`` token ids of a request; a prompt that came as embeddings is named by these instead."""
+def _tokens(request: Any, start: int, end: int) -> Sequence[int]:
+    """Token ids ``[start, end)`` of a request, or, from its start, at least these.
+
+    A prompt that came as embeddings is named by these instead.
+    """
     if request.prompt_token_ids is None:
-        return [0] * count
-    return list(request.all_token_ids[:count])
+        return [0] * (end - start)
+    tokens: Sequence[int] = request.all_token_ids[start:end] if start else request.all_token_ids
+    return tokens
