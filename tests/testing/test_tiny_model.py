@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from ems.testing.tiny_model import SHAPES, TOKENS, make_model, write_safetensors
+from ems.testing.tiny_model import SHAPES, TOKENS, Size, make_model, write_safetensors
 from ems.testing.tiny_tokenizer import FIRST_READABLE, SPECIAL_TOKENS, write_tokenizer
 from ems.testing.tiny_weights import ModelShape, draw
 
@@ -67,11 +67,86 @@ def test_demo_shape_is_what_the_demo_says() -> None:
     assert 78e6 < shape.parameters < 85e6
 
 
-def test_parameters_are_those_of_the_tensors() -> None:
-    tensors = dict(draw(SHAPES["test"], range(FIRST_READABLE, TOKENS), 0))
+@pytest.mark.parametrize("size", ["test", "mha", "mla", "hybrid"])
+def test_parameters_are_those_of_the_tensors(size: Size) -> None:
+    tensors = dict(draw(SHAPES[size], range(FIRST_READABLE, TOKENS), 0))
     matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 2)
 
-    assert matrices == SHAPES["test"].parameters
+    assert matrices == SHAPES[size].parameters
+
+
+@pytest.mark.parametrize(
+    ("size", "architecture", "bytes_per_token"),
+    [
+        ("test", "Qwen2ForCausalLM", 4 * 2 * 2 * 64 * 2),
+        ("mha", "Qwen2ForCausalLM", 4 * 2 * 8 * 64 * 2),
+        ("mla", "DeepseekV2ForCausalLM", 4 * 576 * 2),
+        ("hybrid", "LlamaForCausalLM", 6 * 2 * 2 * 64 * 2),
+    ],
+)
+def test_each_layout_has_an_architecture(tmp_path: Path, size: Size, architecture: str, bytes_per_token: int) -> None:
+    config = json.loads((make_model(tmp_path / "model", size) / "config.json").read_text())
+
+    assert config["architectures"] == [architecture]
+    assert SHAPES[size].kv_bytes_per_token == bytes_per_token
+
+
+def test_a_hybrid_has_layers_of_both_kinds(tmp_path: Path) -> None:
+    config = json.loads((make_model(tmp_path / "model", "hybrid") / "config.json").read_text())
+
+    sliding, full = "sliding_attention", "full_attention"
+    assert config["layer_types"] == [sliding, sliding, full, sliding, sliding, full]
+    assert config["sliding_window"] == 128
+
+
+def test_layers_with_a_window_look_into_it_and_the_others_beyond_it() -> None:
+    from ems.testing.tiny_weights import _distances
+
+    shape = SHAPES["hybrid"]
+    distances = _distances(np.random.default_rng(0), shape)
+    sliding = [shape.is_sliding(layer) for layer in range(shape.layers)]
+    near, far = distances[sliding], distances[np.logical_not(sliding)]
+
+    assert near.min() == 1
+    assert near.max() == shape.window - 1
+    assert far.min() == shape.window
+    assert far.max() == shape.far
+
+
+def rotated(vector: np.ndarray, position: int) -> np.ndarray:
+    """Rotary embedding of numbers that lie in pairs, from its definition."""
+    angles = position * 10000.0 ** (-np.arange(0, len(vector), 2) / len(vector))
+    pairs = (vector[::2] + 1j * vector[1::2]) * np.exp(1j * angles)
+    return np.stack([pairs.real, pairs.imag], axis=-1).reshape(-1)
+
+
+def test_a_latent_head_finds_the_position_it_looks_for() -> None:
+    """The score of its distance stands out by so much that the softmax leaves nothing to the others."""
+    shape = SHAPES["mla"]
+    tensors = dict(draw(shape, range(FIRST_READABLE, TOKENS), 0))
+    queries = tensors["model.layers.0.self_attn.q_proj.weight"][:, 0].reshape(shape.heads, -1)[:, shape.head_dim :]
+    key = tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][shape.latent :, 0]
+    keys = np.array([rotated(key, position) for position in range(1500)])
+    scale = (shape.head_dim + len(key)) ** -0.5
+
+    for query in queries:
+        scores = keys @ rotated(query, 1400) * scale
+        best, second = np.sort(scores[:1401])[[-1, -2]]
+        assert best - second > 12
+        assert 0 < 1400 - int(scores.argmax()) <= shape.far
+
+
+def test_latent_codes_are_exact_in_every_layer() -> None:
+    """Whatever was added to the stream, the first numbers come out of a layer's norm as +1 and -1 in bfloat16."""
+    shape = SHAPES["mla"]
+    tensors = dict(draw(shape, range(FIRST_READABLE, TOKENS), 0))
+    half = shape.hidden_size // 2
+    stream = tensors["model.embed_tokens.weight"].copy()
+    stream[:, half:] += np.random.default_rng(2).normal(scale=3.5, size=(len(stream), half))
+    normalised = stream / np.sqrt((stream**2).mean(axis=1, keepdims=True) + 1e-6)
+    codes = (normalised * tensors["model.layers.3.input_layernorm.weight"])[:, :half]
+
+    assert np.abs(np.abs(codes) - 1).max() < 2**-9
 
 
 def test_checkpoint(tmp_path: Path) -> None:
