@@ -37,3 +37,10 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(model: Path, logs: Path) -> Iterator[Reference]:
     with VllmServer(model, log=logs / "reference.log", options=OPTIONS) as server:
         yield Reference(server.url)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starting real servers takes minutes on a machine that is busy with something else."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(600))

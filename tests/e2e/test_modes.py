@@ -1,0 +1,60 @@
+"""Other ways to run: layer by layer, loads inside a step, other types of KV, drafted tokens."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ems.testing.engine import VllmServer
+from tests.e2e.engines import OPTIONS, Node, Reference, complete, complete_all, connector, random_prompt, running_node
+
+pytestmark = pytest.mark.e2e
+
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+PROMPTS = [random_prompt(700 + number, 300 + 57 * number) for number in range(3)]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node("--size", "256MB") as running:
+        yield running
+
+
+def test_layer_by_layer_with_eight_bit_values(model: Path, logs: Path, node: Node) -> None:
+    options = msgspec.structs.replace(OPTIONS, arguments=("--kv-cache-dtype", "fp8"))
+    config = connector("kv_both", use_layerwise=True)
+    with VllmServer(
+        model,
+        log=logs / "layerwise.log",
+        options=options,
+        kv_transfer_config=config,
+        environment=node.environment,
+    ) as server:
+        cold = [complete(server.url, prompt) for prompt in PROMPTS]
+        before = node.counters["keys_hit"]
+        assert complete_all(server.url, PROMPTS * 2) == cold * 2
+        assert node.counters["keys_hit"] - before >= 2 * sum(len(prompt) // OPTIONS.block_size for prompt in PROMPTS)
+        assert node.stats()["leases"] == 0
+
+
+def test_loads_inside_a_step_with_drafted_tokens(model: Path, logs: Path, node: Node, reference: Reference) -> None:
+    options = msgspec.structs.replace(OPTIONS, prefix_caching=True, arguments=("--speculative-config", DRAFTS))
+    config = connector("kv_both", load_async=False)
+    with VllmServer(
+        model,
+        log=logs / "drafts.log",
+        options=options,
+        kv_transfer_config=config,
+        environment={**node.environment, "VLLM_SERVER_DEV_MODE": "1"},
+    ) as server:
+        assert complete_all(server.url, PROMPTS) == reference.texts(PROMPTS)
+        empty_cache = urllib.request.Request(server.url + "/reset_prefix_cache", b"")  # noqa: S310 - a server of our own
+        urllib.request.urlopen(empty_cache, timeout=30).close()  # noqa: S310
+        before = node.counters["keys_hit"]
+        assert complete_all(server.url, PROMPTS) == reference.texts(PROMPTS)
+        assert node.counters["keys_hit"] > before
+        assert node.stats()["leases"] == 0

@@ -1,0 +1,113 @@
+"""Layer by layer: a layer is used while later ones are still loaded, and stored while later ones are computed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
+from ems.pool.client import PoolClient
+from ems.pool.keys import KeyChain
+from ems.vllm.layers import layer_index
+from ems.vllm.planes import Plane
+from ems.vllm.requests import Load, LoadPart, Save
+from ems.vllm.search import Prompt, Search
+from tests.e2e.engines import Node, first, running_node, wait_for
+from tests.vllm.test_ranks import BLOCK, LAYERS, Ranks
+
+TOKENS = list(range(8))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node("--size", "8MB") as running:
+        wait_for(lambda: running.stats()["bytes_touched"] == 8 << 20, "the memory is touched")
+        yield running
+
+
+@pytest.fixture
+def ranks(node: Node) -> Iterator[Ranks]:
+    made = Ranks(node, Plane("default/m/layers", shards=2), 2, 1, seed=1, by_layer=True)
+    yield made
+    made.close()
+
+
+def prompt() -> Prompt:
+    chain = KeyChain("model", BLOCK)
+    chain.extend(TOKENS)
+    return Prompt(TOKENS, chain, tuple)
+
+
+def save() -> Save:
+    chain = prompt().chain
+    return Save("r", 0, chain.parent(0), list(chain), [[1, 2]])
+
+
+def test_a_layer_is_stored_before_the_next_is_computed(
+    ranks: Ranks, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: queue.Queue[int] = queue.Queue()
+    copy_out = CpuDevice.copy_out
+
+    def seen(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        copy_out(device, rows, row, page, tensors)
+        copied.put(tensors.start)
+
+    monkeypatch.setattr(CpuDevice, "copy_out", seen)
+    batch = ranks.savers[0].start([save()])
+    for number, name in enumerate(LAYERS):
+        assert copied.empty()
+        batch.computed_layer(name, None)
+        # Two blocks of two shards each.
+        assert [copied.get(timeout=10) for _ in range(4)] == [number] * 4
+        assert node.counters["pages_committed"] == 0
+    batch.computed(None)
+    wait_for(lambda: node.counters["pages_committed"] == 4, "the pages are committed")
+
+
+def test_a_layer_is_used_while_later_ones_are_loaded(ranks: Ranks, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.save(save(), by_layer=True)
+    client = PoolClient(node.socket, "scheduler")
+    search = Search(client, [ranks.plane], BLOCK, 2.0)
+    wait_for(lambda: search.reach(prompt())[0] == len(TOKENS), "the pages are committed")
+    found = search.take(prompt())
+    go_on = [threading.Event() for _ in LAYERS]
+    copy_in = CpuDevice.copy_in
+
+    def held(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+        assert go_on[tensors.start].wait(10)
+        copy_in(device, rows, row, page, tensors)
+
+    monkeypatch.setattr(CpuDevice, "copy_in", held)
+    part = LoadPart(0, [5, 6], found.pages[0].keys, found.pages[0].packed_refs)
+    job = ranks.loaders[0].start(Load("r", found.leases[0].node, [part], joined=True), None, joined=True)
+    for number, name in enumerate(LAYERS):
+        assert not job.progress.wait(name, 0)[0]
+        go_on[number].set()
+        assert job.progress.wait(name, 10)[0]
+        assert job.progress.over is False or number == len(LAYERS) - 1
+    assert first(ranks.loaders[0].results, "the load ends").sound
+    client.close()
+
+
+def test_a_save_that_is_called_off_between_layers_leaves_nothing(ranks: Ranks, node: Node) -> None:
+    batch = ranks.savers[0].start([save()])
+    wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
+    batch.computed_layer(LAYERS[0], None)
+    ranks.savers[0].cancel("r")
+    for name in LAYERS[1:]:
+        batch.computed_layer(name, None)
+    batch.computed(None)
+
+    wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")
+    assert node.counters["pages_committed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [("model.layers.7.self_attn.attn", 7), ("layers.12", 12), ("attn", -1)], ids=str
+)
+def test_layers_are_ordered_by_their_number(name: str, index: int) -> None:
+    assert layer_index(name) == index
