@@ -25,6 +25,8 @@ from ems.testing.engine import EngineOptions, VllmServer
 from ems.testing.tiny_model import make_model
 
 BLOCK = 128
+START_SECONDS = 600.0
+"""Until an engine answers, on a machine that has much else to do."""
 
 
 def options(sizes: Sizes) -> EngineOptions:
@@ -53,7 +55,7 @@ class Comparison:
     def run(self, names: list[str]) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         with ExitStack() as stack:
-            base = stack.enter_context(self._engine(Contender(self._folder, self._pool_gib), 0))
+            (base,) = self._start(stack, Contender(self._folder, self._pool_gib), [0])
             for name in names:
                 entries[name] = self._enter(name, base)
                 # What was found survives what may yet happen.
@@ -79,14 +81,19 @@ class Comparison:
         tell("starting")
         with ExitStack() as stack:
             contender.start(stack)
-            engines = [self._engine(contender, number) for number in (1, 2)]
-            for engine in engines:
-                stack.callback(engine.stop)
-                engine.start()
-            for engine in engines:
-                engine.wait_ready(300)
-            bench = Bench(engines[0], engines[1], base, contender.processes, contender.pooled, self._sizes, tell)
+            first, second = self._start(stack, contender, [1, 2])
+            bench = Bench(first, second, base, contender.processes, contender.pooled, self._sizes, tell)
             return asyncio.run(examine(bench))
+
+    def _start(self, stack: ExitStack, contender: Contender, numbers: list[int]) -> list[VllmServer]:
+        """Start engines at the same time; ``stack`` stops them."""
+        engines = [self._engine(contender, number) for number in numbers]
+        for engine in engines:
+            stack.callback(engine.stop)
+            engine.start()
+        for engine in engines:
+            engine.wait_ready(START_SECONDS)
+        return engines
 
     def _engine(self, contender: Contender, number: int) -> VllmServer:
         return VllmServer(
