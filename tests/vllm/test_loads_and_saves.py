@@ -29,13 +29,16 @@ logger = logging.getLogger("test")
 class Engine:
     """An engine's memory, a client, and the threads that copy."""
 
+    window = 0
+
     def __init__(self, node: Node, name: str) -> None:
         generator = torch.Generator().manual_seed(hash(name) % 1000)
         shape = (BLOCKS, 2, TOKENS, 16)
         self.tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
         layers = tuple(f"layers.{number}" for number in range(LAYERS))
         self.rows = PlaneRows(
-            LocalPlane(0, Plane("default/model/layout"), layers, Portion(), (2,) * LAYERS), self.tensors
+            LocalPlane(0, Plane("default/model/layout", window=self.window), layers, Portion(), (2,) * LAYERS),
+            self.tensors,
         )
         self.namespace = self.rows.namespace
         self.client = PoolClient(node.socket, name)
@@ -316,3 +319,30 @@ def test_a_full_pool_stores_what_fits(engines: tuple[Engine, Engine], node: Node
     one.save(chain_of(2), [0, 1])
 
     assert node.counters["refused_no_space"] >= 2
+
+
+class WindowedEngine(Engine):
+    """An engine that drops blocks of running requests."""
+
+    window = 8
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["running", "ended"])
+def test_blocks_that_leave_a_window_are_copied_no_more_once_the_next_step_begins(
+    node: Node, monkeypatch: pytest.MonkeyPatch, *, ended: bool
+) -> None:
+    """The engine gives them to others; those of a request that has ended it keeps."""
+    engine = WindowedEngine(node, "windowed")
+    monkeypatch.setattr("ems.vllm.saves.WINDOW_SECONDS", 0.0)
+    chain = chain_of(2)
+    try:
+        save = Save("save", 0, NO_PARENT, list(chain[0:2]), [[1, 2]], ended=ended)
+        batch = engine.saver.start([save])
+        wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
+        engine.saver.leave_windows()
+        batch.computed(None)
+        wait_for(lambda: not engine.saver.busy("save"), "the save ends")
+        wait_for(lambda: node.stats()["reservations"] == 0, "the reservation ends")
+        assert present(engine, chain) == (2 if ended else 0)
+    finally:
+        engine.close()

@@ -110,6 +110,9 @@ class Save(msgspec.Struct, frozen=True):
     tail: Tail | None = None
     """The last block, where that is not full."""
 
+    ended: bool = False
+    """The request has ended: the engine keeps all its blocks until the save is over."""
+
 
 class Span(msgspec.Struct, frozen=True):
     """Blocks ``[first, end)`` of a request, and ``tail`` tokens of the block behind them."""

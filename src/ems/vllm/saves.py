@@ -134,7 +134,7 @@ class Saver:
             for job in batch.jobs:
                 self._open[job.save.request_id] += 1
                 self._jobs.setdefault(job.save.request_id, []).append(job)
-        self._windows += [job for job in batch.jobs if job.plane.windowed]
+        self._windows += [job for job in batch.jobs if job.plane.windowed and not job.save.ended]
         self._inbox.put(batch)
         return batch
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -133,7 +134,7 @@ class SchedulerSide:
         computed = min(request.num_computed_tokens, request.num_tokens)
         span = self._book.last_save(request.request_id, block_ids, computed)
         if span is not None:
-            self._saves.append(self._named(request, span))
+            self._saves.append(msgspec.structs.replace(self._named(request, span), ended=True))
 
     # Steps
 
