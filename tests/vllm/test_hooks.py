@@ -85,8 +85,8 @@ def test_children_of_the_multi_connector_can_be_made() -> None:
 
 
 def test_other_configurations_are_checked_as_ever() -> None:
-    with pytest.raises(ValidationError, match="kv_rank"):
-        KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_rank=0)
+    with pytest.raises(ValidationError, match="lookup_rpc_port"):
+        KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", lookup_rpc_port="0")
     with pytest.raises(ValidationError, match="kv_prot"):
         KVTransferConfig(kv_connector="MooncakeConnectorV1", kv_role="kv_both", kv_prot=1)
     assert KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both").kv_load_failure_policy == "fail"
@@ -96,9 +96,9 @@ def test_other_configurations_are_checked_as_ever() -> None:
 def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.ems")
     for _ in range(3):
-        KVTransferConfig(kv_connector="EmsStoreConnector", kv_role="kv_both", kv_ip="127.0.0.1")
+        KVTransferConfig(kv_connector="EmsStoreConnector", kv_role="kv_both", lookup_rpc_port="0")
 
-    assert caplog.messages == ["EMS: accepted, but without a meaning for EmsStoreConnector: kv_ip"]
+    assert caplog.messages == ["EMS: accepted, but without a meaning for EmsStoreConnector: lookup_rpc_port"]
 
 
 @pytest.fixture
