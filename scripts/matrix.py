@@ -31,6 +31,7 @@ SUITES = {
     "connector": ("tests/vllm",),
     "one pool": ("tests/e2e/test_shared_pool.py",),
     "hand-off": ("tests/e2e/test_handoff.py",),
+    "modes": ("tests/e2e/test_modes.py",),
 }
 """Columns of the table, and the tests behind them."""
 

@@ -73,6 +73,7 @@ def test_a_spec_of_an_older_release_means_the_same() -> None:
         assert compat.state_content_size_bytes(spec) == 2 * 8 * 2
         assert compat.tokens_per_state(spec) == "1"
         assert compat.extra_retained_tokens(spec) == 0
+    assert compat.kv_quant_mode(old) == "none"
     assert compat.tokens_per_state(SimpleNamespace(compress_ratio=4)) == "4"
     assert compat.extra_retained_tokens(SimpleNamespace(extra_retained_tokens=7)) == 7
 

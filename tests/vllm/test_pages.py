@@ -86,6 +86,13 @@ def test_tensors_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         plane_rows([local()], {name: torch.zeros(shape) for name in NAMES}, BLOCKS)
 
 
+def test_keys_and_values_in_tensors_of_their_own_are_refused() -> None:
+    pair = (torch.zeros(BLOCKS, TOKENS, HEADS, WIDTH),) * 2
+
+    with pytest.raises(ConfigError, match=r"registered 2 KV cache tensors for layer layers\.0, expected one"):
+        plane_rows([local()], dict.fromkeys(NAMES, pair), BLOCKS)
+
+
 def test_a_layer_without_a_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no KV cache for layer layers\.1"):
         plane_rows([local()], {"layers.0": torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)}, BLOCKS)

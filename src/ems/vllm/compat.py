@@ -90,3 +90,8 @@ def state_content_size_bytes(spec: Any) -> int:
 def extra_retained_tokens(spec: Any) -> int:
     """Tokens behind a sliding window whose state is kept all the same."""
     return int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def kv_quant_mode(spec: Any) -> str:
+    """How keys and values are quantised; before 0.24 the cache's dtype says all that is known of it."""
+    return str(getattr(spec, "kv_quant_mode", "none"))

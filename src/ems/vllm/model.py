@@ -213,7 +213,7 @@ def _group_facts(vllm_config: Any, spec: AttentionSpec) -> list[object]:
         spec.head_size,
         spec.head_size_v,
         str(spec.dtype),
-        str(spec.kv_quant_mode),
+        compat.kv_quant_mode(spec),
         _window(spec),
         compat.state_content_size_bytes(spec),
         compat.tokens_per_state(spec),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ems.cc_v1.tensors import BlockRows
 from ems.errors import ConfigError
@@ -101,8 +101,13 @@ def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, torch.Tenso
     return found
 
 
-def _by_heads(tensor: torch.Tensor, num_blocks: int, heads: int, name: str) -> torch.Tensor:
+def _by_heads(tensor: Any, num_blocks: int, heads: int, name: str) -> torch.Tensor:
     """``tensor`` as ``[num_blocks, heads, ...]``: a block that the kernels cut in pieces is put together again."""
+    if isinstance(tensor, (tuple, list)):
+        raise ConfigError(
+            f"the engine registered {len(tensor)} KV cache tensors for layer {name}, expected one with keys and values "
+            "in it, so this release or platform of vLLM is not served"
+        )
     shape = tuple(tensor.shape)
     if tensor.dim() == 3:
         tensor = tensor.unsqueeze(1)
@@ -111,7 +116,5 @@ def _by_heads(tensor: torch.Tensor, num_blocks: int, heads: int, name: str) -> t
             f"the engine registered a KV cache of shape {shape} for layer {name}, expected [{num_blocks} blocks, "
             f"{heads} heads, tokens, values], so this release of vLLM is not served"
         )
-    if shape[0] == num_blocks:
-        return tensor
-    pieces = tensor.unflatten(0, (num_blocks, -1))
-    return pieces.transpose(1, 2)
+    whole: torch.Tensor = tensor if shape[0] == num_blocks else tensor.unflatten(0, (num_blocks, -1)).transpose(1, 2)
+    return whole
