@@ -453,3 +453,24 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_an_engine_that_does_not_load_never_asks_but_saves() -> None:
+    book = RequestBook(BLOCK, [Plane("p")], saves=True, loads=False, lookup_timeout=1.0, handoff_timeout=2.0)
+
+    assert book.arrive("a", 10, 0, 0.0) == []
+    assert book.match("a", 10, 0, 0.0) == (0, [])
+    book.allocated("a", [[5, 6, 7]], 0)
+    assert book.scheduled("a", [[5, 6, 7]], 10, replace=True) == Span(0, 2, 2)
+
+    book.preempted("a")
+    assert book.match("a", 10, 0, 1.0) == (0, [])
+
+
+def test_an_engine_may_be_told_to_save_full_blocks_only() -> None:
+    book = RequestBook(BLOCK, [Plane("p")], saves=True, saves_tails=False, lookup_timeout=1.0, handoff_timeout=2.0)
+    book.arrive("a", 10, 0, 0.0)
+    book.allocated("a", [[5, 6, 7]], 0)
+
+    assert book.scheduled("a", [[5, 6, 7]], 10, replace=True) == Span(0, 2, 0)
+    assert book.last_save("a", [[5, 6, 7]], 11) is None

@@ -172,13 +172,15 @@ class RequestBook:
     are part of the step that begins them; the last token of a request is then left for that step to compute.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one name for each thing that an engine may be told to do or not
         self,
         block_size: int,
         planes: Sequence[Plane],
         groups: int = 1,
         *,
         saves: bool,
+        saves_tails: bool = True,
+        loads: bool = True,
         lookup_timeout: float,
         handoff_timeout: float,
         joined: bool = False,
@@ -190,6 +192,8 @@ class RequestBook:
         self._leaves_last = joined or any(plane.window for plane in planes)
         self._joined = joined
         self._saves = saves
+        self._saves_tails = saves_tails
+        self._loads = loads
         self._lookup_timeout = lookup_timeout
         self._handoff_timeout = handoff_timeout
         self._requests: dict[str, Request] = {}
@@ -217,7 +221,7 @@ class RequestBook:
         """A request came in; ``expected`` of its tokens were announced by a prefill (0: none were)."""
         request = Request(request_id, prompt_tokens, expected)
         self._requests[request_id] = request
-        if prompt_tokens < 2:
+        if prompt_tokens < 2 or not self._loads:
             # One token must be computed in any case.
             request.phase = Phase.SETTLED
             return []
@@ -363,7 +367,7 @@ class RequestBook:
         if request.next_save == NEVER:
             return None
         tail = computed - whole * self._block_size
-        if computed < end or tail >= self._block_size or computed <= request.saved_tail:
+        if computed < end or tail >= self._block_size or computed <= request.saved_tail or not self._saves_tails:
             tail = 0
         if tail and whole >= held:
             tail = 0
@@ -396,7 +400,7 @@ class RequestBook:
         request.block_ids = []
         request.next_save = request.found.blocks
         request.saved_tail = 0
-        if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1:
+        if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:
             request.phase = Phase.NEW
 
     def abandon(self, request_id: str) -> list[Release]:

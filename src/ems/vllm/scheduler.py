@@ -44,6 +44,8 @@ class SchedulerSide:
             model.planes,
             model.groups,
             saves=settings.saves,
+            saves_tails=settings.save_tails,
+            loads=settings.loads,
             lookup_timeout=settings.lookup_timeout,
             handoff_timeout=settings.handoff_timeout,
             joined=self._joined,
@@ -85,10 +87,9 @@ class SchedulerSide:
         self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected, time.monotonic()))
 
     def _announced(self, request: Any) -> int:
+        """Tokens that the request's prefill stores; none where a connector beside this one hands over the blocks."""
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill"):
-            return 0
-        announced = params.get(ANNOUNCED)
+        announced = None if params.get("remote_engine_id") else params.get(ANNOUNCED)
         return min(announced, request.num_prompt_tokens) if isinstance(announced, int) and announced > 0 else 0
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
@@ -124,7 +125,8 @@ class SchedulerSide:
         if not params.get("do_remote_decode") or not self._settings.saves:
             return keep, None
         announced = min(stored, request.num_prompt_tokens)
-        return keep, {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCED: announced}
+        # Nothing but a key of our own: vLLM ends where two connectors of one engine answer with the same one.
+        return keep, {ANNOUNCED: announced}
 
     def _save_rest(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what the answer added, in the step that follows; the request's blocks are kept until then."""
