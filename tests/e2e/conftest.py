@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,17 @@ def _sweep() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "test")
+
+
+@pytest.fixture(scope="session")
+def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without ``head_dim`` in its configuration, as many are published."""
+    model = make_model(tmp_path_factory.mktemp("bare") / "tiny", "test")
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    del config["head_dim"]
+    path.write_text(json.dumps(config))
+    return model
 
 
 @pytest.fixture(scope="session")

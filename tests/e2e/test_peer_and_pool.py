@@ -1,0 +1,101 @@
+"""The hand-off from peer to peer with the pool beside it, both as children of vLLM's MultiConnector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ems.testing.engine import VllmServer
+from tests.e2e.engines import (
+    BLOCK,
+    OPTIONS,
+    Reference,
+    complete,
+    complete_all,
+    random_prompt,
+    running,
+    running_node,
+    wait_for,
+)
+from tests.e2e.test_handoff import Fleet, external_hits, running_router
+from tests.e2e.test_peer_to_peer import hand_off
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+def both(role: str) -> dict[str, object]:
+    store = {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"lookup_rpc_port": "0", "backend": "mooncake"},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": [hand_off(role), store]},
+    }
+
+
+@pytest.fixture(scope="module")
+def beside_the_pool(bare_model: Path, logs: Path) -> Iterator[Fleet]:
+    with running_node("--size", "512MB") as node:
+        prefill, decode = (
+            VllmServer(
+                bare_model,
+                log=logs / f"both-{role}.log",
+                kv_transfer_config=both(role),
+                options=OPTIONS,
+                environment=node.environment,
+            )
+            for role in ("kv_producer", "kv_consumer")
+        )
+        with running(prefill, decode), running_router(prefill, decode, logs / "both-router.log") as url:
+            yield Fleet(node, prefill, decode, url)
+
+
+def test_the_peer_hands_over_and_the_pool_keeps(beside_the_pool: Fleet, reference: Reference) -> None:
+    fleet = beside_the_pool
+    prompts = [random_prompt(1700 + number, 4 * BLOCK + 21 * number) for number in range(8)]
+    expected = reference.texts(prompts)
+    before = external_hits(fleet.decode)
+
+    assert complete_all(fleet.url, prompts) == expected
+
+    assert external_hits(fleet.decode) - before == sum(map(len, prompts))
+    blocks = sum(len(prompt) // BLOCK for prompt in prompts)
+    wait_for(lambda: fleet.node.counters["pages_committed"] >= blocks, "the prefill stores what it computed")
+    assert "KV cache transfer for request" in fleet.decode.log.read_text()
+
+
+def test_what_the_pool_keeps_the_prefill_does_not_compute_again(beside_the_pool: Fleet, reference: Reference) -> None:
+    """The second time around the prefill loads, and still hands over."""
+    fleet = beside_the_pool
+    prompt = random_prompt(1800, 6 * BLOCK)
+    expected = reference.text(prompt)
+    committed = fleet.node.counters["pages_committed"]
+    assert complete(fleet.url, prompt) == expected
+    wait_for(lambda: fleet.node.counters["pages_committed"] >= committed + 6, "the prefill stores the prompt")
+    prefill, decode = external_hits(fleet.prefill), external_hits(fleet.decode)
+
+    assert complete(fleet.url, prompt) == expected
+
+    assert external_hits(fleet.prefill) - prefill == len(prompt)
+    assert external_hits(fleet.decode) - decode == len(prompt)
+
+
+def test_without_a_peer_the_decode_finds_the_prompt_in_the_pool(beside_the_pool: Fleet, reference: Reference) -> None:
+    """Last: the prefill server does not come back."""
+    fleet = beside_the_pool
+    prompt = random_prompt(1900, 5 * BLOCK)
+    expected = reference.text(prompt)
+    committed = fleet.node.counters["pages_committed"]
+    assert complete(fleet.prefill.url, prompt) == expected
+    wait_for(lambda: fleet.node.counters["pages_committed"] >= committed + 5, "the prefill stores the prompt")
+    fleet.prefill.kill()
+    before = external_hits(fleet.decode)
+
+    assert complete(fleet.url, prompt) == expected
+
+    assert external_hits(fleet.decode) - before == len(prompt)

@@ -1,0 +1,87 @@
+"""Prefill and decode apart with the hand-off from peer to peer, as people write it.
+
+The model's configuration lacks ``head_dim``, as many do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ems.testing.engine import VllmServer
+from tests.e2e.engines import (
+    BLOCK,
+    OPTIONS,
+    Reference,
+    complete,
+    complete_all,
+    post,
+    random_prompt,
+    running,
+    running_node,
+)
+from tests.e2e.test_handoff import CHAT, Fleet, external_hits, running_router
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+SIZES = {"prefill": {"dp_size": 1, "tp_size": 1}, "decode": {"dp_size": 1, "tp_size": 1}}
+
+
+def hand_off(role: str) -> dict[str, object]:
+    """The same on both sides: port, identity, and keys that only mean something to other hardware and releases."""
+    return {
+        "kv_connector": "MooncakeConnectorV1",
+        "kv_role": role,
+        "kv_port": "20001",
+        "kv_buffer_device": "npu",
+        "kv_parallel_size": 1,
+        "kv_connector_extra_config": {"use_ascend_direct": True, **SIZES},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(bare_model: Path, logs: Path) -> Iterator[Fleet]:
+    with running_node("--size", "64MB") as node:
+        prefill, decode = (
+            VllmServer(
+                bare_model,
+                log=logs / f"peer-{role}.log",
+                kv_transfer_config={**hand_off(role), "engine_id": "0"},
+                options=OPTIONS,
+                environment=node.environment,
+            )
+            for role in ("kv_producer", "kv_consumer")
+        )
+        with running(prefill, decode), running_router(prefill, decode, logs / "peer-router.log") as url:
+            yield Fleet(node, prefill, decode, url)
+
+
+def test_the_decode_takes_every_block_from_its_peer(alone: Fleet, reference: Reference) -> None:
+    prompts = [random_prompt(1500 + number, 3 * BLOCK + 37 * number) for number in range(8)]
+    expected = reference.texts(prompts)
+    before = external_hits(alone.decode)
+
+    assert complete_all(alone.url, prompts) == expected
+
+    assert external_hits(alone.decode) - before == sum(map(len, prompts))
+    assert alone.node.counters.get("pages_committed", 0) == 0, "the pool has no part in it"
+
+
+def test_a_chat_from_peer_to_peer_says_what_one_engine_says(alone: Fleet, reference: Reference) -> None:
+    answer = post(alone.url, "/v1/chat/completions", CHAT)
+
+    assert answer["choices"][0]["message"]["content"] == reference.chat(CHAT)
+
+
+def test_both_sides_say_what_they_do_and_what_they_ignore(alone: Fleet) -> None:
+    complete(alone.url, random_prompt(1600, 4 * BLOCK))
+
+    prefill, decode = alone.prefill.log.read_text(), alone.decode.log.read_text()
+    assert "Delaying free of 4 blocks for request" in prefill
+    assert "KV cache transfer for request" in decode
+    for said in (prefill, decode):
+        assert said.count("without a meaning for MooncakeConnectorV1: kv_parallel_size, kv_buffer_device") == 1
+        assert said.count("in kv_connector_extra_config: use_ascend_direct") == 1
+    assert "(kv_port) is taken on this machine" in prefill + decode, "both were told the same port"
