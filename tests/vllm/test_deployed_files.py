@@ -102,11 +102,20 @@ def test_children_are_fitted_and_fail_as_the_whole_does() -> None:
 
     assert admitted["kv_load_failure_policy"] == "recompute"
     hand_off, store, other = admitted["kv_connector_extra_config"]["connectors"]
-    assert hand_off == {
-        "kv_connector": "MooncakeConnectorV1",
-        "kv_role": "kv_producer",
-        "kv_load_failure_policy": "recompute",
-    }
-    assert store["kv_load_failure_policy"] == "recompute"
+    assert hand_off == {"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}
+    assert store == {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer"}
     assert other is theirs
     assert said == ["accepted, but without a meaning for MooncakeConnectorV1: kv_rank, engine_id"]
+
+
+def test_a_whole_that_lets_requests_fail_is_told_so() -> None:
+    fields = {
+        "kv_connector": "MultiConnector",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "AscendStoreConnector", "kv_role": "kv_both"}]},
+    }
+
+    admitted, (sentence,) = admit(fields, HERE)
+
+    assert admitted == fields
+    assert sentence.startswith("kv_load_failure_policy of MultiConnector is 'fail', which ends each request")

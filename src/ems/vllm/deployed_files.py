@@ -31,7 +31,8 @@ class Installation(msgspec.Struct, frozen=True):
 def admit(fields: Mapping[str, Any], here: Installation) -> tuple[dict[str, Any], list[str]]:
     """``fields`` of a KV transfer configuration as vLLM takes them, and a sentence for each connector that lost some.
 
-    A connector of ours recomputes what cannot be loaded, unless the configuration says otherwise.
+    Where a connector of ours is used, what cannot be loaded is recomputed unless the configuration says otherwise.
+    vLLM goes by the policy of the whole, so children need none.
     """
     if _is_ours(fields, here):
         return _admit_one(fields, here)
@@ -44,14 +45,17 @@ def admit(fields: Mapping[str, Any], here: Installation) -> tuple[dict[str, Any]
         if _is_ours(child, here):
             # vLLM gives children the identity of the whole, and cannot do so where they bring one.
             fitted, more = _admit_one(child, here, "engine_id")
-            if "kv_load_failure_policy" in admitted:
-                fitted["kv_load_failure_policy"] = admitted["kv_load_failure_policy"]
+            fitted.pop("kv_load_failure_policy", None)
             said += [sentence for sentence in more if sentence not in said]
             connectors.append(fitted)
         else:
             connectors.append(child)
-    extra = dict(fields["kv_connector_extra_config"])
-    admitted["kv_connector_extra_config"] = {**extra, "connectors": connectors}
+    admitted["kv_connector_extra_config"] = {**fields["kv_connector_extra_config"], "connectors": connectors}
+    if admitted.get("kv_load_failure_policy") == "fail":
+        said.append(
+            "kv_load_failure_policy of MultiConnector is 'fail', which ends each request of which a block cannot be "
+            "loaded; leave it out or set it to 'recompute'"
+        )
     return admitted, said
 
 
