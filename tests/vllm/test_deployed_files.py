@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ems.vllm.deployed_files import Installation, admit
+from ems.errors import ConfigError
+from ems.vllm.deployed_files import Installation, admit, check
 
 KNOWN = frozenset(
     {"kv_connector", "kv_role", "kv_port", "engine_id", "kv_buffer_device", "kv_connector_extra_config"}
@@ -119,3 +120,50 @@ def test_a_whole_that_lets_requests_fail_is_told_so() -> None:
 
     assert admitted == fields
     assert sentence.startswith("kv_load_failure_policy of MultiConnector is 'fail', which ends each request")
+
+
+def inside(child: object) -> dict[str, Any]:
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [child]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"kv_connector": "AscendStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"tenant": []}},
+            "tenant is [], expected a text",
+        ),
+        (
+            {"kv_connector": "AscendStoreConnector"},
+            "kv_role is None, expected kv_producer, kv_consumer or kv_both",
+        ),
+        (
+            {"kv_connector": "MooncakeConnectorV1", "kv_connector_extra_config": {"decode": {"tp_size": "two"}}},
+            "decode.tp_size is 'two', expected a whole number of ranks from 1 on",
+        ),
+    ],
+    ids=["value", "role", "sizes"],
+)
+def test_wrong_settings_are_refused_before_an_engine_starts(fields: dict[str, Any], sentence: str) -> None:
+    for given in (fields, inside(fields)):
+        with pytest.raises(ConfigError) as error:
+            check(given, HERE)
+        assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"tenant": []}},
+        {"kv_connector": "AscendStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": None},
+        {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": "vLLM says what is wrong"},
+        {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": {"on_error": "serve_without"}},
+        {"kv_connector": "MooncakeConnectorV1"},
+        {},
+    ],
+    ids=["of others", "none", "no object", "allowed", "no sizes", "nothing"],
+)
+def test_what_is_not_wrong_or_not_ours_passes(fields: dict[str, Any]) -> None:
+    check(fields, HERE)
+    check(inside(fields), HERE)
+    check(inside(5), HERE)

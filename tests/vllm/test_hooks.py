@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 from pathlib import Path
@@ -12,6 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from vllm.config import ModelConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ems.testing.tiny_model import make_model
 from ems.vllm import plugin
@@ -99,6 +102,18 @@ def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None
         KVTransferConfig(kv_connector="EmsStoreConnector", kv_role="kv_both", lookup_rpc_port="0")
 
     assert caplog.messages == ["EMS: accepted, but without a meaning for EmsStoreConnector: lookup_rpc_port"]
+
+
+def test_a_wrong_setting_is_an_error_in_usage() -> None:
+    """Said by the command line at once, not by an engine after a minute."""
+    wrong = {**STORE, "kv_role": "kv_consumer", "kv_connector_extra_config": {"consumer_is_to_load": False}}
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+
+    with pytest.raises(argparse.ArgumentError) as error:
+        parser.parse_args(["--kv-transfer-config", json.dumps(wrong)])
+
+    assert "consumer_is_to_load is false for a kv_consumer that does not save either" in str(error.value)
+    assert "validation error for KVTransferConfig" in str(error.value)
 
 
 @pytest.fixture

@@ -12,8 +12,12 @@ from typing import Any
 
 import msgspec
 
+from ems.vllm.settings import read_settings
+from ems.vllm.transport_settings import check_sizes
+
 _LEFT_OUT = ("kv_rank", "kv_parallel_size", "kv_ip", "lookup_rpc_port", "mooncake_rpc_port")
 _MULTI = "MultiConnector"
+_PEER_TO_PEER = "MooncakeConnectorV1"
 
 
 class Installation(msgspec.Struct, frozen=True):
@@ -57,6 +61,25 @@ def admit(fields: Mapping[str, Any], here: Installation) -> tuple[dict[str, Any]
             "loaded; leave it out or set it to 'recompute'"
         )
     return admitted, said
+
+
+def check(fields: Mapping[str, Any], here: Installation) -> None:
+    """Refuse settings of connectors of ours that are wrong, before an engine is started with them.
+
+    Where the user lets an engine start without the cache, its connector says later what is wrong.
+
+    Raises:
+        ConfigError: a setting is wrong, or two contradict each other.
+    """
+    children = _children(fields) if fields.get("kv_connector") == _MULTI else []
+    for one in (fields, *children):
+        extra = (one.get("kv_connector_extra_config") or {}) if _is_ours(one, here) else None
+        if not isinstance(extra, Mapping) or extra.get("on_error") == "serve_without":
+            continue
+        if one["kv_connector"] == _PEER_TO_PEER:
+            check_sizes(extra)
+        else:
+            read_settings(one.get("kv_role"), extra)
 
 
 def _children(fields: Mapping[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from ems.vllm.deployed_files import Installation, admit
+from ems.vllm.deployed_files import Installation, admit, check
 
 logger = init_logger("vllm.ems")
 
@@ -21,7 +21,7 @@ _INSTALLED = "_ems_installed"
 
 
 def admit_deployed_files(ours: frozenset[str]) -> None:
-    """Let vLLM's KV transfer configuration pass through :func:`admit` before it is checked.
+    """Let vLLM's KV transfer configuration pass through :func:`admit` and :func:`check` before vLLM checks it.
 
     It is checked in two ways, from JSON and from keyword arguments, and both go through its pydantic schema.
     """
@@ -40,7 +40,7 @@ def admit_deployed_files(ours: frozenset[str]) -> None:
             return _admitted(given, ours, known) if isinstance(given, dict) else given
 
         schema = core_schema.no_info_before_validator_function(fit, KVTransferConfig.__pydantic_core_schema__)
-        KVTransferConfig.__pydantic_validator__ = SchemaValidator(schema)
+        KVTransferConfig.__pydantic_validator__ = SchemaValidator(schema, {"title": KVTransferConfig.__name__})
         KVTransferConfig.__pydantic_core_schema__ = schema
         setattr(KVTransferConfig, _INSTALLED, True)
     except (ImportError, AttributeError, TypeError) as error:
@@ -50,9 +50,11 @@ def admit_deployed_files(ours: frozenset[str]) -> None:
 def _admitted(given: dict[str, Any], ours: frozenset[str], known: frozenset[str]) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
-    admitted, said = admit(given, Installation(ours, known, str(current_platform.device_type), _importable))
+    here = Installation(ours, known, str(current_platform.device_type), _importable)
+    admitted, said = admit(given, here)
     for sentence in said:
         logger.warning_once("EMS: %s", sentence)
+    check(admitted, here)
     return admitted
 
 

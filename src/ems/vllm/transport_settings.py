@@ -58,6 +58,15 @@ def read_transport(kv_role: str | None, extra: Mapping[str, Any], own: Paralleli
     return Transport(extra={key: value for key, value in extra.items() if key in passed}, said=said)
 
 
+def check_sizes(extra: Mapping[str, Any]) -> None:
+    """What can be told of both sides' sizes without an engine.
+
+    Raises:
+        ConfigError: a value is wrong, or the sizes do not fit each other.
+    """
+    _check_pair(_side(extra, "prefill"), _side(extra, "decode"))
+
+
 def _side(extra: Mapping[str, Any], name: str) -> Parallelism | None:
     given = extra.get(name)
     if given is None:
