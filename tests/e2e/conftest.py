@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +14,33 @@ from ems.testing.tiny_model import make_model
 from tests.e2e.engines import OPTIONS, Reference
 
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _sweep() -> Iterator[None]:
     """Engines that tests kill cannot remove their own message queues from shared memory; nobody else does."""
-    shared_memory = Path("/dev/shm")
-    before = set(shared_memory.iterdir())
+    before = set(SHARED_MEMORY.iterdir())
     yield
-    for left in set(shared_memory.iterdir()) - before:
-        if left.name.startswith(("psm_", "sem.mp-")):
-            left.unlink()
+    left = {
+        file
+        for file in set(SHARED_MEMORY.iterdir()) - before
+        if file.name.startswith(("psm_", "sem.mp-", "vllm_dist_"))
+    }
+    for file in left - in_use():
+        file.unlink(missing_ok=True)
+
+
+def in_use() -> set[Path]:
+    """Files in shared memory that some process has mapped: engines of somebody else may start here meanwhile."""
+    files = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:  # the process ended, or is another user's
+            continue
+        files |= {SHARED_MEMORY / name for name in re.findall(rf"{SHARED_MEMORY}/(\S+)", text)}
+    return files
 
 
 @pytest.fixture(scope="session")
