@@ -13,7 +13,6 @@ from ems.testing.engine import VllmServer
 from ems.testing.tiny_model import make_model
 from tests.e2e.engines import OPTIONS, Reference
 
-
 SHARED_MEMORY = Path("/dev/shm")
 
 
