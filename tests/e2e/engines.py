@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,16 @@ class Node:
         self._process.kill()
         self._process.wait()
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The node is there and answers nobody."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
@@ -158,15 +169,16 @@ def running(*servers: VllmServer) -> Iterator[None]:
 
 
 def connector(role: str, **extra: object) -> dict[str, object]:
-    """What one writes after ``--kv-transfer-config``; vLLM's own default failure policy stays in force."""
-    config: dict[str, object] = {
+    """What one writes after ``--kv-transfer-config``; vLLM's own default failure policy stays in force.
+
+    Everything that is found is loaded, also what such a small model would compute faster.
+    """
+    return {
         "kv_connector": "EmsStoreConnector",
         "kv_role": role,
         "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"cost_model": False, **extra},
     }
-    if extra:
-        config["kv_connector_extra_config"] = extra
-    return config
 
 
 class Reference:
@@ -182,8 +194,9 @@ class Reference:
             self._texts[key] = complete(self._url, prompt, tokens)
         return self._texts[key]
 
-    def texts(self, prompts: Sequence[Prompt], tokens: int = 12) -> list[str]:
-        return [self.text(prompt, tokens) for prompt in prompts]
+    def texts(self, prompts: Sequence[Prompt], tokens: int = 12, at_once: int = 8) -> list[str]:
+        with ThreadPoolExecutor(at_once) as threads:
+            return list(threads.map(lambda prompt: self.text(prompt, tokens), prompts))
 
     def chat(self, body: dict[str, Any]) -> str:
         return str(post(self._url, "/v1/chat/completions", body)["choices"][0]["message"]["content"])

@@ -1,0 +1,72 @@
+"""Every layout of KV that is served: a model, how two engines that share its blocks are run, what one without says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ems.testing.engine import EngineOptions, VllmServer
+from ems.testing.tiny_model import Size, make_model
+from tests.e2e.engines import OPTIONS, Node, Reference, connector, running, running_node, wait_for
+
+TWO_RANKS = ("--tensor-parallel-size", "2")
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, and what its two engines do not have in common."""
+
+    model: Size
+    options: EngineOptions = msgspec.structs.replace(OPTIONS, gpu_blocks=300)
+    first: tuple[str, ...] = ()
+    second: tuple[str, ...] = ()
+
+
+_LATENT = msgspec.structs.replace(OPTIONS, block_size=16, gpu_blocks=600, arguments=("--attention-backend", "CPU_MLA"))
+
+LAYOUTS = {
+    "grouped": Layout(model="test", first=TWO_RANKS),
+    "mha": Layout(model="mha"),
+    "latent": Layout(model="mla", options=_LATENT, second=TWO_RANKS),
+    "hybrid": Layout(model="hybrid", second=TWO_RANKS),
+}
+
+
+class Pair:
+    """Two engines on one pool, of which only the first keeps prefixes itself, and what they should say."""
+
+    def __init__(
+        self, layout: Layout, node: Node, servers: tuple[VllmServer, VllmServer], reference: Reference
+    ) -> None:
+        self.layout = layout
+        self.node = node
+        self.first, self.second = self.servers = servers
+        self.reference = reference
+        self.block = layout.options.block_size
+
+    def wait_stored(self) -> None:
+        """Return when nothing is being written to the pool."""
+        wait_for(lambda: self.node.stats()["reservations"] == 0, "everything is stored")
+
+
+@contextmanager
+def running_pair(layout: Layout, folder: Path) -> Iterator[Pair]:
+    model = make_model(folder / "model", layout.model)
+    plain = VllmServer(model, log=folder / "plain.log", options=layout.options)
+    with running_node("--size", "512MB") as node:
+        first, second = (
+            VllmServer(
+                model,
+                log=folder / f"{name}.log",
+                kv_transfer_config=connector("kv_both"),
+                options=msgspec.structs.replace(
+                    layout.options, prefix_caching=name == "first", arguments=layout.options.arguments + arguments
+                ),
+                environment=node.environment,
+            )
+            for name, arguments in (("first", layout.first), ("second", layout.second))
+        )
+        with running(plain, first, second):
+            yield Pair(layout, node, (first, second), Reference(plain.url))

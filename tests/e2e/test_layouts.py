@@ -1,0 +1,179 @@
+"""Every layout of KV between engines that differ: no text but that of an engine without a connector, whatever fails."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import pytest
+
+from ems.testing.engine import VllmServer
+from tests.e2e.engines import Prompt, complete, complete_all, post, random_prompt, wait_for
+from tests.e2e.layouts import LAYOUTS, Pair, running_pair
+from tests.e2e.pages import stored_pages
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+LENGTHS = (5, 31, 32, 33, 150, 400, 667, 1100)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with running_pair(LAYOUTS[request.param], tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+def external_hits(server: VllmServer) -> float:
+    return server.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
+
+
+def store(pair: Pair, server: VllmServer, prompts: list[Prompt]) -> None:
+    """Let ``server`` compute and store ``prompts``."""
+    assert complete_all(server.url, prompts) == pair.reference.texts(prompts)
+    pair.wait_stored()
+
+
+def test_the_model_notices_any_block_that_is_not_the_prompts(pair: Pair) -> None:
+    """Without this the comparisons below would prove nothing."""
+    prompt = random_prompt(1, 1024)
+    others = []
+    for start in range(0, 1024, 64):
+        other = list(prompt)
+        other[start : start + 64] = random_prompt(2 + start, 64)
+        others.append(other)
+
+    texts = pair.reference.texts([prompt, *others], tokens=24)
+
+    assert texts.count(texts[0]) == 1
+
+
+@pytest.mark.parametrize("forth", [True, False], ids=["from-first-to-second", "from-second-to-first"])
+def test_what_one_stored_serves_the_other(pair: Pair, *, forth: bool) -> None:
+    writer, reader = pair.servers if forth else pair.servers[::-1]
+    prompts = [random_prompt(100 * forth + length, length) for length in LENGTHS]
+    store(pair, writer, prompts)
+    before = external_hits(reader)
+
+    assert complete_all(reader.url, prompts) == pair.reference.texts(prompts)
+
+    assert external_hits(reader) - before == sum(LENGTHS)
+
+
+def test_a_shared_prefix_is_loaded_and_the_rest_computed(pair: Pair) -> None:
+    prefix = random_prompt(10, 20 * pair.block)
+    store(pair, pair.first, [prefix + random_prompt(11, 50)])
+    prompts = [prefix + random_prompt(12, 40), prefix[: 11 * pair.block] + random_prompt(13, 300)]
+    before = external_hits(pair.second)
+
+    assert complete_all(pair.second.url, prompts) == pair.reference.texts(prompts)
+
+    assert external_hits(pair.second) - before == 20 * pair.block + 11 * pair.block
+
+
+def test_the_next_turn_computes_the_new_tokens_only(pair: Pair) -> None:
+    turn = random_prompt(14, 5 * pair.block + 7)
+    body = {"prompt": turn, "max_tokens": 50, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = post(pair.second.url, "/v1/completions", body)["choices"][0]["token_ids"]
+    pair.wait_stored()
+    following = turn + answer + random_prompt(15, 30)
+    before = external_hits(pair.first)
+
+    assert complete(pair.first.url, following) == pair.reference.text(following)
+
+    assert external_hits(pair.first) - before == len(turn) + len(answer) - 1
+
+
+def test_a_page_that_is_overwritten_after_it_was_found_is_computed(pair: Pair) -> None:
+    """One at the beginning, one in the middle, the last: each costs its block and what follows, no more."""
+    for place in (0.0, 0.5, 1.0):
+        prompt = random_prompt(20 + round(10 * place), 12 * pair.block + 5)
+        before = set(stored_pages(pair.node.directory))
+        store(pair, pair.first, [prompt])
+        pages = [page for page in stored_pages(pair.node.directory) if page not in before]
+        assert len(pages) >= 13
+        pages[round(place * (len(pages) - 1))].overwrite()
+
+        # The second time the engine meets the same fault again.
+        assert complete(pair.second.url, prompt) == pair.reference.text(prompt)
+        assert complete(pair.second.url, prompt) == pair.reference.text(prompt)
+
+
+def test_a_lookup_that_nobody_answers_is_a_miss(pair: Pair) -> None:
+    prompts = [random_prompt(30 + number, 6 * pair.block) for number in range(2)]
+    store(pair, pair.first, prompts)
+    expected = pair.reference.texts([*prompts, random_prompt(39, 300)])
+
+    with pair.node.frozen():
+        assert complete_all(pair.second.url, [*prompts, random_prompt(39, 300)]) == expected
+
+    assert complete_all(pair.second.url, [*prompts, random_prompt(39, 300)]) == expected
+
+
+def test_whoever_leaves_takes_nothing_along(pair: Pair) -> None:
+    """Clients that go away at any moment: while their prompt is loaded, computed, or their answer streams."""
+    random = Random(40)
+    prompts = [random_prompt(40 + number, 9 * pair.block + number) for number in range(8)]
+    store(pair, pair.first, prompts[:4])
+    with ThreadPoolExecutor(8) as threads:
+        for server in pair.servers:
+            list(threads.map(leave, [server] * len(prompts), prompts, random.choices(range(4), k=len(prompts))))
+
+    wait_for(lambda: all(server.metrics()["vllm:num_requests_running"] == 0 for server in pair.servers), "all left")
+    for server in pair.servers:
+        assert complete_all(server.url, prompts) == pair.reference.texts(prompts)
+
+
+def leave(server: VllmServer, prompt: Prompt, after: int) -> None:
+    """Ask for a long answer and hang up after ``after`` pieces of it; 0 does not wait for the first."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if after:
+        answer = connection.getresponse()
+        for _ in range(after):
+            answer.readline()
+    connection.close()
+
+
+def test_a_node_that_dies_between_lookup_and_load_costs_a_computation(pair: Pair) -> None:
+    """The engine is full, so that a request waits with what it was promised while the node is killed."""
+    prompt = random_prompt(60, 20 * pair.block)
+    store(pair, pair.first, [prompt])
+    busy = [random_prompt(61 + number, 40) for number in range(pair.layout.options.max_num_seqs)]
+    with ThreadPoolExecutor(len(busy) + 1) as threads:
+        answers = [threads.submit(complete, pair.second.url, each, 200) for each in busy]
+        wait_for(lambda: pair.second.metrics()["vllm:num_requests_running"] == len(busy), "the engine is full")
+        waiting = threads.submit(complete, pair.second.url, prompt)
+        wait_for(lambda: pair.node.stats()["leases"] > 0, "the waiting request is promised its blocks")
+        pair.node.kill()
+        assert not waiting.done()
+        assert waiting.result() == pair.reference.text(prompt)
+        assert [answer.result() for answer in answers] == pair.reference.texts(busy, tokens=200)
+    pair.node.start()
+
+    seeds = iter(range(6000, 7000))
+
+    def crosses() -> bool:
+        fresh = random_prompt(next(seeds), 4 * pair.block)
+        before = external_hits(pair.second)
+        for server in pair.servers:
+            assert complete(server.url, fresh) == pair.reference.text(fresh)
+        return external_hits(pair.second) > before
+
+    wait_for(crosses, "the cache is in use again", 60)
+
+
+def test_at_the_end_nothing_is_held(pair: Pair) -> None:
+    """Last: neither blocks of the engines nor anything of the pool."""
+
+    def figures() -> list[Any]:
+        pool = pair.node.stats()
+        engines = [server.metrics() for server in pair.servers]
+        used = [each["vllm:kv_cache_usage_perc"] for each in engines]
+        return [*used, pool["leases"], pool["reservations"], pool["slots_resting"]]
+
+    wait_for(lambda: not any(figures()), "nothing is held")
