@@ -1,0 +1,141 @@
+"""What a chaos run asks for, what it breaks and when, and what it may not find.
+
+Everything here is a function of the seed and of the answers that came: the shell in ``scripts/chaos.py`` has the
+clock, the sockets and the processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["fresh", "prefix", "repeat", "turn", "long", "leave"]
+Tokens = tuple[int, ...]
+
+MIX: dict[Kind, int] = {"fresh": 15, "prefix": 30, "repeat": 15, "turn": 20, "long": 8, "leave": 12}
+"""Of a hundred requests, so many begin with nothing known, with a shared prefix, say again what was said, go on with a
+conversation, have a long answer, or are given up."""
+
+SERVERS = 2
+LONGEST = 1100
+"""Tokens of the longest prompt; a conversation that grew longer is over."""
+_READABLE = range(300, 1000)
+_REMEMBERED = 40
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One request: to which server, with which prompt, for how many tokens.
+
+    ``leave_after`` pieces of its answer the client hangs up; 0 does not wait for the first, None stays to the end.
+    """
+
+    kind: Kind
+    server: int
+    prompt: Tokens
+    tokens: int
+    leave_after: int | None = None
+
+
+class Load:
+    """An endless, varied load; the same for the same seed and answers."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._prefixes = [self._some(self._random.randrange(100, 700)) for _ in range(6)]
+        self._asked: list[Tokens] = [self._prefixes[0]]
+        self._conversations: list[Tokens] = []
+
+    def next(self) -> Job:
+        """The next request to make."""
+        random = self._random
+        kind = random.choices(list(MIX), list(MIX.values()))[0]
+        tokens = random.randrange(150, 300) if kind in ("long", "leave") else random.randrange(1, 24)
+        prompt = self._prompt(kind)
+        leave_after = random.choice((0, 0, 1, 3, 20, 60)) if kind == "leave" else None
+        self._remember(self._asked, prompt)
+        return Job(kind, random.randrange(SERVERS), prompt, tokens, leave_after)
+
+    def answered(self, job: Job, answer: Tokens) -> None:
+        """``answer`` came for ``job``: a conversation may go on from it."""
+        said = job.prompt + answer
+        if len(said) < LONGEST - 100:
+            self._remember(self._conversations, said)
+
+    def _prompt(self, kind: Kind) -> Tokens:
+        random = self._random
+        if kind == "repeat":
+            return random.choice(self._asked)
+        if kind == "turn" and self._conversations:
+            said = self._conversations.pop(random.randrange(len(self._conversations)))
+            return said + self._some(random.randrange(1, 80))
+        if kind == "long":
+            return self._some(random.randrange(60, 250))
+        if kind in ("prefix", "leave"):
+            prefix = random.choice(self._prefixes)
+            return prefix[: random.randrange(50, len(prefix) + 1)] + self._some(random.randrange(1, 120))
+        return self._some(random.randrange(1, LONGEST))
+
+    def _some(self, count: int) -> Tokens:
+        return tuple(self._random.choices(_READABLE, k=count))
+
+    def _remember(self, things: list[Tokens], thing: Tokens) -> None:
+        if len(things) == _REMEMBERED:
+            things.pop(self._random.randrange(_REMEMBERED))
+        things.append(thing)
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """After so many seconds the node is killed, or frozen; ``lasts`` seconds later it is started again, or goes on."""
+
+    kind: Literal["kill", "freeze"]
+    after: float
+    lasts: float
+
+
+def faults(seed: int) -> Iterator[Fault]:
+    """What happens to the node, for ever: mostly it is killed, and mostly it is back soon."""
+    random = Random(seed)
+    while True:
+        kind: Literal["kill", "freeze"] = "kill" if random.random() < 0.75 else "freeze"
+        lasts = random.uniform(0.0, 1.0) if random.random() < 0.6 else random.uniform(1.0, 8.0)
+        yield Fault(kind, random.uniform(0.5, 15.0), lasts)
+
+
+class Tally:
+    """What came of the requests, and everything that should not have been.  Not safe for several threads."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[Kind] = Counter()
+        self.answered: Counter[Kind] = Counter()
+        self.left: Counter[Kind] = Counter()
+        self.wrong: Counter[Kind] = Counter()
+        self.failed: Counter[Kind] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.violations: list[str] = []
+
+    def fail(self, job: Job, what: str) -> None:
+        """The request came to no answer."""
+        self.failed[job.kind] += 1
+        self.violations.append(f"{_name(job)}: {what}")
+
+    def compare(self, job: Job, answer: Tokens, expected: Tokens) -> None:
+        """Count the request as wrong unless its answer is that of the engine without a connector."""
+        if answer != expected:
+            self.wrong[job.kind] += 1
+            pairs = enumerate(zip(answer, expected, strict=False))
+            first = next((place for place, (one, other) in pairs if one != other), min(len(answer), len(expected)))
+            self.violations.append(
+                f"{_name(job)}: the answer differs from token {first} on from that of an engine without a connector"
+            )
+
+    def leftovers(self, holder: str, held: dict[str, Any]) -> None:
+        """Whatever of ``held`` is not zero after the load should not be."""
+        self.violations += [f"{holder}: {what} is {count}, expected 0" for what, count in held.items() if count]
+
+
+def _name(job: Job) -> str:
+    return f"{job.kind} request of {len(job.prompt)} tokens for {job.tokens} to server {job.server}"
