@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from ems.errors import EmsError, PoolUnavailable
 from ems.pool.client import Namespace, PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.vllm.lookups import GRACE_SECONDS, LookupAnswer, LookupJob, Lookups, keep_waiting
 from ems.vllm.planes import Plane
+from ems.vllm.reasons import Reason
 from ems.vllm.requests import NOTHING
 from tests.e2e.engines import Node, first, running_node, wait_for
 
@@ -195,12 +197,40 @@ def test_a_node_that_hangs_is_a_miss_within_the_deadline(side: Side, node: Node)
         os.kill(pid, signal.SIGCONT)
 
 
+def test_who_asks_for_it_learns_of_a_gap(side: Side) -> None:
+    """The first block is missing, the last is there."""
+    side.writer.commit(side.writer.reserve(NAMESPACE, side.chain[2:3][0], side.chain[3:4]))
+    for explain in (False, True):
+        side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=explain))
+        answer = side.answer()
+        assert answer.found == NOTHING
+        assert answer.reason is (Reason.GAP if explain else None)
+
+
+def test_a_plain_miss_is_no_gap(side: Side) -> None:
+    side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:2]))
+    side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=True))
+    answer = side.answer()
+
+    assert (answer.found.blocks, answer.reason) == (2, None)
+
+
+def test_a_fault_of_the_pool_is_told_and_is_the_reason_of_the_miss(side: Side, node: Node) -> None:
+    told: list[EmsError] = []
+    side.lookups.failed = told.append
+    node.kill()
+    side.ask()
+
+    assert side.answer().reason is Reason.LOOKUP_FAILED
+    assert [type(error) for error in told] == [PoolUnavailable]
+
+
 def test_a_defect_costs_one_hit_and_not_the_thread(side: Side) -> None:
     def broken() -> Sequence[object]:
         raise RuntimeError("broken")
 
     side.ask(extra=broken)
-    assert side.answer() == LookupAnswer("r", None, NOTHING)
+    assert side.answer() == LookupAnswer("r", None, NOTHING, Reason.LOOKUP_FAILED)
     side.ask()
     assert side.answer().chain is not None
 

@@ -30,6 +30,9 @@ class _TransferResults:
 
 KVConnectorTransferResults: Any = getattr(base, "KVConnectorTransferResults", _TransferResults)
 
+HOST_HIT: Any = getattr(getattr(base, "CacheHitSource", None), "HOST", None)
+"""How the engine calls tokens that came from a host's memory (0.32); None where it does not tell sources apart."""
+
 REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether the engine can be told of a failed load by its request, and not only by blocks (0.30)."""
 

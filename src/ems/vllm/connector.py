@@ -6,6 +6,7 @@ an accelerator, so nothing here fails a request: what cannot be loaded is comput
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
@@ -22,6 +24,7 @@ from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
 from ems.vllm.scheduler import SchedulerSide
 from ems.vllm.settings import read_settings
+from ems.vllm.stats import EmsPromMetrics, EmsStats
 from ems.vllm.worker import WorkerSide
 
 logger = init_logger("vllm.ems")
@@ -29,6 +32,9 @@ logger = init_logger("vllm.ems")
 
 class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """The pool of this host behind one engine."""
+
+    _cache_hit_source = compat.HOST_HIT
+    """What was loaded came from this host's memory."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -47,7 +53,8 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy = "recompute"
             parallel = vllm_config.parallel_config
             workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-            self._scheduler = SchedulerSide(settings, model, workers)
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self._scheduler = SchedulerSide(settings, model, workers, step_tokens=step_tokens)
         else:
             planes = local_planes(
                 model,
@@ -101,6 +108,29 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         self._in_scheduler.reset()
         return True
+
+    def take_events(self) -> Iterable[Any]:
+        self._in_scheduler.step_ended()
+        return ()
+
+    # Both sides
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.take_stats() if self._scheduler is not None else self._in_worker.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return EmsStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return EmsPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker side
 

@@ -44,11 +44,9 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 class Tally(msgspec.Struct):
-    """Lookups that were decided: tokens asked for beyond the engine's own, tokens found there, misses by reason."""
+    """Lookups that were decided, each with tokens beyond the engine's own and those to be loaded; misses by reason."""
 
-    lookups: int = 0
-    asked: int = 0
-    found: int = 0
+    decided: list[tuple[int, int]] = msgspec.field(default_factory=list)
     misses: Counter[str] = msgspec.field(default_factory=Counter)
 
 
@@ -169,9 +167,8 @@ class Explanations:
 
     def _decide(self, record: _Record, found: int) -> None:
         record.decided = True
-        self.tally.lookups += 1
-        self.tally.asked += max(record.prompt - record.local, 0)
-        self.tally.found += found
+        if len(self.tally.decided) < MAX_RECORDS:
+            self.tally.decided.append((max(record.prompt - record.local, 0), found))
 
     def _miss(self, record: _Record, reason: Reason) -> None:
         self._decide(record, 0)

@@ -32,6 +32,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     """A load that ended: how many of its blocks hold what they should, the others, and how long it took.
 
     ``sound`` is False when any block of it holds nothing.  ``joined`` loads are part of the step that asked for them.
+    ``error`` is the class of what made it fail as a whole.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     seconds: float
     sound: bool
     joined: bool
+    error: str = ""
 
 
 class LoadJob:
@@ -99,17 +101,20 @@ class Loader:
             load = job.load
             begin = time.perf_counter()
             lost: dict[int, set[int]] | None = None
+            failure = ""
             try:
                 lost = self._load(job)
             except EmsError as error:
+                failure = type(error).__name__
                 self._logger.warning("EMS load for request %s failed, it is computed: %s", load.request_id, error)
-            except Exception:
+            except Exception as error:
                 # Root of this thread: a defect here must cost a recompute, never the engine.
+                failure = type(error).__name__
                 self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
-            self._results.put(self._result(job, lost, time.perf_counter() - begin))
+            self._results.put(self._result(job, lost, time.perf_counter() - begin, failure))
             job.progress.finish()
 
-    def _result(self, job: LoadJob, lost: dict[int, set[int]] | None, seconds: float) -> LoadResult:
+    def _result(self, job: LoadJob, lost: dict[int, set[int]] | None, seconds: float, error: str) -> LoadResult:
         load = job.load
         failed: set[int] = set()
         for part in load.parts:
@@ -121,7 +126,7 @@ class Loader:
             for part in load.parts
             if part.plane in self._by_number
         )
-        return LoadResult(load.request_id, failed, loaded, size, seconds, sound, job.joined)
+        return LoadResult(load.request_id, failed, loaded, size, seconds, sound, job.joined, error)
 
     def _next(self) -> LoadJob | None:
         while True:

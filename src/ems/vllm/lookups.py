@@ -20,7 +20,9 @@ from ems.errors import ConfigError, EmsError, NoSpace, PoolUnavailable
 from ems.pool.client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.lease import Lease
+from ems.vllm.gaps import has_gap
 from ems.vllm.planes import Plane
+from ems.vllm.reasons import Reason
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt, Search
 
@@ -52,16 +54,22 @@ class LookupJob(msgspec.Struct):
     asked_at: float
     prompt: Prompt | None = None
     """Made by the lookup thread."""
+    explain: bool = False
+    """Whether somebody wants to know why not more was found."""
     pause: float = 0.002
     """Seconds until the next look of a hand-off that waits; grows with each."""
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
-    """The end of a lookup: the keys of the request's full blocks (None: they cannot be made), and what was found."""
+    """The end of a lookup: the keys of the request's full blocks (None: they cannot be made), and what was found.
+
+    ``reason`` says why not more, where that is known.
+    """
 
     request_id: str
     chain: KeyChain | None
     found: Found
+    reason: Reason | None = None
 
 
 def keep_waiting(tokens: int, pending: bool, expected: int, waited: float, limit: float) -> bool:
@@ -93,6 +101,10 @@ class Lookups:
         call_timeout: float,
         start_node: Callable[[], object] | None = None,
     ) -> None:
+        self.failed: Callable[[EmsError], object] | None = None
+        """Told of every error of the pool, on the lookup thread."""
+        self._call_timeout = call_timeout
+        self._planes = planes
         self._client = client
         self._search = Search(client, planes, block_size, call_timeout)
         self.chain_name = chain_name
@@ -149,7 +161,7 @@ class Lookups:
             except Exception:
                 # Root of this thread: a defect here must cost hits, never the engine.
                 self._logger.exception("EMS lookup failed, the request is computed")
-                self._answers.put(LookupAnswer(job.request_id, None, NOTHING))
+                self._answers.put(LookupAnswer(job.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
                 continue
             if not finished:
                 order += 1
@@ -192,13 +204,24 @@ class Lookups:
             found = self._search.take(prompt)
         except EmsError as error:
             self._missed(error)
-            self._answers.put(LookupAnswer(job.request_id, prompt.chain, NOTHING))
+            self._answers.put(LookupAnswer(job.request_id, prompt.chain, NOTHING, Reason.LOOKUP_FAILED))
             return True
         self._recovered()
-        self._answers.put(LookupAnswer(job.request_id, prompt.chain, found))
+        gap = job.explain and self._has_gap(prompt, found)
+        self._answers.put(LookupAnswer(job.request_id, prompt.chain, found, Reason.GAP if gap else None))
         return True
 
+    def _has_gap(self, prompt: Prompt, found: Found) -> bool:
+        try:
+            return has_gap(self._client, self._planes[0], prompt.chain, found.blocks, self._call_timeout)
+        except EmsError as error:
+            # What was found before is not lost for it.
+            self._missed(error)
+            return False
+
     def _missed(self, error: EmsError) -> None:
+        if self.failed is not None:
+            self.failed(error)
         kind = type(error).__name__
         if kind != self._said:
             self._said = kind

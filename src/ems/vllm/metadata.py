@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from ems.vllm.requests import Load, Save
+from ems.vllm.transferred import Transferred
 
 
 @dataclass
@@ -34,9 +35,17 @@ class StepReport(KVConnectorWorkerMetadata):
     joined: dict[str, int] = field(default_factory=dict)
     """Requests whose loads were part of the step and are over, with the number of workers that say so."""
 
+    transfers: list[Transferred] = field(default_factory=list)
+    """Loads and saves that ended."""
+
+    errors: dict[str, int] = field(default_factory=dict)
+    """What made loads and saves fail: names of classes, and how often."""
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Both workers' reports as one."""
         assert isinstance(other, StepReport)
         both = Counter(self.joined)
         both.update(other.joined)
-        return StepReport(dict(both))
+        errors = Counter(self.errors)
+        errors.update(other.errors)
+        return StepReport(dict(both), [*self.transfers, *other.transfers], dict(errors))

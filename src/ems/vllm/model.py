@@ -64,6 +64,11 @@ class LocalPlane(msgspec.Struct, frozen=True):
     portion: Portion
     heads: tuple[int, ...]
 
+    @property
+    def leading(self) -> bool:
+        """Whether what happens to these pages stands for their blocks."""
+        return not self.number and not self.portion.first
+
 
 def describe(
     vllm_config: Any, kv_cache_config: KVCacheConfig, tenant: str, model_id: str, store_tp_size: int = 0

@@ -194,6 +194,8 @@ class RequestBook:
         self._saves = saves
         self._saves_tails = saves_tails
         self._loads = loads
+        self.paused = False
+        """While this is set nothing is offered for saving, nor later what follows it."""
         self._lookup_timeout = lookup_timeout
         self._handoff_timeout = handoff_timeout
         self._requests: dict[str, Request] = {}
@@ -275,6 +277,13 @@ class RequestBook:
             if not found:
                 released += self._settle(request)
         return found, released
+
+    def decline(self, request_id: str) -> list[Release]:
+        """Nothing is to be loaded for a request, whatever was found or will be."""
+        request = self._requests.get(request_id)
+        if request is None or request.phase is Phase.LOADING:
+            return []
+        return self._settle(request)
 
     def _settle(self, request: Request) -> list[Release]:
         request.phase = Phase.SETTLED
@@ -372,6 +381,10 @@ class RequestBook:
         if tail and whole >= held:
             tail = 0
         if first == whole and not tail:
+            return None
+        if self.paused:
+            # What comes after them is of no use without these blocks.
+            request.next_save = NEVER
             return None
         request.next_save = whole
         request.saved_any = True

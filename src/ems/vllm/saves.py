@@ -32,7 +32,11 @@ WINDOW_SECONDS = 0.05
 
 
 class SaveResult(msgspec.Struct, frozen=True):
-    """A save that ended: pages and bytes stored, pages that the pool had already, pages refused, time for the copy."""
+    """A save that ended: pages and bytes stored, pages that the pool had already, pages refused, time for the copy.
+
+    ``blocks`` are whole blocks of the request, 0 where others stand for them; ``error`` is the class of what made the
+    save fail.
+    """
 
     request_id: str
     stored: int
@@ -40,6 +44,8 @@ class SaveResult(msgspec.Struct, frozen=True):
     present: int
     refused: int
     seconds: float
+    blocks: int
+    error: str = ""
 
 
 class SaveJob:
@@ -203,6 +209,7 @@ class Saver:
             step(job)
         except EmsError as error:
             job.reservation = None
+            self._results.put(SaveResult(job.save.request_id, 0, 0, 0, len(job.pages), 0.0, 0, type(error).__name__))
             if not self._failing:
                 self._failing = True
                 self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
@@ -236,6 +243,7 @@ class Saver:
                 present,
                 len(reserved.outcomes) - present - stored,
                 job.seconds,
+                stored // job.plane.local.portion.count if job.plane.local.leading else 0,
             )
         )
 

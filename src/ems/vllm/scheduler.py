@@ -19,11 +19,15 @@ from ems.pool.client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.launcher import ensure_node
 from ems.vllm import compat
+from ems.vllm.admission import Offer
 from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import BlockModel
-from ems.vllm.requests import Ask, Load, Release, RequestBook, Save, Span
+from ems.vllm.observer import Observer
+from ems.vllm.reasons import Reason
+from ems.vllm.requests import NEVER, Ask, Load, Release, RequestBook, Save, Span
 from ems.vllm.settings import ConnectorSettings
+from ems.vllm.stats import EmsStats
 
 logger = init_logger("vllm.ems.scheduler")
 
@@ -34,7 +38,9 @@ ANNOUNCED = "ems_tokens"
 class SchedulerSide:
     """Hooks that vLLM's scheduler calls."""
 
-    def __init__(self, settings: ConnectorSettings, model: BlockModel, workers: int = 1) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, model: BlockModel, workers: int = 1, *, step_tokens: int = 0
+    ) -> None:
         self._settings = settings
         self._model = model
         # A load that is part of a step can report its failure by block only, which several groups do not allow.
@@ -50,6 +56,8 @@ class SchedulerSide:
             handoff_timeout=settings.handoff_timeout,
             joined=self._joined,
         )
+        start_node = self._start_node if settings.autostart else None
+        self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens, start_node=start_node)
         self._client = PoolClient(settings.socket, "vllm-scheduler")
         self._lookups = Lookups(
             self._client,
@@ -59,8 +67,9 @@ class SchedulerSide:
             logger,
             handoff_timeout=settings.handoff_timeout,
             call_timeout=settings.call_timeout,
-            start_node=self._start_node if settings.autostart else None,
+            start_node=start_node,
         )
+        self._lookups.failed = self._observer.health.failed
         self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
         self._saves: list[Save] = []
@@ -80,7 +89,15 @@ class SchedulerSide:
 
         An adapter is known by its name and path only, not by what is in it, so requests with one stay out of the pool.
         """
+        self._observer.arrived(request)
+        self._enter(request)
+
+    def _enter(self, request: Any) -> None:
         if request.lora_request:
+            self._observer.left_out(request.request_id, Reason.ADAPTER)
+            return
+        if not self._observer.usable:
+            self._observer.left_out(request.request_id, Reason.POOL_DOWN)
             return
         self._vllm_requests[request.request_id] = request
         expected = self._announced(request)
@@ -94,15 +111,31 @@ class SchedulerSide:
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """VLLM's ``get_num_new_matched_tokens``."""
-        if request.request_id not in self._book:
-            self.on_new_request(request)
+        request_id, now = request.request_id, time.monotonic()
+        if request_id not in self._book:
+            self._enter(request)
         self._take_answers()
-        found, effects = self._book.match(request.request_id, request.num_tokens, local, time.monotonic())
+        if not self._observer.usable:
+            self._decline(request_id, Reason.POOL_DOWN)
+        found, effects = self._book.match(request_id, request.num_tokens, local, now)
         self._do(effects)
+        if found:
+            offer = Offer(local, found, handoff=self._announced(request) > 0)
+            reason = self._observer.why_not(request_id, offer, now)
+            if reason is not None:
+                self._decline(request_id, reason)
+                found = 0
+        self._observer.matched(request_id, local, found)
         return found, bool(found) and not self._joined
+
+    def _decline(self, request_id: str, reason: Reason) -> None:
+        self._observer.left_out(request_id, reason)
+        self._do(self._book.decline(request_id))
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""
+        if external > 0:
+            self._observer.loading(request.request_id, external)
         self._do(self._book.allocated(request.request_id, blocks.get_block_ids(), external))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -112,7 +145,7 @@ class SchedulerSide:
             self._save_rest(request, block_ids)
         known = self._book.get(request_id)
         stored = 0
-        if known is not None:
+        if known is not None and known.next_save != NEVER:
             stored = max(known.next_save * self._model.block_size, known.saved_tail)
         keep, effects = self._book.finished(request_id)
         self._do(effects)
@@ -122,17 +155,19 @@ class SchedulerSide:
             blocks = -(-stored // self._model.block_size)
             logger.info("Delaying free of %d blocks for request %s", blocks, request_id)
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or not self._settings.saves:
-            return keep, None
-        announced = min(stored, request.num_prompt_tokens)
-        # Nothing but a key of our own: vLLM ends where two connectors of one engine answer with the same one.
-        return keep, {ANNOUNCED: announced}
+        told = self._observer.finished(request)
+        if params.get("do_remote_decode") and self._settings.saves:
+            announced = min(stored, request.num_prompt_tokens)
+            # Nothing but a key of our own: vLLM ends where two connectors of one engine answer with the same one.
+            told |= {ANNOUNCED: announced}
+        return keep, told or None
 
     def _save_rest(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what the answer added, in the step that follows; the request's blocks are kept until then."""
         if compat.computing(request):
             # A step that was launched may still write into the last blocks.
             return
+        self._book.paused = not self._observer.usable
         computed = min(request.num_computed_tokens, request.num_tokens)
         span = self._book.last_save(request.request_id, block_ids, computed)
         if span is not None:
@@ -143,6 +178,8 @@ class SchedulerSide:
     def build_metadata(self, output: Any) -> StepMetadata:
         """VLLM's ``build_connector_meta``."""
         self._take_answers()
+        self._observer.step_began(output.num_scheduled_tokens, time.monotonic())
+        self._book.paused = not self._observer.usable
         step = StepMetadata(
             loads=self._loads,
             saves=self._saves,
@@ -206,9 +243,12 @@ class SchedulerSide:
         With several ranks a rank may report its lost blocks before the others are done.
         """
         self._invalid |= invalid
+        if isinstance(report, StepReport):
+            self._observer.transferred(report.transfers, report.errors, time.monotonic())
         for request_id in [*finished, *self._joined_loads(report)]:
             known = self._book.get(request_id)
             filled = set(known.loading) if known is not None else set()
+            self._observer.load_failed(request_id, len(filled if request_id in failed else filled & self._invalid))
             self._do(self._book.received(request_id, self._invalid, failed=request_id in failed))
             self._invalid -= filled
 
@@ -228,8 +268,17 @@ class SchedulerSide:
         self._saves.clear()
         self._do(self._book.reset())
 
+    def step_ended(self) -> None:
+        """VLLM's ``take_events``, which it calls at the end of each step."""
+        self._observer.step_ended(time.monotonic())
+
+    def take_stats(self) -> EmsStats | None:
+        """VLLM's ``get_kv_connector_stats``."""
+        return self._observer.take_stats(time.monotonic())
+
     def close(self) -> None:
         """The engine stops."""
+        self._observer.close()
         self._lookups.close()
         self._client.close()
 
@@ -237,6 +286,8 @@ class SchedulerSide:
 
     def _take_answers(self) -> None:
         for answer in self._lookups.answers():
+            found = answer.found
+            self._observer.answered(answer.request_id, found.tokens, found.blocks, answer.reason)
             if answer.chain is None:
                 self._do(self._book.abandon(answer.request_id))
             else:
@@ -257,7 +308,9 @@ class SchedulerSide:
         # Nobody changes a request's prompt, so the lookup thread reads the very list.
         prompt = request.prompt_token_ids
         tokens = prompt if prompt is not None else [0] * request.num_prompt_tokens
-        self._lookups.ask(LookupJob(request_id, tokens, self._extra(request), expected, time.monotonic()))
+        job = LookupJob(request_id, tokens, self._extra(request), expected, time.monotonic())
+        job.explain = self._observer.explains(request_id)
+        self._lookups.ask(job)
 
     def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
         """What else changes a block's KV (LoRA, multimodal content, cache salt, prompt embeddings), block by block."""

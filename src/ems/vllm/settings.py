@@ -85,6 +85,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     health_gate: bool = True
     """Stay away from a pool that failed until it was well for a while."""
 
+    health_check: float = 10.0
+    """Seconds between two checks of the pool's health; ``health_check_ms``."""
+
     tenant: str = "default"
     """Whose pages these are."""
 
@@ -151,6 +154,7 @@ def read_settings(
         min_load_blocks=reader.count("num_min_load_blocks", "EMS_NUM_MIN_LOAD_BLOCKS", what="blocks"),
         cost_model=reader.boolean("cost_model", default=True),
         health_gate=reader.boolean("health_gate", default=True),
+        health_check=reader.seconds("health_check_ms", default_ms=10_000),
         tenant=reader.text("tenant", default="default"),
         model_id=reader.text("model_id"),
         namespace=_namespace(reader),

@@ -23,6 +23,8 @@ from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.saves import SaveBatch, Saver
 from ems.vllm.settings import ConnectorSettings
+from ems.vllm.stats import EmsStats
+from ems.vllm.transferred import TransferLog, Transferred
 
 logger = init_logger("vllm.ems.worker")
 
@@ -51,6 +53,8 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._report: Counter[str] = Counter()
+        self._transfers = TransferLog()
+        self._leading = any(plane.leading and not plane.portion.replica for plane in planes)
 
     # Set-up
 
@@ -213,13 +217,46 @@ class WorkerSide:
                 result.loaded,
                 len(result.failed_blocks),
             )
+            self._transfers.add(
+                Transferred(
+                    load=True,
+                    leading=self._leading,
+                    blocks=result.loaded,
+                    failed=len(result.failed_blocks),
+                    bytes=result.bytes,
+                    seconds=result.seconds,
+                )
+            )
+            if result.error:
+                self._transfers.failed(result.error)
         self._joined = []
+        self._note_saves()
         saver = self._saver
         sent = {request_id for request_id in self._awaited if saver is None or not saver.busy(request_id)}
         self._awaited -= sent
         failed = self._failed & received
         self._failed -= failed
         return sent, received, failed
+
+    def _note_saves(self) -> None:
+        for result in self._saver.results() if self._saver is not None else ():
+            if result.stored:
+                self._transfers.add(
+                    Transferred(
+                        load=False,
+                        leading=result.blocks > 0,
+                        blocks=result.blocks,
+                        failed=0,
+                        bytes=result.bytes,
+                        seconds=result.seconds,
+                    )
+                )
+            if result.error:
+                self._transfers.failed(result.error)
+
+    def take_stats(self) -> EmsStats | None:
+        """Loads and saves that :meth:`results` saw, for vLLM's log and metrics."""
+        return EmsStats.of_worker(self._transfers.take_for_stats())
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads reported by :meth:`results` that hold nothing."""
@@ -229,7 +266,10 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """What the scheduler side is to hear of this step beside :meth:`results`."""
         joined, self._report = self._report, Counter()
-        return StepReport(dict.fromkeys(joined, 1)) if joined else None
+        transfers, errors = self._transfers.take_for_report()
+        if not joined and not transfers and not errors:
+            return None
+        return StepReport(dict.fromkeys(joined, 1), transfers, errors)
 
     def close(self) -> None:
         """The engine stops: finish what is queued, bounded."""

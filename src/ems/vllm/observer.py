@@ -1,0 +1,170 @@
+"""What the scheduler side notes beside its work: health, cost, explanations, figures.
+
+It ties the brains :mod:`~ems.vllm.cost`, :mod:`~ems.vllm.admission`, :mod:`~ems.vllm.explain` and
+:mod:`~ems.vllm.steps` and the health gate to the hooks of the scheduler side, whose thread alone calls it.  No call
+waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from logging import Logger
+from typing import Any
+
+import msgspec
+
+from ems.cc_v1.health import HealthRules
+from ems.cc_v1.summary import Kind, Sample
+from ems.vllm.admission import Offer, Thresholds, why_not
+from ems.vllm.cost import CostModel
+from ems.vllm.explain import Explanations
+from ems.vllm.health import PoolHealth
+from ems.vllm.reasons import Reason
+from ems.vllm.settings import ConnectorSettings
+from ems.vllm.stats import EmsStats, PoolState
+from ems.vllm.steps import StepTimes
+from ems.vllm.transferred import Transferred
+
+EXPLAIN = "ems_explain"
+"""Key in ``kv_transfer_params``: of a request that wants to be explained, and of the answer that does."""
+
+STATE_SECONDS = 1.0
+"""How often the state of things is told to vLLM at most, changes of health apart."""
+
+
+class Observer:
+    """Notes of one scheduler, whose blocks have ``block_size`` tokens."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        block_size: int,
+        logger: Logger,
+        *,
+        step_tokens: int = 0,
+        start_node: Callable[[], object] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._block_size = block_size
+        self._logger = logger
+        self._thresholds = Thresholds(
+            min_reuse_tokens=settings.min_reuse_tokens, min_load_blocks=settings.min_load_blocks
+        )
+        self.health = PoolHealth(
+            settings.socket,
+            HealthRules(check_seconds=settings.health_check),
+            logger,
+            call_timeout=settings.call_timeout,
+            start_node=start_node,
+        )
+        self.health.start()
+        self._cost = CostModel(enabled=settings.cost_model, step_tokens=step_tokens)
+        self._explanations = Explanations(block_size)
+        self._steps = StepTimes()
+        self._admitted: set[str] = set()
+        self._next_state = 0.0
+        self._told_usable = True
+
+    @property
+    def usable(self) -> bool:
+        """Whether the pool may be asked."""
+        return not self._settings.health_gate or self.health.usable
+
+    # A request's way
+
+    def arrived(self, request: Any) -> None:
+        """A request came in."""
+        wanted = self._settings.explain or bool((request.kv_transfer_params or {}).get(EXPLAIN))
+        self._explanations.arrived(request.request_id, request.num_prompt_tokens, wanted=wanted)
+
+    def explains(self, request_id: str) -> bool:
+        """Whether the request is to be explained."""
+        return self._explanations.wanted(request_id)
+
+    def left_out(self, request_id: str, reason: Reason) -> None:
+        """The request gets nothing from the pool."""
+        self._explanations.left_out(request_id, reason)
+
+    def answered(self, request_id: str, tokens: int, blocks: int, reason: Reason | None) -> None:
+        """The request's lookup ended."""
+        self._explanations.answered(request_id, tokens, blocks, reason)
+
+    def why_not(self, request_id: str, offer: Offer, now: float) -> Reason | None:
+        """What speaks against the load, decided once a request."""
+        if request_id in self._admitted:
+            return None
+        reason = why_not(offer, self._thresholds, self._block_size, self._cost, now)
+        if reason is None:
+            self._admitted.add(request_id)
+        return reason
+
+    def matched(self, request_id: str, local: int, external: int | None) -> None:
+        """The engine was told how much can be loaded."""
+        self._explanations.matched(request_id, local, external)
+
+    def loading(self, request_id: str, tokens: int) -> None:
+        """The engine gave blocks for a load."""
+        self._explanations.loading(request_id, tokens)
+
+    def load_failed(self, request_id: str, blocks: int) -> None:
+        """A load ended without ``blocks`` of its blocks."""
+        self._explanations.load_failed(request_id, blocks)
+
+    def finished(self, request: Any) -> dict[str, Any]:
+        """The request ended: what its response should say of it."""
+        self._admitted.discard(request.request_id)
+        explanation = self._explanations.ended(request.request_id)
+        if explanation is None:
+            return {}
+        self._logger.info("EMS explains request %s: %s", request.request_id, explanation.line())
+        wish = (request.kv_transfer_params or {}).get(EXPLAIN)
+        if not wish:
+            return {}
+        told: dict[str, Any] = msgspec.to_builtins(explanation)
+        if isinstance(wish, dict):
+            # The request was prefilled elsewhere and brings the explanation of that with it.
+            told["prefill"] = wish
+        return {EXPLAIN: told}
+
+    # Steps
+
+    def step_began(self, tokens: Mapping[str, int], now: float) -> None:
+        """The engine begins a step that computes so many ``tokens`` of each request."""
+        self._steps.began(sum(tokens.values()), max(tokens.values(), default=0), now)
+
+    def step_ended(self, now: float) -> None:
+        """The oldest step under way ended."""
+        if (computed := self._steps.ended(now)) is not None:
+            self._cost.computed(*computed, now)
+
+    def transferred(self, transfers: Sequence[Transferred], errors: Mapping[str, int], now: float) -> None:
+        """Workers reported loads and saves that ended."""
+        for error in errors:
+            self.health.failed_in_worker(error)
+        for one in transfers:
+            if one.leading:
+                self.health.add(
+                    Sample(Kind.LOAD if one.load else Kind.SAVE, one.blocks, one.blocks + one.failed, one.seconds)
+                )
+                if one.load and not one.failed:
+                    self._cost.loaded(one.blocks * self._block_size, one.seconds, now)
+
+    def take_stats(self, now: float) -> EmsStats | None:
+        """What vLLM is to know since the last call."""
+        tally = self._explanations.take_tally()
+        state = self._state(now) if tally.decided or self.usable is not self._told_usable else None
+        for asked, found in tally.decided:
+            self.health.add(Sample(Kind.LOOKUP, -(-found // self._block_size), -(-asked // self._block_size), 0.0))
+        return EmsStats.of_scheduler(tally, state)
+
+    def _state(self, now: float) -> PoolState | None:
+        usable = self.usable
+        if now < self._next_state and usable is self._told_usable:
+            return None
+        self._next_state, self._told_usable = now + STATE_SECONDS, usable
+        figures = self._cost.figures(now)
+        return PoolState(usable, figures.compute_tokens_per_second, figures.load_tokens_per_second, figures.refused)
+
+    def close(self) -> None:
+        """The engine stops."""
+        self.health.close()

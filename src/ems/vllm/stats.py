@@ -1,0 +1,218 @@
+"""The connector's figures in vLLM's own log and metrics.
+
+Workers tell their loads and saves, the scheduler side its lookups; vLLM adds them up (:class:`EmsStats`), logs them
+every few seconds and turns them into Prometheus metrics (:class:`EmsPromMetrics`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from ems.vllm.explain import Tally
+from ems.vllm.reasons import Reason
+from ems.vllm.transferred import Transferred
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """How things stand on the scheduler side."""
+
+    usable: bool
+    compute_tokens_per_second: float
+    load_tokens_per_second: float
+    refused: int
+
+
+@dataclass
+class EmsStats(KVConnectorStats):
+    """Figures of one interval; ``data`` is plain, because it travels between processes."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data: dict[str, Any] = {
+            "transfers": [], "lookups": 0, "asked_tokens": 0, "hit_tokens": 0, "misses": {}, "state": {},
+        }  # fmt: skip
+
+    @classmethod
+    def of_worker(cls, transfers: Iterable[Transferred]) -> EmsStats | None:
+        """What a worker has to tell; None where that is nothing."""
+        rows = [list(msgspec.structs.astuple(transferred)) for transferred in transfers]
+        if not rows:
+            return None
+        stats = cls()
+        stats.data["transfers"] = rows
+        return stats
+
+    @classmethod
+    def of_scheduler(cls, tally: Tally, state: PoolState | None) -> EmsStats | None:
+        """What the scheduler side has to tell: lookups, and how things stand where that has changed."""
+        if not tally.decided and not tally.misses and state is None:
+            return None
+        stats = cls()
+        stats.data.update(
+            lookups=len(tally.decided),
+            asked_tokens=sum(asked for asked, _ in tally.decided),
+            hit_tokens=sum(found for _, found in tally.decided),
+            misses=dict(tally.misses),
+            state={} if state is None else msgspec.to_builtins(state),
+        )
+        return stats
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not (self.data["transfers"] or self.data["lookups"] or self.data["misses"] or self.data["state"])
+
+    def aggregate(self, other: KVConnectorStats) -> EmsStats:
+        """Add another's figures, of a later interval or another worker."""
+        data = other.data
+        self.data["transfers"] = [*self.data["transfers"], *data["transfers"]]
+        for name in ("lookups", "asked_tokens", "hit_tokens"):
+            self.data[name] += data[name]
+        self.data["misses"] = dict(Counts(self.data["misses"]) + Counts(data["misses"]))
+        self.data["state"] = data["state"] or self.data["state"]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The line of vLLM's log."""
+        transfers = transfers_of(self.data)
+        asked, state = self.data["asked_tokens"], self.data["state"]
+        figures: dict[str, int | float] = {
+            **_averages("load", [one for one in transfers if one.load]),
+            **_averages("save", [one for one in transfers if not one.load]),
+            "EMS failed load blocks": sum(one.failed for one in transfers if one.leading),
+            "EMS lookups": self.data["lookups"],
+            "EMS hit rate (%)": round(100 * self.data["hit_tokens"] / asked, 1) if asked else 0.0,
+            **{f"EMS misses {reason}": count for reason, count in sorted(self.data["misses"].items())},
+        }
+        if state:
+            figures["EMS compute (tokens/s)"] = round(state["compute_tokens_per_second"])
+            figures["EMS loads refused"] = state["refused"]
+            figures["EMS pool usable"] = int(state["usable"])
+        return figures
+
+
+def transfers_of(data: Mapping[str, Any]) -> list[Transferred]:
+    """The transfers in a stats object's data."""
+    return msgspec.convert(data["transfers"], list[Transferred])
+
+
+def _averages(name: str, transfers: list[Transferred]) -> dict[str, int | float]:
+    leading = [one for one in transfers if one.leading]
+    count, seconds = len(leading), sum(one.seconds for one in transfers)
+    if not count or not seconds:
+        return {f"EMS {name}s": count}
+    milliseconds = [one.seconds * 1000 for one in leading]
+    return {
+        f"EMS {name}s": count,
+        f"EMS {name} blocks avg": round(sum(one.blocks for one in leading) / count, 1),
+        f"EMS {name} ms avg": round(sum(milliseconds) / count, 2),
+        f"EMS {name} ms min": round(min(milliseconds), 2),
+        f"EMS {name} ms max": round(max(milliseconds), 2),
+        f"EMS {name} GB/s": round(sum(one.bytes for one in transfers) / seconds / 1e9, 2),
+    }
+
+
+class EmsPromMetrics(KVConnectorPromMetrics):
+    """The metrics ``vllm:ems_...``, one child an engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._types, self._labels, self._values = metric_types, labelnames, per_engine_labelvalues
+        self._load_seconds = self._histogram("load_seconds", "Seconds that a worker's load of a request's blocks took")
+        self._save_seconds = self._histogram("save_seconds", "Seconds that a worker's save of a request's blocks took")
+        self._counters = {
+            name: self._counter(name, text)
+            for name, text in (
+                ("loaded_blocks", "Blocks that were loaded from the pool"),
+                ("loaded_bytes", "Bytes that were loaded from the pool, over all workers"),
+                ("failed_load_blocks", "Blocks that were promised, could not be loaded and were computed"),
+                ("saved_blocks", "Blocks that were stored in the pool"),
+                ("saved_bytes", "Bytes that were stored in the pool, over all workers"),
+                ("lookups", "Requests for which it was decided what to load from the pool"),
+                ("lookup_tokens", "Tokens of their prompts that the engine's own cache did not have"),
+                ("hit_tokens", "Tokens of these that were to be loaded from the pool"),
+            )
+        }
+        misses = metric_types[Counter](
+            name="vllm:ems_misses",
+            documentation="Requests for which nothing was loaded, or whose load failed, by reason",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._misses = {
+            (engine, reason.value): misses.labels(*values, reason.value)
+            for engine, values in per_engine_labelvalues.items()
+            for reason in Reason
+        }
+        self._gauges = {
+            field: self._gauge(name, text)
+            for field, name, text in (
+                (
+                    "usable",
+                    "pool_usable",
+                    "Whether the pool is asked (1) or stayed away from until it is well again (0)",
+                ),
+                (*("compute_tokens_per_second",) * 2, "Tokens of prompts that the engine computes in a second"),
+                (*("load_tokens_per_second",) * 2, "Tokens whose state a worker loads in a second"),
+                ("refused", "loads_refused", "Loads that were not made since the start because computing is quicker"),
+            )
+        }
+
+    def _gauge(self, name: str, documentation: str) -> dict[int, Any]:
+        gauge = self._types[Gauge](
+            name=f"vllm:ems_{name}",
+            documentation=documentation,
+            labelnames=self._labels,
+            multiprocess_mode="mostrecent",
+        )
+        return self._of_each_engine(gauge)
+
+    def _counter(self, name: str, documentation: str) -> dict[int, Any]:
+        counter = self._types[Counter](name=f"vllm:ems_{name}", documentation=documentation, labelnames=self._labels)
+        return self._of_each_engine(counter)
+
+    def _histogram(self, name: str, documentation: str) -> dict[int, Any]:
+        histogram = self._types[Histogram](
+            name=f"vllm:ems_{name}", documentation=documentation, buckets=list(_SECONDS), labelnames=self._labels
+        )
+        return self._of_each_engine(histogram)
+
+    def _of_each_engine(self, metric: Any) -> dict[int, Any]:
+        return {engine: metric.labels(*values) for engine, values in self._values.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the figures of one step."""
+        data = transfer_stats_data
+        for one in transfers_of(data):
+            (self._load_seconds if one.load else self._save_seconds)[engine_idx].observe(one.seconds)
+            self._count("loaded_bytes" if one.load else "saved_bytes", engine_idx, one.bytes)
+            if one.leading:
+                self._count("loaded_blocks" if one.load else "saved_blocks", engine_idx, one.blocks)
+                self._count("failed_load_blocks", engine_idx, one.failed)
+        for name, key in (("lookups", "lookups"), ("lookup_tokens", "asked_tokens"), ("hit_tokens", "hit_tokens")):
+            self._count(name, engine_idx, data[key])
+        for reason, count in data["misses"].items():
+            self._misses[engine_idx, reason].inc(count)
+        for name, value in data["state"].items():
+            self._gauges[name][engine_idx].set(value)
+
+    def _count(self, name: str, engine: int, amount: int) -> None:
+        if amount:
+            self._counters[name][engine].inc(amount)
