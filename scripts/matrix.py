@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import venv
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -28,10 +27,10 @@ from scripts.setup import CHECKOUT, PYTHON, SetupError, distribution, engine, en
 
 VERSIONS = ("0.28.0", "0.30.0", "0.32.0")
 SUITES = {
-    "connector": ("tests/vllm",),
-    "one pool": ("tests/e2e/test_shared_pool.py",),
-    "hand-off": ("tests/e2e/test_handoff.py",),
-    "modes": ("tests/e2e/test_modes.py",),
+    "connector": "tests/vllm",
+    "one pool": "tests/e2e/test_shared_pool.py",
+    "hand-off": "tests/e2e/test_handoff.py",
+    "modes": "tests/e2e/test_modes.py",
 }
 """Columns of the table, and the tests behind them."""
 
@@ -41,10 +40,14 @@ ENVIRONMENTS = CHECKOUT / ".venv-matrix"
 class Outcome(NamedTuple):
     """What one suite did with one release."""
 
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+    def plus(self, kind: str, seconds: float) -> Outcome:
+        """The same with one more test, whose end is ``kind``."""
+        return self._replace(**{kind: getattr(self, kind) + 1, "seconds": self.seconds + seconds})
 
     def __str__(self) -> str:
         parts = [f"{self.passed} passed" if self.passed or not self.failed else ""]
@@ -66,9 +69,7 @@ def main() -> int:
         if options.environments:
             return 0
         suites = options.suite or list(SUITES)
-        outcomes = {
-            version: {suite: run(version, python, suite) for suite in suites} for version, python in pythons.items()
-        }
+        outcomes = {version: run(version, python, suites) for version, python in pythons.items()}
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -136,34 +137,30 @@ def packages(python: Path) -> str:
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
-def run(version: str, python: Path, suite: str) -> Outcome:
-    """Run ``suite`` with the vLLM of ``python``; what pytest says goes to stderr."""
-    say(f"vLLM {version}: {suite}")
-    begin = time.monotonic()
+def run(version: str, python: Path, suites: list[str]) -> dict[str, Outcome]:
+    """Run ``suites`` with the vLLM of ``python``, in one go, so that they share a server; pytest speaks on stderr."""
+    say(f"vLLM {version}: {', '.join(suites)}")
     with tempfile.TemporaryDirectory(prefix="ems-matrix-") as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        subprocess.run(
-            [*command, *SUITES[suite]],
-            cwd=CHECKOUT,
-            stdout=sys.stderr.fileno(),
-            check=False,
-            env={**os.environ, "NO_COLOR": "1"},
-        )
-        seconds = time.monotonic() - begin
-        if not report.exists():
-            return Outcome(0, 1, 0, seconds)
-        return read_report(report.read_text(), seconds)
+        paths = [SUITES[suite] for suite in suites]
+        environment = {**os.environ, "NO_COLOR": "1"}
+        subprocess.run([*command, *paths], cwd=CHECKOUT, stdout=sys.stderr.fileno(), check=False, env=environment)
+        return read_report(report.read_text() if report.exists() else "<testsuites/>", suites)
 
 
-def read_report(text: str, seconds: float) -> Outcome:
-    """The counts in a JUnit report of pytest."""
-    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for found in ET.fromstring(text).iter("testsuite"):  # noqa: S314 - pytest wrote it just now
-        for name in counts:
-            counts[name] += int(found.get(name, 0))
-    failed = counts["failures"] + counts["errors"]
-    return Outcome(counts["tests"] - failed - counts["skipped"], failed, counts["skipped"], seconds)
+def read_report(text: str, suites: list[str]) -> dict[str, Outcome]:
+    """What each suite did, by a JUnit report of pytest; a suite that the report lacks has failed."""
+    outcomes = dict.fromkeys(suites, Outcome())
+    for case in ET.fromstring(text).iter("testcase"):  # noqa: S314 - pytest wrote it just now
+        # A module that cannot be imported is a case without a class, named after the module.
+        module = (case.get("classname") or case.get("name") or "").replace(".", "/")
+        kinds = {child.tag for child in case}
+        kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        for suite in suites:
+            if module.startswith(SUITES[suite].removesuffix(".py")):
+                outcomes[suite] = outcomes[suite].plus(kind, float(case.get("time", 0)))
+    return {suite: outcome if any(outcome[:3]) else Outcome(failed=1) for suite, outcome in outcomes.items()}
 
 
 def table(outcomes: dict[str, dict[str, Outcome]]) -> str:
