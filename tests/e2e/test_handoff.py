@@ -76,7 +76,8 @@ def fleet(model: Path, logs: Path) -> Iterator[Fleet]:
             VllmServer(
                 model,
                 log=logs / f"{role}.log",
-                kv_transfer_config=connector(role),
+                # Patience that a machine with other work needs: a lookup given up is a hit less.
+                kv_transfer_config=connector(role, lookup_timeout_ms=15_000, handoff_timeout_ms=15_000),
                 options=OPTIONS,
                 environment=node.environment,
             )
@@ -176,7 +177,7 @@ def test_no_pool_a_pool_too_small_and_a_pool_started_by_the_engine(
     prompts = [random_prompt(900 + number, 4 * BLOCK) for number in range(4)]
     expected = reference.texts(prompts)
     options = msgspec.structs.replace(OPTIONS, max_model_len=1024)
-    with running_node("--size", "64KB") as small, running_node("--size", "16MB") as home:
+    with running_node("--size", "32KB") as small, running_node("--size", "16MB") as home:
         home.stop()
         tiny_pool = VllmServer(
             model,
