@@ -1,0 +1,107 @@
+"""What an engine with the connector tells: metrics, explanations, log lines, KV events."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ems.testing.engine import VllmServer
+from tests.e2e.engines import BLOCK, OPTIONS, Node, connector, post, random_prompt, running, running_node, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+class Observed:
+    def __init__(self, node: Node, server: VllmServer) -> None:
+        self.node = node
+        self.server = server
+
+    def ask(self, prompt: list[int], **params: object) -> dict[str, Any]:
+        """The explanation of a request."""
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "kv_transfer_params": params}
+        answer = post(self.server.url, "/v1/completions", body)
+        return dict((answer.get("kv_transfer_params") or {}).get("ems_explain") or {})
+
+    def store(self, prompt: list[int]) -> None:
+        before = self.node.counters["pages_committed"]
+        self.ask(prompt)
+        wait_for(lambda: self.node.counters["pages_committed"] > before, "the prompt is stored")
+        wait_for(lambda: self.node.stats()["reservations"] == 0, "nothing is being written")
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The value of a metric, added up over its samples with ``label``."""
+        with urllib.request.urlopen(f"{self.server.url}/metrics") as answer:  # noqa: S310 - a server of our own
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and label in line)
+
+
+@pytest.fixture(scope="module")
+def observed(model: Path, logs: Path) -> Iterator[Observed]:
+    with running_node("--size", "64MB") as node:
+        server = VllmServer(
+            model,
+            log=logs / "observed.log",
+            kv_transfer_config=connector("kv_both"),
+            options=OPTIONS,
+            environment=node.environment,
+        )
+        with running(server):
+            yield Observed(node, server)
+
+
+def test_a_request_that_asks_is_told_of_its_hit_and_of_its_miss(observed: Observed) -> None:
+    prompt = random_prompt(1, 4 * BLOCK + 5)
+    miss = observed.ask(prompt, ems_explain=True)
+    assert (miss["prompt"], miss["found"], miss["from_pool"], miss["reason"]) == (len(prompt), 0, 0, "absent")
+    wait_for(lambda: observed.node.stats()["reservations"] == 0, "nothing is being written")
+    observed.store(prompt)
+
+    hit = observed.ask(prompt, ems_explain=True)
+    assert (hit["found"], hit["from_pool"], hit["loaded_blocks"]) == (len(prompt), len(prompt), 5)
+    assert (hit["computed"], hit["tier"], hit["reason"]) == (1, "DRAM", "nothing_missed")
+    longer = observed.ask(prompt + random_prompt(2, BLOCK), ems_explain=True)
+    assert (longer["from_pool"], longer["computed"], longer["reason"]) == (len(prompt), BLOCK, "absent")
+    assert observed.ask(prompt) == {}
+    assert "EMS explains request cmpl-" in observed.server.log.read_text()
+
+
+def test_metrics_tell_loads_saves_lookups_and_where_tokens_came_from(observed: Observed) -> None:
+    expected = {
+        ("vllm:ems_load_seconds_count", ""): 1,
+        ("vllm:ems_loaded_blocks_total", ""): 3,
+        ("vllm:ems_lookups_total", ""): 2,
+        ("vllm:ems_lookup_tokens_total", ""): 6 * BLOCK,
+        ("vllm:ems_hit_tokens_total", ""): 3 * BLOCK,
+        ("vllm:ems_misses_total", 'reason="absent"'): 1,
+        ("vllm:prompt_tokens_cached_by_source_total", 'source="host"'): 3 * BLOCK,
+    }
+
+    def read() -> dict[tuple[str, str], float]:
+        return {sample: observed.metric(*sample) for sample in expected}
+
+    before = read()
+    saved = observed.metric("vllm:ems_saved_blocks_total")
+    prompt = random_prompt(3, 3 * BLOCK)
+    observed.store(prompt)
+    observed.ask(prompt)
+
+    def shown() -> bool:
+        return {sample: value - before[sample] for sample, value in read().items()} == expected
+
+    wait_for(shown, "the metrics show the hit")
+    assert observed.metric("vllm:ems_saved_blocks_total") - saved >= 3
+    assert observed.metric("vllm:ems_saved_bytes_total") > 0
+    assert observed.metric("vllm:ems_pool_usable") == 1
+
+
+def test_every_30_seconds_one_line_sums_up(observed: Observed) -> None:
+    observed.store(random_prompt(4, BLOCK))
+    wait_for(lambda: "EMS: loads " in observed.server.log.read_text(), "the line is written", 45)
+    line = next(line for line in observed.server.log.read_text().splitlines() if "EMS: loads " in line)
+
+    assert "saves " in line
+    assert "hit rate " in line
