@@ -190,6 +190,15 @@ def test_the_prefills_explanation_comes_back_with_the_decodes(make: Make) -> Non
     assert side.end(one)["prefill"] == {"reason": "absent"}
 
 
+def test_a_side_that_only_stores_says_so(make: Make) -> None:
+    side = make("kv_consumer", consumer_is_to_load=False, consumer_is_to_put=True)
+    one = request(params=EXPLAIN)
+    side.on_new_request(one)
+
+    assert side.match(one, 0) == (0, False)
+    assert side.end(one)["reason"] == "does_not_load"
+
+
 def test_with_an_adapter_a_request_stays_out(make: Make) -> None:
     side, one = make(), request("lora", params=EXPLAIN, lora=object())
     side.on_new_request(one)

@@ -99,6 +99,8 @@ class SchedulerSide:
         if not self._observer.usable:
             self._observer.left_out(request.request_id, Reason.POOL_DOWN)
             return
+        if not self._settings.loads:
+            self._observer.left_out(request.request_id, Reason.DOES_NOT_LOAD)
         self._vllm_requests[request.request_id] = request
         expected = self._announced(request)
         self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected, time.monotonic()))
