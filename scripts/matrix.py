@@ -27,10 +27,12 @@ from scripts.setup import CHECKOUT, PYTHON, SetupError, distribution, engine, en
 
 VERSIONS = ("0.28.0", "0.30.0", "0.32.0")
 SUITES = {
-    "connector": "tests/vllm",
-    "one pool": "tests/e2e/test_shared_pool.py",
-    "hand-off": "tests/e2e/test_handoff.py",
-    "modes": "tests/e2e/test_modes.py",
+    "connector": ("tests/vllm",),
+    "one pool": ("tests/e2e/test_shared_pool.py",),
+    "hand-off": ("tests/e2e/test_handoff.py",),
+    "modes": ("tests/e2e/test_modes.py",),
+    "layouts": ("tests/e2e/test_layouts.py",),
+    "peer to peer": ("tests/e2e/test_peer_to_peer.py", "tests/e2e/test_peer_and_pool.py"),
 }
 """Columns of the table, and the tests behind them."""
 
@@ -143,7 +145,7 @@ def run(version: str, python: Path, suites: list[str]) -> dict[str, Outcome]:
     with tempfile.TemporaryDirectory(prefix="ems-matrix-") as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        paths = [SUITES[suite] for suite in suites]
+        paths = [path for suite in suites for path in SUITES[suite]]
         environment = {**os.environ, "NO_COLOR": "1"}
         subprocess.run([*command, *paths], cwd=CHECKOUT, stdout=sys.stderr.fileno(), check=False, env=environment)
         return read_report(report.read_text() if report.exists() else "<testsuites/>", suites)
@@ -158,7 +160,7 @@ def read_report(text: str, suites: list[str]) -> dict[str, Outcome]:
         kinds = {child.tag for child in case}
         kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
         for suite in suites:
-            if module.startswith(SUITES[suite].removesuffix(".py")):
+            if module.startswith(tuple(path.removesuffix(".py") for path in SUITES[suite])):
                 outcomes[suite] = outcomes[suite].plus(kind, float(case.get("time", 0)))
     return {suite: outcome if any(outcome[:3]) else Outcome(failed=1) for suite, outcome in outcomes.items()}
 

@@ -51,19 +51,28 @@ class Pair:
         wait_for(lambda: self.node.stats()["reservations"] == 0, "everything is stored")
 
 
+def release_flags(layout: Layout) -> tuple[str, ...]:
+    """Flags that the release of vLLM needs to serve a model with several KV cache groups."""
+    if layout.model != "hybrid":
+        return ()
+    from ems.vllm.compat import REPORTS_FAILED_REQUESTS
+
+    return () if REPORTS_FAILED_REQUESTS else ("--disable-hybrid-kv-cache-manager",)
+
+
 @contextmanager
 def running_pair(layout: Layout, folder: Path) -> Iterator[Pair]:
     model = make_model(folder / "model", layout.model)
-    plain = VllmServer(model, log=folder / "plain.log", options=layout.options)
+    common = layout.options.arguments + release_flags(layout)
+    options = msgspec.structs.replace(layout.options, arguments=common)
+    plain = VllmServer(model, log=folder / "plain.log", options=options)
     with running_node("--size", "512MB") as node:
         first, second = (
             VllmServer(
                 model,
                 log=folder / f"{name}.log",
                 kv_transfer_config=connector("kv_both"),
-                options=msgspec.structs.replace(
-                    layout.options, prefix_caching=name == "first", arguments=layout.options.arguments + arguments
-                ),
+                options=msgspec.structs.replace(options, prefix_caching=name == "first", arguments=common + arguments),
                 environment=node.environment,
             )
             for name, arguments in (("first", layout.first), ("second", layout.second))
