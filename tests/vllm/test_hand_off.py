@@ -60,7 +60,7 @@ def engine(role: str, port: int, instance: str = "17", **parallel: int) -> Any:
             kv_connector_extra_config={"use_ascend_direct": True, "kv_lease_duration": 60, **SIZES},
         ),
         parallel_config=SimpleNamespace(**{**sizes, **parallel}),
-        cache_config=SimpleNamespace(block_size=16),
+        cache_config=SimpleNamespace(block_size=16, mamba_cache_mode="none"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         num_prefill_lookahead_tokens=0,
         instance_id=instance,
