@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -23,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from ems.errors import ConfigError
 from ems.vllm.model import describe, local_planes, weights_identity
 from ems.vllm.planes import Portion
+from ems.vllm.settings import ConnectorSettings
 
 
 class HfConfig:
@@ -86,12 +88,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+SETTINGS = ConnectorSettings(saves=True, socket=Path("node.sock"), directory=Path())
+
+
 def name_of(folder: Path, kv: KVCacheConfig | None = None, **changes: Any) -> str:
-    return describe(make_config(folder, **changes), kv or make_groups(make_spec()), "default", "").identity
+    return describe(make_config(folder, **changes), kv or make_groups(make_spec()), SETTINGS).identity
 
 
 def test_a_block_has_a_page_for_each_head(folder: Path) -> None:
-    model = describe(make_config(folder), make_groups(make_spec()), "default", "")
+    model = describe(make_config(folder), make_groups(make_spec()), SETTINGS)
 
     assert [(plane.group, plane.shards, plane.window) for plane in model.planes] == [(0, 2, 0)]
     assert (model.block_size, model.num_blocks, model.groups) == (16, 10, 1)
@@ -133,7 +138,9 @@ def test_another_layout_has_other_pages(folder: Path, kv: Callable[[], KVCacheCo
 def test_tenants_and_named_models_have_pages_of_their_own(folder: Path) -> None:
     config, kv = make_config(folder), make_groups(make_spec())
     names = {
-        describe(config, kv, tenant, model_id).identity for tenant in ("default", "other") for model_id in ("", "mine")
+        describe(config, kv, msgspec.structs.replace(SETTINGS, tenant=tenant, model_id=model_id)).identity
+        for tenant in ("default", "other")
+        for model_id in ("", "mine")
     }
 
     assert len(names) == 4
@@ -184,9 +191,9 @@ def test_a_hub_model_is_known_by_name_and_revision(folder: Path) -> None:
 
 def test_ways_to_run_that_are_not_served_are_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--decode-context-parallel-size is 2"):
-        describe(make_config(folder, decode_context_parallel_size=2), make_groups(make_spec()), "default", "")
+        describe(make_config(folder, decode_context_parallel_size=2), make_groups(make_spec()), SETTINGS)
     with pytest.raises(ConfigError, match="2 KV cache groups"):
-        describe(make_config(folder, pipeline_parallel_size=2), make_groups(make_spec(), sliding()), "default", "")
+        describe(make_config(folder, pipeline_parallel_size=2), make_groups(make_spec(), sliding()), SETTINGS)
 
 
 def sliding(**changes: Any) -> SlidingWindowSpec:
@@ -216,7 +223,7 @@ def test_layers_that_are_not_served_are_refused_by_name(
     folder: Path, kv: Callable[[], KVCacheConfig], named: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        describe(make_config(folder), kv(), "default", "")
+        describe(make_config(folder), kv(), SETTINGS)
 
     assert named in str(error.value)
 
@@ -235,18 +242,18 @@ def test_layers_that_are_not_served_are_refused_by_name(
 def test_every_kind_of_attention_has_its_planes(
     folder: Path, specs: list[Any], planes: list[tuple[int, int, int]]
 ) -> None:
-    model = describe(make_config(folder), make_groups(*specs), "default", "")
+    model = describe(make_config(folder), make_groups(*specs), SETTINGS)
 
     assert [(plane.group, plane.shards, plane.window) for plane in model.planes] == planes
 
 
 @pytest.mark.parametrize("spec", [make_spec, mla], ids=["GQA", "MLA"])
 def test_the_pages_do_not_depend_on_the_tensor_parallel_size(folder: Path, spec: Callable[[], Any]) -> None:
-    one = describe(make_config(folder), make_groups(spec()), "default", "")
+    one = describe(make_config(folder), make_groups(spec()), SETTINGS)
     local = 1 if spec is make_spec else spec().num_kv_heads
     config = make_config(folder, tensor_parallel_size=2)
     kv = make_groups(dataclasses.replace(spec(), num_kv_heads=local))
-    two = describe(config, kv, "default", "")
+    two = describe(config, kv, SETTINGS)
     assert two.planes == one.planes
 
     parts = [local_planes(two, config, kv, rank, 0)[0].portion for rank in range(2)]
@@ -258,7 +265,7 @@ def test_the_pages_do_not_depend_on_the_tensor_parallel_size(folder: Path, spec:
 
 def test_each_stage_has_a_plane_of_its_own(folder: Path) -> None:
     config, kv = make_config(folder, pipeline_parallel_size=2), make_groups(make_spec())
-    model = describe(config, kv, "default", "")
+    model = describe(config, kv, SETTINGS)
 
     assert [plane.stage for plane in model.planes] == [0, 1]
     assert len({plane.namespace for plane in model.planes}) == 2
@@ -268,3 +275,25 @@ def test_each_stage_has_a_plane_of_its_own(folder: Path) -> None:
 def test_another_draft_model_has_other_pages(folder: Path) -> None:
     plain = SimpleNamespace(method="ngram", draft_model_config=None)
     assert name_of(folder, speculative_config=plain) != name_of(folder)
+
+
+def test_what_the_user_says_of_the_model_must_be_so(folder: Path) -> None:
+    declared = msgspec.structs.replace(SETTINGS, kvcache_type="MLA")
+    with pytest.raises(ConfigError, match="kvcache_type is 'MLA', but the model's attention is MHA"):
+        describe(make_config(folder), make_groups(make_spec()), declared)
+    assert describe(make_config(folder), make_groups(mla()), declared).planes
+
+
+def test_a_tensor_parallel_size_that_does_not_fit_is_refused_by_every_side(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="set store_tp_size to a multiple of 2"):
+        describe(
+            make_config(folder, tensor_parallel_size=2),
+            make_groups(make_spec(num_kv_heads=1)),
+            msgspec.structs.replace(SETTINGS, store_tp_size=1),
+        )
+
+
+def test_engines_can_be_set_apart(folder: Path) -> None:
+    other = msgspec.structs.replace(SETTINGS, namespace="ds_default_ns_002")
+    one = describe(make_config(folder), make_groups(make_spec()), SETTINGS)
+    assert describe(make_config(folder), make_groups(make_spec()), other).identity != one.identity

@@ -19,7 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from ems.errors import ConfigError
 from ems.vllm import compat
+from ems.vllm.idle import IdleScheduler, IdleWorker
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
 from ems.vllm.scheduler import SchedulerSide
@@ -40,10 +42,20 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings, warnings = read_settings(transfer.kv_role, transfer.kv_connector_extra_config)
-        model = describe(vllm_config, kv_cache_config, settings.tenant, settings.model_id, settings.store_tp_size)
-        compat.check_groups(model.groups)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | IdleScheduler | None = None
+        self._worker: WorkerSide | IdleWorker | None = None
+        try:
+            model = describe(vllm_config, kv_cache_config, settings)
+            compat.check_groups(model.groups)
+        except ConfigError as error:
+            if settings.on_error != "serve_without":
+                raise
+            if role is KVConnectorRole.SCHEDULER:
+                logger.warning("EMS cannot be used, serving without it: %s", error)
+                self._scheduler = IdleScheduler()
+            else:
+                self._worker = IdleWorker()
+            return
         if role is KVConnectorRole.SCHEDULER:
             for warning in filter(None, (compat.untested_release(), *warnings)):
                 logger.warning("EMS: %s", warning)
@@ -73,7 +85,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     @property
-    def _in_scheduler(self) -> SchedulerSide:
+    def _in_scheduler(self) -> SchedulerSide | IdleScheduler:
         assert self._scheduler is not None, "called on a worker-side connector"
         return self._scheduler
 
@@ -135,7 +147,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side
 
     @property
-    def _in_worker(self) -> WorkerSide:
+    def _in_worker(self) -> WorkerSide | IdleWorker:
         assert self._worker is not None, "called on a scheduler-side connector"
         return self._worker
 

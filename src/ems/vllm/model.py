@@ -30,6 +30,7 @@ from ems.errors import ConfigError
 from ems.pool.keys import fingerprint, namespace_name
 from ems.vllm import compat
 from ems.vllm.planes import Plane, Portion, portion, shard_count
+from ems.vllm.settings import ConnectorSettings, check_kvcache_type
 
 LAYOUT_VERSION = 2
 """Grows when the meaning of a stored page changes."""
@@ -70,9 +71,7 @@ class LocalPlane(msgspec.Struct, frozen=True):
         return not self.number and not self.portion.first
 
 
-def describe(
-    vllm_config: Any, kv_cache_config: KVCacheConfig, tenant: str, model_id: str, store_tp_size: int = 0
-) -> BlockModel:
+def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> BlockModel:
     """The blocks of the engine that ``vllm_config`` and ``kv_cache_config`` describe; the same on every rank.
 
     Raises:
@@ -96,11 +95,13 @@ def describe(
             f"--pipeline-parallel-size is {stages} and the model has {len(groups)} KV cache groups, but "
             "EmsStoreConnector serves several groups only with 1"
         )
-    shards = [shard_count(_heads(vllm_config, spec), _holders(vllm_config, spec), store_tp_size) for spec in specs]
+    check_kvcache_type(settings.kvcache_type, mla=any(isinstance(spec, MLAAttentionSpec) for spec in specs))
+    shards = [_shards(vllm_config, spec, settings.store_tp_size) for spec in specs]
     model = vllm_config.model_config
     facts = {
         "layout_version": LAYOUT_VERSION,
-        "weights": model_id or weights_identity(model),
+        "namespace": settings.namespace,
+        "weights": settings.model_id or weights_identity(model),
         "draft": _draft_identity(vllm_config),
         "config": config_digest(model.hf_config),
         "rope_length": _rope_length(model),
@@ -116,7 +117,7 @@ def describe(
         "device": _device_identity(vllm_config),
         "vllm": vllm.__version__,
     }
-    identity = namespace_name(tenant, Path(str(model.model)).name, fingerprint(facts))
+    identity = namespace_name(settings.tenant, Path(str(model.model)).name, fingerprint(facts))
     planes = [
         Plane(f"{identity}/{group}.{stage}", group, stage, shards[group], _window(spec))
         for group, spec in enumerate(specs)
@@ -204,6 +205,14 @@ def _heads(vllm_config: Any, spec: AttentionSpec) -> int:
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     heads = compat.num_heads(spec)
     return total if total < ranks and heads == 1 else heads * ranks
+
+
+def _shards(vllm_config: Any, spec: AttentionSpec, wanted: int) -> int:
+    heads = _heads(vllm_config, spec)
+    shards = shard_count(heads, _holders(vllm_config, spec), wanted)
+    # Every rank would find out; the scheduler is to know before.
+    portion(heads, shards, vllm_config.parallel_config.tensor_parallel_size, 0)
+    return shards
 
 
 def _holders(vllm_config: Any, spec: AttentionSpec) -> int:

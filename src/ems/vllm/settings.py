@@ -62,7 +62,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a pool that is started from here, 0 for the node's default; ``pool_size`` or ``EMS_POOL_SIZE``."""
 
     load_async: bool = True
-    """Load between steps while the request waits, instead of before the step that needs it."""
+    """Load between steps while the request waits, not in the step that needs it; False by itself with ``layerwise``."""
 
     layerwise: bool = False
     """Move a block layer by layer beside compute, instead of whole; ``use_layerwise``."""
@@ -139,6 +139,7 @@ def read_settings(
     saves, loads = _directions(reader, kv_role)
     directory = Path(reader.text("directory") or default_directory())
     inside = directory / "node.sock" if extra.get("directory") else default_socket()
+    layerwise = reader.boolean("use_layerwise", default=False)
     settings = ConnectorSettings(
         saves=saves,
         loads=loads,
@@ -146,8 +147,8 @@ def read_settings(
         directory=directory,
         autostart=reader.boolean("autostart", "EMS_AUTOSTART", default=True),
         pool_size=reader.size("pool_size", "EMS_POOL_SIZE"),
-        load_async=reader.boolean("load_async", default=True),
-        layerwise=reader.boolean("use_layerwise", default=False),
+        load_async=reader.boolean("load_async", default=not layerwise),
+        layerwise=layerwise,
         save_answers=reader.boolean("save_decode_cache", default=True),
         save_tails=not reader.boolean("discard_partial_chunks", default=False),
         min_reuse_tokens=reader.count("num_min_reuse_tokens", "EMS_NUM_MIN_REUSE_TOKENS", what="tokens"),

@@ -12,7 +12,7 @@ import torch
 from vllm.logger import init_logger
 
 from ems.cc_v1.tensors import CpuDevice, Device, device_of
-from ems.errors import EmsError
+from ems.errors import ConfigError, EmsError
 from ems.pool.client import PoolClient
 from ems.pool.launcher import ensure_node
 from ems.pool.touch import warm, yield_to_others
@@ -21,6 +21,7 @@ from ems.vllm.loads import LOAD_SECONDS, Loader, LoadJob
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
+from ems.vllm.requests import Load
 from ems.vllm.saves import SaveBatch, Saver
 from ems.vllm.settings import ConnectorSettings
 from ems.vllm.stats import EmsStats
@@ -52,6 +53,7 @@ class WorkerSide:
         self._awaited: set[str] = set()
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
+        self._refused: set[str] = set()
         self._report: Counter[str] = Counter()
         self._transfers = TransferLog()
         self._leading = any(plane.leading and not plane.portion.replica for plane in planes)
@@ -64,9 +66,13 @@ class WorkerSide:
         Raises:
             ConfigError: the tensors are not what the engine's configuration says.
         """
-        if not self._planes:
+        try:
+            self._rows = plane_rows(self._planes, kv_caches, self._model.num_blocks)
+        except ConfigError as error:
+            if self._settings.on_error != "serve_without":
+                raise
+            logger.warning("EMS cannot be used, serving without it: %s", error)
             return
-        self._rows = plane_rows(self._planes, kv_caches, self._model.num_blocks)
         self._order = LayerOrder(self._rows)
         first = kv_caches[self._planes[0].layers[0]]
         self._load_device, self._save_device = device_of(first), device_of(first)
@@ -149,9 +155,13 @@ class WorkerSide:
 
     def start_loads(self) -> None:
         """VLLM's ``start_load_kv``; waits for what the forward pass may write into, or for all that it reads."""
-        if self._step is None or self._loads_started or self._loader is None:
+        if self._step is None or self._loads_started:
             return
         self._loads_started = True
+        if self._loader is None:
+            for load in self._step.loads:
+                self._refuse(load)
+            return
         mark = self._load_device.mark() if self._step.loads else None
         urgent: list[LoadJob] = []
         for load in self._step.loads:
@@ -166,6 +176,17 @@ class WorkerSide:
         for job in urgent:
             self._wait(job, None)
         self._joined += urgent
+
+    def _refuse(self, load: Load) -> None:
+        """A load that cannot even be tried; the scheduler side does not know, and hears of it as of any other."""
+        if self._model.groups == 1:
+            self._invalid.update(block for part in load.parts for block in part.block_ids)
+        else:
+            self._failed.add(load.request_id)
+        if load.joined:
+            self._report[load.request_id] += 1
+        else:
+            self._refused.add(load.request_id)
 
     def _wait(self, job: LoadJob, layer: str | None) -> None:
         if not job.progress.wait(layer, LOAD_SECONDS)[0]:
@@ -200,7 +221,7 @@ class WorkerSide:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose saves are done and that the engine waits for, those whose loads ended, those whose failed."""
-        received: set[str] = set()
+        received, self._refused = self._refused, set()
         for result in self._loader.results() if self._loader is not None else ():
             if self._model.groups == 1:
                 self._invalid |= result.failed_blocks
