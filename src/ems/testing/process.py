@@ -104,7 +104,7 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    def wait_ready(self, timeout: float = 180.0, progress: Callable[[float], None] | None = None) -> None:
+    def wait_ready(self, timeout: float = 420.0, progress: Callable[[float], None] | None = None) -> None:
         """Return when ``/health`` answers; call ``progress`` with the seconds waited about four times a second.
 
         Raises:
