@@ -61,7 +61,8 @@ def release_flags(layout: Layout) -> tuple[str, ...]:
 
 
 @contextmanager
-def running_pair(layout: Layout, folder: Path) -> Iterator[Pair]:
+def running_pair(layout: Layout, folder: Path, reference: Reference | None = None) -> Iterator[Pair]:
+    """The pair on a pool of its own; ``reference`` where there is one already for this model."""
     model = make_model(folder / "model", layout.model)
     common = layout.options.arguments + release_flags(layout)
     options = msgspec.structs.replace(layout.options, arguments=common)
@@ -77,5 +78,5 @@ def running_pair(layout: Layout, folder: Path) -> Iterator[Pair]:
             )
             for name, arguments in (("first", layout.first), ("second", layout.second))
         )
-        with running(plain, first, second):
-            yield Pair(layout, node, (first, second), Reference(plain.url))
+        with running(first, second, *([] if reference else [plain])):
+            yield Pair(layout, node, (first, second), reference or Reference(plain.url))

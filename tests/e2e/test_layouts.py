@@ -25,7 +25,9 @@ LENGTHS = (5, 31, 32, 33, 150, 400, 667, 1100)
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with running_pair(LAYOUTS[request.param], tmp_path_factory.mktemp(request.param)) as running:
+    layout = LAYOUTS[request.param]
+    known = request.getfixturevalue("reference") if layout.model == "test" else None
+    with running_pair(layout, tmp_path_factory.mktemp(request.param), known) as running:
         yield running
 
 
