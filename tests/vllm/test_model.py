@@ -53,6 +53,8 @@ def make_config(folder: Path, **changes: Any) -> Any:
         "quantization": None,
         "revision": None,
         "max_model_len": 2048,
+        "hf_config_path": None,
+        "hf_overrides": {},
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
@@ -112,13 +114,27 @@ def test_the_same_engine_twice_has_the_same_pages(folder: Path) -> None:
         {"dtype": torch.float16},
         {"cache_dtype": "fp8"},
         {"quantization": "awq"},
-        {"hf": {"rope_theta": 5e5}},
+        {"hf_overrides": {"rope_theta": 5e5}},
         {"backend": "other"},
     ],
     ids=str,
 )
 def test_another_way_to_run_has_other_pages(folder: Path, changes: dict[str, Any]) -> None:
     assert name_of(folder, **changes) != name_of(folder)
+
+
+def test_another_configuration_has_other_pages(folder: Path) -> None:
+    before = name_of(folder)
+    (folder / "config.json").write_text('{"rope_theta": 500000}')
+
+    assert name_of(folder) != before
+
+
+def test_a_configuration_that_changes_while_the_model_loads_is_the_same(folder: Path) -> None:
+    """DeepSeek's models do so, in the workers but not in the scheduler, and these must speak of the same pages."""
+    assert name_of(folder, hf={"rope_parameters": {"rope_type": "deepseek_yarn"}}) == name_of(
+        folder, hf={"rope_parameters": {"rope_type": "yarn"}}
+    )
 
 
 @pytest.mark.parametrize(

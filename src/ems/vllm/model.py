@@ -37,6 +37,7 @@ LAYOUT_VERSION = 2
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
+_CONFIGS = ("config.json", "params.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -103,7 +104,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
         "namespace": settings.namespace,
         "weights": settings.model_id or weights_identity(model),
         "draft": _draft_identity(vllm_config),
-        "config": config_digest(model.hf_config),
+        "config": config_digest(model),
         "rope_length": _rope_length(model),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -261,12 +262,21 @@ def _rope_length(model: Any) -> int:
     return int(model.max_model_len) if "longrope" in model.hf_config.to_json_string(use_diff=False) else 0
 
 
-def config_digest(hf_config: Any) -> str:
-    """A digest of the model's configuration as the engine sees it, overrides included."""
-    facts = json.loads(hf_config.to_json_string(use_diff=False))
-    for unrelated in ("transformers_version", "_name_or_path", "architectures"):
-        facts.pop(unrelated, None)
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def config_digest(model_config: Any) -> str:
+    """A digest of the model's configuration as it was given, overrides included.
+
+    Not of what the engine made of it: some models change that while they load, in the processes that load them.  The
+    configuration of a model on a hub is part of its revision.
+    """
+    place = Path(str(model_config.hf_config_path or model_config.model))
+    digest = hashlib.sha256(str(model_config.hf_config_path or "").encode())
+    for path in (place / name for name in _CONFIGS):
+        if path.is_file():
+            digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    overrides = model_config.hf_overrides
+    text = overrides.__qualname__ if callable(overrides) else json.dumps(overrides, sort_keys=True, default=str)
+    digest.update(f"\0{text}".encode())
+    return digest.hexdigest()
 
 
 def weights_identity(model_config: Any) -> str:
