@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ems.testing.engine import free_port
 from ems.vllm.mooncake_hand_off import MooncakeHandOff
 from ems.vllm.nixl_hand_off import NixlHandOff
 
+Make = Callable[..., Any]
 SIZES = {"prefill": {"dp_size": 1, "tp_size": 1}, "decode": {"dp_size": 1, "tp_size": 1}}
 
 
@@ -72,15 +73,25 @@ def groups() -> KVCacheConfig:
     return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)])
 
 
-def over_nixl(*args: Any, **kwargs: Any) -> Any:
-    return NixlHandOff(engine(*args, **kwargs), KVConnectorRole.SCHEDULER, groups())
+@pytest.fixture
+def over_nixl() -> Iterator[Make]:
+    made: list[Any] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made.append(NixlHandOff(engine(*args, **kwargs), KVConnectorRole.SCHEDULER, groups()))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.shutdown()
 
 
-def over_mooncake(*args: Any, **kwargs: Any) -> Any:
-    return MooncakeHandOff(engine(*args, **kwargs), KVConnectorRole.SCHEDULER, groups())
+@pytest.fixture
+def over_mooncake() -> Make:
+    return lambda *args, **kwargs: MooncakeHandOff(engine(*args, **kwargs), KVConnectorRole.SCHEDULER, groups())
 
 
-def request(**params: object) -> Any:
+def make_request(**params: object) -> Any:
     return SimpleNamespace(
         request_id="cmpl-1",
         kv_transfer_params=params or None,
@@ -90,14 +101,14 @@ def request(**params: object) -> Any:
     )
 
 
-def test_equal_files_make_different_engines(taken_port: int) -> None:
+def test_equal_files_make_different_engines(over_nixl: Make, taken_port: int) -> None:
     made = [over_nixl(role, taken_port, start) for role in ("kv_producer", "kv_consumer") for start in ("17", "18")]
 
     assert len({connector.connector_scheduler.engine_id for connector in made}) == 4
     assert all(taken_port != connector.connector_scheduler.side_channel_port for connector in made)
 
 
-def test_a_port_that_is_taken_is_said(taken_port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_port_that_is_taken_is_said(over_nixl: Make, taken_port: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.ems")
     connector = over_nixl("kv_producer", taken_port)
 
@@ -105,14 +116,29 @@ def test_a_port_that_is_taken_is_said(taken_port: int, caplog: pytest.LogCapture
     assert f"port {taken_port} (kv_port) is taken on this machine, {used} is used instead" in caplog.messages
 
 
-def test_each_rank_has_the_port_after_the_one_before() -> None:
+def test_engines_that_start_at_the_same_moment_do_not_take_one_port(over_nixl: Make) -> None:
+    """None of them listens yet."""
+    port = free_port()
+    made = [over_nixl(role, port) for role in ("kv_producer", "kv_consumer")]
+
+    first, second = [connector.connector_scheduler.side_channel_port for connector in made]
+    assert first == port
+    assert second != port
+
+    made[0].shutdown()
+    assert over_nixl("kv_producer", port).connector_scheduler.side_channel_port == port
+
+
+def test_each_rank_has_the_port_after_the_one_before(over_nixl: Make) -> None:
     port = free_port()
     connector = over_nixl("kv_producer", port - 1, data_parallel_index=1)
 
     assert connector.connector_scheduler.side_channel_port == port
 
 
-def test_the_variables_of_the_transport_go_first(monkeypatch: pytest.MonkeyPatch, taken_port: int) -> None:
+def test_the_variables_of_the_transport_go_first(
+    over_nixl: Make, monkeypatch: pytest.MonkeyPatch, taken_port: int
+) -> None:
     port = free_port()
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
@@ -121,14 +147,14 @@ def test_the_variables_of_the_transport_go_first(monkeypatch: pytest.MonkeyPatch
     assert (scheduler.side_channel_host, scheduler.side_channel_port) == ("localhost", port)
 
 
-def test_all_machines_of_one_engine_call_it_the_same() -> None:
+def test_all_machines_of_one_engine_call_it_the_same(over_nixl: Make) -> None:
     port = free_port()
     names = {over_nixl("kv_producer", port, start, nnodes=2).connector_scheduler.engine_id for start in ("17", "18")}
 
     assert names == {"0-kv_producer-10.0.0.1:29501"}
 
 
-def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_machine_is_refused(over_nixl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "192.0.2.77")
 
     with pytest.raises(ConfigError, match=r"this machine cannot listen on its address '192\.0\.2\.77'"):
@@ -136,12 +162,12 @@ def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("port", [0, 65535])
-def test_a_port_that_is_none_is_refused(port: int) -> None:
+def test_a_port_that_is_none_is_refused(over_nixl: Make, port: int) -> None:
     with pytest.raises(ConfigError, match=r"kv_port \(plus the data-parallel rank\) is .*, expected 1 to 65535"):
         over_nixl("kv_producer", port, data_parallel_index=port and 1)
 
 
-def test_sizes_and_context_parallelism_that_do_not_fit_are_refused() -> None:
+def test_sizes_and_context_parallelism_that_do_not_fit_are_refused(over_nixl: Make) -> None:
     with pytest.raises(ConfigError, match=r"prefill\.tp_size is 1, but this engine runs with --tensor-parallel-size 2"):
         over_nixl("kv_producer", 20001, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="--decode-context-parallel-size is 2"):
@@ -151,17 +177,18 @@ def test_sizes_and_context_parallelism_that_do_not_fit_are_refused() -> None:
 def test_the_callers_configuration_stays_as_it_was() -> None:
     config = engine("kv_producer", 20001)
     connector = NixlHandOff(config, KVConnectorRole.SCHEDULER, groups())
+    connector.shutdown()
 
     assert config.kv_transfer_config.engine_id == "0"
     assert "use_ascend_direct" in config.kv_transfer_config.kv_connector_extra_config
     assert connector.kv_transfer_config.kv_connector_extra_config == {"kv_lease_duration": 60}
 
 
-def test_a_prefill_over_nixl_answers_with_its_own_address(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefill_over_nixl_answers_with_its_own_address(over_nixl: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.ems")
     prefill = over_nixl("kv_producer", free_port())
 
-    keep, answer = prefill.request_finished_all_groups(request(do_remote_decode=True), ([3, 4],))
+    keep, answer = prefill.request_finished_all_groups(make_request(do_remote_decode=True), ([3, 4],))
 
     assert keep
     assert answer["remote_engine_id"] == "0-kv_producer-17"
@@ -181,11 +208,13 @@ class Blocks:
         return [[7, 8]]
 
 
-@pytest.mark.parametrize("make", [over_nixl, over_mooncake])
-def test_a_decode_says_how_long_a_transfer_took(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("transport", ["over_nixl", "over_mooncake"])
+def test_a_decode_says_how_long_a_transfer_took(
+    transport: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "vllm.ems")
-    decode = make("kv_consumer", free_port())
-    decode.update_state_after_alloc(request(), Blocks(), 32)
+    decode = request.getfixturevalue(transport)("kv_consumer", free_port())
+    decode.update_state_after_alloc(make_request(), Blocks(), 32)
     output = SimpleNamespace(finished_recving={"cmpl-1", "unknown"})
 
     decode.update_connector_output(output)
@@ -195,10 +224,10 @@ def test_a_decode_says_how_long_a_transfer_took(make: Any, caplog: pytest.LogCap
     assert len(lines) == 1
 
 
-def test_over_mooncake_the_prefill_names_the_transfer_and_where_to_ask() -> None:
+def test_over_mooncake_the_prefill_names_the_transfer_and_where_to_ask(over_mooncake: Make) -> None:
     prefill, decode = over_mooncake("kv_producer", 20011), over_mooncake("kv_consumer", 20011)
     assert os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == "20011"
-    sent = request(do_remote_decode=True, do_remote_prefill=False)
+    sent = make_request(do_remote_decode=True, do_remote_prefill=False)
     prefill.on_new_request(sent)
 
     keep, answer = prefill.request_finished_all_groups(sent, ([3, 4],))
@@ -212,7 +241,7 @@ def test_over_mooncake_the_prefill_names_the_transfer_and_where_to_ask() -> None
         "remote_bootstrap_addr": "http://127.0.0.1:20011",
     }
     # ... and that is all that the decode needs.
-    taken = request(**answer)
+    taken = make_request(**answer)
     decode.on_new_request(taken)
     decode.update_state_after_alloc(taken, Blocks(), 32)
     (pulls,) = decode.build_connector_meta(SimpleNamespace()).reqs_to_recv.values()
@@ -220,9 +249,9 @@ def test_over_mooncake_the_prefill_names_the_transfer_and_where_to_ask() -> None
     assert pulls["cmpl-1"].remote_bootstrap_addr == "http://127.0.0.1:20011"
 
 
-def test_over_mooncake_requests_without_a_hand_off_pass() -> None:
+def test_over_mooncake_requests_without_a_hand_off_pass(over_mooncake: Make) -> None:
     prefill = over_mooncake("kv_producer", 20011)
-    plain = request()
+    plain = make_request()
     prefill.on_new_request(plain)
 
     assert prefill.request_finished_all_groups(plain, ([3, 4],)) == (False, None)

@@ -37,49 +37,65 @@ class NixlHandOff(HandOffLog, NixlConnector):
         cores = os.sched_getaffinity(0)
         super().__init__(translated(vllm_config, role, KEYS), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            host, port = _listen_at(vllm_config)
-            self.connector_scheduler.side_channel_host = host
-            self.connector_scheduler.side_channel_port = port
+            self._place = ListeningPlace(*_wanted_place(vllm_config))
+            self.connector_scheduler.side_channel_host = self._place.host
+            self.connector_scheduler.side_channel_port = self._place.port
         elif current_platform.device_type == "cpu":
             # The transport's threads keep the core that vLLM reserves for them, the thread that computes goes back.
             os.sched_setaffinity(0, cores)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.connector_scheduler is not None:
+            self._place.close()
 
-def _listen_at(vllm_config: Any) -> tuple[str, int]:
-    """Where peers ask for this engine's memory: ``kv_port`` plus the data-parallel rank, or a free port.
+
+def _wanted_place(vllm_config: Any) -> tuple[str, int]:
+    """Where peers are to ask for this engine's memory: this machine's address, ``kv_port`` plus the data-parallel rank.
 
     NIXL's own variables go first.
     """
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or own_address()
     base = int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT") or vllm_config.kv_transfer_config.kv_port)
-    wanted = base + vllm_config.parallel_config.data_parallel_index
-    port = free_port(host, wanted)
-    if port != wanted:
-        logger.info("port %d (kv_port) is taken on this machine, %d is used instead", wanted, port)
-    return host, port
+    return host, base + vllm_config.parallel_config.data_parallel_index
 
 
-def free_port(host: str, wanted: int) -> int:
-    """``wanted``, or another port of ``host`` where somebody listens on that one.
+class ListeningPlace:
+    """A port of this machine that the transport may listen on: the wanted one, or a free one where that is taken.
 
-    Raises:
-        ConfigError: ``host`` is no address of this machine, or ``wanted`` no port.
+    vLLM listens a moment later, and would wait for ever if it could not.  So the port is marked as ours among the
+    engines of this machine, by a name that the kernel gives to one process and frees when that ends.
     """
-    if not 0 < wanted < 65536:
-        raise ConfigError(f"kv_port (plus the data-parallel rank) is {wanted}, expected 1 to 65535")
-    try:
-        return _bind(host, wanted)
-    except OSError:
+
+    def __init__(self, host: str, wanted: int) -> None:
+        if not 0 < wanted < 65536:
+            raise ConfigError(f"kv_port (plus the data-parallel rank) is {wanted}, expected 1 to 65535")
+        self.host = host
+        self._mark = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            return _bind(host, 0)
+            self._mark.bind(f"\0ems-side-channel/{host}/{wanted}")
+            self.port = _bind(host, wanted)
+        except OSError:
+            self._mark.close()
+            self.port = self._another()
+            logger.info("port %d (kv_port) is taken on this machine, %d is used instead", wanted, self.port)
+
+    def _another(self) -> int:
+        try:
+            return _bind(self.host, 0)
         except OSError as error:
             raise ConfigError(
-                f"this machine cannot listen on its address {host!r} ({error.strerror}); "
+                f"this machine cannot listen on its address {self.host!r} ({error.strerror}); "
                 "set VLLM_NIXL_SIDE_CHANNEL_HOST to one of its addresses that the other side reaches"
             ) from error
 
+    def close(self) -> None:
+        """Let another engine of this machine have the port."""
+        self._mark.close()
+
 
 def _bind(host: str, port: int) -> int:
+    """The port that a listener at ``host`` would get; 0 asks for a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
