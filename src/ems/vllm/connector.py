@@ -41,14 +41,15 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings, warnings = read_settings(transfer.kv_role, transfer.kv_connector_extra_config)
+        extra = transfer.kv_connector_extra_config
         self._scheduler: SchedulerSide | IdleScheduler | None = None
         self._worker: WorkerSide | IdleWorker | None = None
         try:
+            settings, warnings = read_settings(transfer.kv_role, extra)
             model = describe(vllm_config, kv_cache_config, settings)
             compat.check_groups(model.groups)
         except ConfigError as error:
-            if settings.on_error != "serve_without":
+            if extra.get("on_error") != "serve_without":
                 raise
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("EMS cannot be used, serving without it: %s", error)
