@@ -38,7 +38,7 @@ from ems.testing.engine import EngineOptions, ProcessError, VllmServer
 from ems.testing.node import NodeProcess
 from ems.testing.tiny_model import Size, make_model
 from ems.testing.waiting import until
-from scripts.chaos_load import MIX, Job, Load, Tally, Tokens, faults
+from scripts.chaos_load import MIX, Job, Load, Tally, Tokens, faults, first_difference
 
 OPTIONS = EngineOptions(block_size=32, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16, gpu_blocks=90)
 MODELS: dict[Size, EngineOptions] = {
@@ -114,7 +114,7 @@ def run(
             if not node_up:
                 tally.violations.append(f"the node ended by itself with status {node.returncode}")
             figures = _look_after(tally, servers, node) if node_up else {}
-            runner.compare()
+            runner.compare(folder / "differences.jsonl")
             return tally, figures
 
 
@@ -161,6 +161,10 @@ class Reference:
         self._threads = ThreadPoolExecutor(4)
         self._answers: dict[tuple[Tokens, int], Future[Tokens]] = {}
 
+    def logprobs(self, job: Job, answer: Tokens) -> dict[int, float]:
+        """The likeliest tokens after the prompt and ``answer``."""
+        return next_logprobs(self._server, job, answer, self._deadline)
+
     def ask(self, job: Job) -> Future[Tokens]:
         """The answer to ``job``, now or later."""
         key = job.prompt, job.tokens
@@ -191,11 +195,23 @@ class Runner:
         for client in working:
             client.result()
 
-    def compare(self) -> None:
-        """Compare all answers with the reference's."""
+    def compare(self, log: Path) -> None:
+        """Compare all answers with the reference's; ``log`` gets the requests whose answers differ."""
         _say(f"comparing {len(self._pairs)} answers")
-        for job, answer, expected in self._pairs:
-            self._tally.compare(job, answer, expected.result())
+        with log.open("w") as lines:
+            for job, answer, expected in self._pairs:
+                try:
+                    right = expected.result()
+                    place = first_difference(answer, right)
+                    if place is None:
+                        continue
+                    logprobs = self._reference.logprobs(job, right[:place])
+                except (OSError, http.client.HTTPException, ValueError) as error:
+                    self._tally.fail(job, f"the engine without a connector does not answer, {error}")
+                    continue
+                self._tally.differs(job, place, answer, logprobs)
+                facts = {"job": job, "answer": answer, "expected": right, "logprobs": logprobs}
+                lines.write(msgspec.json.encode(facts).decode() + "\n")
 
     def _client(self, load: Load, end: float) -> None:
         while time.monotonic() < end:
@@ -243,11 +259,39 @@ def complete(server: VllmServer, job: Job, deadline: float) -> Tokens:
         ValueError: the server answered with an error.
         OSError: it did not answer; TimeoutError where that took ``deadline`` seconds.
     """
-    with _posted(server, job, deadline, stream=False) as answer:
-        body = answer.read()
+    return tuple(_choice(server, _body(job), deadline)["token_ids"])
+
+
+def next_logprobs(server: VllmServer, job: Job, answer: Tokens, deadline: float) -> dict[int, float]:
+    """The likeliest tokens after the prompt and ``answer``; raises as :func:`complete` does."""
+    body = {
+        **_body(job),
+        "prompt": job.prompt + answer,
+        "max_tokens": 1,
+        "logprobs": 5,
+        "return_tokens_as_token_ids": True,
+    }
+    top = _choice(server, body, deadline)["logprobs"]["top_logprobs"][0]
+    return {int(token.removeprefix("token_id:")): value for token, value in top.items()}
+
+
+def _choice(server: VllmServer, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+    with _posted(server, body, deadline) as answer:
+        raw = answer.read()
         if answer.status != http.HTTPStatus.OK:
-            raise ValueError(f"status {answer.status}, {body[:300].decode(errors='replace')}")
-    return tuple(json.loads(body)["choices"][0]["token_ids"])
+            raise ValueError(f"status {answer.status}, {raw[:300].decode(errors='replace')}")
+    return dict(json.loads(raw)["choices"][0])
+
+
+def _body(job: Job) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": job.prompt,
+        "max_tokens": job.tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
 
 def leave(server: VllmServer, job: Job, deadline: float) -> None:
@@ -257,7 +301,7 @@ def leave(server: VllmServer, job: Job, deadline: float) -> None:
         ValueError: the server answered with an error.
         OSError: it did not answer; TimeoutError where that took ``deadline`` seconds.
     """
-    with _posted(server, job, deadline, stream=True, wait=bool(job.leave_after)) as answer:
+    with _posted(server, {**_body(job), "stream": True}, deadline, wait=bool(job.leave_after)) as answer:
         for _ in range(job.leave_after or 0):
             line = answer.readline()
             if b'"error"' in line:
@@ -266,18 +310,9 @@ def leave(server: VllmServer, job: Job, deadline: float) -> None:
 
 @contextmanager
 def _posted(
-    server: VllmServer, job: Job, deadline: float, *, stream: bool, wait: bool = True
+    server: VllmServer, body: dict[str, Any], deadline: float, *, wait: bool = True
 ) -> Iterator[http.client.HTTPResponse]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=deadline)
-    body = {
-        "model": "tiny",
-        "prompt": job.prompt,
-        "max_tokens": job.tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": stream,
-    }
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         yield connection.getresponse() if wait else http.client.HTTPResponse(connection.sock)
@@ -372,6 +407,7 @@ def _summary(tally: Tally) -> dict[str, Any]:
         "answered": tally.answered,
         "left": tally.left,
         "failed": tally.failed,
+        "ties": tally.ties,
         "wrong": tally.wrong,
     }
     requests = {kind: {name: column[kind] for name, column in columns.items()} for kind in MIX}
@@ -380,7 +416,7 @@ def _summary(tally: Tally) -> dict[str, Any]:
 
 def _print_tables(tally: Tally, figures: dict[str, Any]) -> None:
     console = Console()
-    table = Table("requests", *("asked", "answered", "left", "failed", "wrong"))
+    table = Table("requests", *("asked", "answered", "left", "failed", "ties", "wrong"))
     for kind, row in _summary(tally)["requests"].items():
         table.add_row(kind, *map(str, row.values()))
     console.print(table)

@@ -6,6 +6,7 @@ clock, the sockets and the processes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -23,6 +24,9 @@ conversation, have a long answer, or are given up."""
 SERVERS = 2
 LONGEST = 1100
 """Tokens of the longest prompt; a conversation that grew longer is over."""
+TIE = 1 / 32
+"""Logits of the models are bfloat16 numbers of about this precision."""
+
 _READABLE = range(300, 1000)
 _REMEMBERED = 40
 
@@ -112,6 +116,7 @@ class Tally:
         self.asked: Counter[Kind] = Counter()
         self.answered: Counter[Kind] = Counter()
         self.left: Counter[Kind] = Counter()
+        self.ties: Counter[Kind] = Counter()
         self.wrong: Counter[Kind] = Counter()
         self.failed: Counter[Kind] = Counter()
         self.faults: Counter[str] = Counter()
@@ -122,19 +127,35 @@ class Tally:
         self.failed[job.kind] += 1
         self.violations.append(f"{_name(job)}: {what}")
 
-    def compare(self, job: Job, answer: Tokens, expected: Tokens) -> None:
-        """Count the request as wrong unless its answer is that of the engine without a connector."""
-        if answer != expected:
-            self.wrong[job.kind] += 1
-            pairs = enumerate(zip(answer, expected, strict=False))
-            first = next((place for place, (one, other) in pairs if one != other), min(len(answer), len(expected)))
-            self.violations.append(
-                f"{_name(job)}: the answer differs from token {first} on from that of an engine without a connector"
-            )
+    def differs(self, job: Job, place: int, answer: Tokens, logprobs: dict[int, float]) -> None:
+        """The answer differs from ``place`` on, where an engine without a connector gives tokens these ``logprobs``.
+
+        Two tokens that it can hardly tell apart are a tie: whether a prompt is computed whole or in parts may decide
+        it, with or without a connector.
+        """
+        token = answer[place] if place < len(answer) else None
+        best = max(logprobs, key=logprobs.__getitem__)
+        margin = logprobs[best] - logprobs.get(token, -math.inf) if token is not None else math.inf
+        if margin <= TIE:
+            self.ties[job.kind] += 1
+            return
+        self.wrong[job.kind] += 1
+        self.violations.append(
+            f"{_name(job)}: token {place} of the answer is {token}, but an engine without a connector says {best}, "
+            f"by a margin of {margin:.3f}"
+        )
 
     def leftovers(self, holder: str, held: dict[str, Any]) -> None:
         """Whatever of ``held`` is not zero after the load should not be."""
         self.violations += [f"{holder}: {what} is {count}, expected 0" for what, count in held.items() if count]
+
+
+def first_difference(one: Tokens, other: Tokens) -> int | None:
+    """Where two answers part; None when they are the same."""
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def _name(job: Job) -> str:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from scripts import chaos
-from scripts.chaos_load import LONGEST, MIX, Job, Load, Tally, faults
+from scripts.chaos_load import LONGEST, MIX, Job, Load, Tally, faults, first_difference
 
 JOB = Job("fresh", 0, (300, 301), 3)
 
@@ -67,21 +67,36 @@ def test_faults_are_seeded_and_of_both_kinds() -> None:
     assert all(fault.after > 0 and fault.lasts >= 0 for fault in some)
 
 
-def test_only_the_answer_of_the_reference_is_right() -> None:
-    tally = Tally()
-    tally.compare(JOB, (7, 8, 9), (7, 8, 9))
-    assert not tally.violations
+@pytest.mark.parametrize(
+    ("one", "other", "place"),
+    [((7, 8, 9), (7, 8, 9), None), ((7, 8, 8), (7, 8, 9), 2), ((7, 8), (7, 8, 9), 2), ((), (7,), 0)],
+)
+def test_where_answers_part(one: tuple[int, ...], other: tuple[int, ...], place: int | None) -> None:
+    assert first_difference(one, other) == place
 
-    tally.compare(JOB, (7, 8, 8), (7, 8, 9))
+
+def test_another_token_than_the_reference_says_is_wrong() -> None:
+    tally = Tally()
+    tally.differs(JOB, 2, (7, 8, 8), {9: -0.5, 8: -1.0})
+
     assert tally.wrong["fresh"] == 1
-    assert "differs from token 2 on" in tally.violations[0]
+    assert "token 2 of the answer is 8, but an engine without a connector says 9" in tally.violations[0]
 
 
-def test_an_answer_that_ends_early_is_wrong() -> None:
+@pytest.mark.parametrize("answer", [(7, 8), (7, 8, 400)], ids=["too-short", "unlikely"])
+def test_an_answer_that_no_tie_explains_is_wrong(answer: tuple[int, ...]) -> None:
     tally = Tally()
-    tally.compare(JOB, (7, 8), (7, 8, 9))
+    tally.differs(JOB, 2, answer, {9: -0.5, 8: -0.5})
 
-    assert "differs from token 2 on" in tally.violations[0]
+    assert tally.wrong["fresh"] == 1
+
+
+def test_two_tokens_that_are_as_likely_are_a_tie() -> None:
+    tally = Tally()
+    tally.differs(JOB, 2, (7, 8, 8), {9: -0.500, 8: -0.515})
+
+    assert tally.ties["fresh"] == 1
+    assert not tally.violations
 
 
 def test_what_is_held_at_the_end_is_a_violation() -> None:
