@@ -12,6 +12,8 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
 
 from ems.errors import ConfigError
 
@@ -69,6 +71,34 @@ def failed_receives(connector_output: Any) -> set[str]:
 def computing(request: Any) -> bool:
     """Whether a step that was launched may still write state of ``request``; not known before 0.27: it may."""
     return bool(getattr(request, "num_in_flight_tokens", 1))
+
+
+# -------------------------------------------------------------------------------------------------------- KV events
+
+
+def event_extra_keys(entries: list[Any]) -> list[Any] | None:
+    """What else names blocks, as events tell it: without the tags that hashes have since 0.32."""
+    convert = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    if not any(entries):
+        return None
+    return entries if convert is None else convert(entries)
+
+
+def block_stored(kind: Any, **fields: Any) -> Any:
+    """A ``BlockStored`` event of what this release has in one."""
+    known = kind.__struct_fields__
+    return kind(**{name: value for name, value in fields.items() if name in known})
+
+
+def spec_kind(spec: Any) -> str | None:
+    """The word for a layer's kind of state; None where the release has none."""
+    name = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    return None if name is None else str(name(spec).value)
+
+
+def hash_tokens(vllm_config: Any, block_size: int) -> int:
+    """How many tokens one of a request's block hashes stands for."""
+    return int(getattr(vllm_config.cache_config, "hash_block_size", None) or block_size)
 
 
 # -------------------------------------------------------------------------------------------------- a layer's state

@@ -6,9 +6,9 @@ an accelerator, so nothing here fails a request: what cannot be loaded is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -122,9 +122,8 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler.reset()
         return True
 
-    def take_events(self) -> Iterable[Any]:
-        self._in_scheduler.step_ended()
-        return ()
+    def take_events(self) -> list[KVCacheEvent]:
+        return self._in_scheduler.take_events()
 
     # Both sides
 

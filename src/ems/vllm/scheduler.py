@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -20,6 +21,7 @@ from ems.pool.keys import KeyChain
 from ems.pool.launcher import ensure_node
 from ems.vllm import compat
 from ems.vllm.admission import Offer
+from ems.vllm.events import BlockEvents
 from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import BlockModel
@@ -39,7 +41,7 @@ class SchedulerSide:
     """Hooks that vLLM's scheduler calls."""
 
     def __init__(
-        self, settings: ConnectorSettings, model: BlockModel, workers: int = 1, *, step_tokens: int = 0
+        self, settings: ConnectorSettings, model: BlockModel, workers: int = 1, *, step_tokens: int = 0, events: BlockEvents | None = None
     ) -> None:
         self._settings = settings
         self._model = model
@@ -70,6 +72,7 @@ class SchedulerSide:
             start_node=start_node,
         )
         self._lookups.failed = self._observer.health.failed
+        self._events = events
         self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
         self._saves: list[Save] = []
@@ -235,7 +238,10 @@ class SchedulerSide:
         if span.tail:
             tokens = _tokens(request, end, end + span.tail)
             tail = known.chain.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
-        return self._book.save(request.request_id, span, known.chain, tail)
+        save = self._book.save(request.request_id, span, known.chain, tail)
+        if self._events is not None:
+            self._events.offered(request, save, extra or self._extra(request)())
+        return save
 
     def received(
         self, finished: Iterable[str], failed: Collection[str], invalid: set[int], report: object = None
@@ -269,10 +275,13 @@ class SchedulerSide:
         self._lookups.chain_name = f"{self._model.identity}/{secrets.token_hex(16)}"
         self._saves.clear()
         self._do(self._book.reset())
+        if self._events is not None:
+            self._events.reset()
 
-    def step_ended(self) -> None:
+    def take_events(self) -> list[KVCacheEvent]:
         """VLLM's ``take_events``, which it calls at the end of each step."""
         self._observer.step_ended(time.monotonic())
+        return self._events.take() if self._events is not None else []
 
     def take_stats(self) -> EmsStats | None:
         """VLLM's ``get_kv_connector_stats``."""
@@ -281,6 +290,8 @@ class SchedulerSide:
     def close(self) -> None:
         """The engine stops."""
         self._observer.close()
+        if self._events is not None:
+            self._events.close()
         self._lookups.close()
         self._client.close()
 
@@ -288,7 +299,9 @@ class SchedulerSide:
 
     def _take_answers(self) -> None:
         for answer in self._lookups.answers():
-            found = answer.found
+            found, request = answer.found, self._vllm_requests.get(answer.request_id)
+            if self._events is not None and answer.chain is not None and found.blocks and request is not None:
+                self._events.found(request, found, answer.chain, self._extra(request)())
             self._observer.answered(answer.request_id, found.tokens, found.blocks, answer.reason)
             if answer.chain is None:
                 self._do(self._book.abandon(answer.request_id))

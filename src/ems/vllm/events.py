@@ -1,0 +1,230 @@
+"""KV events: tells vLLM's event stream which blocks the pool holds for this engine, and which no longer.
+
+The node is asked several times a second, by a thread of its own, what it stored and removed (:class:`ChangeFeed`), so
+that a block is announced after the commit of its last page, whichever rank or engine made it, and taken back when it
+was evicted.  Blocks carry the engine's own hashes.  vLLM sends what it is given with the next step that it makes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from logging import Logger
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from ems.errors import EmsError, PoolRefused
+from ems.pool.client import Place, PoolChanges, PoolClient
+from ems.pool.keys import KEY_BYTES, KeyChain
+from ems.vllm import compat
+from ems.vllm.announced import Announced, Block, Page, Removed, Stored, Tidings
+from ems.vllm.model import BlockModel
+from ems.vllm.planes import page_keys
+from ems.vllm.requests import Found, Save
+
+POLL_SECONDS = 0.25
+"""How often the node is asked."""
+REFUSED_SECONDS = 10.0
+"""How often a node is asked that does not tell."""
+
+
+class ChangeFeed:
+    """Reads a node's changes in ``namespaces``, the planes of a model in their order."""
+
+    def __init__(self, client: PoolClient, namespaces: Sequence[str], logger: Logger, call_timeout: float) -> None:
+        self._client = client
+        self._namespaces = namespaces
+        self._logger = logger
+        self._call_timeout = call_timeout
+        self._place: Place | None = None
+        self._refused = False
+        self._changes: queue.SimpleQueue[PoolChanges | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="ems-events", daemon=True).start()
+
+    def take(self) -> list[PoolChanges | None]:
+        """Changes since the last call, None where what is known is void; never waits."""
+        taken = []
+        while not self._changes.empty():
+            taken.append(self._changes.get())
+        return taken
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._read()
+            except Exception:
+                # Root of this thread: a defect here must cost events, never the engine.
+                self._logger.exception("EMS could not read what the pool stored and removed")
+                self._void()
+            self._stop.wait(REFUSED_SECONDS if self._refused else POLL_SECONDS)
+
+    def _read(self) -> None:
+        try:
+            read = self._client.changes(self._place, self._namespaces, self._call_timeout)
+        except PoolRefused as error:
+            if not self._refused:
+                self._logger.warning("EMS publishes no KV events: %s", error)
+            self._refused = True
+            self._void()
+        except EmsError:
+            # A node that is gone took its memory along.
+            self._void()
+        else:
+            self._refused = False
+            if read.lost:
+                self._changes.put(None)
+            elif read.runs:
+                self._changes.put(read)
+            self._place = read.place
+
+    def _void(self) -> None:
+        if self._place is not None:
+            self._place = None
+            self._changes.put(None)
+
+
+class GroupKind(NamedTuple):
+    """What events say of a KV cache group."""
+
+    kind: str | None
+    window: int | None
+
+
+class BlockEvents:
+    """The events of one engine.  ``hash_tokens`` says how many tokens one of its block hashes stands for."""
+
+    def __init__(
+        self, model: BlockModel, groups: Sequence[GroupKind], hash_tokens: Callable[[], int], feed: ChangeFeed
+    ) -> None:
+        self._model = model
+        self._groups = groups
+        self._hash_tokens = hash_tokens
+        self._feed = feed
+        self._announced = Announced()
+        self._tidings: list[Tidings] = []
+
+    def offered(self, request: Any, save: Save, extra: Sequence[object]) -> None:
+        """The full blocks of ``save`` are on their way into the pool; ``extra`` is what else names each block."""
+        count = len(save.keys) - (save.tail is not None)
+        keys = b"".join(save.keys[:count])
+        for group in range(self._model.groups):
+            held = [bool(block) for block in save.block_ids[group][:count]]
+            blocks = self._blocks(request, group, save.first, keys, extra)
+            self._tidings += self._announced.offered(
+                one for one, there in zip(blocks, held, strict=False) if there or not self._windowed(group)
+            )
+
+    def found(self, request: Any, found: Found, chain: KeyChain, extra: Sequence[object]) -> None:
+        """A lookup found these blocks in the pool and keeps them there for now."""
+        for group in range(self._model.groups):
+            planes = [pages for pages in found.pages if self._model.planes[pages.plane].group == group]
+            first = max((pages.first for pages in planes), default=found.blocks)
+            keys = chain.joined(first, found.blocks)
+            blocks = self._blocks(request, group, first, keys, extra)
+            self._tidings += self._announced.offered(blocks, present=True)
+
+    def reset(self) -> None:
+        """Nothing stored until now is found by this engine again."""
+        self._tidings += self._announced.withdraw()
+
+    def take(self) -> list[KVCacheEvent]:
+        """Events since the last call."""
+        for changes in self._feed.take():
+            self._tidings += self._announced.withdraw() if changes is None else self._announced.changed(changes.runs)
+        tidings, self._tidings = self._tidings, []
+        return [self._event(together) for together in _together(tidings)]
+
+    def close(self) -> None:
+        """The engine stops."""
+        self._feed.close()
+
+    def _windowed(self, group: int) -> bool:
+        return any(plane.window for plane in self._model.planes if plane.group == group)
+
+    def _blocks(
+        self, request: Any, group: int, first: int, keys: bytes, extra: Sequence[object]
+    ) -> Iterator[tuple[Block, list[Page]]]:
+        """The blocks from number ``first`` on that have ``keys``, as far as the engine has hashed them."""
+        size = self._model.block_size
+        step = size // self._hash_tokens()
+        hashes = request.block_hashes
+        planes = [
+            (number, plane.shards, page_keys(keys, plane.shards))
+            for number, plane in enumerate(self._model.planes)
+            if plane.group == group
+        ]
+        for position in range(len(keys) // KEY_BYTES):
+            number = first + position
+            if (number + 1) * step > len(hashes):
+                return
+            pages = [
+                (plane, named[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+                for plane, shards, named in planes
+                for at in range(position * shards, (position + 1) * shards)
+            ]
+            name, parent = hashes[(number + 1) * step - 1], hashes[number * step - 1] if number else None
+            tokens = tuple(request.all_token_ids[number * size : (number + 1) * size])
+            yield Block(name, group, parent, tokens, extra[number] if number < len(extra) else None), pages
+
+    def _event(self, tidings: list[Tidings]) -> KVCacheEvent:
+        stored = [news.block for news in tidings if isinstance(news, Stored)]
+        if not stored:
+            removed = [news for news in tidings if isinstance(news, Removed)]
+            names = [maybe_convert_block_hash(news.name) for news in removed]
+            return BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=removed[0].group)
+        first, kind = stored[0], self._groups[stored[0].group]
+        return compat.block_stored(
+            BlockStored,
+            block_hashes=[maybe_convert_block_hash(block.name) for block in stored],
+            parent_block_hash=None if first.parent is None else maybe_convert_block_hash(first.parent),
+            token_ids=[token for block in stored for token in block.tokens],
+            block_size=self._model.block_size,
+            lora_id=None,
+            lora_name=None,
+            medium=MEDIUM_CPU,
+            extra_keys=compat.event_extra_keys([block.extra for block in stored]),
+            group_idx=first.group,
+            kv_cache_spec_kind=kind.kind,
+            kv_cache_spec_sliding_window=kind.window,
+        )
+
+
+def _together(tidings: Sequence[Tidings]) -> Iterator[list[Tidings]]:
+    """Tidings that one event can tell: blocks of a group in a row, or blocks of a group that left."""
+    if not tidings:
+        return
+    run = [tidings[0]]
+    for before, news in pairwise(tidings):
+        if not _continues(before, news):
+            yield run
+            run = []
+        run.append(news)
+    yield run
+
+
+def _continues(before: Tidings, news: Tidings) -> bool:
+    if isinstance(before, Stored) and isinstance(news, Stored):
+        return before.block.group == news.block.group and before.block.name == news.block.parent
+    return isinstance(before, Removed) and isinstance(news, Removed) and before.group == news.group
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether the engine publishes KV events at all."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def group_kinds(kv_cache_config: Any) -> list[GroupKind]:
+    """What events say of each of the engine's KV cache groups."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [GroupKind(compat.spec_kind(spec), getattr(spec, "sliding_window", None)) for spec in specs]
