@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from ems.testing.engine import VllmServer
+from ems.testing.engine import VllmServer, free_port
 from tests.e2e.engines import BLOCK, OPTIONS, Node, connector, post, random_prompt, running, running_node, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
+EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+
+
 class Observed:
-    def __init__(self, node: Node, server: VllmServer) -> None:
+    def __init__(self, node: Node, server: VllmServer, subscriber: Any) -> None:
         self.node = node
         self.server = server
+        self._subscriber = subscriber
+
+    def events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """Events that came since the last call, of blocks in host memory.
+
+        vLLM sends events with its steps, so there is a short one first.
+        """
+        self.ask([301, 302])
+        came: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        while self._subscriber.poll(200):
+            _, _, payload = self._subscriber.recv_multipart()
+            came += msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        return [event for event in came if getattr(event, "medium", "") == "CPU"]
 
     def ask(self, prompt: list[int], **params: object) -> dict[str, Any]:
         """The explanation of a request."""
@@ -46,11 +66,13 @@ def observed(model: Path, logs: Path) -> Iterator[Observed]:
             model,
             log=logs / "observed.log",
             kv_transfer_config=connector("kv_both"),
-            options=OPTIONS,
+            options=msgspec.structs.replace(OPTIONS, arguments=("--kv-events-config", json.dumps(EVENTS))),
             environment=node.environment,
         )
-        with running(server):
-            yield Observed(node, server)
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, running(server):
+            subscriber.connect(EVENTS["endpoint"])
+            subscriber.subscribe("")
+            yield Observed(node, server, subscriber)
 
 
 def test_a_request_that_asks_is_told_of_its_hit_and_of_its_miss(observed: Observed) -> None:
@@ -105,3 +127,30 @@ def test_every_30_seconds_one_line_sums_up(observed: Observed) -> None:
 
     assert "saves " in line
     assert "hit rate " in line
+
+
+def test_events_follow_blocks_into_the_pool_and_out_of_it(observed: Observed) -> None:
+    """Last in this file: the pool is filled until the first blocks leave."""
+    prompt = random_prompt(5, 3 * BLOCK)
+    observed.store(prompt)
+    stored: list[BlockStored] = []
+
+    def announced() -> bool:
+        stored.extend(event for event in observed.events() if isinstance(event, BlockStored))
+        return any(event.token_ids[:BLOCK] == prompt[:BLOCK] for event in stored)
+
+    wait_for(announced, "the prompt's blocks are announced", 60)
+    event = next(event for event in stored if event.token_ids[:BLOCK] == prompt[:BLOCK])
+    assert event.token_ids == prompt
+    assert (len(event.block_hashes), event.block_size, event.parent_block_hash) == (3, BLOCK, None)
+
+    removed: set[object] = set()
+
+    def taken_back() -> bool:
+        observed.ask(random_prompt(next(seeds), 2040))
+        for event in observed.events():
+            removed.update(event.block_hashes if isinstance(event, BlockRemoved) else ())
+        return set(event.block_hashes) <= removed
+
+    seeds = iter(range(1000, 2000))
+    wait_for(taken_back, "the prompt's blocks are taken back", 200)

@@ -232,7 +232,7 @@ def test_a_load_that_takes_longer_than_computing_is_not_made(make: Make, store: 
     side.received((), (), set(), StepReport({}, [slow] * 10))
     for _ in range(10):
         side.build_metadata(step(request("other"), 1000))
-        side.step_ended()
+        assert side.take_events() == []
     side.on_new_request(one)
 
     assert side.found(one) == 0

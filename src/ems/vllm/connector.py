@@ -6,6 +6,7 @@ an accelerator, so nothing here fails a request: what cannot be loaded is comput
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -20,7 +21,9 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 
 from ems.errors import ConfigError
+from ems.pool.client import PoolClient
 from ems.vllm import compat
+from ems.vllm.events import BlockEvents, ChangeFeed, group_kinds, publishes_events
 from ems.vllm.idle import IdleScheduler, IdleWorker
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
@@ -67,7 +70,12 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
             parallel = vllm_config.parallel_config
             workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            self._scheduler = SchedulerSide(settings, model, workers, step_tokens=step_tokens)
+            events = None
+            if publishes_events(vllm_config):
+                feed = ChangeFeed(PoolClient(settings.socket, "vllm-events"), model.namespaces, logger)
+                tokens = partial(compat.hash_tokens, vllm_config, model.block_size)
+                events = BlockEvents(model, group_kinds(kv_cache_config), tokens, feed)
+            self._scheduler = SchedulerSide(settings, model, workers, step_tokens=step_tokens, events=events)
         else:
             planes = local_planes(
                 model,

@@ -35,11 +35,10 @@ REFUSED_SECONDS = 10.0
 class ChangeFeed:
     """Reads a node's changes in ``namespaces``, the planes of a model in their order."""
 
-    def __init__(self, client: PoolClient, namespaces: Sequence[str], logger: Logger, call_timeout: float) -> None:
+    def __init__(self, client: PoolClient, namespaces: Sequence[str], logger: Logger) -> None:
         self._client = client
         self._namespaces = namespaces
         self._logger = logger
-        self._call_timeout = call_timeout
         self._place: Place | None = None
         self._refused = False
         self._changes: queue.SimpleQueue[PoolChanges | None] = queue.SimpleQueue()
@@ -70,7 +69,7 @@ class ChangeFeed:
 
     def _read(self) -> None:
         try:
-            read = self._client.changes(self._place, self._namespaces, self._call_timeout)
+            read = self._client.changes(self._place, self._namespaces)
         except PoolRefused as error:
             if not self._refused:
                 self._logger.warning("EMS publishes no KV events: %s", error)

@@ -40,8 +40,9 @@ class IdleScheduler:
     def reset(self) -> None:
         """Nothing was stored."""
 
-    def step_ended(self) -> None:
+    def take_events(self) -> list[Any]:
         """Nothing happened."""
+        return []
 
     def take_stats(self) -> None:
         """Nothing is counted."""

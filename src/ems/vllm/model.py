@@ -53,6 +53,11 @@ class BlockModel(msgspec.Struct, frozen=True):
     groups: int
     planes: tuple[Plane, ...]
 
+    @property
+    def namespaces(self) -> list[str]:
+        """Names of the planes' namespaces, in their order."""
+        return [plane.namespace for plane in self.planes]
+
 
 class LocalPlane(msgspec.Struct, frozen=True):
     """What one rank has of a plane: ``layers`` in the order of a page, and its ``portion`` of each block's shards.

@@ -41,7 +41,13 @@ class SchedulerSide:
     """Hooks that vLLM's scheduler calls."""
 
     def __init__(
-        self, settings: ConnectorSettings, model: BlockModel, workers: int = 1, *, step_tokens: int = 0, events: BlockEvents | None = None
+        self,
+        settings: ConnectorSettings,
+        model: BlockModel,
+        workers: int = 1,
+        *,
+        step_tokens: int = 0,
+        events: BlockEvents | None = None,
     ) -> None:
         self._settings = settings
         self._model = model
