@@ -19,7 +19,8 @@ from tests.e2e.engines import BLOCK, OPTIONS, Node, connector, post, random_prom
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+PORT = free_port()
+EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{PORT}"}
 
 
 class Observed:
@@ -46,11 +47,13 @@ class Observed:
         answer = post(self.server.url, "/v1/completions", body)
         return dict((answer.get("kv_transfer_params") or {}).get("ems_explain") or {})
 
-    def store(self, prompt: list[int]) -> None:
+    def store(self, prompt: list[int], **params: object) -> dict[str, Any]:
+        """Ask with a new prompt, and wait until it is in the pool."""
         before = self.node.counters["pages_committed"]
-        self.ask(prompt)
+        explanation = self.ask(prompt, **params)
         wait_for(lambda: self.node.counters["pages_committed"] > before, "the prompt is stored")
         wait_for(lambda: self.node.stats()["reservations"] == 0, "nothing is being written")
+        return explanation
 
     def metric(self, name: str, label: str = "") -> float:
         """The value of a metric, added up over its samples with ``label``."""
@@ -70,17 +73,15 @@ def observed(model: Path, logs: Path) -> Iterator[Observed]:
             environment=node.environment,
         )
         with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, running(server):
-            subscriber.connect(EVENTS["endpoint"])
+            subscriber.connect(f"tcp://127.0.0.1:{PORT}")
             subscriber.subscribe("")
             yield Observed(node, server, subscriber)
 
 
 def test_a_request_that_asks_is_told_of_its_hit_and_of_its_miss(observed: Observed) -> None:
     prompt = random_prompt(1, 4 * BLOCK + 5)
-    miss = observed.ask(prompt, ems_explain=True)
+    miss = observed.store(prompt, ems_explain=True)
     assert (miss["prompt"], miss["found"], miss["from_pool"], miss["reason"]) == (len(prompt), 0, 0, "absent")
-    wait_for(lambda: observed.node.stats()["reservations"] == 0, "nothing is being written")
-    observed.store(prompt)
 
     hit = observed.ask(prompt, ems_explain=True)
     assert (hit["found"], hit["from_pool"], hit["loaded_blocks"]) == (len(prompt), len(prompt), 5)

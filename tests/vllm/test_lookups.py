@@ -215,14 +215,22 @@ def test_a_plain_miss_is_no_gap(side: Side) -> None:
     assert (answer.found.blocks, answer.reason) == (2, None)
 
 
-def test_a_fault_of_the_pool_is_told_and_is_the_reason_of_the_miss(side: Side, node: Node) -> None:
+def test_a_fault_of_the_pool_is_told_and_is_the_reason_of_the_miss(
+    side: Side, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[EmsError] = []
-    side.lookups.failed = told.append
+
+    def failed(error: EmsError) -> bool:
+        told.append(error)
+        return True
+
+    side.lookups.failed = failed
     node.kill()
     side.ask()
 
     assert side.answer().reason is Reason.LOOKUP_FAILED
     assert [type(error) for error in told] == [PoolUnavailable]
+    assert caplog.messages == []
 
 
 def test_a_defect_costs_one_hit_and_not_the_thread(side: Side) -> None:

@@ -252,7 +252,7 @@ def test_an_ill_pool_is_left_alone(make: Make, node: Node, store: Callable[[int]
     if fault == "worker":
         side.received((), (), set(), StepReport({}, [], {"PoolTimeout": 1}))
     else:
-        side._observer.health.failed(PoolTimeout("late"))
+        side._observer.failed(PoolTimeout("late"))
     assert side.match(waiting, 0) == (0, False)
     wait_for(lambda: node.stats()["leases"] == 0, "what was promised is given back")
     before = node.counters["lookups"]
@@ -270,7 +270,7 @@ def test_an_ill_pool_is_left_alone(make: Make, node: Node, store: Callable[[int]
 def test_without_the_gate_an_ill_pool_is_asked_all_the_same(make: Make, store: Callable[[int], None]) -> None:
     store(3)
     side, one = make(health_gate=False), request()
-    side._observer.health.failed(PoolTimeout("late"))
+    side._observer.failed(PoolTimeout("late"))
     side.on_new_request(one)
 
     assert side.found(one) == 48
@@ -279,7 +279,7 @@ def test_without_the_gate_an_ill_pool_is_asked_all_the_same(make: Make, store: C
 def test_once_it_is_well_the_pool_is_used_again(make: Make, store: Callable[[int], None]) -> None:
     store(3)
     side = make(health_check_ms=20)
-    side._observer.health.failed(PoolTimeout("late"))
+    side._observer.failed(PoolTimeout("late"))
     wait_for(lambda: side._observer.usable, "the gate opens")
     one = request()
     side.on_new_request(one)

@@ -96,9 +96,9 @@ def spec_kind(spec: Any) -> str | None:
     return None if name is None else str(name(spec).value)
 
 
-def hash_tokens(vllm_config: Any, block_size: int) -> int:
-    """How many tokens one of a request's block hashes stands for."""
-    return int(getattr(vllm_config.cache_config, "hash_block_size", None) or block_size)
+def hash_tokens(kv_cache_config: Any, block_size: int) -> int:
+    """How many tokens one of a request's block hashes stands for; before 0.32 a whole block unless told otherwise."""
+    return int(getattr(kv_cache_config, "hash_block_size", None) or block_size)
 
 
 # -------------------------------------------------------------------------------------------------- a layer's state

@@ -73,7 +73,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
             events = None
             if publishes_events(vllm_config):
                 feed = ChangeFeed(PoolClient(settings.socket, "vllm-events"), model.namespaces, logger)
-                tokens = partial(compat.hash_tokens, vllm_config, model.block_size)
+                tokens = partial(compat.hash_tokens, kv_cache_config, model.block_size)
                 events = BlockEvents(model, group_kinds(kv_cache_config), tokens, feed)
             self._scheduler = SchedulerSide(settings, model, workers, step_tokens=step_tokens, events=events)
         else:

@@ -59,10 +59,12 @@ class PoolHealth:
         """Whether the pool may be asked."""
         return self._monitor.healthy
 
-    def failed(self, error: EmsError) -> None:
-        """An operation ended with ``error``: what says that the pool is ill closes the gate at once."""
-        if isinstance(error, _SICK):
-            self._monitor.failed(error)
+    def failed(self, error: EmsError) -> bool:
+        """An operation ended with ``error``: what says that the pool is ill closes the gate at once, and is logged."""
+        if not isinstance(error, _SICK):
+            return False
+        self._monitor.failed(error)
+        return True
 
     def failed_in_worker(self, kind: str) -> None:
         """An operation of a worker ended with an error of the class called ``kind``."""

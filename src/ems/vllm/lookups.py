@@ -101,8 +101,8 @@ class Lookups:
         call_timeout: float,
         start_node: Callable[[], object] | None = None,
     ) -> None:
-        self.failed: Callable[[EmsError], object] | None = None
-        """Told of every error of the pool, on the lookup thread."""
+        self.failed: Callable[[EmsError], bool] | None = None
+        """Told of every error of the pool, on the lookup thread; True where it has said so in the log."""
         self._call_timeout = call_timeout
         self._planes = planes
         self._client = client
@@ -220,10 +220,9 @@ class Lookups:
             return False
 
     def _missed(self, error: EmsError) -> None:
-        if self.failed is not None:
-            self.failed(error)
+        said = self.failed is not None and self.failed(error)
         kind = type(error).__name__
-        if kind != self._said:
+        if not said and kind != self._said:
             self._said = kind
             serve = "blocks are computed and not stored" if isinstance(error, NoSpace) else "serving on without it"
             self._logger.warning("EMS pool cannot be used, %s: %s", serve, error)

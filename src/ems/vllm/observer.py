@@ -15,6 +15,7 @@ import msgspec
 
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.summary import Kind, Sample
+from ems.errors import EmsError
 from ems.vllm.admission import Offer, Thresholds, why_not
 from ems.vllm.cost import CostModel
 from ems.vllm.explain import Explanations
@@ -27,6 +28,9 @@ from ems.vllm.transferred import Transferred
 
 EXPLAIN = "ems_explain"
 """Key in ``kv_transfer_params``: of a request that wants to be explained, and of the answer that does."""
+
+NEVER_SECONDS = 1e9
+"""Between two checks of a pool whose health does not matter."""
 
 STATE_SECONDS = 1.0
 """How often the state of things is told to vLLM at most, changes of health apart."""
@@ -52,7 +56,7 @@ class Observer:
         )
         self.health = PoolHealth(
             settings.socket,
-            HealthRules(check_seconds=settings.health_check),
+            HealthRules(check_seconds=settings.health_check if settings.health_gate else NEVER_SECONDS),
             logger,
             call_timeout=settings.call_timeout,
             start_node=start_node,
@@ -69,6 +73,10 @@ class Observer:
     def usable(self) -> bool:
         """Whether the pool may be asked."""
         return not self._settings.health_gate or self.health.usable
+
+    def failed(self, error: EmsError) -> bool:
+        """A call to the pool ended with ``error``; whether that was noted, and said in the log."""
+        return self._settings.health_gate and self.health.failed(error)
 
     # A request's way
 
@@ -139,7 +147,7 @@ class Observer:
 
     def transferred(self, transfers: Sequence[Transferred], errors: Mapping[str, int], now: float) -> None:
         """Workers reported loads and saves that ended."""
-        for error in errors:
+        for error in errors if self._settings.health_gate else ():
             self.health.failed_in_worker(error)
         for one in transfers:
             if one.leading:

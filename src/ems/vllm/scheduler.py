@@ -77,7 +77,7 @@ class SchedulerSide:
             call_timeout=settings.call_timeout,
             start_node=start_node,
         )
-        self._lookups.failed = self._observer.health.failed
+        self._lookups.failed = self._observer.failed
         self._events = events
         self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
