@@ -64,7 +64,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed(model: Path, logs: Path) -> Iterator[Observed]:
-    with running_node("--size", "64MB") as node:
+    with running_node("--size", "16MB") as node:
         server = VllmServer(
             model,
             log=logs / "observed.log",

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ems.errors import ConfigError
@@ -51,6 +53,35 @@ def test_results_have_the_fields_that_the_engine_reads() -> None:
             {"b", "c"},
             {"c"},
         )
+
+
+def test_an_event_has_what_the_release_has_in_one() -> None:
+    event = compat.block_stored(
+        BlockStored, block_hashes=[1], parent_block_hash=None, token_ids=[2], block_size=1, lora_id=None,
+        medium="CPU", lora_name=None, unheard_of="x",
+    )  # fmt: skip
+
+    assert (event.block_hashes, event.token_ids, event.medium) == ([1], [2], "CPU")
+
+
+def test_what_else_names_blocks_is_told_without_tags() -> None:
+    tagged = hasattr(kv_cache_utils, "to_event_extra_keys")
+    salt: tuple[object, ...] = (("salt", "s"),) if tagged else ("s",)
+
+    assert compat.event_extra_keys([salt, None]) == [("s",), None]
+    assert compat.event_extra_keys([None, None]) is None
+
+
+def test_a_hash_stands_for_a_block_unless_the_engine_says_otherwise() -> None:
+    assert compat.hash_tokens(SimpleNamespace(hash_block_size=16), 64) == 16
+    assert compat.hash_tokens(SimpleNamespace(hash_block_size=None), 64) == 64
+    assert compat.hash_tokens(SimpleNamespace(), 64) == 64
+
+
+def test_a_kind_of_state_has_a_word() -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+    assert compat.spec_kind(spec) == "full_attention"
 
 
 def test_failed_receives_of_an_output_with_and_without_them() -> None:
