@@ -31,7 +31,7 @@ Prompt = list[int]
 Thing = TypeVar("Thing")
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     """Return once ``condition`` holds; fail with ``what`` when it does not in time."""
     pause = threading.Event()
     deadline = time.monotonic() + seconds

@@ -12,6 +12,9 @@ from ems.testing.engine import EngineOptions, VllmServer
 from ems.testing.tiny_model import Size, make_model
 from tests.e2e.engines import OPTIONS, Node, Reference, connector, running, running_node, wait_for
 
+PATIENT = {"lookup_timeout_ms": 15_000, "call_timeout_ms": 5_000}
+"""What is found is counted here, so a slow machine must not give up."""
+
 TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
@@ -72,7 +75,7 @@ def running_pair(layout: Layout, folder: Path, reference: Reference | None = Non
             VllmServer(
                 model,
                 log=folder / f"{name}.log",
-                kv_transfer_config=connector("kv_both"),
+                kv_transfer_config=connector("kv_both", **PATIENT),
                 options=msgspec.structs.replace(options, prefix_caching=name == "first", arguments=common + arguments),
                 environment=node.environment,
             )

@@ -17,7 +17,7 @@ from tests.e2e.engines import Prompt, complete, complete_all, post, random_promp
 from tests.e2e.layouts import LAYOUTS, Pair, running_pair
 from tests.e2e.pages import stored_pages
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 FAILED = re.compile(r"KV cache transfer for request .*, [1-9][0-9]* failed\)")
 LENGTHS = (5, 31, 32, 33, 150, 400, 667, 1100)

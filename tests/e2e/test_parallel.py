@@ -20,6 +20,7 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
+from tests.e2e.layouts import PATIENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -45,7 +46,7 @@ def test_two_pipeline_stages_store_and_load_their_halves(model: Path, logs: Path
         server = VllmServer(
             model,
             log=logs / "stages.log",
-            kv_transfer_config=connector("kv_both"),
+            kv_transfer_config=connector("kv_both", **PATIENT),
             options=options,
             environment=node.environment,
         )
@@ -67,7 +68,7 @@ def test_what_one_replica_stored_serves_the_other(model: Path, logs: Path, refer
         server = VllmServer(
             model,
             log=logs / "replicas.log",
-            kv_transfer_config=connector("kv_both"),
+            kv_transfer_config=connector("kv_both", **PATIENT),
             options=options,
             environment=node.environment,
         )
