@@ -147,8 +147,13 @@ def run(version: str, python: Path, suites: list[str]) -> dict[str, Outcome]:
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         paths = [path for suite in suites for path in SUITES[suite]]
         environment = {**os.environ, "NO_COLOR": "1"}
-        subprocess.run([*command, *paths], cwd=CHECKOUT, stdout=sys.stderr.fileno(), check=False, env=environment)
-        return read_report(report.read_text() if report.exists() else "<testsuites/>", suites)
+        status = subprocess.run(
+            [*command, *paths], cwd=CHECKOUT, stdout=sys.stderr.fileno(), check=False, env=environment
+        ).returncode
+        if not report.exists():
+            say(f"vLLM {version}: pytest ended with {status} before it could report")
+            return read_report("<testsuites/>", suites)
+        return read_report(report.read_text(), suites)
 
 
 def read_report(text: str, suites: list[str]) -> dict[str, Outcome]:
