@@ -70,7 +70,7 @@ def reference(model: Path, logs: Path) -> Iterator[Reference]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starting real servers takes minutes on a machine that is busy with something else."""
+    """Starting real servers takes minutes on a machine that is busy with something else; goes before a module's own."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(900), append=False)
