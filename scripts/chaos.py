@@ -125,7 +125,8 @@ def _servers(model: Path, options: EngineOptions, node: NodeProcess, folder: Pat
         "kv_connector": "EmsStoreConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"cost_model": False},  # so small a model computes faster than anything loads
+        # So small a model computes faster than anything loads; a node that is back is used again after seconds.
+        "kv_connector_extra_config": {"cost_model": False, "health_check_ms": 500},
     }
     plain = VllmServer(model, log=folder / "plain.log", options=msgspec.structs.replace(options, gpu_blocks=None))
     connected = [

@@ -171,13 +171,14 @@ def running(*servers: VllmServer) -> Iterator[None]:
 def connector(role: str, **extra: object) -> dict[str, object]:
     """What one writes after ``--kv-transfer-config``; vLLM's own default failure policy stays in force.
 
-    Everything that is found is loaded, also what such a small model would compute faster.
+    Everything that is found is loaded, also what such a small model would compute faster; a node that is back is used
+    again after seconds.
     """
     return {
         "kv_connector": "EmsStoreConnector",
         "kv_role": role,
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"cost_model": False, **extra},
+        "kv_connector_extra_config": {"cost_model": False, "health_check_ms": 500, **extra},
     }
 
 

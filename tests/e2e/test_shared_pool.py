@@ -46,14 +46,14 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         first = VllmServer(
             model,
             log=logs / "first.log",
-            kv_transfer_config=connector("kv_both", health_check_ms=500),
+            kv_transfer_config=connector("kv_both"),
             options=msgspec.structs.replace(OPTIONS, prefix_caching=True, gpu_blocks=66),
             environment={**node.environment, "PYTHONHASHSEED": "1"},
         )
         second = VllmServer(
             model,
             log=logs / "second.log",
-            kv_transfer_config=connector("kv_both", health_check_ms=500),
+            kv_transfer_config=connector("kv_both"),
             options=OPTIONS,
             environment={**node.environment, "PYTHONHASHSEED": "2", "VLLM_SERVER_DEV_MODE": "1"},
         )

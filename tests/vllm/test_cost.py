@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.vllm.cost import LEAST_SAMPLES, LOADS_LAST_SECONDS, SAMPLES, TRY_EVERY, CostModel, Line, Samples
+from ems.vllm.cost import FIT_SECONDS, LEAST_SAMPLES, LOADS_LAST_SECONDS, SAMPLES, TRY_EVERY, CostModel, Line, Samples
 
 TOKENS = st.integers(16, 8192)
 SECONDS = st.floats(1e-5, 100, allow_nan=False)
@@ -48,6 +48,19 @@ def test_noise_never_makes_more_work_quicker() -> None:
         samples.add(tokens, 1 / tokens, 0.0)
 
     assert samples.line(0.0) == Line(1 / 500, 0.0)
+
+
+def test_a_new_line_is_drawn_now_and_then_and_dropped_at_once() -> None:
+    samples = Samples(10.0)
+    for _ in range(SAMPLES):
+        samples.add(1000, 1.0, 0.0)
+    assert samples.line(0.0) == Line(0.0, 0.001)
+    for _ in range(SAMPLES):
+        samples.add(1000, 2.0, 0.0)
+
+    assert samples.line(FIT_SECONDS / 2) == Line(0.0, 0.001)
+    assert samples.line(FIT_SECONDS) == Line(0.0, 0.002)
+    assert samples.line(11.0) is None
 
 
 def test_nonsense_is_left_out() -> None:

@@ -21,6 +21,8 @@ LOADS_LAST_SECONDS = 60.0
 """How long the measurement of a load counts.  Those of computing are made all the time and do not grow old."""
 TRY_EVERY = 16
 """Of so many loads in a row that look too dear the last is tried."""
+FIT_SECONDS = 0.25
+"""A new line is drawn at most this often; it takes about 100 us of a thread that must not be held up."""
 _SPREAD = 0.1
 """Two sizes tell a slope only if they differ by this share of the largest."""
 
@@ -58,6 +60,7 @@ class Samples:
         self._samples: deque[tuple[int, float, float]] = deque(maxlen=SAMPLES)
         self._line: Line | None = None
         self._known = True
+        self._next_fit = 0.0
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
         """Work on ``tokens`` tokens took ``seconds``; nonsense is left out."""
@@ -70,9 +73,12 @@ class Samples:
         while self._lasts is not None and self._samples and self._samples[0][2] < now - self._lasts:
             self._samples.popleft()
             self._known = False
-        if not self._known:
+        if len(self._samples) < LEAST_SAMPLES:
+            self._line = None
+        elif not self._known and (self._line is None or now >= self._next_fit):
             self._known = True
-            self._line = self._fit() if len(self._samples) >= LEAST_SAMPLES else None
+            self._next_fit = now + FIT_SECONDS
+            self._line = self._fit()
         return self._line
 
     def _fit(self) -> Line:
