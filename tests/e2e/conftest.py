@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,20 +27,26 @@ def _sweep() -> Iterator[None]:
         for file in set(SHARED_MEMORY.iterdir()) - before
         if file.name.startswith(("psm_", "sem.mp-", "vllm_dist_"))
     }
-    for file in left - in_use():
-        file.unlink(missing_ok=True)
+    used = in_use()
+    for file in left:
+        with suppress(FileNotFoundError):
+            if file.stat().st_ino not in used:
+                file.unlink()
 
 
-def in_use() -> set[Path]:
-    """Files in shared memory that some process has mapped: engines of somebody else may start here meanwhile."""
-    files = set()
+def in_use() -> set[int]:
+    """Inodes of shared memory that some process has mapped: engines of somebody else may start here meanwhile.
+
+    Not their names: a semaphore has another one while it is made, and that one its maker's map shows.
+    """
+    inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text()
         except OSError:  # the process ended, or is another user's
             continue
-        files |= {SHARED_MEMORY / name for name in re.findall(rf"{SHARED_MEMORY}/(\S+)", text)}
-    return files
+        inodes |= {int(inode) for inode in re.findall(rf" ([0-9]+) +{SHARED_MEMORY}/", text)}
+    return inodes
 
 
 @pytest.fixture(scope="session")
