@@ -121,19 +121,23 @@ def run(
 def _servers(model: Path, options: EngineOptions, node: NodeProcess, folder: Path) -> list[VllmServer]:
     """One without a connector and with all the memory it wants, one with a small cache of prefixes, one without."""
     environment = {"EMS_DIR": str(node.directory), "EMS_SOCKET": str(node.socket), "EMS_AUTOSTART": "0"}
-    config = {
-        "kv_connector": "EmsStoreConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",
-        # So small a model computes faster than anything loads; a node that is back is used again after seconds.
-        "kv_connector_extra_config": {"cost_model": False, "health_check_ms": 500},
-    }
+    extra = [
+        # So small a model computes faster than anything loads; a node that is back is used again after seconds, or,
+        # without a gate, with the next request.
+        {"cost_model": False, "health_check_ms": 500},
+        {"cost_model": False, "health_gate": False},
+    ]
     plain = VllmServer(model, log=folder / "plain.log", options=msgspec.structs.replace(options, gpu_blocks=None))
     connected = [
         VllmServer(
             model,
             log=folder / f"server-{number}.log",
-            kv_transfer_config=config,
+            kv_transfer_config={
+                "kv_connector": "EmsStoreConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "fail",
+                "kv_connector_extra_config": extra[number],
+            },
             options=msgspec.structs.replace(options, prefix_caching=number == 0),
             environment=environment,
         )

@@ -106,7 +106,7 @@ def faults(seed: int) -> Iterator[Fault]:
     while True:
         kind: Literal["kill", "freeze"] = "kill" if random.random() < 0.75 else "freeze"
         lasts = random.uniform(0.0, 1.0) if random.random() < 0.6 else random.uniform(1.0, 8.0)
-        yield Fault(kind, random.uniform(0.5, 15.0), lasts)
+        yield Fault(kind, random.uniform(0.5, 5.0) if random.random() < 0.4 else random.uniform(5.0, 40.0), lasts)
 
 
 class Tally:
