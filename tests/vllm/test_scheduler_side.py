@@ -285,3 +285,23 @@ def test_once_it_is_well_the_pool_is_used_again(make: Make, store: Callable[[int
     side.on_new_request(one)
 
     assert side.found(one) == 48
+
+
+@pytest.mark.parametrize("prompt_tokens", [5, BLOCK, BLOCK + 3], ids=["first block", "whole block", "second block"])
+def test_a_part_of_a_block_is_named_by_computed_tokens_only(make: Make, prompt_tokens: int) -> None:
+    """The token that was sampled last has no state yet, also where the part lies in the request's first block."""
+    side, one = make(), request(tokens=list(range(300, 300 + prompt_tokens)))
+    side.on_new_request(one)
+    assert side.found(one) == 0
+    side.build_metadata(step(one, prompt_tokens))
+    one.all_token_ids = [*one.prompt_token_ids, 900, 901, 902]
+    one.num_tokens, one.num_computed_tokens = prompt_tokens + 3, prompt_tokens + 2
+    idle = step(one, 0)
+    idle.scheduled_new_reqs = []
+    side.finished(one, ([1, 2, 3, 4],))
+    (save,) = side.build_metadata(idle).saves
+
+    assert save.tail is not None
+    begin = (prompt_tokens + 2) // BLOCK * BLOCK
+    expected = [*one.prompt_token_ids, 900, 901][begin:]
+    assert save.tail.tokens == b"".join(token.to_bytes(4, "little") for token in expected)

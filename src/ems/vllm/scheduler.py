@@ -239,7 +239,10 @@ class SchedulerSide:
         if known.chain is None:
             known.chain = KeyChain(self._lookups.chain_name, size)
         extra = self._extra(request)() if len(known.chain) < span.end or span.tail else ()
-        known.chain.extend(_tokens(request, 0, end), extra, span.end)
+        if len(known.chain) < span.end:
+            # The chain takes what it needs of all tokens, without a copy of a long prompt.
+            tokens = request.all_token_ids if request.prompt_token_ids is not None else _tokens(request, 0, end)
+            known.chain.extend(tokens, extra, span.end)
         tail = None
         if span.tail:
             tokens = _tokens(request, end, end + span.tail)
@@ -355,11 +358,8 @@ class SchedulerSide:
 
 
 def _tokens(request: Any, start: int, end: int) -> Sequence[int]:
-    """Token ids ``[start, end)`` of a request, or, from its start, at least these.
-
-    A prompt that came as embeddings is named by these instead.
-    """
+    """Token ids ``[start, end)`` of a request; a prompt that came as embeddings is named by these instead."""
     if request.prompt_token_ids is None:
         return [0] * (end - start)
-    tokens: Sequence[int] = request.all_token_ids[start:end] if start else request.all_token_ids
+    tokens: Sequence[int] = request.all_token_ids[start:end]
     return tokens
