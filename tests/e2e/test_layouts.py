@@ -176,7 +176,7 @@ def test_a_node_that_dies_between_lookup_and_load_costs_a_computation(pair: Pair
             assert complete(server.url, fresh) == pair.reference.text(fresh)
         return external_hits(pair.second) > before
 
-    wait_for(crosses, "the cache is in use again", 60)
+    wait_for(crosses, "the cache is in use again", 180)
 
 
 def test_at_the_end_nothing_is_held(pair: Pair) -> None:

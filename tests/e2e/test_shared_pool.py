@@ -157,7 +157,7 @@ def test_a_node_that_is_killed_costs_no_request_and_is_used_again_when_back(pair
         return external_hits(pair.second) > before
 
     seeds = iter(range(400, 500))
-    wait_for(lambda: crosses(next(seeds)), "the cache is in use again", 60)
+    wait_for(lambda: crosses(next(seeds)), "the cache is in use again", 180)
 
 
 def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only(pair: Pair, reference: Reference) -> None:
