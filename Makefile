@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help setup static check test test-matrix demo clean
+.PHONY: help setup static check test test-ranks test-matrix demo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,10 @@ check: static  ## the above and the tests that start neither engines nor servers
 	@$(BIN)/pytest -m "not e2e and not process" -n 2 --dist loadfile
 
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
-	@$(BIN)/pytest
+	@$(BIN)/pytest -m "not ranks"
+
+test-ranks: setup  ## engines of several ranks on one pool, with real vLLM servers; needs four cores
+	@$(BIN)/pytest -m ranks
 
 test-matrix: setup  ## the connectors' tests with each release of vLLM; VERSIONS="0.28.0 0.30.0" names fewer
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)

@@ -14,7 +14,7 @@ import pytest
 
 from ems.testing.engine import VllmServer
 from tests.e2e.engines import Prompt, complete, complete_all, post, random_prompt, wait_for
-from tests.e2e.layouts import LAYOUTS, Pair, running_pair
+from tests.e2e.layouts import LAYOUTS, RANKED, Pair, running_pair
 from tests.e2e.pages import stored_pages
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -23,9 +23,12 @@ FAILED = re.compile(r"KV cache transfer for request .*, [1-9][0-9]* failed\)")
 LENGTHS = (5, 31, 32, 33, 150, 400, 667, 1100)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+PARAMS = [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.ranks) for name in RANKED)]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    layout = LAYOUTS[request.param]
+    layout = {**LAYOUTS, **RANKED}[request.param]
     known = request.getfixturevalue("reference") if layout.model == "test" else None
     with running_pair(layout, tmp_path_factory.mktemp(request.param), known) as running:
         yield running

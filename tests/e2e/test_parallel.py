@@ -22,7 +22,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.layouts import PATIENT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.timeout(600)]
 
 PROMPTS = [random_prompt(800 + number, 200 + 111 * number) for number in range(4)]
 

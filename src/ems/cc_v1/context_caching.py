@@ -26,7 +26,7 @@ from ems.cc_v1.summary import Kind, Sample
 from ems.cc_v1.transfer import CcFuture, CcResult
 from ems.cc_v1.worker import Worker
 from ems.errors import ConfigError, EmsError
-from ems.pool.touch import warm, yield_to_others
+from ems.pool.touch import warm
 
 if TYPE_CHECKING:
     from ems.cc_v1.cc_config import CcKvOption, EmsConfig
@@ -280,7 +280,6 @@ class ContextCaching:
     def _warm(self, registration: Registration) -> None:
         """Map the segments that are there, so that no load or save pays for it."""
         try:
-            yield_to_others()
             memory = registration.memory(self._pages, self._pages.epoch)
             for number in range(self._pages.segment_count):
                 warm(memory.segment(number))

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 
 TOUCH_STEP = 8 << 20
 """Bytes touched in one go; small, so that a stop is obeyed at once."""
@@ -21,8 +22,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+REST = 3.0
+"""How long :func:`warm` rests after a step, in times of what the step took."""
+MOST_REST = 0.5
+"""Seconds of the longest rest."""
+
+
 def yield_to_others() -> None:
-    """Give the calling thread the lowest priority: engines need the cores more."""
+    """Give the calling thread the lowest priority: engines need the cores more.
+
+    Not for a thread of an engine: while it touches memory it holds the process's memory map, and on a busy host a
+    thread of the lowest priority keeps all others of the process waiting for that.
+    """
     with contextlib.suppress(OSError):  # a sandbox may forbid even that; it is a courtesy
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -47,7 +58,7 @@ def populate(address: int, length: int) -> None:
 
 
 def warm(buffer: memoryview) -> None:
-    """Fill this process's page tables for a mapped segment, step by step.
+    """Fill this process's page tables for a mapped segment, step by step, with rests in which others have the core.
 
     Raises:
         OSError: the kernel refused, for one because the file system is full.
@@ -55,4 +66,6 @@ def warm(buffer: memoryview) -> None:
     anchor = ctypes.c_char.from_buffer(buffer)
     address = ctypes.addressof(anchor)
     for start in range(0, len(buffer), TOUCH_STEP):
+        begin = time.perf_counter()
         populate(address + start, min(TOUCH_STEP, len(buffer) - start))
+        time.sleep(min((time.perf_counter() - begin) * REST, MOST_REST))

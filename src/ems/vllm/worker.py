@@ -15,7 +15,7 @@ from ems.cc_v1.tensors import CpuDevice, Device, device_of
 from ems.errors import ConfigError, EmsError
 from ems.pool.client import PoolClient
 from ems.pool.launcher import ensure_node
-from ems.pool.touch import warm, yield_to_others
+from ems.pool.touch import warm
 from ems.vllm.layers import LayerOrder
 from ems.vllm.loads import LOAD_SECONDS, Loader, LoadJob
 from ems.vllm.metadata import StepMetadata, StepReport
@@ -117,7 +117,6 @@ class WorkerSide:
         try:
             self._client.connect()
             segments = self._client.segments(self._client.epoch)
-            yield_to_others()
             for number in range(self._client.segment_count):
                 mapped = segments.segment(number)
                 warm(mapped)
