@@ -26,6 +26,7 @@ from ems.pool.protocol import (
     Hits,
     Lookup,
     Open,
+    Opened,
     Refused,
     Release,
     Reserve,
@@ -137,12 +138,20 @@ def test_a_namespace_with_another_page_size_is_refused(client: PoolClient, names
     assert client.lookup(namespace, bytes(16)).count == 0
 
 
-@pytest.mark.parametrize("page_size", [0, -1, 1 << 40, 2**64 - 1])
+@pytest.mark.parametrize("page_size", [-1, 1 << 40, 2**64 - 1])
 def test_a_page_that_fits_nowhere_is_refused(node: NodeProcess, page_size: int) -> None:
     with wire(node.socket) as one:
         refused = one.ask(Open("too large", page_size))
         assert isinstance(refused, Refused)
         assert refused.code == "no-space"
+
+
+def test_a_reader_that_knows_no_page_size_makes_no_namespace(node: NodeProcess) -> None:
+    with wire(node.socket) as one:
+        assert one.ask(Open("read only", 0)) == Opened(-1)
+        made = one.ask(Open("read only", 4096))
+        assert isinstance(made, Opened)
+        assert one.ask(Open("read only", 0)) == made
 
 
 @pytest.mark.parametrize("segment", [-1, 256, 2**63])
