@@ -81,7 +81,7 @@ class Load:
         if kind in ("prefix", "leave"):
             prefix = random.choice(self._prefixes)
             return prefix[: random.randrange(50, len(prefix) + 1)] + self._some(random.randrange(1, 120))
-        return self._some(random.randrange(1, LONGEST))
+        return self._some(random.randrange(1, random.choice((40, 200, LONGEST))))
 
     def _some(self, count: int) -> Tokens:
         return tuple(self._random.choices(_READABLE, k=count))

@@ -82,9 +82,11 @@ def test_a_shared_prefix_is_loaded_and_the_rest_computed(pair: Pair) -> None:
     assert external_hits(pair.second) - before == 20 * pair.block + 11 * pair.block
 
 
-def test_the_next_turn_computes_the_new_tokens_only(pair: Pair) -> None:
-    turn = random_prompt(14, 5 * pair.block + 7)
-    body = {"prompt": turn, "max_tokens": 50, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+@pytest.mark.parametrize("blocks", [0, 5], ids=["within-the-first-block", "some-blocks"])
+def test_the_next_turn_computes_the_new_tokens_only(pair: Pair, blocks: int) -> None:
+    turn = random_prompt(140 + blocks, blocks * pair.block + 7)
+    tokens = 50 if blocks else pair.block // 4
+    body = {"prompt": turn, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     answer = post(pair.second.url, "/v1/completions", body)["choices"][0]["token_ids"]
     pair.wait_stored()
     following = turn + answer + random_prompt(15, 30)
