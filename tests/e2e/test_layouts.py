@@ -162,14 +162,16 @@ def test_a_node_that_dies_between_lookup_and_load_costs_a_computation(pair: Pair
     store(pair, pair.first, [prompt])
     busy = [random_prompt(61 + number, 40) for number in range(pair.layout.options.max_num_seqs)]
     with ThreadPoolExecutor(len(busy) + 1) as threads:
-        answers = [threads.submit(complete, pair.second.url, each, 120) for each in busy]
+        answers = [threads.submit(complete, pair.second.url, each, 600) for each in busy]
         wait_for(lambda: pair.second.metrics()["vllm:num_requests_running"] == len(busy), "the engine is full")
         waiting = threads.submit(complete, pair.second.url, prompt)
         wait_for(lambda: pair.node.stats()["leases"] > 0, "the waiting request is promised its blocks")
         pair.node.kill()
         assert not waiting.done()
         assert waiting.result() == pair.reference.text(prompt)
-        assert [answer.result() for answer in answers] == pair.reference.texts(busy, tokens=120)
+        # Long answers, so that the engine is full for a while; their beginnings are enough to compare.
+        for answer, begin in zip(answers, pair.reference.texts(busy, tokens=40), strict=True):
+            assert answer.result().startswith(begin)
     pair.node.start()
 
     seeds = iter(range(6000, 7000))
