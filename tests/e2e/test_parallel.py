@@ -1,7 +1,7 @@
 """Engines of several data-parallel replicas on one pool.
 
-Pipeline stages are left to unit tests: vLLM 0.32 fails on a CPU when the second stage of an eager engine computes, with
-or without a connector.
+Pipeline stages are left to unit tests: vLLM 0.32 fails on a CPU when the second stage of an eager engine computes,
+because what it computes in is made while warming up, which an eager engine on a CPU does not do.
 """
 
 from __future__ import annotations
