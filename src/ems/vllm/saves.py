@@ -27,7 +27,7 @@ from ems.vllm.requests import Save
 COMPUTE_SECONDS = 600.0
 """How long a save waits for the forward pass that fills its blocks; over that the engine is taken for dead."""
 
-WINDOW_SECONDS = 0.05
+WINDOW_SECONDS = 1.0
 """How long a step waits for saves of blocks that leave a sliding window; over that these are called off."""
 
 
