@@ -117,7 +117,7 @@ class Monitor:
         except EmsError as error:
             self._tell(CheckFailed(str(error)))
             self._bring_back()
-        except Exception as error:
+        except Exception as error:  # the root of what this thread does, see below
             # Root of this thread: a check that breaks is a check that fails, and the watch goes on.
             self._logger.exception("EMS health check broke")
             self._tell(CheckFailed(repr(error)))
@@ -127,6 +127,6 @@ class Monitor:
     def _bring_back(self) -> None:
         try:
             self._revive()
-        except Exception:
+        except Exception:  # the root of what this thread does, see below
             # Root of this thread: the watch goes on, or nobody would notice that the node is back.
             self._logger.exception("EMS could not bring the pool back")

@@ -43,7 +43,7 @@ def stop(
         if time.monotonic() >= deadline:
             print(f"error: the node (process {pid}) did not end within {timeout:.0f} s", file=sys.stderr)
             return 1
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
     print(f"stopped the node on {path} (process {pid})", file=sys.stderr)
     return 0
 

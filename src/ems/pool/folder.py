@@ -100,7 +100,7 @@ def _lock(path: Path, deadline: float) -> int:
             holder = os.read(lock, 20).decode(errors="replace").strip()
             os.close(lock)
             if time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
                 continue
             raise ConfigError(
                 f"a node is already running in {path}{f' (process {holder})' if holder else ''}; use it, stop it "

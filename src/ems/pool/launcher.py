@@ -57,7 +57,7 @@ def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
                 return True
         if time.monotonic() >= deadline:
             raise PoolUnavailable(f"no pool node listened on {config.socket} within {timeout:.0f} s")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
     return False
 
 
@@ -98,7 +98,7 @@ def _wait_until_it_listens(config: NodeConfig, pid: int, deadline: float, last_w
             os.kill(pid, signal.SIGKILL)
             log = config.directory / LOG_NAME
             raise PoolUnavailable(f"the pool node did not listen on {config.socket} in time, see {log}")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
 
 
 def _detach(command: list[str], log: IO[bytes]) -> int:

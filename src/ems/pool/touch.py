@@ -68,4 +68,4 @@ def warm(buffer: memoryview) -> None:
     for start in range(0, len(buffer), TOUCH_STEP):
         begin = time.perf_counter()
         populate(address + start, min(TOUCH_STEP, len(buffer) - start))
-        time.sleep(min((time.perf_counter() - begin) * REST, MOST_REST))
+        time.sleep(min((time.perf_counter() - begin) * REST, MOST_REST))  # others have the core meanwhile

@@ -61,7 +61,7 @@ class ChangeFeed:
         while not self._stop.is_set():
             try:
                 self._read()
-            except Exception:
+            except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost events, never the engine.
                 self._logger.exception("EMS could not read what the pool stored and removed")
                 self._void()

@@ -107,7 +107,7 @@ class Loader:
             except EmsError as error:
                 failure = type(error).__name__
                 self._logger.warning("EMS load for request %s failed, it is computed: %s", load.request_id, error)
-            except Exception as error:
+            except Exception as error:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost a recompute, never the engine.
                 failure = type(error).__name__
                 self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
@@ -138,7 +138,7 @@ class Loader:
     def _notice(self) -> None:
         try:
             self._client.notice()
-        except Exception:
+        except Exception:  # the root of what this thread does, see below
             # Root of this thread: see above.
             self._logger.exception("EMS could not look after its connection")
 

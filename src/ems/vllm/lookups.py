@@ -158,7 +158,7 @@ class Lookups:
                 continue
             try:
                 finished = self._look(job)
-            except Exception:
+            except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost hits, never the engine.
                 self._logger.exception("EMS lookup failed, the request is computed")
                 self._answers.put(LookupAnswer(job.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
@@ -171,14 +171,14 @@ class Lookups:
     def _release(self, lease: Lease) -> None:
         try:
             self._client.release(lease)
-        except Exception:
+        except Exception:  # the root of what this thread does, see below
             # Root of this thread: see above.
             self._logger.exception("EMS lease was not released")
 
     def _notice(self) -> None:
         try:
             self._client.notice()
-        except Exception:
+        except Exception:  # the root of what this thread does, see below
             # Root of this thread: see above.
             self._logger.exception("EMS could not look after its connection")
 
@@ -188,7 +188,7 @@ class Lookups:
         while len(chain) < whole:
             if len(chain):
                 # Hashing holds the interpreter, and the scheduler's thread would wait for it.
-                time.sleep(YIELD_SECONDS)
+                time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
             chain.extend(job.tokens, extra, len(chain) + YIELD_BLOCKS)
         return Prompt(job.tokens, chain, job.extra)
 

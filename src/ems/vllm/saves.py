@@ -182,7 +182,7 @@ class Saver:
         while (batch := self._inbox.get()) is not None:
             try:
                 self._save(batch)
-            except Exception:
+            except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost later hits, never the engine.
                 self._logger.exception("EMS save failed")
             finally:
@@ -213,7 +213,7 @@ class Saver:
             if not self._failing:
                 self._failing = True
                 self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
-        except Exception:
+        except Exception:  # the root of what this thread does, see below
             # Root of this thread: a defect here must cost a later hit, never the engine.
             job.reservation = None
             self._logger.exception("EMS save for request %s failed", job.save.request_id)
