@@ -10,6 +10,7 @@ import os
 import re
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 
@@ -19,8 +20,16 @@ GIB = 1 << 30
 MIB = 1 << 20
 DEFAULT_HTTP_PORT = 9410
 
+PolicyName = Literal["forecast", "lru", "s3fifo", "arc"]
+"""Eviction policies by the names that users write."""
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+DEFAULT_POLICY: PolicyName = "forecast"
+
 _UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhd])?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int, *, name: str = "size") -> int:
@@ -65,6 +74,28 @@ def default_socket() -> Path:
     return default_directory() / "node.sock"
 
 
+def default_tenants() -> Path:
+    """The file of tenants that the ``ems tenant`` and ``ems key`` verbs change: ``EMS_TENANTS``, else this user's."""
+    if given := os.environ.get("EMS_TENANTS"):
+        return Path(given)
+    if os.geteuid() == 0:
+        return Path("/etc/ems/tenants.json")
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "ems" / "tenants.json"
+
+
+def parse_duration(text: str, *, name: str = "duration") -> float:
+    """Seconds meant by ``text``: a number with a unit (``90s``, ``15m``, ``12h``, ``7d``), or plain seconds.
+
+    Raises:
+        ConfigError: ``text`` is not a duration.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{name} is {text!r}, expected seconds or a number with a unit such as 15m, 12h or 7d")
+    return float(match[1]) * _SECONDS[(match[2] or "s").lower()]
+
+
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a pool node needs to know to start."""
 
@@ -72,10 +103,16 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """tmpfs folder of the segments; made with mode 0700."""
 
     socket: Path = msgspec.field(default_factory=default_socket)
-    """Unix socket that engines connect to; mode 0600."""
+    """Unix socket that engines connect to."""
+
+    socket_mode: int = 0o600
+    """Who may connect to it, as the mode of a file; on a node without tenants its user only."""
+
+    tenants: Path | None = None
+    """File of tenants and their keys; None for an open node, which anybody who reaches its socket may use."""
 
     size: int = 0
-    """Bytes of shared memory for segments; 0 picks :func:`default_pool_size`."""
+    """Bytes of shared memory for segments; 0 keeps what an earlier node left, else picks :func:`default_pool_size`."""
 
     segment_size: int = 0
     """Bytes of one segment; 0 picks a sixteenth of the pool between 64 MiB and 1 GiB.  A page must fit in one."""
@@ -86,14 +123,30 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     eviction_ratio: float = 0.05
     """Share of the pool that one eviction frees."""
 
+    policy: PolicyName = DEFAULT_POLICY
+    """Which page leaves first when room is needed."""
+
     http_host: str = "127.0.0.1"
     """Address of ``/health``, ``/readyz`` and ``/metrics``."""
 
     http_port: int | None = DEFAULT_HTTP_PORT
     """Port of the same; 0 picks a free one, ``None`` serves no HTTP."""
 
+    verify: str = "sampled"
+    """Which loaded pages engines check against their checksums: ``always`` all, ``sampled`` some, ``never`` only those
+    from before a restart or from a slower tier, which the others check as well."""
+
+    fresh: bool = False
+    """Whether to drop the pages that an earlier node left in the folder."""
+
+    http_token_file: Path | None = None
+    """File with the token that lets a person see the figures of a node with tenants; None lets nobody."""
+
     prefault: bool = True
     """Touch the segments in the background, so that no saver pays for the first touch."""
+
+    tiers: tuple[str, ...] = ()
+    """Where pages live below memory, the fastest first, as :func:`ems.pool.tiers.settings.parse_tier` reads them."""
 
     autostarted: bool = False
     """Whether an engine started this node by itself; told to clients and shown by ``ems status``."""
@@ -103,6 +156,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"high watermark is {self.high_watermark}, expected a share above 0 and at most 1")
         if not 0 < self.eviction_ratio <= 1:
             raise ConfigError(f"eviction ratio is {self.eviction_ratio}, expected a share above 0 and at most 1")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"eviction policy is {self.policy!r}, expected one of {', '.join(POLICIES)}")
         if self.size < 0 or self.segment_size < 0:
             raise ConfigError("pool and segment sizes cannot be negative, give bytes or a size such as 4GB")
         if self.size and self.segment_size > self.size:
@@ -110,10 +165,23 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"segment size {format_size(self.segment_size)} is larger than the pool of {format_size(self.size)}, "
                 "give a smaller --segment-size or a larger --size"
             )
+        if self.verify not in ("always", "sampled", "never"):
+            raise ConfigError(f"verify is {self.verify!r}, expected always, sampled or never")
+        _check_socket_mode(self.socket_mode, open_node=self.tenants is None)
         if self.http_port is not None and not 0 <= self.http_port < 65536:
             raise ConfigError(f"HTTP port is {self.http_port}, expected 0 to 65535")
         if len(os.fsencode(self.socket)) > 107:
             raise ConfigError(f"socket path {self.socket} is longer than the 107 bytes that Unix sockets allow")
+
+
+def _check_socket_mode(mode: int, *, open_node: bool) -> None:
+    if not 0 <= mode <= 0o777:
+        raise ConfigError(f"socket mode is {mode:o}, expected an octal mode such as 600 or 666")
+    if open_node and mode & 0o077:
+        raise ConfigError(
+            f"socket mode {mode:o} opens the node to other users, but it knows no tenants, so they "
+            "could read and change each other's pages; give --tenants too, or leave --socket-mode out"
+        )
 
 
 def pick_segment_size(pool: int, page: int = 4096) -> int:

@@ -11,7 +11,9 @@
         ├── PoolRefused                         the node understood and said no
         │   ├── Unauthorised (PermissionError)  the access key is missing or wrong
         │   ├── VersionMismatch                 no protocol version that both sides speak
+        │   ├── QuotaExceeded                   the tenant has as much as it may have
         │   └── NoSpace                         the page cannot be placed, now or ever
+        ├── TierFailed                          a tier below memory does not work; may pass
         └── StaleReference                      a lease, reservation or page that is gone
 
 Each message is one sentence for a person: what is wrong, what was expected, what to do.  Errors that
@@ -66,8 +68,18 @@ class VersionMismatch(PoolRefused):
     """Client and node have no protocol version in common."""
 
 
+class QuotaExceeded(PoolRefused):
+    """The tenant's quota does not allow what it asked for; an administrator can raise it."""
+
+
 class NoSpace(PoolRefused):
     """The pool has no room for the page, for now (all is leased) or for ever (it is larger than a segment)."""
+
+
+class TierFailed(PoolError):
+    """A tier below memory as a whole did not do what it was asked; says nothing about a single page."""
+
+    transient = True
 
 
 class StaleReference(PoolError):

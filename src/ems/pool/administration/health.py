@@ -1,0 +1,47 @@
+"""Whether a node is well, judged by its own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+SCARCE = 0.5
+"""Share of the offered pages refused for want of room from which on a node is too small."""
+ENOUGH = 1000
+"""Pages that must have been offered before that is judged."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing that was looked at: whether it is well, and what was seen."""
+
+    name: str
+    well: bool
+    seen: str
+
+
+def judge(figures: Mapping[str, Any]) -> list[Check]:
+    """What is well and what is not on the node with these ``figures``."""
+    counters: Mapping[str, int] = figures["counters"]
+    total, touched = figures["bytes_total"], figures["bytes_touched"]
+    stored, refused = counters["pages_committed"], counters["refused_no_space"]
+    offered = stored + refused
+    damaged = figures.get("misses", {}).get("checksum", 0)
+    checks = [
+        Check("node", well=True, seen=f"process {figures['pid']} answers"),
+        Check("memory", well=total > 0, seen=f"{touched} of {total} bytes touched"),
+        Check("draining", well=not figures.get("draining", False), seen="yes" if figures.get("draining") else "no"),
+        Check(
+            "room",
+            well=offered < ENOUGH or refused < SCARCE * offered,
+            seen=f"{refused} of {offered} offered pages refused for want of room",
+        ),
+        Check("checksums", well=not damaged, seen=f"{damaged} lookups missed a damaged page"),
+    ]
+    for tier in figures.get("tiers", ()):
+        well = bool(tier["reading"] and tier["writing"])
+        checks.append(
+            Check(f"tier {tier['name']}", well=well, seen="works" if well else f"left alone: {tier['reason']}")
+        )
+    return checks

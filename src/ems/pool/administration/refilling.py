@@ -1,0 +1,248 @@
+"""Brings whole namespaces from the tiers into memory, in steps, before anybody asks for them.
+
+A brain.  What always holds: no page leaves memory for one that is brought; what was used last comes first, and a prefix
+before its suffix; little is on its way at a time, so that what engines ask for does not wait behind it; each pass ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any, Protocol
+
+from ems.config import MIB
+from ems.errors import EmsError
+from ems.pool.core.index import Page
+from ems.pool.keys import NO_PARENT
+from ems.pool.tiers.seam import Holding, Run
+
+STEP = 512
+"""Keys that one step looks at, about a millisecond's work."""
+WINDOW = 64 * MIB
+"""Bytes that are on their way at a time."""
+MOST_RUNS = 64
+"""Runs that are on their way at a time."""
+NO_ROOM = "memory has no more room, and nothing leaves for what is only brought up"
+LIMIT = "the limit is reached"
+
+
+class Memory(Protocol):
+    """What the pass needs of the pool."""
+
+    def open_namespace(self, name: str, page_size: int) -> int:
+        """The number of the namespace ``name``."""
+
+    def find_namespace(self, name: str) -> int:
+        """The number of the namespace ``name``, -1 when it is not open."""
+
+    def page(self, namespace: int, key: bytes) -> Page | None:
+        """The page of ``key``, present or being written."""
+
+    def spare(self, name: str, page_size: int) -> tuple[int, int]:
+        """How many pages of the namespace ``name`` find room without that any page has to leave.
+
+        First in its own segments, then in these and segments that nobody has.
+        """
+
+
+class Liftable(Protocol):
+    """What the pass needs of the tiers, which have numbers."""
+
+    def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
+        """The name of each tier, and what it has of each namespace."""
+
+    def recent(self, tier: int, name: str) -> Iterator[Run]:
+        """What ``tier`` has of the namespace ``name``, what was used last first, a prefix before its suffix."""
+
+    def bring(self, tier: int, namespace: int, run: Run) -> bool:
+        """Fetch ``run``; False when too much waits already."""
+
+    def comes(self, namespace: int, keys: Sequence[bytes]) -> bool:
+        """Whether any of ``keys``, which were asked for in one go, is still on its way."""
+
+    def why_not_read(self, tier: int) -> str:
+        """Why nothing comes from ``tier``, empty when it is read."""
+
+
+class _Space:
+    """How far one namespace is."""
+
+    def __init__(self, name: str, page_size: int, number: int) -> None:
+        self.name = name
+        self.page_size = page_size
+        self.number = number
+        """-1 while it is not open."""
+        self.pages = 0
+        """Brought, or asked for and not yet there or lost, or counted."""
+        self.asked = 0
+        """Pages that are on their way."""
+        self.in_memory = 0
+        self.without_prefix = 0
+        self.reason = ""
+        """Why no more of it comes; empty when all of it did."""
+        self.coming: set[bytes] = set()
+
+    def report(self) -> dict[str, object]:
+        return {
+            "namespace": self.name,
+            "pages": self.pages,
+            "bytes": self.pages * self.page_size,
+            "in_memory": self.in_memory,
+            "without_prefix": self.without_prefix,
+            "reason": self.reason,
+        }
+
+
+class Refilling:
+    """Brings up the namespaces ``names``, at most ``limit`` bytes (0: any); with ``dry_run`` it only counts."""
+
+    def __init__(self, memory: Memory, tiers: Liftable, names: Sequence[str], limit: int, *, dry_run: bool) -> None:
+        self._memory = memory
+        self._tiers = tiers
+        self._limit = limit
+        self._dry_run = dry_run
+        self._bytes = 0
+        self._under_way: list[tuple[_Space, list[bytes]]] = []
+        self._spaces: dict[str, _Space] = {}
+        self._turns: deque[tuple[int, _Space, Iterator[Run]]] = deque()
+        """The tiers from the top; the namespaces of one take turns, because a block has pages in several."""
+        self._next: tuple[int, _Space, Run] | None = None
+        self._reasons: list[dict[str, str]] = []
+        holdings = tiers.holdings()
+        for name in names:
+            size = next((held[name].page_size for _, held in holdings if name in held), 0)
+            self._spaces[name] = _Space(name, size, memory.find_namespace(name))
+        self._left = deque((tier, [one for one in names if one in held]) for tier, (_, held) in enumerate(holdings))
+        self._names = [name for name, _ in holdings]
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to be done."""
+        return not (self._left or self._turns or self._next or self._under_way)
+
+    def step(self, _now: float) -> bool:
+        """Go on; whether there is something to be done right away."""
+        self._look_what_came()
+        budget = STEP
+        while budget > 0 and (self._next is not None or self._take()):
+            assert self._next is not None
+            tier, space, run = self._next
+            budget -= len(run.keys) + 1
+            rest = self._bring(tier, space, run)
+            if rest is run:
+                return False
+            self._next = None if rest is None else (tier, space, rest)
+        return not self.done and budget <= 0
+
+    def _take(self) -> bool:
+        """The next run, if there is any."""
+        while True:
+            if not self._turns and not self._next_tier():
+                return False
+            tier, space, runs = self._turns.popleft()
+            run = None if space.reason else next(runs, None)  # what ended it ends it for all tiers
+            if run is not None:
+                self._turns.append((tier, space, runs))
+                self._next = (tier, space, run)
+                return True
+
+    def _next_tier(self) -> bool:
+        """Begin with the next tier, once all of the one before is there: a prefix may come from it."""
+        if self._under_way or not self._left:
+            return False
+        tier, names = self._left.popleft()
+        if names and not self._ends(tier):
+            self._turns.extend((tier, self._spaces[name], self._tiers.recent(tier, name)) for name in names)
+        return bool(self._turns) or self._next_tier()
+
+    def _bring(self, tier: int, space: _Space, run: Run) -> Run | None:
+        """Ask for the beginning of ``run`` that memory lacks; what is left of it, all of it when that must wait."""
+        here = sum(1 for _ in takewhile(lambda key: self._is_here(space, key), run.keys))
+        if here:
+            space.in_memory += here
+            return Run(run.keys[here - 1], run.keys[here:], run.tail) if here < len(run.keys) else None
+        if run.parent != NO_PARENT and not self._is_here(space, run.parent):
+            space.without_prefix += len(run.keys)
+            return None
+        keys = list(takewhile(lambda key: not self._is_here(space, key), run.keys))
+        keys = keys[: max(WINDOW // 2 // space.page_size, 1)]
+        keys = keys[: self._fitting(space, len(keys))]
+        if not keys:
+            # What is on its way may have its room already, and be counted twice.
+            return run if self._under_way and space.reason == NO_ROOM else None
+        if not self._dry_run and not self._ask(tier, space, Run(run.parent, keys, run.tail)):
+            return None if space.reason or self._ends(tier) else run
+        space.pages += len(keys)
+        self._bytes += len(keys) * space.page_size
+        space.coming.update(keys)
+        return Run(keys[-1], run.keys[len(keys) :]) if len(keys) < len(run.keys) else None
+
+    def _fitting(self, space: _Space, count: int) -> int:
+        """How many of ``count`` pages may come; when none may, ``space`` has the reason."""
+        space.reason = ""
+        if self._limit:
+            count = min(count, (self._limit - self._bytes) // space.page_size)
+            if count <= 0:
+                space.reason = LIMIT
+                return 0
+        own, more = self._memory.spare(space.name, space.page_size)
+        # A segment that nobody has goes to one namespace: what others asked for may need it.
+        alone = all(one is space for one, _ in self._under_way)
+        count = min(count, (more if alone else own) - (space.pages if self._dry_run else space.asked))
+        if count <= 0:
+            space.reason = NO_ROOM
+        return max(count, 0)
+
+    def _ends(self, tier: int) -> bool:
+        """Whether nothing more comes from ``tier``, which is noted."""
+        reason = self._tiers.why_not_read(tier)
+        if reason:
+            self._reasons.append({"name": self._names[tier], "reason": reason})
+            self._turns.clear()
+        return bool(reason)
+
+    def _is_here(self, space: _Space, key: bytes) -> bool:
+        return key in space.coming or (space.number >= 0 and self._memory.page(space.number, key) is not None)
+
+    def _ask(self, tier: int, space: _Space, run: Run) -> bool:
+        if len(self._under_way) >= MOST_RUNS:
+            return False
+        on_their_way = sum(len(keys) * one.page_size for one, keys in self._under_way)
+        if on_their_way and on_their_way + len(run.keys) * space.page_size > WINDOW:
+            return False
+        if space.number < 0:
+            try:
+                space.number = self._memory.open_namespace(space.name, space.page_size)
+            except EmsError as error:
+                space.reason = str(error)
+                return False
+        if not self._tiers.bring(tier, space.number, run):
+            return False
+        self._under_way.append((space, run.keys))
+        space.asked += len(run.keys)
+        return True
+
+    def _look_what_came(self) -> None:
+        still = []
+        for space, keys in self._under_way:
+            if self._tiers.comes(space.number, keys):
+                still.append((space, keys))
+                continue
+            lost = sum(self._memory.page(space.number, key) is None for key in keys)
+            space.asked -= len(keys)
+            space.pages -= lost
+            self._bytes -= lost * space.page_size
+            space.coming.difference_update(keys)
+        self._under_way = still
+
+    def report(self) -> dict[str, Any]:
+        """How far it is."""
+        spaces = list(self._spaces.values())
+        return {
+            "namespaces": [space.report() for space in spaces],
+            "pages": sum(space.pages for space in spaces),
+            "bytes": self._bytes,
+            "on_their_way": sum(space.asked for space in spaces),
+            "tiers": self._reasons,
+        }

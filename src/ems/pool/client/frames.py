@@ -1,0 +1,28 @@
+"""One frame off a socket, before a deadline."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from ems.pool.protocol.framing import FrameReader
+
+_READ_SIZE = 64 << 10
+"""Bytes read at a time; a larger buffer costs a system call more to be made."""
+
+
+def receive_frame(sock: socket.socket, deadline: float, descriptors: list[int] | None = None) -> bytes:
+    """One frame's body, with the file descriptors that came beside it."""
+    reader = FrameReader()
+    while True:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        if descriptors is None:
+            data = sock.recv(_READ_SIZE)
+        else:
+            data, received, _, _ = socket.recv_fds(sock, _READ_SIZE, 4)
+            descriptors += received
+        if not data:
+            raise ConnectionResetError("the node closed the connection")
+        reader.feed(data)
+        for body in reader.frames():
+            return body

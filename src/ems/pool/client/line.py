@@ -1,0 +1,265 @@
+"""The connection of a client to its node: it mends itself, and carries one call at a time.
+
+What always holds: an answer is taken for that of its own request only; a connection on which anything broke is not used
+any more.  A connection that was lost is tried again by the next call, when ``retry`` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference, Unauthorised
+from ems.pool.client.answers import Namespace
+from ems.pool.client.frames import receive_frame
+from ems.pool.client.introduction import Introduction
+from ems.pool.client.retry import Retry
+from ems.pool.client.segments import SegmentMap
+from ems.pool.protocol import coding, greeting, messages, refusals
+
+CALL_SECONDS = 5.0
+"""Deadline of a call that names none."""
+
+Answer = TypeVar("Answer", bound=messages.Message)
+
+
+class Connection:
+    """One greeted socket, the namespaces opened on it and the segments mapped through it."""
+
+    def __init__(
+        self, sock: socket.socket, epoch: int, welcome: messages.Welcome, segments: SegmentMap, tenant: str
+    ) -> None:
+        self.sock = sock
+        self.tenant = tenant
+        """Whose pages it is for; empty on an open node."""
+        self.epoch = epoch
+        self.welcome = welcome
+        self.segments = segments
+        self.namespaces: dict[Namespace, int] = {}
+        self.described: set[str] = set()
+        self.tells_reasons = greeting.TELLS_REASONS in welcome.features
+        self.tells_tiers = greeting.TELLS_TIERS in welcome.features
+
+    def has(self, feature: str) -> bool:
+        """Whether the node has a feature of :mod:`ems.pool.protocol.greeting`."""
+        return feature in self.welcome.features
+
+
+class Turn:
+    """The one call that is under way: its connection, and by when it is to be over."""
+
+    def __init__(self, line: Line, connection: Connection, deadline: float) -> None:
+        self._line = line
+        self.connection = connection
+        self._deadline = deadline
+
+    def ask(self, request: messages.Request, expected: type[Answer]) -> Answer:
+        """The node's answer, of the type ``expected``.
+
+        Raises:
+            EmsError: the node refuses, or there is no (sound) answer before the deadline.
+        """
+        return self._line.ask(self.connection, request, expected, self._deadline)
+
+
+class Line:
+    """``let_go`` is called with each segment that was mapped when its connection ends, before it is unmapped."""
+
+    def __init__(self, introduction: Introduction, let_go: Callable[[memoryview], None] | None) -> None:
+        self._introduction = introduction
+        self._let_go = let_go
+        self._lock = threading.RLock()
+        self.connection: Connection | None = None
+        """The present one; what the last call left behind, and no promise for the next."""
+        self._epoch = 0
+        self._retry = Retry()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def turn(self, timeout: float, epoch: int = 0) -> Iterator[Turn]:
+        """Make one call on the connection, which is made first where there is none.
+
+        Raises:
+            PoolUnavailable: no node answers, or it was tried a moment ago.
+            PoolTimeout: the node did not greet in ``timeout`` seconds, or another call took as long.
+            PoolRefused: the node does not want this client.
+            StaleReference: there is another connection by now than ``epoch``, where that is named.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=max(timeout, 0)):
+            raise PoolTimeout(f"another call kept the connection to the pool busy for {timeout:.1f} s")
+        try:
+            connection = self._connected(deadline)
+            if epoch and connection.epoch != epoch:
+                raise _stale()
+            yield Turn(self, connection, deadline)
+        finally:
+            self._lock.release()
+
+    def at(self, epoch: int) -> Connection:
+        """The connection ``epoch``.
+
+        Raises:
+            StaleReference: that connection is gone.
+        """
+        connection = self.connection
+        if connection is None or connection.epoch != epoch:
+            raise _stale()
+        return connection
+
+    def _connected(self, deadline: float) -> Connection:
+        if self.connection is not None:
+            return self.connection
+        now = time.monotonic()
+        if self._closed or not self._retry.due(now):
+            if self._retry.refusal is not None and not self._closed:
+                raise Unauthorised(*self._retry.refusal.args)
+            raise PoolUnavailable(f"no pool node answers on {self._introduction.path}, start one with 'ems node'")
+        try:
+            sock, welcome, tenant = self._introduction.reach(now, deadline)
+        except Unauthorised as error:
+            self._retry.refused(time.monotonic(), error)
+            raise
+        except BaseException:
+            self._retry.failed(time.monotonic())
+            raise
+        self._retry.reached()
+        self._epoch += 1
+        epoch = self._epoch
+        segments = SegmentMap(lambda number: self.attach(number, epoch), self._lets_go)
+        self.connection = Connection(sock, epoch, welcome, segments, tenant)
+        return self.connection
+
+    def ask(self, connection: Connection, request: messages.Request, expected: type[Answer], deadline: float) -> Answer:
+        """One request and its answer; only :class:`Turn` calls this."""
+        frame = coding.encode_request(request)
+        try:
+            connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection.sock.sendall(frame)
+            answer = coding.decode_answer(receive_frame(connection.sock, deadline))
+        except TimeoutError as error:
+            # A late answer would be taken for the next one's: this connection cannot be used any more.
+            self.drop()
+            self._retry.failed(time.monotonic())
+            raise PoolTimeout("the pool node did not answer in time") from error
+        except OSError as error:
+            self.drop()
+            raise PoolUnavailable(f"the pool node went away: {error.strerror or error}") from error
+        except BaseException:
+            # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
+            self.drop()
+            raise
+        if isinstance(answer, messages.Refused):
+            if answer.code == "unauthorised":
+                self.drop()  # the node has ended the connection
+            refusals.raise_refusal(answer)
+        if not isinstance(answer, expected):
+            self.drop()
+            raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
+        return answer
+
+    def tell(self, request: messages.Release | messages.Withdraw, epoch: int) -> None:
+        """Send what has no answer, if the connection ``epoch`` is still there."""
+        with self._lock:
+            connection = self.connection
+            if connection is None or connection.epoch != epoch:
+                return
+            try:
+                connection.sock.settimeout(CALL_SECONDS)
+                connection.sock.sendall(coding.encode(request))
+            except OSError:
+                self.drop()
+
+    def attach(self, number: int, epoch: int) -> memoryview:
+        """Map segment ``number`` of the connection ``epoch``; its :class:`SegmentMap` does it once."""
+        with self._lock:
+            connection = self.at(epoch)
+            descriptors: list[int] = []
+            try:
+                return _attach(connection.sock, number, descriptors)
+            except TimeoutError as error:
+                self.drop()
+                self._retry.failed(time.monotonic())
+                raise PoolTimeout(f"the pool node did not hand out segment {number} in time") from error
+            except OSError as error:
+                self.drop()
+                raise PoolUnavailable(f"segment {number} cannot be mapped: {error.strerror or error}") from error
+            except PoolRefused:
+                raise
+            except BaseException:
+                self.drop()
+                raise
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def notice(self) -> None:
+        """Let go of a connection that the node has ended, and of its memory; never waits."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            connection = self.connection
+            # Between calls the node has nothing to say: what can be read is the end.
+            if connection is not None:
+                readable = select.poll()  # select() refuses descriptors above 1023, of which engines have many
+                readable.register(connection.sock, select.POLLIN)
+                if readable.poll(0):
+                    self.drop()
+        finally:
+            self._lock.release()
+
+    def drop(self) -> None:
+        """Use the connection no more, and let go of its memory."""
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return
+        connection.sock.close()
+        for mapped in connection.segments.mapped():
+            self._lets_go(mapped)
+
+    def _lets_go(self, mapped: memoryview) -> None:
+        """A mapped segment is not used any more."""
+        if self._let_go is not None:
+            self._let_go(mapped)
+
+    def close(self) -> None:
+        """End the connection for good; a call that waits for its answer in another thread fails now."""
+        self._closed = True
+        connection = self.connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self.drop()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connection, which goes on unharmed.  Takes no lock."""
+        self._closed = True
+        self.drop()
+
+
+def _stale() -> StaleReference:
+    return StaleReference("the connection to the pool was lost since, begin again")
+
+
+def _attach(sock: socket.socket, number: int, descriptors: list[int]) -> memoryview:
+    deadline = time.monotonic() + CALL_SECONDS
+    sock.settimeout(CALL_SECONDS)
+    sock.sendall(coding.encode(messages.Attach(number)))
+    answer = coding.decode_answer(receive_frame(sock, deadline, descriptors))
+    if isinstance(answer, messages.Refused):
+        refusals.raise_refusal(answer)
+    if not isinstance(answer, messages.SegmentAttached) or len(descriptors) != 1:
+        raise ProtocolError("the node sent no segment")
+    try:
+        return memoryview(mmap.mmap(descriptors[0], answer.size))
+    except ValueError as error:
+        # Another process of the same tenant did that; the node will have set the segment aside soon.
+        raise StaleReference(f"the file of segment {number} was cut short, look again") from error

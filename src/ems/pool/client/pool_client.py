@@ -1,0 +1,416 @@
+"""Every verb that an engine or an administrator has: blocking, with a deadline, safe for several threads at once.
+
+A client that lost its node says so at once on each call (:class:`~ems.errors.PoolUnavailable`) and tries to reach it
+again by itself; namespaces are opened again on the new connection.  Nothing of an old connection is used on a new one:
+reservations and leases carry the epoch of the connection that they were made on.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ems.errors import PoolRefused, PoolUnavailable, ProtocolError
+from ems.pool.administration.acts import Acts
+from ems.pool.client.answers import (
+    Announcement,
+    Hits,
+    Lease,
+    Namespace,
+    Place,
+    PoolChanges,
+    Reservation,
+    TailHit,
+)
+from ems.pool.client.introduction import Introduction, peer_of
+from ems.pool.client.line import CALL_SECONDS, Connection, Line, Turn
+from ems.pool.client.segments import SegmentMap
+from ems.pool.core.changes import FROM_NOW
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.protocol import greeting, limits, messages
+from ems.pool.reasons.book import Explanation
+from ems.pool.reasons.layouts import check_facts
+from ems.pool.reasons.words import Reason
+from ems.pool.segments.layout import unpack_refs
+from ems.pool.segments.reader import PageReader
+from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
+from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.names import qualified
+
+_MOST_MICROS = 10**12
+
+
+class PoolClient:
+    """A connection to the node of this host that mends itself.
+
+    ``name`` is what the node's log and ``ems status`` call this client.  ``let_go`` is called with each segment that
+    was mapped when its connection ends, before the memory is unmapped.  ``credentials`` prove who this client is to a
+    node with tenants; one that ``administers`` looks after a node of its own user instead and stores nothing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str = "engine",
+        let_go: Callable[[memoryview], None] | None = None,
+        *,
+        credentials: Credentials | None = None,
+        administers: bool = False,
+    ) -> None:
+        introduction = Introduction(path, name, credentials or Credentials(), administers=administers)
+        self._path = path
+        self._line = Line(introduction, let_go)
+        self._facts: dict[str, Mapping[str, str]] = {}
+
+    # Connection
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present connection; 0 while there is none."""
+        connection = self._line.connection
+        return connection.epoch if connection else 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last call left a connection behind; no promise for the next."""
+        return self._line.connection is not None
+
+    @property
+    def autostarted(self) -> bool | None:
+        """Whether the node was started by an engine; None before the first connection."""
+        connection = self._line.connection
+        return connection.welcome.autostarted if connection else None
+
+    @property
+    def node(self) -> str:
+        """Identity of the node, new with each of its starts; empty while there is no connection."""
+        connection = self._line.connection
+        return connection.welcome.node if connection else ""
+
+    @property
+    def node_pid(self) -> int:
+        """The process that listens on the node's socket, as the kernel says; 0 if it cannot be seen from here.
+
+        Raises:
+            PoolUnavailable: there is no connection.
+        """
+        connection = self._line.connection
+        if connection is None:
+            raise PoolUnavailable(f"there is no connection to a pool node on {self._path}")
+        return peer_of(connection.sock)[0]
+
+    @property
+    def segment_count(self) -> int:
+        """Segments of the node; 0 while there is no connection."""
+        connection = self._line.connection
+        return connection.welcome.segments if connection else 0
+
+    def connect(self, timeout: float = CALL_SECONDS) -> None:
+        """Make sure that there is a connection.
+
+        Raises:
+            PoolUnavailable: no node answers, or it was tried a moment ago, see :mod:`ems.pool.client.retry`.
+            PoolTimeout: the node did not greet in ``timeout`` seconds.
+            PoolRefused: the node does not want this client.
+        """
+        with self._line.turn(timeout):
+            pass
+
+    def notice(self) -> None:
+        """Let go of a connection that the node has ended, and of its memory; never waits.
+
+        For a client that makes no calls for a while: a node that starts again needs the memory of the old one.
+        """
+        self._line.notice()
+
+    def close(self) -> None:
+        """End the connection for good; a call that waits for its answer in another thread fails now."""
+        self._line.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connection, which goes on unharmed.  Takes no lock."""
+        self._line.abandon()
+
+    # Calls
+
+    def _opened(self, turn: Turn, namespace: Namespace) -> int | None:
+        """The number of ``namespace`` on this connection; None: nobody stored anything in it."""
+        number = turn.connection.namespaces.get(namespace)
+        if number is None:
+            self._describe(turn, namespace.name)
+            request = messages.Open(namespace.name, namespace.page_size)
+            number = turn.ask(request, messages.Opened).namespace
+            if number < 0:
+                return None
+            turn.connection.namespaces[namespace] = number
+        return number
+
+    def open(self, namespace: Namespace, timeout: float = CALL_SECONDS) -> None:
+        """Make sure that the node knows ``namespace``; the other verbs do this by themselves.
+
+        Raises:
+            NoSpace: a page of that size fits in no segment of the node.
+            PoolRefused: the namespace exists with another page size.
+        """
+        with self._line.turn(timeout) as turn:
+            self._opened(turn, namespace)
+
+    def describe(self, name: str, facts: Mapping[str, str]) -> None:
+        """Let nodes know what the namespace ``name`` means, in plain words by field; makes no call now.
+
+        So a node can tell which field differs where a model is in the pool in another layout.
+
+        Raises:
+            PoolRefused: the facts cannot describe a namespace.
+        """
+        check_facts(facts)
+        self._facts[name] = dict(facts)
+
+    def _describe(self, turn: Turn, name: str) -> None:
+        facts = self._facts.get(name)
+        if facts is not None and turn.connection.tells_reasons and name not in turn.connection.described:
+            turn.ask(messages.Describe(name, dict(facts)), messages.Done)
+            turn.connection.described.add(name)
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        keys: bytes,
+        *,
+        lease: bool = False,
+        timeout: float = CALL_SECONDS,
+        request: str = "",
+        compute: float = 0.0,
+    ) -> Hits:
+        """How many leading ``keys`` (16 bytes each, joined) are present; with ``lease`` they stay until released.
+
+        ``request`` is the engine's id of what this is for, by which the node can be asked about it later.  ``compute``
+        is how many seconds a page takes to be computed again, 0 when that is not known.
+        """
+        with self._line.turn(timeout) as turn:
+            connection, number = turn.connection, self._opened(turn, namespace)
+            if not connection.tells_reasons:
+                request = ""
+            if number is not None:
+                micros = min(round(compute * 1e6), _MOST_MICROS) if connection.tells_tiers else 0
+                message = messages.Lookup(number, keys, lease, None, request, micros)
+                answer = turn.ask(message, messages.Hits)
+            elif connection.tells_reasons:
+                missed = messages.Miss(namespace.name, len(keys) // KEY_BYTES, request)
+                answer = turn.ask(missed, messages.Hits)
+            else:
+                return Hits(0, 0, None)
+            return Hits(
+                answer.count, answer.pending, _held(connection, answer), Reason.of_code(answer.code), answer.below
+            )
+
+    def prefetch(self, namespace: Namespace, keys: bytes, timeout: float = CALL_SECONDS) -> int:
+        """Have ``keys``, which will be needed soon, brought up from tiers below memory.
+
+        Returns how many leading ones are in memory or on their way there; 0 from a node of an earlier release.
+        """
+        with self._line.turn(timeout) as turn:
+            number = self._opened(turn, namespace)
+            if number is None or not turn.connection.tells_tiers:
+                return 0
+            return turn.ask(messages.Prefetch(number, keys), messages.Done).count
+
+    def explain(self, name: str, keys: bytes, timeout: float = CALL_SECONDS) -> Explanation:
+        """Why ``keys`` (16 bytes each, joined) of the namespace ``name`` are there or not; counts nothing.
+
+        Raises:
+            PoolRefused: the node is of an earlier release, which does not tell.
+        """
+        with self._line.turn(timeout) as turn:
+            connection = turn.connection
+            if not connection.tells_reasons:
+                raise PoolRefused(
+                    f"the pool node (release {connection.welcome.release}) does not tell why pages are missing, "
+                    "restart it with this release"
+                )
+            self._describe(turn, name)
+            told = turn.ask(messages.Explain(name, keys), messages.Explained)
+            return Explanation(told.codes, told.seconds, told.winner, told.layouts)
+
+    def lookup_tail(
+        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float = CALL_SECONDS
+    ) -> TailHit:
+        """The page that shares most leading tokens with ``tail``; with ``lease`` it stays until released."""
+        with self._line.turn(timeout) as turn:
+            number = self._opened(turn, namespace)
+            if number is None:
+                return TailHit(0, b"", pending=False, lease=None)
+            answer = turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits)
+            held = _held(turn.connection, answer)
+            return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; quietly does nothing when the connection that it was made on is gone."""
+        self._line.tell(messages.Release(lease.number), lease.epoch)
+
+    def announce(self, namespace: Namespace, keys: bytes, timeout: float = CALL_SECONDS) -> Announcement | None:
+        """A request waits and will ask for ``keys`` (16 bytes each, joined): they stay while anything else can leave.
+
+        None where this means nothing: nobody stored anything in ``namespace``, or the node is of an earlier release.
+        What was announced ends by :meth:`withdraw`, with the connection, or after some time.
+        """
+        with self._line.turn(timeout) as turn:
+            number = self._opened(turn, namespace)
+            if number is None or not turn.connection.has(greeting.TAKES_ANNOUNCEMENTS):
+                return None
+            answer = turn.ask(messages.Announce(number, keys), messages.Announced)
+            return Announcement(turn.connection.epoch, answer.announcement)
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """The request waits no longer; quietly does nothing when the connection is gone."""
+        self._line.tell(messages.Withdraw(announcement.number), announcement.epoch)
+
+    def reserve(
+        self,
+        namespace: Namespace,
+        parent: bytes,
+        keys: Sequence[bytes],
+        timeout: float = CALL_SECONDS,
+        tail: Tail | None = None,
+    ) -> Reservation:
+        """Ask for slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
+
+        With ``tail`` the last of them is its key: a block that is not full.
+        """
+        with self._line.turn(timeout) as turn:
+            number = self._opened(turn, namespace)
+            if number is None:
+                raise PoolRefused(
+                    f"namespace {namespace.name} was opened without a page size, so nothing can be stored"
+                )
+            request = messages.Reserve(number, parent, b"".join(keys), tail)
+            answer = turn.ask(request, messages.Granted)
+            positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
+            refs = unpack_refs(answer.refs)
+            if len(positions) != len(refs) or len(answer.outcomes) * KEY_BYTES != len(request.keys):
+                self._line.drop()
+                raise ProtocolError("the node's answer to a reservation does not match the request")
+            granted = dict(zip(positions, refs, strict=True))
+            return Reservation(turn.connection.epoch, answer.reservation, answer.outcomes, granted)
+
+    def commit(
+        self,
+        reservation: Reservation,
+        positions: list[int] | None = None,
+        timeout: float = CALL_SECONDS,
+        checksums: Sequence[int] = (),
+    ) -> None:
+        """Publish pages of a reservation whose bytes are in their slots; no call when none were granted.
+
+        ``checksums`` are those of the pages (see :func:`ems.pool.checksum.page_checksum`), in the order of
+        ``positions`` or of the keys; a page without one cannot be checked when it is loaded.
+
+        Raises:
+            StaleReference: the reservation ended with its connection; nothing was published.
+        """
+        if reservation.granted:
+            raw = struct.pack(f"<{len(checksums)}I", *checksums) if self._has(greeting.KEEPS_CHECKSUMS) else b""
+            if raw and positions is None:
+                positions = sorted(reservation.granted)
+            request = messages.Commit(reservation.number, positions, raw)
+            with self._line.turn(timeout, reservation.epoch) as turn:
+                turn.ask(request, messages.Done)
+
+    def report(self, namespace: Namespace, reader: PageReader, timeout: float = CALL_SECONDS) -> int:
+        """Tell the node of pages that ``reader`` found corrupt; how many the node took out of the pool for that."""
+        corrupt, reader.corrupt = reader.corrupt[: limits.MAX_CORRUPT], []
+        if not corrupt or not self._has(greeting.KEEPS_CHECKSUMS):
+            return 0
+        with self._line.turn(timeout) as turn:
+            number = self._opened(turn, namespace)
+            if number is None:
+                return 0
+            keys, refs = b"".join(key for key, _ in corrupt), b"".join(ref.pack() for _, ref in corrupt)
+            return turn.ask(messages.Corrupt(number, keys, refs), messages.Done).count
+
+    def _has(self, feature: str) -> bool:
+        connection = self._line.connection
+        return connection is not None and connection.has(feature)
+
+    def abort(self, reservation: Reservation, timeout: float = CALL_SECONDS) -> None:
+        """Give back what of a reservation was not committed; no call when none were granted.
+
+        Raises:
+            StaleReference: the reservation ended with its connection already.
+        """
+        if reservation.granted:
+            with self._line.turn(timeout, reservation.epoch) as turn:
+                turn.ask(messages.Abort(reservation.number), messages.Done)
+
+    def stats(self, timeout: float = CALL_SECONDS) -> dict[str, object]:
+        """The node's figures."""
+        with self._line.turn(timeout) as turn:
+            return turn.ask(messages.Stats(), messages.Figures).figures
+
+    def administer(self, act: Acts, *, dry_run: bool = False, timeout: float = CALL_SECONDS) -> dict[str, Any]:
+        """Let the node do ``act``; what it did, or would do with ``dry_run``, as plain figures.
+
+        Raises:
+            Unauthorised: the node belongs to another user.
+            PoolRefused: it cannot be done; or the node is of an earlier release.
+        """
+        with self._line.turn(timeout) as turn:
+            connection = turn.connection
+            if not connection.has(greeting.DOES_ACTS):
+                raise PoolRefused(
+                    f"the pool node (release {connection.welcome.release}) cannot be administered, restart it with "
+                    "this release"
+                )
+            return turn.ask(messages.Administer(act, dry_run), messages.Reported).report
+
+    def changes(self, since: Place | None, namespaces: Sequence[str], timeout: float = CALL_SECONDS) -> PoolChanges:
+        """What was stored and removed in ``namespaces`` since an earlier answer; None begins now and tells nothing.
+
+        Raises:
+            PoolRefused: the node is of an earlier release, which does not tell.
+        """
+        with self._line.turn(timeout) as turn:
+            connection = turn.connection
+            if not connection.has(greeting.TELLS_CHANGES):
+                raise PoolRefused(
+                    f"the pool node (release {connection.welcome.release}) does not tell what it stores and removes, "
+                    "restart it with this release"
+                )
+            node = connection.welcome.node
+            known = since is not None and since.node == node
+            sequence = since.sequence if since is not None and known else FROM_NOW
+            answer = turn.ask(messages.Changes(sequence, list(namespaces)), messages.Changed)
+            lost = answer.lost or (since is not None and not known)
+            return PoolChanges(Place(node, answer.sequence), lost, tuple(answer.runs))
+
+    # Memory
+
+    def segments(self, epoch: int) -> SegmentMap:
+        """The mapped segments of the connection ``epoch``.
+
+        Raises:
+            StaleReference: that connection is gone.
+        """
+        return self._line.at(epoch).segments
+
+    def reader(self, namespace: Namespace, epoch: int, policy: Verify | None = None) -> PageReader:
+        """Looks at pages of ``namespace`` that were promised on the connection ``epoch``; not safe for several threads.
+
+        With ``policy`` it checks by that instead of by the node's.
+
+        Raises:
+            StaleReference: that connection is gone.
+        """
+        connection = self._line.at(epoch)
+        trust = Trust(policy or policy_named(connection.welcome.verify), connection.welcome.trusted_from)
+        first = random.randrange(SAMPLE)
+        name = qualified(connection.tenant, namespace.name) if connection.tenant else namespace.name
+        return PageReader(connection.segments.segment, name, namespace.page_size, trust, first)
+
+
+def _held(connection: Connection, answer: messages.Hits) -> Lease | None:
+    """The lease that came with an answer, if one was asked for."""
+    return Lease(connection.welcome.node, connection.epoch, answer.lease, answer.refs) if answer.lease else None

@@ -1,0 +1,40 @@
+"""When a node that is gone, or does not want this client, is tried again."""
+
+from __future__ import annotations
+
+from ems.errors import Unauthorised
+
+RETRY_SECONDS = 0.5
+"""Least time between two attempts to reach a node that is gone; doubles with each failure in a row."""
+MAX_RETRY_SECONDS = 8.0
+"""Most time between two attempts."""
+REFUSED_RETRY_SECONDS = 30.0
+"""Time between two attempts at a node that does not accept this client's credentials."""
+
+
+class Retry:
+    """Times are seconds of any one clock that goes forward."""
+
+    def __init__(self) -> None:
+        self.refusal: Unauthorised | None = None
+        """Why the node did not want this client; None when it was not there at all."""
+        self._next = 0.0
+        self._failures = 0
+
+    def due(self, now: float) -> bool:
+        """Whether the node may be tried now."""
+        return now >= self._next
+
+    def failed(self, now: float) -> None:
+        """The node could not be reached, or it hangs."""
+        self.refusal = None
+        self._next = now + min(RETRY_SECONDS * 2**self._failures, MAX_RETRY_SECONDS)
+        self._failures += 1
+
+    def refused(self, now: float, refusal: Unauthorised) -> None:
+        """The node does not want this client.  Only a person can mend that: it is not to hear of it again and again."""
+        self.refusal, self._next = refusal, now + REFUSED_RETRY_SECONDS
+
+    def reached(self) -> None:
+        """The node let this client in."""
+        self.refusal, self._failures = None, 0

@@ -1,0 +1,55 @@
+"""A node's memory in this process: its segments, mapped when they are first needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ems.pool.segments.layout import MAGIC, PageRef, vouches
+
+_MARKED = len(MAGIC)
+
+
+class SegmentMap:
+    """Segments of one node, mapped into this process when they are first needed."""
+
+    def __init__(self, attach: Callable[[int], memoryview], let_go: Callable[[memoryview], None]) -> None:
+        self._attach = attach
+        """Maps a segment of the connection that this map belongs to."""
+        self._let_go = let_go
+        self._maps: dict[int, memoryview] = {}
+        self._described: set[int] = set()
+        """Those that had a description when they were mapped, as all of a tenant's have."""
+        self._lock = threading.Lock()
+
+    def segment(self, number: int) -> memoryview:
+        """The whole segment, writable."""
+        mapped = self._maps.get(number)
+        if mapped is None or self._is_dead(number, mapped):
+            with self._lock:
+                mapped = self._maps.get(number)
+                if mapped is not None and self._is_dead(number, mapped):
+                    self._let_go(mapped)
+                    mapped = None
+                if mapped is None:
+                    mapped = self._attach(number)
+                    self._maps[number] = mapped
+                    if mapped[:_MARKED] == MAGIC:
+                        self._described.add(number)
+        return mapped
+
+    def _is_dead(self, number: int, mapped: memoryview) -> bool:
+        """Whether the segment was another tenant's meanwhile: its memory was replaced, and this is the old one."""
+        return number in self._described and mapped[:_MARKED] != MAGIC
+
+    def mapped(self) -> list[memoryview]:
+        """Segments that were mapped until now."""
+        return list(self._maps.values())
+
+    def page(self, ref: PageRef, size: int) -> memoryview:
+        """The ``size`` bytes of a page's slot."""
+        return self.segment(ref.segment)[ref.offset : ref.offset + size]
+
+    def holds(self, ref: PageRef, key: bytes) -> bool:
+        """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key``."""
+        return vouches(self.segment(ref.segment), ref.slot, ref.generation, key)

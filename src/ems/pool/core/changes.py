@@ -1,0 +1,96 @@
+"""What lately became readable or left, for clients that tell others (KV events).
+
+A brain.  Nothing is recorded while nobody asks.  What always holds: who goes on asking from where the last answer
+ended learns every change once and in order, or that some were lost; memory is bounded by :data:`CAPACITY`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+
+import msgspec
+
+from ems.pool.core.handover import ChangesState
+
+CAPACITY = 65536
+"""Changes that are remembered; one page of a block is one."""
+ASKED_SECONDS = 60.0
+"""Recording ends when nobody asked for so long."""
+FROM_NOW = -1
+"""Where a client begins that wants to know of nothing before."""
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Changes of one kind in a row: pages of ``keys`` were stored, or removed.
+
+    ``namespace`` is a position in the list of those that were asked for: a name a run would be too much.
+    """
+
+    namespace: int
+    stored: bool
+    keys: bytes
+
+
+class ChangeLog:
+    """The last changes of one node."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[str, bool, bytes]] = deque(maxlen=CAPACITY)
+        self._sequence = 0
+        self._asked_at: float | None = None
+
+    def recording(self) -> bool:
+        """Whether changes are recorded."""
+        return self._asked_at is not None
+
+    def stored(self, namespace: str, keys: Iterable[bytes]) -> None:
+        """Pages became readable."""
+        self._add(namespace, stored=True, keys=keys)
+
+    def removed(self, namespace: str, key: bytes) -> None:
+        """A page left."""
+        self._add(namespace, stored=False, keys=(key,))
+
+    def _add(self, namespace: str, *, stored: bool, keys: Iterable[bytes]) -> None:
+        if self._asked_at is not None:
+            for key in keys:
+                self._changes.append((namespace, stored, key))
+                self._sequence += 1
+
+    def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[Run]]:
+        """What changed in ``namespaces`` after ``sequence``: where to go on, whether some was lost, the changes."""
+        if self._asked_at is None:
+            # What happened while nobody asked is not known: whoever was told a place before has missed it.
+            self._sequence += 1
+        self._asked_at = now
+        count = self._sequence - sequence
+        if sequence == FROM_NOW:
+            return self._sequence, False, []
+        if not 0 <= count <= len(self._changes):
+            return self._sequence, True, []
+        recent = list(islice(reversed(self._changes), count))
+        recent.reverse()
+        positions = {name: position for position, name in enumerate(namespaces)}
+        wanted = (change for change in recent if change[0] in positions)
+        runs = [
+            Run(positions[name], stored, b"".join(key for _, _, key in group))
+            for (name, stored), group in groupby(wanted, lambda change: change[:2])
+        ]
+        return self._sequence, False, runs
+
+    def snapshot(self) -> ChangesState:
+        """All of it, for a node that takes over."""
+        return ChangesState(list(self._changes), self._sequence, self._asked_at)
+
+    def resume(self, state: ChangesState) -> None:
+        """Go on from a :meth:`snapshot`."""
+        self._changes.extend(state.changes)
+        self._sequence, self._asked_at = state.sequence, state.asked_at
+
+    def tick(self, now: float) -> None:
+        """Time went by."""
+        if self._asked_at is not None and now - self._asked_at >= ASKED_SECONDS:
+            self._asked_at = None
+            self._changes.clear()

@@ -1,0 +1,381 @@
+"""Which pages the pool holds, and how they hang together.
+
+A page is known by its key within a namespace.  It is either being written (promised to one writer) or
+present (committed, readable); a key that is not here is absent.  Pages know their parent, the page of the
+block before, so that a suffix can leave before its prefix.  Memory is bounded: one small object a page, and
+one a missing prefix for as long as something hangs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from ems.pool.core.handover import IndexState
+from ems.pool.keys import KEY_BYTES, NO_PARENT, Tail, cut
+from ems.pool.policy.experience import Experience
+from ems.pool.policy.lru import Lru
+from ems.pool.policy.seam import Learning, Policy
+from ems.pool.segments.layout import REF_BYTES, PageRef
+
+_NOWHERE = b""
+MAX_TAILS = 32
+"""Tails that one directory lists; the oldest leaves the list first."""
+
+
+class Page:
+    """One page: where it lies, who holds it, and what the policy of its namespace notes on it.
+
+    ``ref`` says where the page lies in the form that travels (a packed :class:`PageRef`).  ``leases``
+    counts readers that were promised the page, ``suffixes`` are the pages whose prefix it is: none, one, or a
+    set of several; the page may not be evicted while there is any of either.  ``uses``, ``place``, ``older`` and
+    ``newer`` are the policy's.
+    """
+
+    __slots__ = (
+        "key", "leases", "newer", "older", "parent", "place", "present", "ref", "suffixes", "tail", "used", "uses",
+    )  # fmt: skip
+
+    def __init__(self, key: bytes, ref: bytes) -> None:
+        self.key = key
+        self.ref = ref
+        self.present = False
+        self.leases = 0
+        self.suffixes: Page | set[Page] | None = None
+        self.parent: Page | None = None
+        self.older: Page | None = None
+        self.newer: Page | None = None
+        self.place: Any = None
+        self.uses = 0
+        self.tail: Tail | None = None
+        self.used = 0.0
+        """When it was stored or last promised to a reader."""
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that the page lies in."""
+        return PageRef.unpack(self.ref).segment
+
+    def children(self) -> Collection[Page]:
+        """The pages whose prefix this one is."""
+        suffixes = self.suffixes
+        if suffixes is None:
+            return ()
+        return (suffixes,) if isinstance(suffixes, Page) else suffixes
+
+    def hang_on(self, parent: Page) -> None:
+        """``parent`` is the prefix of this page, which had none."""
+        self.parent = parent
+        if parent.suffixes is None:
+            parent.suffixes = self
+        elif isinstance(parent.suffixes, Page):
+            parent.suffixes = {parent.suffixes, self}
+        else:
+            parent.suffixes.add(self)
+
+    def let_go(self, parent: Page) -> None:
+        """``parent`` is no longer the prefix of this page."""
+        self.parent = None
+        suffixes = parent.suffixes
+        if not isinstance(suffixes, set):
+            parent.suffixes = None
+            return
+        suffixes.remove(self)
+        if len(suffixes) == 1:
+            parent.suffixes = suffixes.pop()
+
+    def ancestors(self) -> Iterator[Page]:
+        """The page's prefix, nearest first; missing ones among them."""
+        page = self.parent
+        while page is not None:
+            yield page
+            page = page.parent
+
+
+def _parents(pages: Iterable[Page]) -> bytes:
+    return b"".join([NO_PARENT if page.parent is None else page.parent.key for page in pages])
+
+
+class Index:
+    """The pages of one namespace by key, and the policy that orders them.
+
+    What always holds: present pages are known to the policy and no others; a page's parent is the page of the
+    block before, also when that one is being written or missing, and no page is its own ancestor; a missing
+    page is remembered only while others hang on it; a page is in a directory of tails only while it is here.
+    """
+
+    __slots__ = ("_missing", "_pages", "_tails", "policy")
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._pages: dict[bytes, Page] = {}
+        self._missing: dict[bytes, Page] = {}
+        self._tails: dict[bytes, list[Page]] = {}
+        self.policy: Policy = Lru() if policy is None else policy
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._pages.values())
+
+    @property
+    def missing(self) -> int:
+        """How many prefixes are remembered only because something hangs on them."""
+        return len(self._missing)
+
+    def get(self, key: bytes) -> Page | None:
+        """The page of ``key``, present or being written."""
+        return self._pages.get(key)
+
+    def insert(self, key: bytes, ref: bytes, before: bytes) -> Page:
+        """Add a page that is about to be written at ``ref``, the one after the page of the key ``before``."""
+        page = self._missing.pop(key, None)
+        if page is None:
+            page = Page(key, ref)
+        else:
+            page.ref = ref
+        self._pages[key] = page
+        if page.parent is None and before != NO_PARENT:
+            self._hang(page, before)
+        return page
+
+    def restore(self, pages: Iterable[tuple[bytes, bytes, bytes]], known: Experience | None = None) -> bool:
+        """Present pages as key, where they lie and key of the block before, from the least to the most recently used.
+
+        For an index that is empty.  The keys differ and form no ring.  Returns whether the policy goes on with what an
+        earlier one had ``known``.
+        """
+        keys, refs, befores = zip(*pages, strict=True) if (pages := list(pages)) else ((), (), ())
+        self._pages = dict(zip(keys, map(Page, keys, refs), strict=True))
+        for page in self._pages.values():
+            page.present = True
+        self._hang_all(list(self._pages.values()), befores)
+        if known is None:
+            self._order(list(self._pages.values()))
+            return False
+        listed = list(map(self._pages.get, cut(known.keys, KEY_BYTES)))
+        for listed_page, uses in zip(listed, known.uses, strict=False):
+            if listed_page is not None:
+                listed_page.uses = uses
+        goes_on = self._go_on(known.learned, known.places, listed)
+        # Pages that were stored since, or all: they came, as far as the policy knows, just now.
+        self._order([page for page in self._pages.values() if page.place is None])
+        return goes_on
+
+    def _go_on(self, learned: bytes, places: bytes, pages: Sequence[Page | None]) -> bool:
+        """Tell an empty policy what an earlier one knew; False where it cannot make use of it."""
+        if not learned or not isinstance(self.policy, Learning):
+            return False
+        try:
+            self.policy.go_on(learned, places, pages)
+        except ValueError:
+            return False
+        return True
+
+    def snapshot(self) -> IndexState:
+        """All of it, for a node that takes over."""
+        present = list(self.policy)
+        pages = [*present, *(page for page in self._pages.values() if not page.present)]
+        missing = list(self._missing.values())
+        policy = self.policy if isinstance(self.policy, Learning) else None
+        return IndexState(
+            b"".join([page.key for page in pages]),
+            b"".join([page.ref for page in pages]),
+            _parents(pages),
+            len(present),
+            b"".join([page.key for page in missing]),
+            _parents(missing),
+            [(page.key, tail.directory, tail.tokens) for page, tail in self.tails()],
+            bytes([page.uses for page in present]),
+            b"" if policy is None else policy.learned(),
+            b"" if policy is None else policy.places(present),
+        )
+
+    def resume(self, state: IndexState) -> None:
+        """Go on from a :meth:`snapshot`; for an index that is empty."""
+        keys = cut(state.keys, KEY_BYTES)
+        pages = list(map(Page, keys, cut(state.refs, REF_BYTES)))
+        self._pages = dict(zip(keys, pages, strict=True))
+        missing = cut(state.missing, KEY_BYTES)
+        self._missing = {key: Page(key, _NOWHERE) for key in missing}
+        if len(self._pages) != len(pages) or len(self._missing) != len(missing):
+            raise ValueError("a page is there twice")
+        self._hang_all(pages, cut(state.parents, KEY_BYTES))
+        self._hang_all(list(self._missing.values()), cut(state.missing_parents, KEY_BYTES))
+        present = pages[: state.present]
+        for page, uses in zip(present, state.uses.ljust(len(present), b"\0"), strict=True):
+            page.present = True
+            page.uses = uses
+        if not self._go_on(state.learned, state.places, present):
+            self._order(present)
+        for key, directory, tokens in state.tails:
+            self.list_tail(self._pages[key], Tail(directory, tokens))
+
+    def _hang_all(self, pages: Sequence[Page], befores: Sequence[bytes]) -> None:
+        """Hang many ``pages`` on the pages of the keys ``befores``; together they form no ring."""
+        known = self._pages.get
+        # Where pages are in the order in which they leave, the next one mostly is the block before.
+        for page, before, following in zip(pages, befores, chain(pages[1:], [None] * bool(pages)), strict=True):
+            if before == NO_PARENT:
+                continue
+            neighbour: Page | None
+            if following is not None and following.key == before:
+                neighbour = following
+            else:
+                neighbour = known(before) or self._missing.get(before)
+            if neighbour is None:
+                neighbour = self._missing[before] = Page(before, _NOWHERE)
+            if neighbour.suffixes is None:
+                page.parent, neighbour.suffixes = neighbour, page
+            else:
+                page.hang_on(neighbour)
+
+    def _order(self, pages: list[Page]) -> None:
+        """Tell the policy of ``pages`` in the order in which they would leave; their ``uses`` so far are known."""
+        for page in pages:
+            page.uses -= page.uses > 0  # being told of is one of them
+        step = len(pages) // 256 + 1  # pages that are told of together may be taken for equally old
+        for at in range(0, len(pages), step):
+            self.policy.add(pages[at : at + step][::-1])
+
+    def tails(self) -> Iterator[tuple[Page, Tail]]:
+        """Pages that are found by their tokens, with these, in the order in which they were listed."""
+        for listed in self._tails.values():
+            for page in listed:
+                assert page.tail is not None
+                yield page, page.tail
+
+    def list_tail(self, page: Page, tail: Tail) -> None:
+        """Let ``page``, which was inserted just now, be found by the tokens of ``tail``."""
+        page.tail = tail
+        listed = self._tails.setdefault(tail.directory, [])
+        listed.append(page)
+        if len(listed) > MAX_TAILS:
+            listed.pop(0).tail = None
+
+    def find_tail(self, tail: Tail) -> tuple[Page | None, int, bool]:
+        """The present page that shares most leading tokens with ``tail``, and how many.
+
+        The third answer is whether a page that is being written shares more.
+        """
+        best: Page | None = None
+        most = expected = 0
+        for page in self._tails.get(tail.directory, ()):
+            assert page.tail is not None
+            shared = page.tail.common(tail.tokens)
+            if not page.present:
+                expected = max(expected, shared)
+            elif shared > most:
+                best, most = page, shared
+        return best, most, expected > most
+
+    def _hang(self, page: Page, before: bytes) -> None:
+        parent = self._pages.get(before) or self._missing.get(before)
+        if parent is None:
+            parent = self._missing[before] = Page(before, _NOWHERE)
+        # Honest keys name their whole prefix and cannot form a ring; a page that others hang on can be made to.
+        elif parent is page or (page.suffixes is not None and page in parent.ancestors()):
+            return
+        page.hang_on(parent)
+
+    def publish(self, pages: list[Page]) -> None:
+        """Written pages, in the order of their blocks, become readable; what they hang on is in use."""
+        for page in pages:
+            page.present = True
+        self.policy.add(pages)
+        for page in pages:
+            if page.suffixes is None and (prefix := _present_prefix(page)):
+                self.policy.refresh([*prefix, page])
+
+    def discard(self, page: Page) -> None:
+        """Forget a page that nobody reads; where others hang on it, that it is missing is remembered."""
+        del self._pages[page.key]
+        if page.tail is not None:
+            listed = self._tails[page.tail.directory]
+            listed.remove(page)
+            if not listed:
+                del self._tails[page.tail.directory]
+            page.tail = None
+        if page.present:
+            self.policy.remove(page)
+            page.present = False
+        if page.suffixes is not None:
+            page.ref = _NOWHERE
+            self._missing[page.key] = page
+            return
+        while (parent := page.parent) is not None:
+            page.let_go(parent)
+            if parent.suffixes is None and parent.present:
+                self.policy.ready(parent)
+            if parent.suffixes is not None or self._missing.get(parent.key) is not parent:
+                return
+            del self._missing[parent.key]
+            page = parent
+
+    def leading(self, keys: list[bytes]) -> list[Page]:
+        """The present pages of the longest prefix of ``keys`` that is present without a gap."""
+        found: list[Page] = []
+        get = self._pages.get
+        for key in keys:
+            page = get(key)
+            if page is None or not page.present:
+                break
+            found.append(page)
+        return found
+
+    def pending(self, keys: list[bytes], start: int) -> int:
+        """How many of ``keys`` from ``start`` on are, without a gap, present or being written."""
+        get = self._pages.get
+        count = 0
+        for key in keys[start:]:
+            if get(key) is None:
+                break
+            count += 1
+        return count
+
+    def use(self, pages: list[Page]) -> None:
+        """Present pages of one prefix, in order, were used: they and what they hang on."""
+        if pages:
+            self.policy.use([*_present_prefix(pages[0]), *pages])
+
+    def check(self) -> list[str]:
+        """What does not hold, one sentence each; empty when all is well."""
+        known = {id(page): page for page in chain(self._pages.values(), self._missing.values())}
+        children: dict[int, set[Page]] = {}
+        for page in known.values():
+            if page.parent is not None:
+                children.setdefault(id(page.parent), set()).add(page)
+        broken = [
+            f"page {page.key.hex()} has {len(page.children())} suffixes, expected {len(children.get(number, ()))}"
+            for number, page in known.items()
+            if set(page.children()) != children.get(number, set())
+        ]
+        broken += [
+            f"the prefix of page {page.key.hex()} left before it"
+            for page in known.values()
+            if page.parent is not None and id(page.parent) not in known
+        ]
+        broken += [
+            f"missing page {page.key.hex()} is nobody's prefix"
+            for page in self._missing.values()
+            if page.suffixes is None or page.present
+        ]
+        broken += [
+            f"tail {page.key.hex()} is listed and not here"
+            for listed in self._tails.values()
+            for page in listed
+            if self._pages.get(page.key) is not page or page.tail is None
+        ]
+        broken += [f"page {key.hex()} is both here and missing" for key in self._pages.keys() & self._missing.keys()]
+        listed = {id(page) for page in self.policy}
+        if listed != {id(page) for page in self if page.present} or len(listed) != len(self.policy):
+            broken.append("the pages that the policy orders are not the present pages")
+        return broken
+
+
+def _present_prefix(page: Page) -> list[Page]:
+    """What ``page`` hangs on and is present, the first block first."""
+    prefix = [above for above in page.ancestors() if above.present]
+    prefix.reverse()
+    return prefix

@@ -1,0 +1,126 @@
+"""The pages: is it well, what are its figures, and what an administrator may look at, as JSON.
+
+``/health``, ``/livez``, ``/readyz`` and ``/version`` are for everybody; the others are not on a node with tenants.  A
+page under ``/admin`` answers what the verb of ``ems`` of that name says with ``-o json``.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, get_args
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ems.errors import PoolRefused
+from ems.pool.administration.acts import List, Show
+from ems.pool.administration.grouping import By, grouped
+from ems.pool.administration.health import judge
+from ems.pool.http.metrics import PoolCollector
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+Page = Callable[["Request"], Response]
+Endpoint = Callable[["Request"], Awaitable[Response]]
+
+_GROUPS: tuple[str, ...] = get_args(By)
+
+
+class Host(Protocol):
+    """What the pages need of their node."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """The node's figures by name."""
+
+    def look(self, act: List | Show) -> Mapping[str, Any]:
+        """The report of an act that changes nothing."""
+
+
+def build_app(host: Host, *, private: bool = False, token: str = "") -> Starlette:
+    """The application; when ``private`` it shows what the pool holds to bearers of ``token`` only."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(PoolCollector(host.figures))
+
+    async def health(_: Request) -> Response:
+        return Response()
+
+    async def ready(_: Request) -> Response:
+        # A node is ready as soon as its socket listens, and this server starts after that.
+        return Response("[+]socket ok\n[+]index ok\n", media_type="text/plain")
+
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": host.figures()["release"]})
+
+    def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    guarded: dict[str, Page] = {
+        "/status": lambda _: JSONResponse(dict(host.figures())),
+        "/metrics": metrics,
+        "/admin/list": lambda request: _list(host, request.query_params.get("by", "namespace")),
+        "/admin/show": lambda request: _show(host, request.query_params.get("what", "")),
+        "/admin/health": lambda _: _health(host),
+    }
+    for_all = {"/health": health, "/livez": health, "/readyz": ready, "/version": version}
+    return Starlette(
+        routes=[
+            *(Route(path, page) for path, page in for_all.items()),
+            *(Route(path, _for_bearers(page, token) if private else _for_all(page)) for path, page in guarded.items()),
+        ]
+    )
+
+
+def _for_all(page: Page) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        return page(request)
+
+    return answer
+
+
+def _for_bearers(page: Page, token: str) -> Endpoint:
+    """``page`` for those who know ``token``; for nobody where there is none."""
+
+    async def answer(request: Request) -> Response:
+        given = request.headers.get("authorization", "")
+        if token and hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            return page(request)
+        said = "this node serves tenants and shows its figures to bearers of the token in its --http-token-file only\n"
+        return Response(said, status_code=401, headers={"www-authenticate": "Bearer"}, media_type="text/plain")
+
+    return answer
+
+
+def _list(host: Host, by: str) -> Response:
+    for group in get_args(By):
+        if by == group:
+            return _json({f"{by}s": grouped(host.look(List())["namespaces"], group)})
+    return _mistake(f"by is {by[:80]!r}, expected one of {', '.join(_GROUPS)}")
+
+
+def _show(host: Host, what: str) -> Response:
+    if not what:
+        return _mistake("nothing is named, expected ?what= with a namespace, a key or a request")
+    try:
+        return _json(host.look(Show(what)))
+    except PoolRefused as error:
+        return _mistake(str(error), status=404)
+
+
+def _health(host: Host) -> Response:
+    checks = judge(host.figures())
+    well = all(check.well for check in checks)
+    return _json({"well": well, "checks": checks}, status=200 if well else 503)
+
+
+def _mistake(sentence: str, status: int = 400) -> Response:
+    return _json({"error": sentence}, status)
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,63 @@
+"""Whether a tier may be asked at all: cut out at the first failure, brought back by good probes.
+
+A brain.  What always holds: after a failure or a hang nothing is asked of the tier but probes, one at a time, rarer the
+longer it fails; only several good ones in a row bring it back.
+"""
+
+from __future__ import annotations
+
+GOOD_PROBES = 3
+"""Good probes in a row that bring a tier back."""
+FIRST_PAUSE = 1.0
+"""Seconds until the first probe, and between good ones."""
+MOST_PAUSE = 60.0
+"""Most seconds between two probes; the pause doubles with each that fails."""
+
+
+class Gate:
+    """One direction of one tier, open from the start."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.reason = ""
+        """Why it was cut out; empty while it is open."""
+        self.cuts = 0
+        self._good = 0
+        self._pause = FIRST_PAUSE
+        self._next_probe = 0.0
+
+    def failed(self, reason: str, now: float) -> bool:
+        """It failed or hung; True when that cut it out just now."""
+        self._good = 0
+        if not self.open:
+            return False
+        self.open = False
+        self.reason = reason
+        self.cuts += 1
+        self._pause = FIRST_PAUSE
+        self._next_probe = now + self._pause
+        return True
+
+    def probe_due(self, now: float) -> bool:
+        """Whether it should be tried."""
+        return not self.open and now >= self._next_probe
+
+    def probed(self, reason: str, now: float) -> bool:
+        """A probe ended, badly when there is a ``reason``; True when it brought the tier back."""
+        if self.open:
+            return False
+        if reason:
+            self._good = 0
+            self.reason = reason
+            self._pause = min(self._pause * 2, MOST_PAUSE)
+            self._next_probe = now + self._pause
+            return False
+        self._good += 1
+        if self._good < GOOD_PROBES:
+            self._pause = FIRST_PAUSE
+            self._next_probe = now + self._pause
+            return False
+        self._good = 0
+        self.open = True
+        self.reason = ""
+        return True

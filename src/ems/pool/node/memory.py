@@ -1,0 +1,142 @@
+"""The memory of a node's segments: touched in a thread, replaced before another tenant has it, tried again if need be.
+
+What always holds: segments are touched one after the other, in the order in which that was asked for; nobody is given a
+slot in memory that was another tenant's (:attr:`Memory.lost`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.segments.arena import Arena
+
+READY_BYTES = 64 << 20
+"""Touched before anybody is served: what comes first can be stored, and a node is ready hardly later for it."""
+Touching = Callable[[Callable[[int, int], None]], str | None]
+"""Touches memory and tells how far it is; why memory ran out, None when it did not."""
+
+_log = structlog.get_logger("ems.node")
+
+
+class Host(Protocol):
+    """What memory needs of its node."""
+
+    loop: asyncio.AbstractEventLoop
+    core: PoolCore
+    arena: Arena
+
+
+class Memory:
+    """``renewed`` is told of a segment that has fresh memory, and of its tenant; it may raise OSError."""
+
+    def __init__(self, host: Host, renewed: Callable[[int, str | None], None]) -> None:
+        self._host = host
+        self._renewed = renewed
+        self.lost: set[int] = set()
+        """Segments whose memory cannot be replaced for now."""
+        self._stop = threading.Event()
+        self._prefaulter: threading.Thread | None = None
+        self._touching = 0
+        """Threads that touch memory, or will."""
+
+    def touch_first(self, segments: list[int]) -> None:
+        """Touch the first :data:`READY_BYTES` of ``segments`` and return; what is wrong with them shows later."""
+        enough, touched = threading.Event(), Counter[int]()
+
+        def progress(segment: int, so_far: int) -> None:
+            self._host.core.touched(segment, so_far)
+            touched[segment] = so_far
+            if touched.total() >= READY_BYTES:
+                enough.set()
+
+        self._host.arena.prefault(progress, enough, segments)
+
+    def touch_more(self, segments: list[int]) -> None:
+        """Touch ``segments`` in the background, after those that came before."""
+        self._touch(lambda progress: self._host.arena.prefault(progress, self._stop, segments))
+
+    def renew(self, segment: int) -> None:
+        """Replace the memory of a segment and have the new one touched; where that fails, nobody has it for now."""
+        try:
+            retired = self._host.arena.renew(segment)
+        except OSError as error:
+            self.lose(segment, error)
+            return
+        self._touch(lambda progress: self._host.arena.refill(retired, progress, self._stop))
+        try:
+            # Not before: until here the old memory was in place, and is its tenant's should the node end.
+            self._renewed(segment, self._host.core.segment_tenant(segment))
+        except OSError as error:
+            self.lose(segment, error)
+            return
+        if segment in self.lost:
+            self.lost.discard(segment)
+            self._host.core.space.regain(segment)
+
+    def lose(self, segment: int, error: OSError) -> None:
+        """Memory of another tenant stayed in place: no slot of it is handed out before it was replaced."""
+        if segment in self.lost:
+            return
+        self.lost.add(segment)
+        self._host.core.lose(segment)
+        self.touch_more([])  # nothing: then no more is being touched, unless something else is
+        _log.error("a segment's memory cannot be replaced, it is tried again", segment=segment, reason=error.strerror)
+
+    def renew_lost(self) -> None:
+        """Try again where memory could not be replaced, once nothing is being touched."""
+        if not self._touching:
+            for segment in sorted(self.lost):
+                self.renew(segment)
+
+    def _touch(self, work: Touching) -> None:
+        self._touching += 1
+        arguments = (work, self._prefaulter)
+        self._prefaulter = threading.Thread(target=self._prefault, args=arguments, name="ems-prefault", daemon=True)
+        self._prefaulter.start()
+
+    def _prefault(self, work: Touching, before: threading.Thread | None) -> None:
+        def progress(segment: int, touched: int) -> None:
+            self._in_loop(self._host.core.touched, segment, touched)
+
+        if before is not None:
+            before.join()
+        shortage = work(progress)
+        if not self._stop.is_set():
+            self._in_loop(self._prefaulted, shortage)
+
+    def _in_loop(self, call: Callable[..., None], *args: object) -> None:
+        if not self._stop.is_set():
+            self._host.loop.call_soon_threadsafe(call, *args)
+
+    def _prefaulted(self, shortage: str | None) -> None:
+        if self._stop.is_set():
+            return
+        self._touching -= 1
+        if not self._touching:
+            self._host.core.touching_ended()
+        figures = self._host.core.stats()
+        if shortage is None:
+            _log.info("segments touched", bytes=figures["bytes_touched"])
+        else:
+            _log.warning(
+                "shared memory ran out, the pool is smaller than asked for",
+                reason=shortage,
+                asked=figures["bytes_total"],
+                usable=figures["bytes_touched"],
+            )
+
+    def stop(self) -> None:
+        """Touch nothing any more; returns before the thread has ended."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait for the thread that touches memory."""
+        if self._prefaulter is not None:
+            self._prefaulter.join()

@@ -1,0 +1,5 @@
+"""Which page leaves first: one seam, one file a policy.
+
+A policy orders the present pages of one namespace and knows nothing else: no slots, no leases, no namespaces.  What may
+not leave is decided above it (:mod:`ems.pool.core.eviction`).  All of it are brains.
+"""

@@ -1,0 +1,101 @@
+"""ARC: pages seen once and pages seen again on a side each, and a balance between the two that learns.
+
+After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003).  A key that comes back while
+it is remembered says which of the sides was too short.  What always holds: the target of the first side lies between 0
+and the capacity; at most as many keys are remembered as the capacity holds pages; a page on which others hang is set
+aside when it is met, and comes back as the first of its side when the last of them left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ems.pool.policy.ghosts import Ghosts
+from ems.pool.policy.side import Side
+
+if TYPE_CHECKING:
+    from ems.pool.core.index import Page
+
+
+class Arc:
+    """Two sides with a memory each."""
+
+    __slots__ = ("_again", "_capacity", "_left_again", "_left_once", "_once", "_target")
+
+    def __init__(self) -> None:
+        self._once, self._again = Side(), Side()
+        self._left_once, self._left_again = Ghosts(), Ghosts()
+        self._capacity = 0
+        self._target = 0.0
+        """Pages that the first side should have."""
+
+    def resize(self, capacity: int) -> None:
+        """Remember less where the capacity shrank."""
+        self._capacity = capacity
+        self._target = min(self._target, float(capacity))
+        self._forget()
+
+    def add(self, pages: list[Page]) -> None:
+        """To the second side where the key is remembered, else to the first."""
+        for page in reversed(pages):
+            once, again = len(self._left_once), len(self._left_again)
+            if self._left_once.take(page.key):
+                self._target = min(self._target + max(1.0, again / max(once, 1)), float(self._capacity))
+                self._again.put(page)
+            elif self._left_again.take(page.key):
+                self._target = max(self._target - max(1.0, once / max(again, 1)), 0.0)
+                self._again.put(page)
+            else:
+                self._once.put(page)
+
+    def use(self, pages: list[Page]) -> None:
+        """All of them were seen again."""
+        if all(page.place is self._again.queue for page in pages):
+            self._again.queue.touch_all(pages)
+            return
+        for page in reversed(pages):
+            page.place.remove(page)
+            self._again.put(page)
+
+    def refresh(self, pages: list[Page]) -> None:
+        """Each as the newest of its own side."""
+        for page in reversed(pages):
+            side = self._side(page)
+            page.place.remove(page)
+            side.put(page)
+
+    def spare(self, page: Page) -> None:
+        """Aside until nothing hangs on it, or, if nothing does, as the newest of its side."""
+        self._side(page).spare(page)
+
+    def ready(self, page: Page) -> None:
+        """As the first to leave of its side, if it was set aside."""
+        self._side(page).ready(page)
+
+    def remove(self, page: Page) -> None:
+        """Remember its key."""
+        once = self._once.holds(page)
+        page.place.remove(page)
+        page.place = None
+        (self._left_once if once else self._left_again).add(page.key)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._left_once.shrink(self._capacity - len(self._once))
+        self._left_again.shrink(self._capacity - len(self._left_once))
+
+    def _side(self, page: Page) -> Side:
+        return self._again if self._again.holds(page) else self._once
+
+    def first(self) -> Page | None:
+        """The oldest of the side that is longer than it should be."""
+        short, long = (self._again, self._once) if len(self._once) > self._target else (self._once, self._again)
+        return long.queue.oldest or short.queue.oldest
+
+    def __iter__(self) -> Iterator[Page]:
+        return chain(self._once.queue, self._again.queue, self._once.aside, self._again.aside)
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again)

@@ -1,0 +1,389 @@
+"""The default: the page leaves whose slot is expected to bring the fewest uses, as learned from this very load.
+
+Pages fall into classes by how often they were used, also before they left and came back.  Those used once are told
+apart by what they hang on, and by whether anything hangs on them.  :mod:`ems.pool.policy.history` learns how long pages
+of each class take to be used again, and :mod:`ems.pool.policy.worth` what keeping them is worth at each age.  So pages
+used once leave before proven ones where that pays, a loop longer than the pool keeps a part of it, and where nothing is
+known yet the oldest leave first.
+
+Pages of one class that were touched in the same epoch form a group.  What always holds: within a group a suffix is
+older than its prefix; what a group is worth changes with the epoch only, and each group with pages that may leave is in
+the heap; a page on which others hang is set aside within its group when it is met, and comes back when the last of them
+left.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+
+from ems.pool.policy.history import EDGES, EPOCHS_OF_CAPACITY, OLDEST, SPAN_OF_AGE, HistoryState, ReuseHistory
+from ems.pool.policy.kinds import KIND_OF_USES, KINDS, kind_of, kind_of_new
+from ems.pool.policy.memory import MOST_USES, UseMemory
+from ems.pool.policy.queue import PageQueue
+from ems.pool.policy.worth import worth_by_age
+
+if TYPE_CHECKING:
+    from ems.pool.core.index import Page
+
+REMEMBERED = 8
+"""Entries of the memory of uses for each page of the capacity."""
+LEARN_EVERY = EPOCHS_OF_CAPACITY // 4
+"""Epochs between two looks at the history."""
+LEAST_BETWEEN = 256
+"""Pages touched at least between two looks: a small pool does not look all the time."""
+KEEP = 0.99
+"""What an observation still counts after each look."""
+REBASE = 1.5
+"""Factor by which the capacity must change before the length of an epoch does; what was learned is lost then."""
+
+_KIND, _INNER, _AGE_SHIFT = KINDS - 1, KINDS, KINDS.bit_length()
+"""Bits of a place: the class of its group, whether it is among those set aside, and the group's age in epochs."""
+_OLDEST_PLACE = 0xFFFF >> _AGE_SHIFT
+"""Groups that are older are taken for one."""
+
+
+class ForecastState(msgspec.Struct, frozen=True, array_like=True):
+    """What a forecast knows but its pages; ``form`` changes when classes or units of time do."""
+
+    form: Literal["forecast 1"]
+    capacity: int
+    touched: int
+    epoch_ends: int
+    learn_at: int
+    history: HistoryState
+    memory: bytes
+    worth: list[list[float]]
+
+
+class Group(PageQueue):
+    """Pages of one class that were touched last in one epoch; with an inner one of those that others hang on."""
+
+    __slots__ = ("epoch", "inner", "kind", "listed", "outer")
+
+    def __init__(self, kind: int, epoch: int, outer: Group | None = None) -> None:
+        super().__init__()
+        self.kind = kind
+        self.epoch = epoch
+        self.listed = False
+        """Whether it is in the heap."""
+        self.outer = outer
+        self.inner: Group | None = None
+
+    def fill(self, pages: Sequence[Page]) -> None:
+        """Put ``pages`` that are in no queue at the newest end, the last of them as the newest."""
+        newest = self._newest
+        for page in pages:
+            page.place = self
+            page.older = newest
+            if newest is None:
+                self._oldest = page
+            else:
+                newest.newer = page
+            newest = page
+        if newest is not None:
+            newest.newer = None
+        self._newest = newest
+        self.count += len(pages)
+
+
+class Forecast:
+    """Groups of pages by class and epoch, and a heap of them by worth."""
+
+    __slots__ = (
+        "_capacity",
+        "_count",
+        "_current",
+        "_epoch_ends",
+        "_epoch_pages",
+        "_groups",
+        "_heap",
+        "_history",
+        "_learn_at",
+        "_memory",
+        "_spared",
+        "_touched",
+        "_worth",
+    )
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._groups: list[Group] = []
+        self._spared: list[Page] = []
+        """Set aside though nothing hangs on them: leased, pinned or awaited when they were met."""
+        self._touched = 0
+        self._rebase(1)
+
+    def _rebase(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._epoch_pages = max(capacity // EPOCHS_OF_CAPACITY, 1)
+        self._epoch_ends = self._touched + self._epoch_pages
+        self._learn_at = self._touched + LEAST_BETWEEN
+        self._history = ReuseHistory(KINDS, capacity)
+        self._memory = UseMemory(REMEMBERED * capacity)
+        self._worth: list[list[float]] = []
+        self._learn()
+        latest = max((group.epoch for group in self._groups), default=0)
+        for group in self._groups:
+            group.epoch -= latest + 1
+        self._current: list[Group] = []
+        self._begin_epoch()
+
+    def resize(self, capacity: int) -> None:
+        """Learn anew where the capacity changed much: times are measured in shares of it."""
+        if not self._capacity / REBASE < capacity < self._capacity * REBASE:
+            self._groups += self._current
+            self._rebase(max(capacity, 1))
+
+    # What happens to pages
+
+    def add(self, pages: list[Page]) -> None:
+        """Into the present epoch; ``uses`` of a page, or what is remembered of it, are those before this one."""
+        see, mask, recall = self._history.see, self._history.mask & 0xFF, self._memory.get
+        for page in reversed(pages):
+            page.uses = min(max(recall(page.key), page.uses) + 1, MOST_USES)
+        for page in pages:  # a prefix first: what hangs on a page takes after it
+            group = self._current[kind_of_new(page)]
+            page.place = group
+            if not page.key[-1] & mask:
+                see(page.key, group.kind)
+        for page in reversed(pages):
+            group = page.place
+            group.add(page)
+            if not group.listed:
+                self._list(group)
+        self._count += len(pages)
+        self._pass(len(pages))
+
+    def use(self, pages: list[Page]) -> None:
+        """One more use each; into the present epoch."""
+        see, mask = self._history.see, self._history.mask & 0xFF
+        kinds = []
+        for page in pages:
+            uses = page.uses = page.uses + 1 if page.uses < MOST_USES else MOST_USES
+            kinds.append(KIND_OF_USES[uses])
+            if not page.key[-1] & mask:
+                see(page.key, KIND_OF_USES[uses])
+        self._move(pages, kinds)
+        self._pass(len(pages))
+
+    def refresh(self, pages: list[Page]) -> None:
+        """Into the present epoch, without a use; an end on which something was hung is none any more."""
+        self._move(pages, [kind_of(page) for page in pages])
+
+    def _move(self, pages: list[Page], kinds: list[int]) -> None:
+        """Bring pages of one prompt to the newest end of the groups of ``kinds``, runs of neighbours at once."""
+        last = len(pages) - 1
+        while last >= 0:
+            newest = oldest = pages[last]
+            source, kind, count = newest.place, kinds[last], 1
+            while last >= count:
+                above = pages[last - count]
+                if newest.newer is not above or kinds[last - count] != kind:
+                    break
+                newest = above
+                count += 1
+            target = self._current[kind]
+            if newest.newer is not None or source is not target:
+                source.take(newest, oldest, count)
+                target.put(newest, oldest, count)
+                if source is not target:
+                    for page in pages[last - count + 1 : last + 1]:
+                        page.place = target
+                if not target.listed:
+                    self._list(target)
+            last -= count
+
+    def spare(self, page: Page) -> None:
+        """Aside: until nothing hangs on it, or, if nothing does, until the next epoch or until no other is left."""
+        group: Group = page.place
+        if group.inner is None:
+            group.inner = Group(group.kind, group.epoch, group)
+        group.remove(page)
+        group.inner.add(page)
+        page.place = group.inner
+        if page.suffixes is None:
+            self._spared.append(page)
+
+    def _return_spared(self) -> None:
+        spared, self._spared = self._spared, []
+        for page in spared:
+            if page.place is not None and page.suffixes is None:
+                self.ready(page)
+
+    def ready(self, page: Page) -> None:
+        """Back among those that may leave, as the first of its group."""
+        aside: Group = page.place
+        group = aside.outer
+        if group is None:
+            return
+        aside.remove(page)
+        group.add_oldest(page)
+        page.place = group
+        if not group.listed:
+            self._list(group)
+
+    def remove(self, page: Page) -> None:
+        """Remember how often it was used."""
+        page.place.remove(page)
+        page.place = None
+        self._memory.put(page.key, page.uses)
+        self._count -= 1
+
+    # Another process
+
+    def learned(self) -> bytes:
+        """History, memory and what follows from them."""
+        return msgspec.msgpack.encode(
+            ForecastState(
+                "forecast 1",
+                self._capacity,
+                self._touched,
+                self._epoch_ends,
+                self._learn_at,
+                self._history.snapshot(),
+                self._memory.snapshot(),
+                self._worth,
+            )
+        )
+
+    def places(self, pages: Iterable[Page]) -> bytes:
+        """The class of each page's group and its age, see :data:`_KIND`."""
+        now = self._history.epoch
+        places: list[int] = []
+        last: Group | None = None
+        place = 0
+        for page in pages:
+            if page.place is not last:  # neighbours mostly are in one group
+                last = group = page.place
+                age = min(now - (group.outer or group).epoch, _OLDEST_PLACE)
+                place = age << _AGE_SHIFT | (_INNER if group.outer else 0) | group.kind
+            places.append(place)
+        return array("H", places).tobytes()
+
+    def go_on(self, learned: bytes, places: bytes, pages: Sequence[Page | None]) -> None:
+        """One pass over ``pages``, which keep their ``uses``."""
+        if self._count:
+            raise ValueError(f"the policy has {self._count} pages, expected none")
+        if len(places) != 2 * len(pages):
+            raise ValueError(f"there are {len(places)} bytes of places for {len(pages)} pages, expected 2 each")
+        self._know(learned)
+        self._current = [Group(kind, self._history.epoch) for kind in range(KINDS)]
+        groups: dict[int, Group] = dict(enumerate(self._current))
+        told = np.frombuffer(places, dtype=np.uint16)
+        begins = [0, *(np.flatnonzero(np.diff(told)) + 1).tolist(), len(told)]
+        for begin, end in pairwise(begins):
+            run = [page for page in pages[begin:end] if page is not None]
+            if run:
+                place = int(told[begin])
+                group = groups.get(place)
+                if group is None:
+                    group = groups[place] = self._group_at(place, groups)
+                group.fill(run)
+                if group.outer is not None:
+                    self._spared += [page for page in run if page.suffixes is None]
+                self._count += len(run)
+        self._groups = [one for one in groups.values() if one.outer is None and one not in self._current]
+        self._rank([*self._groups, *self._current])
+
+    def _group_at(self, place: int, groups: dict[int, Group]) -> Group:
+        if not place & _INNER:
+            return Group(place & _KIND, self._history.epoch - (place >> _AGE_SHIFT))
+        outer = groups.get(place & ~_INNER)
+        if outer is None:
+            outer = groups[place & ~_INNER] = self._group_at(place & ~_INNER, groups)
+        outer.inner = Group(outer.kind, outer.epoch, outer)
+        return outer.inner
+
+    def _know(self, learned: bytes) -> None:
+        try:
+            state = msgspec.msgpack.decode(learned, type=ForecastState)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"it was learned by another policy: {error}") from error
+        if [len(row) for row in state.worth] != [len(EDGES)] * KINDS or not np.isfinite(state.worth).all():
+            raise ValueError("it was learned for other classes of pages")
+        if not 0 <= state.touched < state.epoch_ends:
+            raise ValueError("the times do not hold together")
+        memory = UseMemory.resumed(REMEMBERED * state.capacity, state.memory)
+        history = ReuseHistory(KINDS, state.capacity)
+        history.resume(state.history)
+        self._rebase(state.capacity)
+        self._touched, self._epoch_ends, self._learn_at = state.touched, state.epoch_ends, state.learn_at
+        self._history, self._memory, self._worth = history, memory, state.worth
+
+    # Time and order
+
+    def _pass(self, pages: int) -> None:
+        """``pages`` were touched: that is what time is measured in."""
+        self._touched += pages
+        if self._touched < self._epoch_ends:
+            return
+        while self._touched >= self._epoch_ends:
+            self._epoch_ends += self._epoch_pages
+            self._history.next_epoch()
+        if self._touched >= self._learn_at:
+            self._learn_at = self._touched + max(LEAST_BETWEEN, LEARN_EVERY * self._epoch_pages)
+            self._learn()
+            self._history.fade(KEEP)
+        self._groups += self._current
+        self._begin_epoch()
+
+    def _learn(self) -> None:
+        self._worth = worth_by_age(self._history.again, self._history.reached).tolist()
+
+    def _begin_epoch(self) -> None:
+        self._current = [Group(kind, self._history.epoch) for kind in range(KINDS)]
+        self._groups = [group for group in self._groups if group.count or (group.inner and group.inner.count)]
+        self._rank(self._groups)
+        self._return_spared()
+
+    def _rank(self, groups: Iterable[Group]) -> None:
+        self._heap: list[tuple[float, int, int, Group]] = []
+        for group in groups:
+            group.listed = group.count > 0
+            if group.listed:
+                self._heap.append(self._ranked(group))
+        heapify(self._heap)
+
+    def _list(self, group: Group) -> None:
+        group.listed = True
+        heappush(self._heap, self._ranked(group))
+
+    def _ranked(self, group: Group) -> tuple[float, int, int, Group]:
+        """Of two groups that are worth the same the older comes first."""
+        age = min(self._history.epoch - group.epoch, OLDEST)
+        return self._worth[group.kind][SPAN_OF_AGE[age]], group.epoch, group.kind, group
+
+    def first(self) -> Page | None:
+        """The oldest page of the group of least worth."""
+        page = self._top()
+        if page is None and self._spared:
+            self._return_spared()
+            page = self._top()
+        return page
+
+    def _top(self) -> Page | None:
+        heap = self._heap
+        while heap:
+            group = heap[0][-1]
+            page = group.oldest
+            if page is not None:
+                return page
+            group.listed = False
+            heappop(heap)
+        return None
+
+    def __iter__(self) -> Iterator[Page]:
+        for *_, group in sorted(self._ranked(group) for group in [*self._groups, *self._current]):
+            yield from group
+            if group.inner is not None:
+                yield from group.inner
+
+    def __len__(self) -> int:
+        return self._count

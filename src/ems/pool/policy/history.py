@@ -1,0 +1,143 @@
+"""How long it takes until pages of a class are used again, learned from a sample of the keys.
+
+Time is counted in epochs, each about an eighth of the capacity in pages touched.  A sampled key is followed from one
+use to the next, whether its page stays in the pool or not, so what is learned does not depend on what was evicted.
+What always holds: a life is counted once at its start, once in each span of ages that it reaches, and once when the key
+is used again; memory is bounded by :data:`FOLLOWED` or a share of the capacity; old observations fade.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ems.pool.keys import KEY_BYTES, cut
+
+EPOCHS_OF_CAPACITY = 8
+"""Epochs in which as many pages are touched as the capacity holds."""
+OLDEST = 32 * EPOCHS_OF_CAPACITY
+"""Epochs after which the age of a page no longer matters."""
+FOLLOWED = 1 << 14
+"""Keys that are followed at least, where so many come."""
+FOLLOWED_SHARE = 4
+"""Keys that are followed at most: the capacity divided by this, or :data:`FOLLOWED`."""
+REACH = 16
+"""Capacities worth of different keys that the followed ones stand for."""
+_EPOCH_BITS = 40
+_EPOCH = (1 << _EPOCH_BITS) - 1
+
+
+def spans_of_age() -> list[int]:
+    """Where spans of ages begin: one epoch each at first, then each a quarter longer than the one before."""
+    edges = [0]
+    while edges[-1] < OLDEST:
+        edges.append(max(edges[-1] + 1, int(edges[-1] * 1.3)))
+    return edges
+
+
+EDGES = spans_of_age()
+SPAN_OF_AGE = [span for span, edge in enumerate(EDGES) for _ in range(edge, [*EDGES, OLDEST + 1][span + 1])]
+"""The span of each age in epochs up to the last."""
+
+
+class HistoryState(msgspec.Struct, frozen=True, array_like=True):
+    """What a history knows: its tables, and the followed keys with a life of 8 bytes each, the oldest first."""
+
+    epoch: int
+    again: bytes
+    reached: bytes
+    followed: bytes
+    lives: bytes
+
+
+class ReuseHistory:
+    """Lives of sampled keys of ``classes`` classes, for a pool of ``capacity`` pages."""
+
+    __slots__ = ("_alive", "_followed", "_most", "again", "epoch", "mask", "reached")
+
+    def __init__(self, classes: int, capacity: int) -> None:
+        self._most = max(FOLLOWED, capacity // FOLLOWED_SHARE)
+        wanted = max(REACH * capacity // self._most, 1)
+        self.mask = (1 << (wanted - 1).bit_length()) - 1
+        """Keys whose last two bytes have none of these bits are followed."""
+        self._followed: OrderedDict[bytes, int] = OrderedDict()
+        self._alive: Counter[int] = Counter()
+        self.epoch = 0
+        shape = (classes, len(EDGES))
+        self.again: npt.NDArray[np.float64] = np.zeros(shape)
+        """Lives that ended with a use, by class and span of age."""
+        self.reached: npt.NDArray[np.float64] = np.zeros(shape)
+        """Lives that reached the span."""
+
+    def __len__(self) -> int:
+        return len(self._followed)
+
+    def see(self, key: bytes, kind: int) -> None:
+        """The page of ``key`` was used or stored and is of the class ``kind`` from now on."""
+        if int.from_bytes(key[-2:]) & self.mask:
+            return
+        before = self._followed.pop(key, None)
+        if before is not None:
+            self._leave(before)
+            age = self.epoch - (before & _EPOCH)
+            self.again[before >> _EPOCH_BITS, SPAN_OF_AGE[min(age, OLDEST)]] += 1
+        now = kind << _EPOCH_BITS | self.epoch
+        self._followed[key] = now
+        self._alive[now] += 1
+        self.reached[kind, 0] += 1
+        if len(self._followed) > self._most:
+            self._leave(self._followed.popitem(last=False)[1])
+
+    def snapshot(self) -> HistoryState:
+        """All of it."""
+        lives = array("q", self._followed.values())
+        counts = self.again.tobytes(), self.reached.tobytes()
+        return HistoryState(self.epoch, *counts, b"".join(self._followed), lives.tobytes())
+
+    def resume(self, state: HistoryState) -> None:
+        """Go on from a :meth:`snapshot`; for a history of the same capacity in which nothing was seen.
+
+        Raises:
+            ValueError: it is one of other classes or spans, or does not hold together; nothing has changed then.
+        """
+        counts = [np.frombuffer(raw, dtype=np.float64) for raw in (state.again, state.reached)]
+        keys, lives = cut(state.followed, KEY_BYTES), array("q", state.lives)
+        if any(one.size != self.again.size or not np.isfinite(one).all() or (one < 0).any() for one in counts):
+            raise ValueError("the lives were counted in other classes or spans of age")
+        if len(keys) != len(lives) or len(keys) > self._most or not 0 <= state.epoch < 1 << _EPOCH_BITS:
+            raise ValueError("the followed keys are not those of such a pool")
+        if any(life < 0 or life >> _EPOCH_BITS >= len(self.again) or life & _EPOCH > state.epoch for life in lives):
+            raise ValueError("a followed key has a life that cannot be")
+        self.epoch = state.epoch
+        self.again, self.reached = (one.reshape(self.again.shape).copy() for one in counts)
+        self._followed = OrderedDict(zip(keys, lives, strict=True))
+        self._alive = Counter(lives)
+
+    def _leave(self, life: int) -> None:
+        left = self._alive[life] - 1
+        if left:
+            self._alive[life] = left
+        else:
+            del self._alive[life]
+
+    def next_epoch(self) -> None:
+        """An epoch is over: lives reach the next span."""
+        self.epoch += 1
+        alive = self._alive
+        for span, edge in enumerate(EDGES[1:], start=1):
+            epoch = self.epoch - edge
+            if epoch < 0:
+                return
+            for kind in range(len(self.reached)):
+                count = alive.get(kind << _EPOCH_BITS | epoch)
+                if count:
+                    self.reached[kind, span] += count
+
+    def fade(self, keep: float) -> None:
+        """Let what was observed count less by the factor ``keep``."""
+        self.again *= keep
+        self.reached *= keep

@@ -1,0 +1,54 @@
+"""Least recently used first: what most caches do, and what others are measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ems.pool.policy.queue import PageQueue
+
+if TYPE_CHECKING:
+    from ems.pool.core.index import Page
+
+
+class Lru:
+    """One queue; whatever is touched goes to its end."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue = PageQueue()
+
+    def resize(self, capacity: int) -> None:
+        """Capacity means nothing to it."""
+
+    def add(self, pages: list[Page]) -> None:
+        """As the newest, the first of them the very newest."""
+        self._queue.add_prompt(pages)
+
+    def use(self, pages: list[Page]) -> None:
+        """As the newest, the first of them the very newest."""
+        self._queue.touch_all(pages)
+
+    refresh = use
+
+    def spare(self, page: Page) -> None:
+        """Behind all others."""
+        self._queue.touch(page)
+
+    def ready(self, page: Page) -> None:
+        """It stands where it stood."""
+
+    def remove(self, page: Page) -> None:
+        """Without a trace."""
+        self._queue.remove(page)
+
+    def first(self) -> Page | None:
+        """The page that was not used for longest."""
+        return self._queue.oldest
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._queue)
+
+    def __len__(self) -> int:
+        return self._queue.count

@@ -1,0 +1,93 @@
+"""What a pool asks of an eviction policy, and nothing more.
+
+A policy is told what happens to the present pages of one namespace and names the one that should leave first.  What
+always holds: it orders exactly the pages that were added and not removed; equal histories give equal answers; no call
+costs more than the pages that it names, beyond work that is shared by very many calls; what it remembers of pages that
+left is bounded by the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ems.config import PolicyName
+
+if TYPE_CHECKING:
+    from ems.pool.core.index import Page
+
+
+class Policy(Protocol):
+    """The order in which the pages of one namespace leave.
+
+    Lists of pages are consecutive blocks of one prompt, the prefix first.
+    """
+
+    def resize(self, capacity: int) -> None:
+        """The namespace has slots for ``capacity`` pages from now on."""
+
+    def add(self, pages: list[Page]) -> None:
+        """Pages that were absent became readable."""
+
+    def use(self, pages: list[Page]) -> None:
+        """Pages were loaded."""
+
+    def refresh(self, pages: list[Page]) -> None:
+        """Something was hung on the last of ``pages``: they are in use, though nobody loaded them."""
+
+    def spare(self, page: Page) -> None:
+        """The page that :meth:`first` named stays for now: name another."""
+
+    def ready(self, page: Page) -> None:
+        """The last page that hung on ``page`` has left."""
+
+    def remove(self, page: Page) -> None:
+        """The page leaves."""
+
+    def first(self) -> Page | None:
+        """The page that should leave first; None when there is none."""
+
+    def __iter__(self) -> Iterator[Page]:
+        """All pages, about in the order in which they would leave."""
+
+    def __len__(self) -> int:
+        """How many pages there are."""
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """What a policy offers beside, if it learns: to go on where another one of its kind ended, in another process."""
+
+    def learned(self) -> bytes:
+        """All that it knows but where its pages stand."""
+
+    def places(self, pages: Iterable[Page]) -> bytes:
+        """Where each of these pages of its own stands, 2 bytes each."""
+
+    def go_on(self, learned: bytes, places: bytes, pages: Sequence[Page | None]) -> None:
+        """Know ``learned``, and have ``pages`` in their places; for a policy that has none.
+
+        Of two pages in one place the first is the older.  None stands for a page that has left since.
+
+        Raises:
+            ValueError: that was learned by another kind of policy, or is damaged; nothing has changed then.
+        """
+
+
+def make_policy(name: PolicyName) -> Policy:
+    """A new policy called ``name``, for one namespace."""
+    if name == "lru":
+        from ems.pool.policy.lru import Lru
+
+        return Lru()
+    if name == "s3fifo":
+        from ems.pool.policy.s3fifo import S3Fifo
+
+        return S3Fifo()
+    if name == "arc":
+        from ems.pool.policy.arc import Arc
+
+        return Arc()
+    from ems.pool.policy.forecast import Forecast
+
+    return Forecast()

@@ -1,0 +1,57 @@
+"""A queue of pages beside a place for those that cannot leave yet, because others hang on them.
+
+Without it a policy with several queues would meet the same prefix again and again while its suffixes stand in another
+queue.  What always holds: ``place`` of a page is the queue of its side that it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ems.pool.policy.queue import PageQueue
+
+if TYPE_CHECKING:
+    from ems.pool.core.index import Page
+
+
+class Side:
+    """Pages from the oldest to the newest, and those set aside."""
+
+    __slots__ = ("aside", "queue")
+
+    def __init__(self) -> None:
+        self.queue = PageQueue()
+        self.aside = PageQueue()
+
+    def __len__(self) -> int:
+        return self.queue.count + self.aside.count
+
+    def __iter__(self) -> Iterator[Page]:
+        return chain(self.queue, self.aside)
+
+    def holds(self, page: Page) -> bool:
+        """Whether the page is on this side."""
+        return page.place is self.queue or page.place is self.aside
+
+    def put(self, page: Page) -> None:
+        """Put a page that is nowhere in as the newest."""
+        page.place = self.queue
+        self.queue.add(page)
+
+    def spare(self, page: Page) -> None:
+        """Set a page of this side aside until nothing hangs on it, or, if nothing does, make it the newest."""
+        page.place.remove(page)
+        if page.suffixes is None:
+            self.put(page)
+        else:
+            page.place = self.aside
+            self.aside.add(page)
+
+    def ready(self, page: Page) -> None:
+        """Make a page of this side the oldest, if it was set aside."""
+        if page.place is self.aside:
+            self.aside.remove(page)
+            page.place = self.queue
+            self.queue.add_oldest(page)

@@ -1,0 +1,54 @@
+"""Bytes and the stream: each message in a frame, a 4-byte big-endian length and that many bytes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from ems.errors import ProtocolError
+
+MAX_FRAME = 4 << 20
+"""Bytes of the largest frame; the answer to a request of :data:`MAX_KEYS` keys fits twice."""
+MAX_GREETING = 4096
+"""Bytes of the largest frame before the greeting is over."""
+
+_LENGTH = struct.Struct(">I")
+
+
+def frame(body: bytes) -> bytes:
+    """The frame around ``body``."""
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies; refuses frames above ``limit`` bytes."""
+
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes as they came from the stream."""
+        self._buffer += data
+
+    @property
+    def pending(self) -> bytes:
+        """The beginning of a frame that is not complete."""
+        return bytes(self._buffer)
+
+    def frames(self) -> Iterator[bytes]:
+        """Bodies of the frames that are complete by now.
+
+        Raises:
+            ProtocolError: a frame announces more than ``limit`` bytes.
+        """
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > self.limit:
+                raise ProtocolError(f"a frame of {length} bytes, expected at most {self.limit}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield body

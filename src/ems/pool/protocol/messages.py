@@ -1,0 +1,397 @@
+"""Every message of the wire: what clients ask and what the node answers.
+
+Many keys travel as one byte string of 16 bytes each, many references as one of 20 bytes each.  A message grows at its
+end, by fields with a default, used only towards a side that has named their feature (``greeting``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ems.pool.administration.acts import Acts
+from ems.pool.core.changes import Run
+from ems.pool.keys import Tail
+from ems.pool.reasons.layouts import Difference
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+# From the client
+
+
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
+    """Greeting: protocol versions spoken, who is speaking, features wished for.
+
+    ``access_id`` and ``nonce`` (random) are those of a client with an access key.
+    """
+
+    oldest: int
+    newest: int
+    client: str
+    pid: int
+    features: list[str] = []
+    access_id: str = ""
+    nonce: bytes = b""
+
+
+class Prove(Message, frozen=True):
+    """The client's proof that it knows its access key; answered by :class:`Welcome`."""
+
+    proof: bytes
+
+
+class Open(Message, frozen=True):
+    """Open (or make) the namespace ``name`` with pages of ``page_size`` bytes; answered by :class:`Opened`.
+
+    A reader that does not know the size says 0: nothing is made then.
+    """
+
+    name: str
+    page_size: int
+
+
+class Attach(Message, frozen=True):
+    """Ask for a segment to map; answered by :class:`SegmentAttached`."""
+
+    segment: int
+
+
+class Reserve(Message, frozen=True):
+    """Promise slots for consecutive ``keys`` after ``parent``; answered by :class:`Granted`.
+
+    With ``tail`` the last of the keys is that of a block that is not full, to be found by its tokens.
+    """
+
+    namespace: int
+    parent: bytes
+    keys: bytes
+    tail: Tail | None = None
+
+
+class Commit(Message, frozen=True):
+    """Publish the pages at ``positions`` of a reservation (all, when None); answered by :class:`Done`.
+
+    ``checksums`` are the CRC32C of their bytes, 4 bytes each, in the order of ``positions``, which are named then; only
+    for nodes with the feature :data:`KEEPS_CHECKSUMS`.
+    """
+
+    reservation: int
+    positions: list[int] | None = None
+    checksums: bytes = b""
+
+
+class Abort(Message, frozen=True):
+    """Give back what of a reservation was not committed; answered by :class:`Done`."""
+
+    reservation: int
+
+
+class Lookup(Message, frozen=True):
+    """How many leading ``keys`` are present, with a lease on them if ``lease``; answered by :class:`Hits`.
+
+    With ``tail`` and no keys: the page of that directory that shares most leading tokens.
+    """
+
+    namespace: int
+    keys: bytes
+    lease: bool = False
+    tail: Tail | None = None
+    request: str = ""
+    """The engine's id of the request that this is for; only for nodes with the feature :data:`TELLS_REASONS`."""
+    compute: int = 0
+    """Microseconds that a page takes to be computed again, 0 when that is not known: what a tier below memory brings
+    later than that is not fetched.  Only for nodes with the feature :data:`TELLS_TIERS`."""
+
+
+class Release(Message, frozen=True):
+    """A lease is no longer needed; has no answer."""
+
+    lease: int
+
+
+class Stats(Message, frozen=True):
+    """Ask for the node's figures; answered by :class:`Figures`."""
+
+
+class Changes(Message, frozen=True):
+    """What was stored and removed in ``namespaces`` after ``sequence`` (-1: from now on); answered by :class:`Changed`.
+
+    Only for nodes with the feature :data:`TELLS_CHANGES`.
+    """
+
+    sequence: int
+    namespaces: list[str]
+
+
+class Corrupt(Message, frozen=True):
+    """The bytes of these leased pages do not match their checksums; answered by :class:`Done`.
+
+    The node looks for itself, and counts those that it takes out of the pool.  Only for nodes with the feature
+    :data:`KEEPS_CHECKSUMS`.
+    """
+
+    namespace: int
+    keys: bytes
+    refs: bytes
+
+
+class Prefetch(Message, frozen=True):
+    """``keys`` will be needed soon: bring them from the tiers below memory; answered by :class:`Done`.
+
+    The answer counts the leading ones that are in memory or on their way there.  For nodes with the feature
+    :data:`TELLS_TIERS`.
+    """
+
+    namespace: int
+    keys: bytes
+
+
+class Describe(Message, frozen=True):
+    """What the namespace ``name`` means, in plain words by field; answered by :class:`Done`.
+
+    It may not be open yet.  See :mod:`ems.pool.reasons.layouts`; for nodes with the feature :data:`TELLS_REASONS`.
+    """
+
+    name: str
+    facts: dict[str, str]
+
+
+class Miss(Message, frozen=True):
+    """A lookup of ``keys`` keys was wanted in the namespace ``name``, which is not there; answered by :class:`Hits`.
+
+    For nodes with the feature :data:`TELLS_REASONS`.
+    """
+
+    name: str
+    keys: int
+    request: str = ""
+
+
+class Explain(Message, frozen=True):
+    """Why ``keys`` of the namespace ``name`` are there or not, counting nothing; answered by :class:`Explained`.
+
+    For nodes with the feature :data:`TELLS_REASONS`.
+    """
+
+    name: str
+    keys: bytes
+
+
+class TakeOver(Message, frozen=True):
+    """A new process of the node's user wants to be the node; answered by :class:`Handing`.
+
+    It understands hand-overs from version ``oldest`` to ``newest``.  Only for nodes with the feature
+    :data:`HANDS_OVER`; see :mod:`ems.pool.node.succession` for what follows.
+    """
+
+    oldest: int
+    newest: int
+    release: str
+
+
+class Taken(Message, frozen=True):
+    """What was handed over is in good hands: the old process ends."""
+
+
+class Announce(Message, frozen=True):
+    """A request waits and will ask for ``keys``; answered by :class:`Announced`.
+
+    Only for nodes with the feature :data:`TAKES_ANNOUNCEMENTS`.
+    """
+
+    namespace: int
+    keys: bytes
+
+
+class Withdraw(Message, frozen=True):
+    """The request of an announcement waits no longer; has no answer."""
+
+    announcement: int
+
+
+class Administer(Message, frozen=True):
+    """Do ``act``, or with ``dry_run`` say what it would do; answered by :class:`Reported`.
+
+    Only for the node's own user and root, and for nodes with the feature :data:`DOES_ACTS`.
+    """
+
+    act: Acts
+    dry_run: bool = False
+
+
+# From the node
+
+
+class Welcome(Message, frozen=True, forbid_unknown_fields=False):
+    """The greeting was accepted: version to speak, the node's identity (new with each start), its segments.
+
+    ``verify`` says which loaded pages are to be checked (see :class:`ems.pool.segments.verify.Verify`); pages with a
+    stamp below ``trusted_from`` always are.
+    """
+
+    version: int
+    node: str
+    release: str
+    autostarted: bool
+    segments: int
+    features: list[str] = []
+    verify: str = ""
+    trusted_from: int = 0
+    signature: bytes = b""
+    """After a challenge: the node's proof that it knows the tenant's verifier."""
+
+
+class Challenge(Message, frozen=True):
+    """The client is to prove that it knows its access key: the node's nonce, how the key is hashed."""
+
+    nonce: bytes
+    salt: bytes
+    iterations: int
+
+
+class Opened(Message, frozen=True):
+    """The namespace's number on this node; -1: there is none of that name yet, so nothing is stored in it."""
+
+    namespace: int
+
+
+class SegmentAttached(Message, frozen=True):
+    """A segment of ``size`` bytes; its file descriptor travels beside this message."""
+
+    segment: int
+    size: int
+
+
+class Granted(Message, frozen=True):
+    """One outcome a key (a byte, see :class:`ems.pool.core.room.Outcome`) and the references of the granted ones."""
+
+    reservation: int
+    outcomes: bytes
+    refs: bytes
+
+
+class Hits(Message, frozen=True):
+    """``refs`` of the leading present pages, how many keys follow present or being written, the lease."""
+
+    count: int
+    pending: int
+    lease: int
+    refs: bytes
+    key: bytes = b""
+    """For a tail: the key of the page; ``count`` is then the tokens that it shares."""
+    code: int = 0
+    """Why the first key that is missing is missing, see :class:`ems.pool.reasons.words.Reason`.
+
+    Only for clients with the feature :data:`TELLS_REASONS`."""
+    below: int = 0
+    """How many keys behind those of ``count`` come up, without a gap, from tiers below memory; ``pending`` has those of
+    them whose memory is reserved.  For a tail: 1 if a page that shares more comes up.
+
+    Only for clients with the feature :data:`TELLS_TIERS`."""
+
+
+class Done(Message, frozen=True):
+    """It is done; ``count`` pages were concerned."""
+
+    count: int = 0
+
+
+class Figures(Message, frozen=True):
+    """The node's figures by name."""
+
+    figures: dict[str, Any]
+
+
+class Changed(Message, frozen=True):
+    """Changes in the order in which they happened, and the ``sequence`` from which to go on.
+
+    With ``lost`` more has happened than the node remembers, and nothing is told.
+    """
+
+    sequence: int
+    lost: bool
+    runs: list[Run]
+
+
+class Explained(Message, frozen=True):
+    """One reason a key (0: present), and all that is known of the first missing one.
+
+    It is missing for ``seconds`` (negative: not known), its room went to the namespace ``winner``; ``layouts`` are
+    others that the model has in the pool.
+    """
+
+    codes: bytes
+    seconds: float = -1.0
+    winner: str = ""
+    layouts: list[Difference] = []
+
+
+class Handing(Message, frozen=True):
+    """So many bytes of state and file descriptors follow."""
+
+    length: int
+    descriptors: int
+
+
+class Announced(Message, frozen=True):
+    """The number of an announcement, which ends by :class:`Withdraw`, with its connection, or after a time."""
+
+    announcement: int
+
+
+class Reported(Message, frozen=True):
+    """What an act did, or how far it is: plain figures by name."""
+
+    report: dict[str, Any]
+
+
+class Refused(Message, frozen=True, forbid_unknown_fields=False):
+    """The request was refused: a code of :data:`REFUSALS` and a sentence."""
+
+    code: str
+    reason: str
+
+
+Request = (
+    Hello
+    | Prove
+    | Open
+    | Attach
+    | Reserve
+    | Commit
+    | Abort
+    | Lookup
+    | Release
+    | Stats
+    | Changes
+    | Prefetch
+    | Describe
+    | Miss
+    | Explain
+    | Corrupt
+    | TakeOver
+    | Taken
+    | Announce
+    | Withdraw
+    | Administer
+)
+Answer = (
+    Welcome
+    | Challenge
+    | Opened
+    | SegmentAttached
+    | Granted
+    | Hits
+    | Done
+    | Figures
+    | Changed
+    | Explained
+    | Handing
+    | Announced
+    | Reported
+    | Refused
+)

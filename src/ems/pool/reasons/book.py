@@ -1,0 +1,155 @@
+"""What a node knows about misses: asked at each lookup that found less than it wanted.
+
+A brain.  What always holds: a lookup counts one miss at most, with the reason of its first missing key; finding it
+costs the same however much the node holds or remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from ems.pool.core.handover import ReasonsState
+from ems.pool.core.index import Index
+from ems.pool.reasons.departures import NOBODY, Departures
+from ems.pool.reasons.layouts import Difference, Layouts
+from ems.pool.reasons.requests import Requests
+from ems.pool.reasons.words import CODES, Reason
+
+MAX_SHOWN = 8
+"""Other layouts that one explanation shows."""
+
+_BEING_WRITTEN = Reason.BEING_WRITTEN.code
+_NEVER_STORED = Reason.NEVER_STORED.code
+_OTHER_LAYOUT = Reason.OTHER_LAYOUT.code
+_GAP = Reason.GAP.code
+_CLEARED = Reason.CLEARED.code
+
+
+class Fate(msgspec.Struct, frozen=True):
+    """Why a key is not there, since when (seconds; None: not known), who got the room, what other layouts there are."""
+
+    code: int
+    since: float | None = None
+    winner: int = NOBODY
+    layouts: list[Difference] = []
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Answer to who asks for keys: one code a key (0: present), and what is known of the first missing one.
+
+    It is missing for ``seconds`` (negative: not known); its room went to the namespace ``winner``.
+    """
+
+    codes: bytes
+    seconds: float = -1.0
+    winner: str = ""
+    layouts: list[Difference] = []
+
+    @property
+    def detail(self) -> str:
+        """What is known of the first missing page beside its reason, for people."""
+        parts = [f"{self.seconds:.0f} s ago"] if self.seconds >= 0 else []
+        parts += [f"for {self.winner}"] if self.winner else []
+        for other in self.layouts:
+            fields = ", ".join(f"{name} is {theirs}, not {mine}" for name, (mine, theirs) in other.fields.items())
+            parts.append(f"{other.namespace}: {fields or 'nothing known differs'}")
+        return "; ".join(parts)
+
+
+class ReasonBook:
+    """All that is known about misses.  ``holds(name)`` tells how many pages the namespace of that name has."""
+
+    def __init__(self, holds: Callable[[str], int]) -> None:
+        self._holds = holds
+        self.departures = Departures()
+        self.layouts = Layouts()
+        self.requests = Requests()
+        self._misses = [0] * CODES
+
+    def snapshot(self) -> ReasonsState:
+        """What goes along to a node that takes over; which request looked for what does not."""
+        return ReasonsState(*self.departures.snapshot(), self.layouts.all, self._misses)
+
+    def resume(self, state: ReasonsState) -> None:
+        """Go on from a :meth:`snapshot`."""
+        self.departures.resume(state.names, state.codes, state.times, state.winners, state.cursor)
+        for name, facts in state.layouts.items():
+            self.layouts.describe(name, facts)
+        for code, count in enumerate(state.misses[:CODES]):
+            self._misses[code] = count
+
+    def tick(self, now: float) -> None:
+        """Time went by."""
+        self.departures.now = now
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Lookups that missed something, by the reason of their first missing key."""
+        counts = ((Reason.of_code(code), count) for code, count in enumerate(self._misses) if count)
+        return {reason.value: count for reason, count in counts if reason is not None}
+
+    def missed(self, number: int, name: str, index: Index, key: bytes) -> int:
+        """A lookup's first missing key is ``key``: count it and say why, as a code."""
+        code = self.why(number, name, index, key)
+        self._misses[code] += 1
+        return code
+
+    def revise(self, before: int, after: int, request: str = "") -> int:
+        """The miss that was counted as ``before``, by ``request``, is better known by now: it is ``after``."""
+        self._misses[before] -= 1
+        self._misses[after] += 1
+        if request:
+            self.requests.revise(request, after)
+        return after
+
+    def missed_namespace(self, name: str) -> int:
+        """A lookup asked for a namespace that is not there: count it and say why, as a code."""
+        code = _OTHER_LAYOUT if self._elsewhere(name) else _NEVER_STORED
+        self._misses[code] += 1
+        return code
+
+    def why(self, number: int, name: str, index: Index, key: bytes) -> int:
+        """Why ``key``, which cannot be read, is missing, as a code."""
+        page = index.get(key)
+        if page is not None:
+            # What is there and yet not found is about to leave, on an administrator's word.
+            return _CLEARED if page.present else _BEING_WRITTEN
+        code = self.departures.code(number, key)
+        if code:
+            return code
+        if not len(index) and self._elsewhere(name):
+            return _OTHER_LAYOUT
+        return _NEVER_STORED
+
+    def _elsewhere(self, name: str) -> bool:
+        return any(self._holds(other) for other in self.layouts.related(name))
+
+    def fates(self, number: int, name: str, index: Index | None, keys: list[bytes]) -> bytes:
+        """One code a key, counting nothing: 0 for a page that a lookup of all ``keys`` finds.
+
+        Pages that are there behind a missing one have :attr:`Reason.GAP`.
+        """
+        if index is None:
+            return bytes([_OTHER_LAYOUT if self._elsewhere(name) else _NEVER_STORED]) * len(keys)
+        codes = bytearray(len(keys))
+        gap = 0
+        for position, key in enumerate(keys):
+            page = index.get(key)
+            if page is not None and page.present:
+                codes[position] = gap
+            else:
+                codes[position] = self.why(number, name, index, key)
+                gap = _GAP
+        return bytes(codes)
+
+    def fate(self, number: int, name: str, key: bytes, code: int) -> Fate:
+        """All that is known of ``key``, which is missing because of ``code``."""
+        if code == _OTHER_LAYOUT:
+            others = [other for other in self.layouts.related(name) if self._holds(other)][:MAX_SHOWN]
+            return Fate(code, layouts=[self.layouts.differences(name, other) for other in others])
+        departure = self.departures.find(number, key)
+        if departure is None or departure.reason.code != code:
+            return Fate(code)
+        return Fate(code, departure.at, departure.winner)

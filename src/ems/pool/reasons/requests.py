@@ -1,0 +1,68 @@
+"""Which request looked for what lately, so that somebody can ask for a request by its id.
+
+A brain.  What always holds: the last :data:`MAX_REQUESTS` requests are known, each with its last :data:`MAX_LOOKS`
+lookups; memory is bounded (about 1 KiB a request).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+MAX_REQUESTS = 4096
+MAX_LOOKS = 8
+MAX_ID = 256
+"""Characters of a request's id that count."""
+
+
+class Look(msgspec.Struct, frozen=True):
+    """One lookup: ``found`` of ``asked`` keys in a row, the first key that was missing and why, as a code."""
+
+    namespace: str
+    asked: int
+    found: int
+    code: int
+    missing: bytes
+    at: float
+
+
+class Requests:
+    """Lookups by the engine's request ids."""
+
+    def __init__(self) -> None:
+        self._looks: OrderedDict[str, list[Look]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    def looked(self, request: str, look: Look) -> None:
+        """``request`` made the lookup ``look``."""
+        request = request[:MAX_ID]
+        looks = self._looks.get(request)
+        if looks is None:
+            if len(self._looks) >= MAX_REQUESTS:
+                self._looks.popitem(last=False)
+            self._looks[request] = [look]
+            return
+        self._looks.move_to_end(request)
+        looks.append(look)
+        if len(looks) > MAX_LOOKS:
+            looks.pop(0)
+
+    def revise(self, request: str, code: int) -> None:
+        """The last lookup of ``request`` missed because of ``code``."""
+        looks = self._looks.get(request[:MAX_ID])
+        if looks:
+            looks[-1] = msgspec.structs.replace(looks[-1], code=code)
+
+    def find(self, request: str) -> tuple[str, list[Look]]:
+        """The whole id and the lookups of ``request``, an id or a part that only one has; nothing when there is none.
+
+        Engines add to the id that a client knows, hence the part.
+        """
+        exact = self._looks.get(request[:MAX_ID])
+        if exact is not None:
+            return request[:MAX_ID], list(exact)
+        alike = [name for name in self._looks if request and request in name]
+        return (alike[0], list(self._looks[alike[0]])) if len(alike) == 1 else ("", [])

@@ -1,0 +1,480 @@
+"""The segments of a node as files in shared memory: found, made, touched, described.
+
+They outlive the node.  A new arena goes on with those that an earlier node left, as far as their sizes fit; others it
+replaces: engines that still map such a file keep their copy until they let go, and nobody is ever handed a slot in it
+again.  Whatever clients do to the files (:mod:`ems.pool.segments.segment_file`), nothing here ends the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ems.config import NodeConfig, format_size
+from ems.errors import ConfigError
+from ems.pool.core.handover import ArenaState
+from ems.pool.segments.folder import GIVEN_UP_NAME, Folder
+from ems.pool.segments.given_up import GivenUp, lay_out
+from ems.pool.segments.headers import Headers
+from ems.pool.segments.layout import (
+    HEADER_BYTES,
+    HEADERS_OFFSET,
+    Description,
+    PageRef,
+    header_offset,
+    unpack_description,
+)
+from ems.pool.segments.marks import MarkFile
+from ems.pool.segments.plan import MAX_SEGMENTS, plan_segments
+from ems.pool.segments.recovery import MAX_SLOTS, SegmentImage
+from ems.pool.segments.segment_file import Place, SegmentFile
+from ems.pool.segments.tail_file import Listed, TailFile
+from ems.pool.segments.touch import TOUCH_STEP, yield_to_others
+
+if TYPE_CHECKING:
+    from ems.pool.core.index import Page
+    from ems.pool.segments.recovery import Recovered
+
+URGENT_BYTES = 512 << 20
+"""Memory that is touched at full speed: about a second's work, while the engine is still loading its model."""
+
+
+def total_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class InheritedArena(msgspec.Struct, frozen=True):
+    """The arena of an earlier process of the node: its lock and its open segments, how much of each was touched."""
+
+    state: ArenaState
+    lock: int
+    files: list[int]
+    touched: list[int]
+
+
+class Retired(msgspec.Struct, frozen=True):
+    """Memory of a segment that was replaced: still open here, and perhaps mapped elsewhere."""
+
+    segment: int
+    file: SegmentFile
+
+
+class Arena:
+    """The segment files of one node.  Not safe for several threads but for :meth:`prefault`, :meth:`refill`.
+
+    ``notes`` are sentences about what of an earlier node could not be kept; ``touched`` the bytes of each segment that
+    are in memory already.
+
+    Raises:
+        ConfigError: the folder or the memory cannot be had.
+    """
+
+    def __init__(self, config: NodeConfig, node_id: bytes, inherited: InheritedArena | None = None) -> None:
+        self._populate = config.prefault
+        self._trusting = config.tenants is None
+        """Whether tiers work on mapped memory, because all clients are of one user."""
+        self._files: list[SegmentFile] = []
+        self.sizes: list[int] = []
+        self.touched: list[int] = []
+        self.notes: list[str] = []
+        self.found: set[int] = set()
+        """Segments whose memory an earlier node had: whoever was its client may still map it."""
+        self._folder = Folder(config.directory, lock=inherited.lock if inherited else None)
+        self._marks = MarkFile(self._folder.marks)
+        self.headers = Headers(node_id, self._files, self._cover)
+        self._gone = GivenUp(config.directory / GIVEN_UP_NAME)
+        self._tails = self._tail_file()
+        if inherited is not None:
+            self._go_on(inherited)
+            return
+        try:
+            if config.fresh:
+                self._folder.remove_segments()
+                self._forget_marks()
+                self._gone = GivenUp(config.directory / GIVEN_UP_NAME)
+            found, cut = self._find()
+            file_system = os.statvfs(config.directory)
+            free = file_system.f_bavail * file_system.f_frsize + sum(file.allocated() for file in self._files)
+            self.sizes = self._planned(config, free, found)
+            self._keep(found, cut)
+            self._complete()
+        except OSError as error:
+            self._give_up()
+            raise ConfigError(f"cannot make segments in {config.directory}: {error.strerror or error}") from error
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _cover(self, stamp: int, carving: int) -> None:
+        self._marks.cover(stamp, carving)
+
+    def _planned(self, config: NodeConfig, free: int, found: list[int]) -> list[int]:
+        """Sizes of the segments, those among them that stay given up."""
+        gone = self._gone.segments & set(range(len(found)))
+        sizes = plan_segments(config, free, total_memory(), found[len(gone) :])
+        kept: set[int] = set()
+        if gone and sizes[0] == found[0]:
+            count, kept = lay_out(len(found), gone, len(sizes))
+            sizes = [found[0]] * count
+        self._gone.replace(kept)
+        return sizes
+
+    @property
+    def given_up(self) -> frozenset[int]:
+        """Segments that have no memory since the pool was made smaller."""
+        return self._gone.segments
+
+    def _go_on(self, inherited: InheritedArena) -> None:
+        """Go on with the segments of an earlier process of the node."""
+        state = inherited.state
+        self._files += [self._file(file, size) for file, size in zip(inherited.files, state.sizes, strict=True)]
+        self.headers.ends += state.header_ends
+        self.headers.go_on(state.stamp, state.carving)
+        self.sizes, self.touched = list(state.sizes), list(inherited.touched)
+        self._tails.resume()
+
+    def snapshot(self) -> ArenaState:
+        """What a process that takes over needs to know beside :attr:`lock` and :attr:`files`."""
+        return ArenaState(list(self.sizes), list(self.headers.ends), self.headers.stamp, self.headers.carving)
+
+    @property
+    def lock(self) -> int:
+        """The open file by whose lock the folder is held."""
+        return self._folder.lock
+
+    @property
+    def files(self) -> list[int]:
+        """The open files of all segments."""
+        return [file.descriptor for file in self._files]
+
+    def sign(self) -> None:
+        """Write down that this process holds the folder, and what the process before it may not have known to write."""
+        self._folder.sign()
+        with contextlib.suppress(OSError):  # memory is full; the next start goes by what is in the segments
+            self._marks.keep(self.sizes[0])
+        self._cover(self.headers.stamp, self.headers.carving)
+
+    def leave(self) -> None:
+        """Let go of everything, with which another process goes on."""
+        self._release()
+        self._folder.leave()
+
+    def _release(self) -> None:
+        # A thread that hangs in a read into a page keeps its file until the process ends.
+        self._files.clear()
+        self._tails.close()
+        self._marks.close()
+
+    def _find(self) -> tuple[list[int], set[int]]:
+        """Open the segments of an earlier node: their sizes, one like the other, and those whose file was cut since.
+
+        What size they have is in a file that no client can reach; where it is not known it is what most have.
+        """
+        opened: list[tuple[int, int]] = []
+        for number in range(min(self._folder.segments(), MAX_SEGMENTS)):
+            file = os.open(self._folder.segment(number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                os.close(file)
+                break
+            opened.append((file, status.st_size))
+        sizes = Counter(size for _, size in opened if size)
+        size = self._marks.segment or (sizes.most_common(1)[0][0] if sizes else 0)
+        if not size:
+            for file, _ in opened:
+                os.close(file)
+            return [], set()
+        self._files += [self._file(file, size) for file, _ in opened]
+        return [size] * len(opened), {number for number, one in enumerate(opened) if one[1] != size}
+
+    def _keep(self, found: list[int], cut: set[int]) -> None:
+        """Go on with those segments that were found that the plan has room for; the others go."""
+        fit = len(self.sizes) if found and self.sizes and found[0] == self.sizes[0] else 0
+        if found and not fit:
+            self.notes.append(
+                f"segments of {format_size(found[0])} do not fit a pool of segments of {format_size(self.sizes[0])}, "
+                "all pages are dropped"
+            )
+        elif len(found) > fit:
+            self.notes.append(f"the pool is smaller than before, the last {len(found) - fit} segments are dropped")
+        del self._files[fit:]
+        self._folder.remove_segments(len(self._files))
+        if not self._files:
+            self._forget_marks()
+        self.found = set(range(len(self._files)))
+        for file in self._files:
+            self.headers.ends.append(HEADERS_OFFSET)
+            # Memory is touched from the beginning on.
+            self.touched.append(file.allocated())
+        lost = sorted(cut & self.found)
+        for number in lost:
+            self._replace(number)
+        if lost:
+            self.notes.append(
+                f"{len(lost)} segments, the first of them {lost[0]}, have files of another size than the node made, "
+                "their pages are gone"
+            )
+
+    def _forget_marks(self) -> None:
+        """The file went with the segments of which it told; another is made."""
+        self._marks.close()
+        self._marks = MarkFile(self._folder.marks)
+
+    def _give_up(self) -> None:
+        """Begin nothing; what an earlier node left stays, as far as it was not dropped already."""
+        self.close()
+
+    def _complete(self) -> None:
+        """Make the segments that no earlier node left; none of them stays where one cannot be made."""
+        kept = len(self._files)
+        try:
+            for number in range(kept, len(self.sizes)):
+                self._create(number)
+            self._marks.keep(self.sizes[0])
+        except OSError:
+            for number in range(kept, len(self._files)):
+                with contextlib.suppress(OSError):
+                    self._folder.segment(number).unlink(missing_ok=True)
+            raise
+
+    def _create(self, number: int) -> None:
+        file = self._file(self._new_file(self._folder.segment(number)), self.sizes[number])
+        self._files.append(file)
+        os.ftruncate(file.descriptor, file.size)
+        self.headers.ends.append(HEADERS_OFFSET)
+        self.touched.append(0)
+
+    # Where files are had; a test kit puts itself in between
+
+    def _file(self, descriptor: int, size: int) -> SegmentFile:
+        return SegmentFile(descriptor, size)
+
+    def _new_file(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def _tail_file(self) -> TailFile:
+        return TailFile(self._folder.tails)
+
+    # What an earlier node left
+
+    def images(self) -> Iterator[SegmentImage]:
+        """The segments as they were found."""
+        for number, file in enumerate(self._files):
+            described = file.read(0, HEADERS_OFFSET) if self.touched[number] >= HEADERS_OFFSET else None
+            if described is not None:
+                description = unpack_description(described, file.size)
+                table = b""
+                if isinstance(description, Description) and description.geometry.slot_count <= MAX_SLOTS:
+                    table = file.read(HEADERS_OFFSET, description.geometry.slot_count * HEADER_BYTES) or b""
+                yield SegmentImage(number, file.size, self.touched[number], described + table)
+
+    def adopt(self, recovered: Recovered) -> list[Listed]:
+        """Go on with what could be read, begin the other segments anew; the tokens of blocks that are not full.
+
+        Raises:
+            ConfigError: a segment cannot be replaced.
+        """
+        self.headers.go_on(recovered.stamp, recovered.carving)
+        # Where there is nothing memory may have been given back from the beginning on: that is touched again.
+        readable = {segment.number for segment in recovered.segments}
+        self.touched = [touched if number in readable else 0 for number, touched in enumerate(self.touched)]
+        for segment in recovered.segments:
+            self.headers.ends[segment.number] = header_offset(len(segment.generations))
+        self.headers.forget(recovered.stale)
+        try:
+            for unreadable in recovered.unreadable:
+                self._replace(unreadable.segment)
+            self._cover(self.headers.stamp, self.headers.carving)
+            return self._tails.read()
+        except OSError as error:
+            raise ConfigError(f"cannot make segments anew: {error.strerror or error}") from error
+
+    def _replace(self, number: int) -> None:
+        """A new file: whoever maps the old one is not to see what becomes of it."""
+        # By renaming, because a gap in the numbers would cost the segments behind it, should the node end in it.
+        new = self._folder.new_segment(number)
+        file = self._files[number] = self._file(self._new_file(new), self.sizes[number])
+        os.ftruncate(file.descriptor, file.size)
+        new.rename(self._folder.segment(number))
+        self.headers.ends[number], self.touched[number] = HEADERS_OFFSET, 0
+        self.found.discard(number)
+
+    # What clients did to the files
+
+    def hurt(self) -> list[int]:
+        """Segments whose file was cut, or could not be read or written whole."""
+        return [number for number, file in enumerate(self._files) if file.hurt or not file.whole()]
+
+    def cut_back(self) -> list[int]:
+        """Give back what files are longer than their segments; the segments that were."""
+        found = []
+        for number, file in enumerate(self._files):
+            with contextlib.suppress(OSError):  # it is looked at again
+                if file.cut_back():
+                    found.append(number)
+        return found
+
+    # Memory that comes and goes
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """What stamps and carvings of an earlier node never reached."""
+        return self._marks.limits
+
+    def free_bytes(self) -> int:
+        """Bytes that the file system has left."""
+        file_system = os.statvfs(self._folder.path)
+        return file_system.f_bavail * file_system.f_frsize
+
+    def add(self, number: int, size: int) -> None:
+        """Have segment ``number`` of ``size`` bytes: a new one, or one whose memory was given up.
+
+        Raises:
+            OSError: its file cannot be made.
+        """
+        if number == len(self.sizes):
+            self.sizes.append(size)
+            try:
+                self._create(number)
+            except OSError:
+                self.sizes.pop()
+                if self._files[number:]:
+                    self._folder.segment(number).unlink(missing_ok=True)
+                del self._files[number:]
+                raise
+        elif number > len(self.sizes):
+            raise ValueError(f"segment {number} comes after {len(self.sizes)} of them, expected no gap")
+        else:
+            self._gone.put(number, gone=False)
+            if self._files[number].hurt or not self._files[number].whole():
+                self._replace(number)
+
+    def give_up(self, number: int, start: int, length: int) -> None:
+        """Give memory of segment ``number`` back to the system; its file and its mappings stay, and read as zeros.
+
+        So whoever still looks into it finds no page, and the segment can come back.
+        """
+        length = min(length, self.sizes[number] - start)
+        self.touched[number] = 0
+        self._files[number].punch(start, length)
+        if start + length >= self.sizes[number]:
+            with contextlib.suppress(OSError):  # the next start has the segment back, which costs nothing but memory
+                self._gone.put(number, gone=True)
+
+    def descriptor(self, segment: int) -> int:
+        """The open file of a segment."""
+        return self._files[segment].descriptor
+
+    def opened(self, segment: int) -> int:
+        """A descriptor of a segment's file to be passed to an engine, and closed then.
+
+        Raises:
+            OSError: there are no more.
+        """
+        return self._files[segment].opened()
+
+    def mapped(self, segment: int) -> memoryview:
+        """All of a segment, mapped; only where nobody would cut its file."""
+        view = self._files[segment].view(0, self.sizes[segment])
+        if view is None:
+            raise ValueError(f"the file of segment {segment} is shorter than {self.sizes[segment]} bytes")
+        return view
+
+    def renew(self, segment: int) -> Retired:
+        """Put fresh memory in place of a segment's; :meth:`refill` does the rest in another thread.
+
+        Whoever still maps the old memory finds no description there any more, and no page.
+
+        Raises:
+            OSError: there is no room for a file.
+        """
+        path = self._folder.segment(segment)
+        new = self._folder.segment(segment + MAX_SEGMENTS)  # a name of a segment, so that it is swept when left behind
+        file = self._file(self._new_file(new), self.sizes[segment])
+        try:
+            os.ftruncate(file.descriptor, file.size)
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        retired = Retired(segment, self._files[segment])
+        retired.file.write(0, bytes(HEADERS_OFFSET))
+        self._files[segment] = file
+        self.headers.ends[segment], self.touched[segment] = HEADERS_OFFSET, 0
+        return retired
+
+    def refill(self, retired: Retired, progress: Callable[[int, int], None], stop: threading.Event) -> str | None:
+        """Free the memory of a renewed segment and touch what came in its place, as :meth:`prefault` does."""
+        retired.file.punch(0, retired.file.size)
+        return self._touch(retired.segment, progress, stop)
+
+    def keep_tail(self, namespace: str, page: Page, tails: Callable[[], Iterable[Listed]]) -> None:
+        """Keep the tokens of a page that is not full; ``tails`` answers those of all, for when the file gets long."""
+        assert page.tail is not None
+        # Where memory is full the page is not found by its tokens after a restart.
+        with contextlib.suppress(OSError):
+            if self._tails.add(namespace, page.key, page.ref, page.tail):
+                self._tails.rewrite(tails())
+
+    def place(self, ref: PageRef, length: int) -> Place:
+        """The ``length`` bytes of the slot of ``ref``, for a thread that reads or fills them."""
+        return Place(self._files[ref.segment], ref.offset, length, mapped=self._trusting)
+
+    def prefault(
+        self, progress: Callable[[int, int], None], stop: threading.Event, segments: Iterable[int] | None = None
+    ) -> str | None:
+        """Touch all segments (or ``segments``) in order, telling ``progress(segment, touched bytes)``.
+
+        It ends early on ``stop``.  Returns why memory ran out before the end, None when it did not.
+
+        Meant for a thread of its own.  The first :data:`URGENT_BYTES` are for whoever saves first; then it goes
+        on at the lowest priority, because engines need the cores more.  When the file system runs full the pool
+        ends at what was touched.  A node that shall not touch its memory allocates
+        it all the same: a page that is missing would end the process that writes to it.  A segment that somebody cuts
+        meanwhile is passed over.
+        """
+        urgent = URGENT_BYTES
+        for number in list(range(len(self._files)) if segments is None else segments):
+            if self.touched[number] == self.sizes[number]:
+                continue
+            shortage = self._touch(number, progress, stop, urgent)
+            if shortage is not None or stop.is_set():
+                return shortage
+            urgent -= self.sizes[number]
+        return None
+
+    def _touch(
+        self, number: int, progress: Callable[[int, int], None], stop: threading.Event, urgent: int = 0
+    ) -> str | None:
+        file = self._files[number]
+        try:
+            for start in range(self.touched[number] // TOUCH_STEP * TOUCH_STEP, file.size, TOUCH_STEP):
+                if stop.is_set():
+                    return None
+                length = min(TOUCH_STEP, file.size - start)
+                if not file.touch(start, length, populated=self._populate):
+                    return None
+                progress(number, start + length)
+                if 0 < urgent <= length:
+                    yield_to_others()
+                urgent -= length
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    def close(self, *, keep: bool = True, log: bool = False) -> None:
+        """Close the segments and give up the folder; they stay if ``keep``, and the node's log goes if ``log``."""
+        if not keep:
+            with contextlib.suppress(OSError):
+                self._folder.remove_segments()
+        self._release()
+        self._folder.close(log=log)

@@ -1,0 +1,232 @@
+"""The folder of one node: whose it is, which node holds it, what is in it.
+
+What always holds: one living node a folder (a lock on a file in it says so, and the kernel drops the lock
+however the process ends); nobody else may write into it; a node that stops leaves its pages behind and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ems.errors import ConfigError
+
+LOG_NAME = "node.log"
+"""What a node that was started by an engine says."""
+MAKE_TRIES = 100
+"""How often a folder is made anew that goes while it is made."""
+STOP_SECONDS = 3.0
+"""How long a node may take from closing its socket to leaving its folder."""
+OWNERS_NAME = "owners"
+"""Which tenant's pages each segment has held."""
+EXPERIENCE_NAME = "experience"
+"""What the eviction policies have learned."""
+GIVEN_UP_NAME = "given-up"
+"""Which segments have no memory since the pool was made smaller."""
+_POLL_SECONDS = 0.05
+_LOCK_NAME = "node.lock"
+_TAILS_NAME = "tails"
+_MARKS_NAME = "marks"
+_SEGMENT = re.compile(r"segment-(\d{5,})(\.new)?")
+_REMEDY = "give a writable tmpfs folder of its own with --dir"
+
+
+def make_folder(path: Path) -> None:
+    """Make sure that ``path`` is a folder of this user that nobody else may write into.
+
+    Raises:
+        ConfigError: it cannot be, with the reason.
+    """
+    try:
+        link, status = _made(path)
+    except OSError as error:
+        raise ConfigError(f"cannot use {path} for a pool node: {error.strerror}; {_REMEDY}") from error
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path} is a link of user {link.st_uid}, who could put the pool anywhere, expected a folder of user "
+            f"{os.geteuid()}; {_REMEDY}"
+        )
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, who could put anything into the pool, expected one of user "
+            f"{os.geteuid()}; {_REMEDY}"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_mode & stat.S_ISVTX:
+            raise ConfigError(f"{path} is a folder for everybody, expected one for the node alone; {_REMEDY}")
+        path.chmod(0o700)
+
+
+def _made(path: Path) -> tuple[os.stat_result, os.stat_result]:
+    """What is at ``path`` and, if that is a link, where it leads; a folder that was made if nothing was there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    tries = MAKE_TRIES
+    while True:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return path.lstat(), path.stat()
+        except (FileNotFoundError, FileExistsError):
+            # A node that stopped in this very moment removed it: between two looks, or while it was made.
+            tries -= 1
+            if not tries:
+                raise
+
+
+class Folder:
+    """The folder ``path``, held by this node until :meth:`close`.
+
+    A node that is about to stop gets ``patience`` seconds to leave.  With ``lock``, the open file by which an earlier
+    process of the same node holds it, nothing is waited for.
+
+    Raises:
+        ConfigError: another node holds it, or it cannot be used.
+    """
+
+    def __init__(self, path: Path, patience: float = STOP_SECONDS, lock: int | None = None) -> None:
+        self.path = path
+        self._lock = _lock(path, time.monotonic() + patience) if lock is None else lock
+
+    @property
+    def lock(self) -> int:
+        """The open file whose lock says who holds the folder."""
+        return self._lock
+
+    def sign(self) -> None:
+        """Write into the lock's file that this process holds it."""
+        with contextlib.suppress(OSError):  # only for a message to people; memory may be full
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def leave(self) -> None:
+        """Let go of the folder, which another process holds by the same lock."""
+        os.close(self._lock)
+
+    def segment(self, number: int) -> Path:
+        """The file of segment ``number``."""
+        return self.path / f"segment-{number:05d}"
+
+    def new_segment(self, number: int) -> Path:
+        """The file that becomes that of segment ``number`` by renaming."""
+        return self.path / f"segment-{number:05d}.new"
+
+    @property
+    def tails(self) -> Path:
+        """The file of the tokens of blocks that are not full."""
+        return self.path / _TAILS_NAME
+
+    @property
+    def marks(self) -> Path:
+        """The file of what the node knows of its segments that their clients cannot change."""
+        return self.path / _MARKS_NAME
+
+    def segments(self) -> int:
+        """How many segments an earlier node left, as far as they are numbered without a gap."""
+        count = 0
+        while self.segment(count).is_file():
+            count += 1
+        return count
+
+    def remove_segments(self, first: int = 0) -> None:
+        """Remove the segments from number ``first`` on, and those that are not whole; all with what belongs to them."""
+        for entry in self.path.iterdir():
+            segment = _SEGMENT.fullmatch(entry.name)
+            if segment is not None and (segment[2] or int(segment[1]) >= first):
+                entry.unlink(missing_ok=True)
+        if not first:
+            self.tails.unlink(missing_ok=True)
+            (self.path / OWNERS_NAME).unlink(missing_ok=True)
+            for name in (EXPERIENCE_NAME, GIVEN_UP_NAME):
+                for entry in self.path.glob(f"{name}*"):
+                    entry.unlink(missing_ok=True)
+            self.marks.unlink(missing_ok=True)
+
+    def close(self, *, log: bool) -> None:
+        """Let others have the folder; the node's log goes if ``log``, and the folder too when nothing is in it."""
+        with contextlib.suppress(OSError):
+            if log:
+                (self.path / LOG_NAME).unlink(missing_ok=True)
+            # Whoever waits for the lock finds that its file is gone and begins anew.
+            (self.path / _LOCK_NAME).unlink(missing_ok=True)
+            self.path.rmdir()
+        os.close(self._lock)
+
+
+def _lock(path: Path, deadline: float) -> int:
+    lock_path = path / _LOCK_NAME
+    while True:
+        make_folder(path)
+        try:
+            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:
+            continue  # A node that stopped in this very moment removed the folder.
+        except OSError as error:
+            raise ConfigError(f"cannot use {path} for a pool node: {error.strerror}; {_REMEDY}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(lock, 20).decode(errors="replace").strip()
+            os.close(lock)
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
+                continue
+            raise ConfigError(
+                f"a node is already running in {path}{f' (process {holder})' if holder else ''}; use it, stop it "
+                "with 'ems stop', or give another --dir"
+            ) from error
+        if _is_at(lock, lock_path):
+            with contextlib.suppress(OSError):  # only for the message above; memory may be full
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            return lock
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def starting(path: Path) -> Iterator[bool]:
+    """Hold the right to start a node in ``path`` if nobody else has it; yields whether this caller has.
+
+    The lock is on the folder itself, so that it leaves nothing behind.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    folder = _lock_folder(path)
+    try:
+        yield folder is not None
+    finally:
+        if folder is not None:
+            os.close(folder)
+
+
+def _lock_folder(path: Path) -> int | None:
+    while True:
+        make_folder(path)
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            return None
+        if _is_at(folder, path):
+            return folder
+        os.close(folder)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether ``path`` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,163 @@
+"""What stands in segments beside the pages: the description of each, and a header for each slot.
+
+What always holds: only the node writes them; a segment's description is there only while all its headers mean what it
+says; no stamp and no carving is given twice, nor one that was not announced before (:mod:`ems.pool.segments.marks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ems.pool.checksum import page_checksum
+from ems.pool.keys import NO_PARENT
+from ems.pool.segments.layout import (
+    HEADER_BYTES,
+    Description,
+    Header,
+    PageFlag,
+    PageRef,
+    SlotState,
+    header_is_sound,
+    header_offset,
+    pack_description,
+    pack_header,
+    unpack_header,
+    unpack_refs,
+)
+from ems.pool.segments.segment_file import SegmentFile
+
+if TYPE_CHECKING:
+    from ems.pool.core.index import Page
+    from ems.pool.core.room import Assigned
+
+_FREE = int(SlotState.FREE).to_bytes(4, "little")
+
+
+class Headers:
+    """Descriptions and headers in ``files``, which are the arena's and change with it.
+
+    ``cover`` is told of the largest stamp and carving before they are given.
+    """
+
+    def __init__(self, node_id: bytes, files: Sequence[SegmentFile], cover: Callable[[int, int], None]) -> None:
+        self._node_id = node_id
+        self._files = files
+        self._cover = cover
+        self.stamp = 1
+        """The stamp of the next page that is committed."""
+        self.carving = 1
+        """The number of the next description that is written."""
+        self.ends: list[int] = []
+        """Where the headers of each segment end."""
+
+    def go_on(self, stamp: int, carving: int) -> None:
+        """Go on with these numbers."""
+        self.stamp, self.carving = stamp, carving
+
+    def describe(self, assigned: Assigned) -> None:
+        """Write a segment's description and clear its slot headers, the old ones too.
+
+        An old header in what becomes the bytes of a page would go on vouching for the page that was there.
+        """
+        file, geometry = self._files[assigned.segment], assigned.geometry
+        end = header_offset(geometry.slot_count)
+        stale = max(end, self.ends[assigned.segment])
+        # Without a description while it changes: what is half done is not to be read by a node that comes after.
+        file.write(0, bytes(stale))
+        self.ends[assigned.segment] = end
+        carving, self.carving = self.carving, self.carving + 1
+        self._cover(self.stamp, self.carving)
+        description = pack_description(
+            Description(assigned.segment, assigned.namespace, self._node_id, geometry, carving, assigned.generation)
+        )
+        file.write(0, description)
+
+    def begin_writing(self, pages: Iterable[Page], refs: bytes, length: int) -> None:
+        """Write the headers of ``pages`` of ``length`` bytes at packed ``refs``, before their writer learns of them."""
+        self._write_headers(
+            (ref, Header(SlotState.WRITING, ref.generation, page.key, length=length))
+            for page, ref in zip(pages, unpack_refs(refs), strict=True)
+        )
+
+    def _write_headers(self, headers: Iterable[tuple[PageRef, Header]]) -> None:
+        """Write headers in their order; those of slots side by side in one go."""
+        segment = first = -1
+        run: list[bytes] = []
+        for ref, header in headers:
+            if run and (ref.segment != segment or ref.slot != first + len(run)):
+                self._files[segment].write(header_offset(first), b"".join(run))
+                run = []
+            if not run:
+                segment, first = ref.segment, ref.slot
+            run.append(pack_header(header))
+        if run:
+            self._files[segment].write(header_offset(first), b"".join(run))
+
+    def publish(
+        self, pages: Sequence[Page], length: int, checksums: Sequence[int] | None = None, flags: int = 0
+    ) -> None:
+        """Say in their headers that ``pages`` of ``length`` bytes, in the order of their blocks, are whole."""
+        if checksums is not None:
+            flags |= PageFlag.CHECKSUMMED
+        # The first is the most recently used: a prefix is worth more than what hangs on it.
+        stamp = self.stamp + len(pages)
+        self.stamp = stamp
+        self._cover(stamp, self.carving)
+        self._write_headers(self._present(pages, stamp, length, checksums, flags))
+
+    @staticmethod
+    def _present(
+        pages: Sequence[Page], stamp: int, length: int, checksums: Sequence[int] | None, flags: int
+    ) -> Iterator[tuple[PageRef, Header]]:
+        for position, page in enumerate(pages):
+            ref = PageRef.unpack(page.ref)
+            header = Header(
+                SlotState.PRESENT,
+                ref.generation,
+                page.key,
+                page.parent.key if page.parent is not None else NO_PARENT,
+                stamp - 1 - position,
+                length,
+                checksums[position] if checksums is not None else 0,
+                flags,
+            )
+            yield ref, header
+
+    def forget(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Say in the headers of ``slots`` (segment, number) that they are free.
+
+        That needs no checksum: what remains of such a header means nothing but its generation.
+        """
+        for segment, slot in slots:
+            self._files[segment].write(header_offset(slot), _FREE)
+
+    def is_sound(self, ref: PageRef, key: bytes, length: int) -> bool:
+        """Whether header and bytes of a present page of ``length`` bytes are right; looks at all of it."""
+        file = self._files[ref.segment]
+        raw = file.read(header_offset(ref.slot), HEADER_BYTES)
+        if raw is None or not header_is_sound(raw, 0):
+            return False
+        header = unpack_header(raw, 0)
+        if (*header[:3], header.length) != (SlotState.PRESENT, ref.generation, key, length):
+            return False
+        if not header.flags & PageFlag.CHECKSUMMED:
+            return True
+        page = file.read(ref.offset, length)
+        return page is not None and page_checksum(memoryview(page)) == header.checksum
+
+    def quarantine(self, ref: PageRef, key: bytes) -> None:
+        """Say in its header that the slot of ``ref`` is not used any more."""
+        header = pack_header(Header(SlotState.QUARANTINED, ref.generation, key))
+        self._files[ref.segment].write(header_offset(ref.slot), header)
+
+    def checksum(self, ref: PageRef) -> int | None:
+        """The checksum that the writer of a present page gave; None where it gave none.
+
+        -1, which no bytes have, where its header is damaged: it may say that there is none.
+        """
+        raw = self._files[ref.segment].read(header_offset(ref.slot), HEADER_BYTES)
+        if raw is None or not header_is_sound(raw, 0):
+            return -1
+        header = unpack_header(raw, 0)
+        return header.checksum if header.flags & PageFlag.CHECKSUMMED else None

@@ -1,0 +1,82 @@
+"""How a client looks at pages in mapped memory: are they the ones that it was promised, and are their bytes right.
+
+What always holds: a page counts only if its segment belongs to the namespace that was asked for, its header has the
+generation and the key of the promise, and, where the bytes are to be checked, these match the header's checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ems.pool.checksum import page_checksum
+from ems.pool.segments.layout import (
+    PageRef,
+    belongs_to,
+    carving_of,
+    header_is_sound,
+    header_offset,
+    namespace_digest,
+    unpack_header,
+    vouches,
+)
+from ems.pool.segments.verify import Trust
+
+
+class PageReader:
+    """Pages of the namespace ``name``, of ``page_size`` bytes each, in memory that ``segment`` maps by number.
+
+    Of pages that are sampled it begins to count at ``first``: readers that see a few pages each find something, too.
+    """
+
+    def __init__(
+        self, segment: Callable[[int], memoryview], name: str, page_size: int, trust: Trust, first: int = 0
+    ) -> None:
+        self._segment = segment
+        self._digest = namespace_digest(name)
+        self._page_size = page_size
+        self._trust = trust
+        self._carvings: dict[int, int] = {}
+        self._looked_at = first
+        self.corrupt: list[tuple[bytes, PageRef]] = []
+        """Keys and places of pages with wrong bytes or a strange header, to be reported to the node."""
+
+    def page(self, ref: PageRef) -> memoryview:
+        """The bytes of a page's slot."""
+        return self._segment(ref.segment)[ref.offset : ref.offset + self._page_size]
+
+    def holds(self, ref: PageRef, key: bytes) -> bool:
+        """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key`` of this namespace."""
+        segment = self._segment(ref.segment)
+        return vouches(segment, ref.slot, ref.generation, key) and self._is_ours(ref.segment, segment)
+
+    def _is_ours(self, number: int, segment: memoryview) -> bool:
+        """Whether the segment is the namespace's; looked at again when it was carved anew."""
+        carving = carving_of(segment)
+        if self._carvings.get(number) != carving:
+            if not belongs_to(segment, self._digest):
+                return False
+            self._carvings[number] = carving
+        return True
+
+    def suspect(self, ref: PageRef, key: bytes) -> None:
+        """The page was promised a moment ago and :meth:`holds` says no: the node shall look at its header."""
+        self.corrupt.append((key, ref))
+
+    def sound(self, ref: PageRef, key: bytes) -> bool:
+        """Like :meth:`holds`, and the bytes are right, where it is time to look at them.
+
+        For the moment after they were copied: they are in the processor's cache then.
+        """
+        if not self.holds(ref, key):
+            return False
+        segment, at = self._segment(ref.segment), header_offset(ref.slot)
+        header, whole = unpack_header(segment, at), header_is_sound(segment, at)
+        self._looked_at += 1
+        # A header that is damaged itself may say of a damaged page that it has no checksum.
+        if whole and not self._trust.due(header, self._looked_at):
+            return True
+        if whole and header.length == self._page_size and page_checksum(self.page(ref)) == header.checksum:
+            return True
+        if self.holds(ref, key):  # else it has changed hands underneath, which is nobody's fault
+            self.corrupt.append((key, ref))
+        return False

@@ -1,0 +1,52 @@
+"""A log of changes for each tenant, so that nobody learns from its numbers, or from what it lost, what others do.
+
+What always holds: a change is in the log of the tenant whose namespace it happened in, and in no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ems.pool.core.changes import ChangeLog, Run
+from ems.pool.core.handover import ChangesState
+from ems.pool.tenants.names import tenant_of
+
+
+class TenantChanges(ChangeLog):
+    """The logs of all tenants, to be used as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logs: dict[str, ChangeLog] = {}
+
+    def recording(self) -> bool:
+        """Whether anybody's changes are recorded."""
+        return any(log.recording() for log in self._logs.values())
+
+    def stored(self, namespace: str, keys: Iterable[bytes]) -> None:
+        """Pages became readable."""
+        self._log(namespace).stored(namespace, keys)
+
+    def removed(self, namespace: str, key: bytes) -> None:
+        """A page left."""
+        self._log(namespace).removed(namespace, key)
+
+    def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[Run]]:
+        """What changed in ``namespaces``, all of one tenant, after ``sequence``; see :class:`ChangeLog`."""
+        return self._log(namespaces[0] if namespaces else "").since(sequence, namespaces, now)
+
+    def tick(self, now: float) -> None:
+        """Time went by."""
+        for log in self._logs.values():
+            log.tick(now)
+
+    def all_logs(self) -> dict[str, ChangesState]:
+        """The logs by tenant, for a process that takes over."""
+        return {tenant: log.snapshot() for tenant, log in self._logs.items()}
+
+    def resume_log(self, tenant: str, state: ChangesState) -> None:
+        """Go on from what :meth:`all_logs` said of a tenant."""
+        self._logs.setdefault(tenant, ChangeLog()).resume(state)
+
+    def _log(self, namespace: str) -> ChangeLog:
+        return self._logs.setdefault(tenant_of(namespace), ChangeLog())

@@ -1,0 +1,134 @@
+"""Who is let in, and as whom: decides every greeting of a node.
+
+What always holds on a node with tenants: nobody is let in but who proves a tenant's key, and who runs as the node's own
+user and asks to administer; an unknown access id, a wrong key, a key that is over and no key at all get the same answer
+after the same work.  On an open node everybody who can reach the socket is let in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from ems.errors import ProtocolError, Unauthorised
+from ems.pool.protocol import coding, greeting, messages
+from ems.pool.tenants import scram
+from ems.pool.tenants.limiter import FailureLimiter
+from ems.pool.tenants.quota import Quota
+from ems.pool.tenants.registry import Registry
+
+ROOT = 0
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a socket, as the kernel says."""
+
+    pid: int
+    uid: int
+
+
+class Guest(msgspec.Struct, frozen=True):
+    """Whom a connection belongs to.
+
+    ``tenant`` is empty on an open node and for administrators; ``key`` names the key that was proven.  ``administers``
+    says whether what concerns the whole node may be asked, ``stores`` whether pages may be.
+    """
+
+    tenant: str = ""
+    key: str = ""
+    administers: bool = False
+    stores: bool = True
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A greeting that waits for its proof: the question, and what is to be signed."""
+
+    access_id: str
+    challenge: messages.Challenge
+    transcript: bytes
+
+
+class Gate:
+    """The gate of one node, run by user ``uid``.  ``random(n)`` gives ``n`` bytes that nobody can foresee."""
+
+    def __init__(self, registry: Registry | None, uid: int, random: Callable[[int], bytes]) -> None:
+        self._registry = registry
+        self._uid = uid
+        self._random = random
+        self._limiter = FailureLimiter()
+        self.refused = 0
+        """Greetings without a good proof."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the node knows no tenants."""
+        return self._registry is None
+
+    @property
+    def revision(self) -> int:
+        """Revision of the registry that is obeyed."""
+        return -1 if self._registry is None else self._registry.revision
+
+    def quotas(self) -> Mapping[str, Quota]:
+        """The quota of each tenant."""
+        return {} if self._registry is None else self._registry.quotas()
+
+    def replace(self, registry: Registry) -> None:
+        """Obey ``registry`` from now on; ask :meth:`admits` about who is in already."""
+        self._registry = registry
+
+    def greet(self, hello: messages.Hello, body: bytes, peer: Peer, now: float) -> Guest | Pending:
+        """What becomes of a greeting that came as ``body``: let in, or asked for a proof.
+
+        Raises:
+            Unauthorised: neither.
+        """
+        own = peer.uid in (self._uid, ROOT)
+        registry = self._registry
+        if registry is None:
+            return Guest(administers=own)
+        if own and greeting.ADMINISTERS in hello.features:
+            return Guest(administers=True, stores=False)
+        if not hello.access_id or not hello.nonce or not self._limiter.allows(peer, now):
+            raise self._refusal()
+        challenge = messages.Challenge(
+            self._random(greeting.NONCE_BYTES), registry.question(hello.access_id), registry.iterations
+        )
+        return Pending(hello.access_id, challenge, scram.transcript(body, coding.body(challenge)))
+
+    def prove(self, pending: Pending, proof: bytes, peer: Peer, now: float, wall: float) -> tuple[Guest, bytes]:
+        """Who answered a challenge with ``proof``, and the node's own proof.
+
+        Raises:
+            ProtocolError: it is none.
+            Unauthorised: it is not a good one.
+        """
+        if len(proof) != greeting.PROOF_BYTES:
+            raise ProtocolError(f"a proof of {len(proof)} bytes, expected {greeting.PROOF_BYTES}")
+        registry = self._registry
+        found = None if registry is None else registry.recognise(pending.access_id, pending.transcript, proof, wall)
+        if found is None:
+            self._limiter.failed(peer, now)
+            raise self._refusal()
+        key, signature = found
+        return Guest(pending.access_id, key), signature
+
+    def admits(self, guest: Guest, wall: float) -> bool:
+        """Whether a guest that was let in may stay."""
+        if self._registry is None or not guest.stores:
+            return True
+        return self._registry.admits(guest.tenant, guest.key, wall)
+
+    def _refusal(self) -> Unauthorised:
+        self.refused += 1
+        return refusal()
+
+
+def refusal() -> Unauthorised:
+    """What everybody is told who is not let in, whatever the reason."""
+    return Unauthorised(
+        "this node serves tenants and does not accept these credentials, give an access id and key that it knows "
+        "(access_id and access_key, or ACCELERATE_ID and ACCELERATE_KEY)"
+    )

@@ -1,0 +1,94 @@
+"""Proof that both sides know an access key, without the key on the wire or on disk.
+
+The construction of SCRAM-SHA-256 (RFC 5802 with RFC 7677).  The node keeps a verifier: from it nobody can prove
+anything to the node, and to find the key behind it one must guess 256 random bits.  The message that both sides
+sign is the whole greeting as it travelled, so nobody in between can change a version or a feature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import msgspec
+
+from ems.errors import Unauthorised
+
+ITERATIONS = 4096
+"""How often a key is hashed, the least that RFC 7677 allows.
+
+Keys are random, so more would slow down engines that connect, and nobody else.
+"""
+MOST_ITERATIONS = 1 << 20
+"""The most that a client does for a node: about half a second."""
+SALT_BYTES = 16
+
+
+class Verifier(msgspec.Struct, frozen=True):
+    """What the node knows of a key."""
+
+    stored_key: bytes
+    server_key: bytes
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """What a client sends for a challenge, and what the node must answer."""
+
+    proof: bytes
+    signature: bytes
+
+
+def _hmac(key: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, message, "sha256")
+
+
+def _salted(key: str, salt: bytes, iterations: int) -> bytes:
+    return hashlib.pbkdf2_hmac("sha256", key.encode(), salt, iterations)
+
+
+def _xor(first: bytes, second: bytes) -> bytes:
+    return (int.from_bytes(first) ^ int.from_bytes(second)).to_bytes(len(first))
+
+
+def verifier(key: str, salt: bytes, iterations: int) -> Verifier:
+    """What a node has to know so that the owner of ``key`` can prove it."""
+    salted = _salted(key, salt, iterations)
+    return Verifier(hashlib.sha256(_hmac(salted, b"Client Key")).digest(), _hmac(salted, b"Server Key"))
+
+
+def transcript(hello: bytes, challenge: bytes) -> bytes:
+    """What both sides sign: the bodies of the frames that went to and fro."""
+    return b"".join(len(part).to_bytes(4) + part for part in (b"ems-scram-sha-256", hello, challenge))
+
+
+def prove(key: str, salt: bytes, iterations: int, message: bytes) -> Proof:
+    """The answer of the owner of ``key`` to a challenge.
+
+    Raises:
+        Unauthorised: the challenge asks for less or more work than is sensible.
+    """
+    if not ITERATIONS <= iterations <= MOST_ITERATIONS or len(salt) < SALT_BYTES:
+        raise Unauthorised(
+            f"the node asks for a key hashed {iterations} times with a salt of {len(salt)} bytes, expected "
+            f"{ITERATIONS} to {MOST_ITERATIONS} times and at least {SALT_BYTES} bytes"
+        )
+    salted = _salted(key, salt, iterations)
+    client_key = _hmac(salted, b"Client Key")
+    signed = _hmac(hashlib.sha256(client_key).digest(), message)
+    return Proof(_xor(client_key, signed), _hmac(_hmac(salted, b"Server Key"), message))
+
+
+def proves(known: Verifier, message: bytes, proof: bytes) -> bool:
+    """Whether ``proof`` of ``message`` was made with the key behind ``known``; takes as long either way."""
+    client_key = _xor(proof, _hmac(known.stored_key, message))
+    return hmac.compare_digest(hashlib.sha256(client_key).digest(), known.stored_key)
+
+
+def signature(known: Verifier, message: bytes) -> bytes:
+    """The node's own proof for a client that proved its key."""
+    return _hmac(known.server_key, message)
+
+
+def same(first: bytes, second: bytes) -> bool:
+    """Whether two proofs are equal, without telling in which byte they differ."""
+    return hmac.compare_digest(first, second)

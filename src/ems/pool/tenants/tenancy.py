@@ -1,0 +1,181 @@
+"""Everything of a node that has to do with tenants, in one place; on an open node it does nothing.
+
+What always holds: who may come in is what the newest registry says that makes sense, whatever its quotas.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from ems.errors import ConfigError, PoolRefused
+from ems.pool.core.changes import ChangeLog
+from ems.pool.core.handover import ChangesState
+from ems.pool.protocol import messages
+from ems.pool.segments.folder import OWNERS_NAME
+from ems.pool.segments.layout import HEADERS_OFFSET, Description, unpack_description
+from ems.pool.segments.recovery import Recovered, SegmentImage, Unreadable
+from ems.pool.tenants import store
+from ems.pool.tenants.changes import TenantChanges
+from ems.pool.tenants.desk import STORING, DeskState, TenantDesk
+from ems.pool.tenants.gate import Gate, Guest
+from ems.pool.tenants.names import tenant_of
+from ems.pool.tenants.owners import Owners
+from ems.pool.tenants.registry import Registry
+from ems.pool.tenants.watch import TenantsWatch
+
+if TYPE_CHECKING:
+    from ems.pool.core.pool_core import PoolCore
+
+_ID_BITS = 62
+
+_log = structlog.get_logger("ems.node")
+
+
+class Tenancy:
+    """Gate, desks and file of a node's tenants; ``path`` is None for an open node.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+
+    def __init__(self, path: Path | None, directory: Path, changed: Callable[[Registry], None]) -> None:
+        self._file = str(path.absolute()) if path else ""
+        known = store.stamp(path) if path else None
+        registry = store.read(path) if path else None
+        self.gate = Gate(registry, os.geteuid(), secrets.token_bytes)
+        self.changes: ChangeLog = ChangeLog() if registry is None else TenantChanges()
+        self.ids: Iterator[int] | None = None if registry is None else _unforeseeable()
+        """Numbers of leases and reservations: a tenant shall not learn from its own how busy others are."""
+        self._desks: dict[str, TenantDesk] = {}
+        self._owners_path = directory / OWNERS_NAME
+        self.read_owners()
+        self._disbelieved: list[int] = []
+        self._watch = TenantsWatch(path, known, changed) if path else None
+
+    # Memory
+
+    def read_owners(self) -> None:
+        """Know of whose pages segments have held what the folder says now."""
+        self._owners = Owners(self._owners_path)
+
+    @property
+    def owners(self) -> Mapping[int, str]:
+        """Whose pages each segment's memory has held."""
+        return self._owners.by_segment
+
+    def believes(self, image: SegmentImage) -> bool:
+        """Whether a segment that an earlier node left says what that node wrote: its tenant could write into it."""
+        description = unpack_description(bytes(image.raw[:HEADERS_OFFSET]), image.size)
+        if not isinstance(description, Description):
+            return True  # it will not be read for that reason
+        owner = self._owners.by_segment.get(image.number, "")
+        if tenant_of(description.namespace) == owner and (not owner or not self.gate.open):
+            return True
+        self._disbelieved.append(image.number)
+        return False
+
+    def believed(self, recovered: Recovered) -> Recovered:
+        """What was recovered, and the segments that were not believed as ones that cannot be read."""
+        reason = "they belong to a tenant of another set-up, or say that they belong to somebody else"
+        refused = [Unreadable(number, reason) for number in self._disbelieved]
+        for number in self._disbelieved:
+            self._owners.put(number, "")
+        return msgspec.structs.replace(recovered, unreadable=[*recovered.unreadable, *refused])
+
+    def assigned(self, segment: int, namespace: str) -> None:
+        """``segment`` is about to hold pages of ``namespace``."""
+        self._owners.put(segment, tenant_of(namespace))
+
+    def renewed(self, segment: int, tenant: str | None) -> None:
+        """``segment`` has fresh memory now, for ``tenant``."""
+        self._owners.put(segment, tenant or "")
+
+    # Another process
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that a process that takes over has to know."""
+        desks = {tenant: msgspec.to_builtins(desk.snapshot()) for tenant, desk in self._desks.items()}
+        changes = self.changes.all_logs() if isinstance(self.changes, TenantChanges) else {}
+        return {"desks": desks, "changes": {name: msgspec.structs.astuple(log) for name, log in changes.items()}}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`snapshot`."""
+        for tenant, desk in state["desks"].items():
+            self._desks.setdefault(tenant, TenantDesk(tenant)).resume(msgspec.convert(desk, DeskState))
+        if isinstance(self.changes, TenantChanges):
+            for tenant, log in state["changes"].items():
+                self.changes.resume_log(tenant, ChangesState(*log))
+
+    def start(self) -> None:
+        """Look for changes of the file from now on."""
+        if self._watch is not None:
+            self._watch.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def apply_quotas(self, core: PoolCore) -> None:
+        """Have ``core`` keep the tenants' quotas; on an open node nothing.
+
+        Raises:
+            ConfigError: they do not fit in the pool together; those before still count.
+        """
+        if not self.gate.open:
+            core.set_quotas(self.gate.quotas())
+
+    def first_quotas(self, core: PoolCore) -> None:
+        """The same at the start, where there are none before: minima that do not fit are left out.
+
+        A node that does not start serves nobody, and one that shuts nobody out is not to start.
+        """
+        try:
+            self.apply_quotas(core)
+        except ConfigError as error:
+            _log.error("no tenant has a guaranteed minimum until they fit", reason=str(error))
+            quotas = self.gate.quotas().items()
+            core.set_quotas({name: msgspec.structs.replace(quota, minimum="0") for name, quota in quotas})
+
+    def obey(self, registry: Registry, core: PoolCore) -> None:
+        """``registry`` counts from now on.
+
+        Raises:
+            ConfigError: its quotas do not fit in the pool together; those before still count, but nobody is let in
+                or stays whose key it does not have.
+        """
+        self.gate.replace(registry)
+        core.set_quotas(registry.quotas())
+
+    def desk(self, guest: Guest, request: messages.Request) -> TenantDesk | None:
+        """Where ``guest`` is served; None for an administrator.
+
+        Raises:
+            PoolRefused: an administrator asked for what is the tenants' business.
+        """
+        if guest.stores:
+            return self._desks.setdefault(guest.tenant, TenantDesk(guest.tenant))
+        if isinstance(request, STORING):
+            raise PoolRefused(f"{type(request).__name__} is for tenants, this connection administers the node")
+        return None
+
+    def figures(self) -> dict[str, object]:
+        """What an administrator is shown."""
+        return {
+            "open": self.gate.open,
+            "file": self._file,
+            "revision": self.gate.revision,
+            "refused": self.gate.refused,
+        }
+
+
+def _unforeseeable() -> Iterator[int]:
+    while True:
+        yield secrets.randbits(_ID_BITS) | 1

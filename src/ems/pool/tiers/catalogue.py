@@ -1,0 +1,329 @@
+"""Which page is in which pack of a tier, which packs leave when there is no room, which are too old.
+
+A brain.  What always holds: a key is found in one pack as long as any pack has it, in the one that was known first; a
+pack leaves as a whole; what is used keeps what it continues (its prefix's packs), so that no suffix outlives its prefix
+for long.
+Reading is safe beside one writer: it looks at single entries of dictionaries only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ems.pool.keys import Tail
+from ems.pool.tiers.record import Head, Records
+from ems.pool.tiers.seam import Holding, Run
+
+MAX_TAILS = 32
+"""Tails that one directory lists; the oldest leaves the list first."""
+_POSITION_BITS = 17
+_POSITION_MASK = (1 << _POSITION_BITS) - 1
+RUN = 64
+"""Most keys of one run: namespaces that come up together take turns by runs."""
+_HOPS = 64
+"""Packs of a prefix that one use keeps."""
+
+
+class Pack:
+    """One pack as the catalogue knows it."""
+
+    __slots__ = ("head", "keys", "name", "number", "size", "used_at")
+
+    def __init__(self, number: int, name: str, size: int, head: Head, used_at: float) -> None:
+        self.number = number
+        self.name = name
+        self.size = size
+        self.head = head
+        self.used_at = used_at
+        self.keys: list[bytes] = head.records["key"].tolist()
+
+    @property
+    def records(self) -> Records:
+        """What it says of its pages."""
+        return self.head.records  # type: ignore[no-any-return]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a page is: its pack and the record in it."""
+
+    pack: Pack
+    position: int
+
+
+class _Namespace:
+    __slots__ = ("bytes", "elsewhere", "packs", "page_size", "pages", "tails", "used_at")
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages: dict[bytes, int] = {}
+        self.elsewhere: dict[bytes, list[int]] = {}
+        """Where pages are a second time: several nodes may write one page to a place that they share."""
+        self.tails: dict[bytes, list[Tail]] = {}
+        self.packs: dict[int, Pack] = {}
+        self.bytes = 0
+        self.used_at = 0.0
+
+
+class Catalogue:
+    """All that one node knows of a tier."""
+
+    def __init__(self) -> None:
+        self._namespaces: dict[str, _Namespace] = {}
+        self._packs: dict[int, Pack] = {}
+        self._by_name: dict[str, Pack] = {}
+        self._next = 0
+        self.bytes = 0
+        self.pages = 0
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __iter__(self) -> Iterator[Pack]:
+        return iter(list(self._packs.values()))
+
+    def pack(self, name: str) -> Pack | None:
+        """The pack of that name."""
+        return self._by_name.get(name)
+
+    def page_size(self, namespace: str) -> int:
+        """Bytes of a page of ``namespace``, 0 when there is none."""
+        known = self._namespaces.get(namespace)
+        return 0 if known is None else known.page_size
+
+    def holdings(self, now: float) -> dict[str, Holding]:
+        """What there is of each namespace."""
+        return {
+            name: Holding(known.page_size, len(known.pages), known.bytes, max(now - known.used_at, 0.0))
+            for name, known in list(self._namespaces.items())
+        }
+
+    def packs_of(self, namespace: str) -> list[Pack]:
+        """The packs of ``namespace``, that which was known first in front."""
+        known = self._namespaces.get(namespace)
+        return [] if known is None else list(known.packs.values())
+
+    def found_in(self, pack: Pack) -> list[bytes]:
+        """The keys that are found in ``pack``."""
+        known = self._namespaces.get(pack.head.namespace)
+        if known is None:
+            return []
+        base, pages = pack.number << _POSITION_BITS, known.pages
+        return [key for position, key in enumerate(pack.keys) if pages.get(key) == base | position]
+
+    def add(self, name: str, size: int, head: Head, used_at: float) -> Pack | None:
+        """A pack of ``size`` bytes is there; None, and nothing added, when its pages are not of the namespace's size.
+
+        Pages that were known before stay where they were.
+        """
+        if (known := self._by_name.get(name)) is not None:
+            return known
+        namespace = self._namespaces.setdefault(head.namespace, _Namespace(head.page_size))
+        if namespace.page_size != head.page_size:
+            return None
+        pack = Pack(self._next, name, size, head, used_at)
+        self._next += 1
+        self._packs[pack.number] = self._by_name[name] = pack
+        namespace.packs[pack.number] = pack
+        namespace.bytes += size
+        namespace.used_at = max(namespace.used_at, used_at)
+        self.bytes += size
+        base = pack.number << _POSITION_BITS
+        before = len(namespace.pages)
+        for position, key in enumerate(pack.keys):
+            number = base | position
+            first = namespace.pages.setdefault(key, number)
+            if first < base:
+                others = namespace.elsewhere.setdefault(key, [])
+                # Once for each pack, however often somebody wrote the key into it.
+                if not others or others[-1] < base:
+                    others.append(number)
+        self.pages += len(namespace.pages) - before
+        for position, tail in head.tails.items():
+            if namespace.pages[pack.keys[position]] == base | position:
+                _list(namespace, tail)
+        return pack
+
+    def remove(self, name: str) -> None:
+        """The pack is gone."""
+        pack = self._by_name.pop(name, None)
+        if pack is None:
+            return
+        self.bytes -= pack.size
+        for position in range(len(pack.keys)):
+            self._forget(pack, position)
+        del self._packs[pack.number]
+        namespace = self._namespaces[pack.head.namespace]
+        del namespace.packs[pack.number]
+        namespace.bytes -= pack.size
+        if not namespace.packs:
+            del self._namespaces[pack.head.namespace]
+
+    def _forget(self, pack: Pack, position: int) -> None:
+        """The page is no more at ``position`` of ``pack``; it is found elsewhere from now on, if it is anywhere."""
+        namespace = self._namespaces[pack.head.namespace]
+        key = pack.keys[position]
+        number = pack.number << _POSITION_BITS | position
+        others = namespace.elsewhere.pop(key, [])
+        if namespace.pages.get(key) != number:
+            left = [other for other in others if other != number]
+            if left:
+                namespace.elsewhere[key] = left
+            return
+        tail, new = pack.head.tails.get(position), None
+        if others:
+            other = self._packs[others[0] >> _POSITION_BITS]
+            new = other.head.tails.get(others[0] & _POSITION_MASK)
+            namespace.pages[key] = others[0]
+            if others[1:]:
+                namespace.elsewhere[key] = others[1:]
+        else:
+            del namespace.pages[key]
+            self.pages -= 1
+        # The same page has the same tail wherever it is, which keeps its place in the list.
+        if tail is not None and tail != new:
+            _unlist(namespace, tail)
+        if new is not None and tail != new:
+            _list(namespace, new)
+
+    def drop(self, place: Place) -> None:
+        """The page at ``place`` turned out to be bad."""
+        if self._packs.get(place.pack.number) is place.pack:
+            self._forget(place.pack, place.position)
+
+    def find(self, namespace: str, key: bytes) -> Place | None:
+        """Where the page of ``key`` is."""
+        known = self._namespaces.get(namespace)
+        while known is not None and (number := known.pages.get(key)) is not None:
+            pack = self._packs.get(number >> _POSITION_BITS)
+            if pack is not None:
+                return Place(pack, number & _POSITION_MASK)
+            # It went meanwhile: its keys had been found elsewhere, or nowhere any more, before that.
+        return None
+
+    def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
+        """How many leading ``keys`` are there."""
+        known = self._namespaces.get(namespace)
+        if known is None:
+            return 0
+        pages = known.pages
+        for count, key in enumerate(keys):
+            if key not in pages:
+                return count
+        return len(keys)
+
+    def find_tail(self, namespace: str, tail: Tail) -> Tail | None:
+        """The tail that shares most leading tokens with ``tail``, None when none shares any."""
+        known = self._namespaces.get(namespace)
+        if known is None:
+            return None
+        shares = [(one.common(tail.tokens), one) for one in known.tails.get(tail.directory, ())]
+        shared, best = max(shares, key=lambda pair: pair[0], default=(0, None))
+        return best if shared else None
+
+    def use(self, pack: Pack, now: float) -> list[Pack]:
+        """Pages of ``pack`` were loaded: it and the packs of its prefix, which are returned, were used ``now``."""
+        used = []
+        at: Pack | None = pack
+        for _ in range(_HOPS):
+            if at is None or at in used or not at.keys:
+                break
+            at.used_at = max(at.used_at, now)
+            used.append(at)
+            if (namespace := self._namespaces.get(at.head.namespace)) is not None:
+                namespace.used_at = max(namespace.used_at, at.used_at)
+            before = self.find(at.head.namespace, at.records["parent"][0].tobytes())
+            at = before.pack if before is not None else None
+        return used
+
+    def recent(self, namespace: str) -> Iterator[Run]:
+        """The pages of ``namespace``: those of the pack that was used last first, but each prefix before its suffix.
+
+        It looks at what is known while it is read.
+        """
+        seen: set[bytes] = set()
+        keys: list[bytes] = []
+        first = b""
+        for pack in sorted(self.packs_of(namespace), key=lambda one: (-one.used_at, -one.number)):
+            for key in pack.keys:
+                for one, parent, tail in reversed(self._prefix(namespace, key, seen)):
+                    if keys and (parent != keys[-1] or tail is not None or len(keys) >= RUN):
+                        yield Run(first, keys)
+                        keys = []
+                    if tail is not None:
+                        yield Run(parent, [one], tail)
+                        continue
+                    first = first if keys else parent
+                    keys.append(one)
+        if keys:
+            yield Run(first, keys)
+
+    def _prefix(self, namespace: str, key: bytes, seen: set[bytes]) -> list[tuple[bytes, bytes, Tail | None]]:
+        """``key`` and what it continues, as far as it is there and was not ``seen``: key, parent and tail of each."""
+        found = []
+        while key not in seen and (place := self.find(namespace, key)) is not None:
+            seen.add(key)
+            parent = place.pack.records["parent"][place.position].tobytes()
+            found.append((key, parent, place.pack.head.tails.get(place.position)))
+            key = parent
+        return found
+
+    def too_old(self, now: float, ttl: float) -> list[Pack]:
+        """Packs that nobody used for ``ttl`` seconds (0: none is too old)."""
+        return [pack for pack in self._packs.values() if ttl and now - pack.used_at >= ttl]
+
+    def to_leave(self, most: int, spared: Sequence[Pack] = ()) -> list[Pack]:
+        """Packs that must leave so that ``most`` bytes remain, those that were not used for longest first."""
+        excess = self.bytes - most
+        leaving: list[Pack] = []
+        if excess <= 0:
+            return leaving
+        for pack in sorted(self._packs.values(), key=lambda one: (one.used_at, one.number)):
+            if excess <= 0:
+                break
+            if pack not in spared:
+                leaving.append(pack)
+                excess -= pack.size
+        return leaving
+
+    def check(self) -> list[str]:
+        """What does not hold, one sentence each; empty when all is well."""
+        broken = []
+        if self.bytes != sum(pack.size for pack in self._packs.values()):
+            broken.append("the catalogue miscounts its bytes")
+        if self.pages != sum(len(known.pages) for known in self._namespaces.values()):
+            broken.append("the catalogue miscounts its pages")
+        if self.bytes != sum(known.bytes for known in self._namespaces.values()):
+            broken.append("the catalogue miscounts the bytes of namespaces")
+        for name, known in self._namespaces.items():
+            for key in known.pages:
+                place = self.find(name, key)
+                if place is None or place.pack.keys[place.position] != key:
+                    broken.append(f"page {key.hex()} is in no pack")
+            for key, numbers in known.elsewhere.items():
+                gone = [number for number in numbers if number >> _POSITION_BITS not in self._packs]
+                if gone or not numbers or key not in known.pages or known.pages[key] in numbers:
+                    broken.append(f"page {key.hex()} is not where it is said to be a second time")
+            tails = {(tail.directory, tail.tokens) for listed in known.tails.values() for tail in listed}
+            broken += [f"tail of {directory.hex()} has no page" for directory, tokens in tails
+                       if Tail(directory, tokens) not in self._tails_of(name)]  # fmt: skip
+        return broken
+
+    def _tails_of(self, namespace: str) -> list[Tail]:
+        packs = [pack for pack in self._packs.values() if pack.head.namespace == namespace]
+        return [tail for pack in packs for tail in pack.head.tails.values()]
+
+
+def _unlist(namespace: _Namespace, tail: Tail) -> None:
+    left = [one for one in namespace.tails.get(tail.directory, []) if one != tail]
+    if left:
+        namespace.tails[tail.directory] = left
+    else:
+        namespace.tails.pop(tail.directory, None)
+
+
+def _list(namespace: _Namespace, tail: Tail) -> None:
+    listed = namespace.tails.setdefault(tail.directory, [])
+    if tail not in listed:
+        namespace.tails[tail.directory] = [*listed[-MAX_TAILS + 1 :], tail]

@@ -1,0 +1,178 @@
+"""What ``--tier`` means: a place below memory and how it is used, in the form of an address.
+
+::
+
+    dir:/var/cache/ems?size=100GB&ttl=7d
+    s3://bucket/prefix?endpoint=https://obs.example.com&region=eu-1
+
+A brain.  Names and values that make no sense are refused with one sentence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from ems.config import MIB, parse_size
+from ems.errors import ConfigError
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhdw]?)", re.IGNORECASE)
+_ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
+_WHOLE = re.compile(r"[0-9]{1,4}")
+_SWITCH = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
+MAX_THREADS = 64
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tier below memory."""
+
+    kind: Literal["dir", "s3"]
+    place: str
+    """A folder, or ``bucket/prefix``."""
+
+    size: int = 0
+    """Bytes that it may take; 0: half of what is free in a folder, no limit in a bucket."""
+
+    ttl: float = 0.0
+    """Seconds after which what nobody used is removed; 0: never."""
+
+    write: Literal["on_save", "on_evict", "never"] = "on_save"
+    """When pages are written: soon after they were saved, before they would leave memory, or not at all."""
+
+    sync: bool = False
+    """Wait for the disk before a page counts as stored; without, a crash of the host may cost the last seconds."""
+
+    compress: Literal["none", "zstd"] = "none"
+    """``zstd`` shuffles bytes and compresses, where that saves more than a tenth."""
+
+    element: int = 2
+    """Bytes of one value of the KV state, for the shuffle."""
+
+    key: Path | None = None
+    """File with the secret that pages are encrypted with, or a folder with one ``TENANT.key`` a tenant."""
+
+    queue: int = 256 * MIB
+    """Most bytes that wait to be written; what comes on top is not written."""
+
+    batch: int = 16 * MIB
+    """Bytes that are written in one go."""
+
+    readers: int = 4
+    """Reads at the same time."""
+
+    timeout: float = 10.0
+    """Seconds after which a read or write counts as hung, and the tier is left alone."""
+
+    refresh: float = 0.0
+    """How long what another node wrote may stay unknown, in seconds; 0: 10 for a folder, 60 for a bucket."""
+
+    endpoint: str = ""
+    """Of an object store that is not Amazon's."""
+
+    region: str = ""
+
+    style: Literal["path", "virtual"] = "path"
+    """Whether the bucket is part of the path or of the host name."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.readers <= MAX_THREADS:
+            raise ConfigError(f"a tier has {self.readers} readers, expected 1 to {MAX_THREADS}")
+        if self.element not in {1, 2, 4, 8}:
+            raise ConfigError(f"a tier has elements of {self.element} bytes, expected 1, 2, 4 or 8")
+        if self.timeout <= 0:
+            raise ConfigError(f"timeout of a tier is {self.timeout} s, expected a positive time such as 10s")
+        if self.endpoint and not _ENDPOINT.fullmatch(self.endpoint):
+            raise ConfigError(f"endpoint of a tier is {self.endpoint!r}, expected an address such as https://host:port")
+        if self.batch > self.queue:
+            raise ConfigError("the batch of a tier is larger than its queue, give a smaller batch or a larger queue")
+
+    @property
+    def refresh_seconds(self) -> float:
+        """Time between two looks at what is there."""
+        return self.refresh or (10.0 if self.kind == "dir" else 60.0)
+
+    @property
+    def name(self) -> str:
+        """What people and metrics call the tier; never has secrets in it."""
+        return f"dir:{self.place}" if self.kind == "dir" else f"s3://{self.place}"
+
+
+def parse_duration(text: str, name: str = "time") -> float:
+    """Seconds meant by ``text``: a number, or one with s, m, h, d or w.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{name} is {text!r}, expected seconds or a number with a unit such as 30s, 12h or 7d")
+    return float(Fraction(match[1]) * _SECONDS[match[2].lower()])
+
+
+def parse_tier(text: str) -> TierConfig:
+    """The tier that ``text`` names.
+
+    Raises:
+        ConfigError: it names none, with the reason.
+    """
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise ConfigError(f"--tier {text!r} is no address: {error}") from error
+    values: dict[str, object] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name in values:
+            raise ConfigError(f"--tier names {name} twice, give it once")
+        values[name] = _value(name, value)
+    kind, place = _place(parts.scheme, parts.netloc, parts.path, text)
+    _only_for("s3", ("endpoint", "region", "style"), kind, values)
+    _only_for("dir", ("sync",), kind, values)
+    try:
+        return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--tier {kind}:… makes no sense: {error}") from error
+
+
+def _place(scheme: str, netloc: str, path: str, text: str) -> tuple[str, str]:
+    if scheme in {"dir", "file"} and not netloc and path:
+        return "dir", str(Path(unquote(path)).absolute())
+    if scheme == "s3" and netloc:
+        return "s3", "/".join([netloc, *unquote(path).strip("/").split("/")]).rstrip("/")
+    raise ConfigError(f"--tier is {text!r}, expected dir:/folder or s3://bucket/prefix, with ?name=value&name=value")
+
+
+def _only_for(wanted: str, names: tuple[str, ...], kind: str, values: dict[str, object]) -> None:
+    for name in names:
+        if name in values and kind != wanted:
+            raise ConfigError(f"{name} is for tiers of the kind {wanted} only, leave it out")
+
+
+def _value(name: str, text: str) -> object:
+    fields = [field for field in TierConfig.__struct_fields__ if field not in {"kind", "place"}]
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, 1)
+        raise ConfigError(
+            f"a tier has no setting {name!r}, {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(fields)}"
+        )
+    if name in {"size", "queue", "batch"}:
+        return parse_size(text, name=name)
+    if name in {"ttl", "timeout", "refresh"}:
+        return parse_duration(text, name)
+    if name in {"readers", "element"}:
+        if not _WHOLE.fullmatch(text):
+            raise ConfigError(f"{name} is {text!r}, expected a whole number")
+        return int(text)
+    if name == "key":
+        return Path(text).absolute()
+    if name == "sync":
+        if text.lower() not in _SWITCH:
+            raise ConfigError(f"sync is {text!r}, expected true or false")
+        return _SWITCH[text.lower()]
+    return text
