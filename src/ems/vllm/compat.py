@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -48,6 +49,12 @@ def untested_release(version: str = vllm.__version__) -> str | None:
     return f"this is vLLM {version}, and EMS was tested with {first} to {last}"
 
 
+def runs_on_v2(vllm_config: Any) -> bool:
+    """Whether the engine computes with vLLM's Model Runner V2."""
+    told = getattr(vllm_config, "use_v2_model_runner", None)
+    return bool(getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False) if told is None else told)
+
+
 def check_groups(groups: int, *, reports: bool = REPORTS_FAILED_REQUESTS) -> None:
     """Refuse several KV cache groups where a load that failed could not be reported.
 
@@ -60,6 +67,21 @@ def check_groups(groups: int, *, reports: bool = REPORTS_FAILED_REQUESTS) -> Non
         raise ConfigError(
             f"the model has {groups} KV cache groups, and vLLM {vllm.__version__} cannot be told of a load that failed "
             "in one of several; take vLLM 0.30 or later, or start with --disable-hybrid-kv-cache-manager"
+        )
+
+
+def check_windows(windows: bool, *, reports: bool = REPORTS_FAILED_REQUESTS) -> None:
+    """Refuse layers that drop old blocks where a load that failed could not be reported whole.
+
+    Before 0.30 the engine computes from the first block that failed, with what it has dropped before that as it is.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if windows and not reports:
+        raise ConfigError(
+            f"the model's attention has a sliding window, and vLLM {vllm.__version__} cannot be told of a load that "
+            "failed whole; take vLLM 0.30 or later"
         )
 
 

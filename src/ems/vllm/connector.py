@@ -1,7 +1,7 @@
 """``EmsStoreConnector``: the class that vLLM makes, once in its scheduler and once in each worker.
 
-It only forwards: decisions are in :mod:`ems.vllm.requests`, copies in :mod:`ems.vllm.transfers`.  A pool is
-an accelerator, so nothing here fails a request: what cannot be loaded is computed.
+It only forwards: decisions are in :mod:`ems.vllm.requests`, copies in :mod:`ems.vllm.loads` and
+:mod:`ems.vllm.saves`.  A pool is an accelerator, so nothing here fails a request: what cannot be loaded is computed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,15 +22,15 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 
 from ems.errors import ConfigError
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 from ems.vllm import compat
-from ems.vllm.events import BlockEvents, ChangeFeed, group_kinds, publishes_events
+from ems.vllm.configuration.settings import read_settings
 from ems.vllm.idle import IdleScheduler, IdleWorker
+from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, group_kinds, publishes_events
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
+from ems.vllm.reporting.stats import EmsPromMetrics, EmsStats
 from ems.vllm.scheduler import SchedulerSide
-from ems.vllm.settings import read_settings
-from ems.vllm.stats import EmsPromMetrics, EmsStats
 from ems.vllm.worker import WorkerSide
 
 logger = init_logger("vllm.ems")
@@ -51,6 +52,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
             settings, warnings = read_settings(transfer.kv_role, extra)
             model = describe(vllm_config, kv_cache_config, settings)
             compat.check_groups(model.groups)
+            compat.check_windows(any(plane.window for plane in model.planes))
         except ConfigError as error:
             if extra.get("on_error") != "serve_without":
                 raise
@@ -68,14 +70,29 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.info("EMS sets kv_load_failure_policy to recompute")
                 transfer.kv_load_failure_policy = "recompute"
             parallel = vllm_config.parallel_config
+            if not settings.load_async and compat.runs_on_v2(vllm_config):
+                # vllm#49250: it goes on behind such a load as if that had not failed.
+                logger.warning(
+                    "EMS: load_async is false, but vLLM's Model Runner V2 computes wrong tokens behind a load that "
+                    "fails within a step, so loads are made between steps"
+                )
+                settings = msgspec.structs.replace(settings, load_async=True)
             workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             events = None
             if publishes_events(vllm_config):
-                feed = ChangeFeed(PoolClient(settings.socket, "vllm-events"), model.namespaces, logger)
+                client = PoolClient(settings.socket, "vllm-events", credentials=settings.credentials)
+                feed = ChangeFeed(client, model.namespaces, logger)
                 tokens = partial(compat.hash_tokens, kv_cache_config, model.block_size)
                 events = BlockEvents(model, group_kinds(kv_cache_config), tokens, feed)
-            self._scheduler = SchedulerSide(settings, model, workers, step_tokens=step_tokens, events=events)
+            self._scheduler = SchedulerSide(
+                settings,
+                model,
+                workers,
+                step_tokens=step_tokens,
+                steps_overlap=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
+                events=events,
+            )
         else:
             planes = local_planes(
                 model,
@@ -97,6 +114,9 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _in_scheduler(self) -> SchedulerSide | IdleScheduler:
         assert self._scheduler is not None, "called on a worker-side connector"
         return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._in_scheduler.block_pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
         self._in_scheduler.on_new_request(request)

@@ -1,23 +1,29 @@
-"""The two places where vLLM is made to take what people have: deployed configurations, models without ``head_dim``.
+"""The places where vLLM is made to take what people have: deployed files, models without ``head_dim``, processors.
 
-Both are installed once a process and change nothing for configurations and models that vLLM takes by itself.  Where a
-release of vLLM is built otherwise, a line in the log says so and vLLM stays as it is.
+They are installed once a process and change nothing for configurations and models that vLLM takes by itself, nor where
+nobody asks for it.  Where a release of vLLM is built otherwise, a line in the log says so and vLLM stays as it is.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 
-from ems.vllm.deployed_files import Installation, admit, check
+from ems.vllm.configuration.deployed_files import Installation, admit, check
+from ems.vllm.configuration.setting_values import FALSE, TRUE
 
 logger = init_logger("vllm.ems")
 
 _INSTALLED = "_ems_installed"
+
+SHARE_CORES = "EMS_SHARE_CORES"
+"""Environment variable: 1 says that this engine has to share its cores."""
 
 
 def admit_deployed_files(ours: frozenset[str]) -> None:
@@ -96,3 +102,36 @@ def _fill_head_dim(model: Any) -> None:
         return
     if model.get_head_size() == hidden // heads:
         text.head_dim = hidden // heads
+
+
+def allow_matrix_tiles() -> None:
+    """Let this process use the matrix tiles of its processor (AMX), which vLLM's attention on a CPU takes for granted.
+
+    Linux gives them to who asks.  oneDNN asks before its first larger product; in an engine whose first step computes
+    a token or two, because that is all that was sent or all the rest was loaded, attention comes before that and the
+    worker ends by SIGILL.
+    """
+    from vllm.platforms import current_platform
+
+    # PyTorch asks for others and has no public name for it.
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():  # noqa: SLF001
+        torch.cpu._init_amx()  # noqa: SLF001
+
+
+def share_cores() -> None:
+    """Let vLLM's processes rest between two looks for a message, if the environment asks for that.
+
+    They look without a pause for a second after each step and yield the processor in between.  On Linux 6.18 that can
+    keep others from their cores for seconds, among them the engine's own threads and the pool's node.
+    """
+    asked = os.environ.get(SHARE_CORES, "").strip().lower()
+    if asked not in TRUE:
+        if asked not in FALSE:
+            logger.warning_once("EMS: %s is %r, expected 1 or 0, and is ignored", SHARE_CORES, asked)
+        return
+    from vllm.distributed import utils
+
+    if not hasattr(utils, "USE_SCHED_YIELD"):
+        logger.info_once("EMS cannot make this release of vLLM share its cores, %s is ignored", SHARE_CORES)
+        return
+    utils.USE_SCHED_YIELD = False

@@ -14,6 +14,8 @@ from ems.vllm.metadata import StepMetadata, StepReport
 class IdleScheduler:
     """The scheduler side: no request is ever looked up."""
 
+    block_pool: Any = None
+
     def on_new_request(self, request: Any) -> None:
         """Nothing is known of any request."""
 

@@ -1,13 +1,13 @@
 """Copies pool pages into engine blocks, in a thread beside the engine's compute.
 
 What always holds: a loaded block is reported good only if the headers of all its pages said the same before and
-after the copy; every load ends, whatever fails, and its end is reported exactly once.
+after the copy, and their bytes were right as far as these are checked; every load ends, whatever fails, and its end
+is reported exactly once.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Sequence
 from logging import Logger
@@ -16,7 +16,9 @@ import msgspec
 
 from ems.cc_v1.tensors import Device
 from ems.errors import EmsError, StaleReference
-from ems.pool.client import PoolClient, SegmentMap
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.segments.reader import PageReader
+from ems.vllm.lane import Lane
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import LoadedPage, PlaneRows
 from ems.vllm.requests import Load
@@ -53,6 +55,7 @@ class LoadJob:
         self.mark = mark
         self.joined = joined
         self.progress = Progress()
+        self.sound = False
 
 
 class Loader:
@@ -73,28 +76,26 @@ class Loader:
         self._order = LayerOrder(planes)
         self._device = device
         self._logger = logger
-        self._inbox: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ems-load", daemon=True)
-        self._thread.start()
+        self._under_way = 0
+        self._lane: Lane[LoadJob, LoadResult] = Lane("ems-load", self._run)
+        self._lane.start()
 
     def start(self, load: Load, mark: object, *, joined: bool = False) -> LoadJob:
         """Queue a load, to begin once the engine's work up to ``mark`` is over: that may write into the same blocks."""
         job = LoadJob(load, mark, joined=joined)
-        self._inbox.put(job)
+        self._under_way += 1
+        self._lane.put(job)
         return job
 
-    def results(self) -> list[LoadResult]:
-        """Loads that ended since the last call; never waits."""
-        ended = []
-        while not self._results.empty():
-            ended.append(self._results.get())
-        return ended
+    def results(self, wait: float = 0.0) -> list[LoadResult]:
+        """Loads that ended since the last call; waits at most ``wait`` seconds for the first, if any is under way."""
+        results = self._lane.results(wait if self._under_way else 0.0)
+        self._under_way -= len(results)
+        return results
 
     def close(self) -> None:
         """End the thread after the loads that are queued."""
-        self._inbox.put(None)
-        self._thread.join(timeout=5.0)
+        self._lane.close()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -111,7 +112,9 @@ class Loader:
                 # Root of this thread: a defect here must cost a recompute, never the engine.
                 failure = type(error).__name__
                 self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
-            self._results.put(self._result(job, lost, time.perf_counter() - begin, failure))
+            result = self._result(job, lost, time.perf_counter() - begin, failure)
+            job.sound = result.sound
+            self._lane.ended(result)
             job.progress.finish()
 
     def _result(self, job: LoadJob, lost: dict[int, set[int]] | None, seconds: float, error: str) -> LoadResult:
@@ -131,7 +134,7 @@ class Loader:
     def _next(self) -> LoadJob | None:
         while True:
             try:
-                return self._inbox.get(timeout=NOTICE_SECONDS)
+                return self._lane.next(NOTICE_SECONDS)
             except queue.Empty:
                 self._notice()
 
@@ -151,46 +154,72 @@ class Loader:
         if self._client.node != load.node:
             # Slots of another node, or of the same one before it started again, are other memory.
             raise StaleReference("the pool node that promised the blocks is gone")
-        segments = self._client.segments(self._client.epoch)
+        epoch = self._client.epoch
+        readers = [self._client.reader(plane.namespace, epoch) for plane in self._planes]
         parts = [
             (self._by_number[part.plane], part, list(self._planes[self._by_number[part.plane]].loaded(part)))
             for part in load.parts
             if part.plane in self._by_number
         ]
-        wanted = {position: self._whole(segments, pages) for position, _, pages in parts}
+        wanted = {position: self._whole(readers[position], pages) for position, _, pages in parts}
+        for position, _, pages in parts:
+            for page in pages[len(wanted[position]) :][:1]:
+                readers[position].suspect(page.ref, page.key)
         self._device.wait_for(job.mark)
         try:
             if job.joined:
-                self._copy_by_layer(segments, wanted, job.progress)
+                self._copy_by_layer(readers, wanted, job.progress)
             else:
                 for position, pages in wanted.items():
-                    plane = self._planes[position]
-                    for page in pages:
-                        self._device.copy_in(plane.rows, page.row, segments.page(page.ref, plane.namespace.page_size))
+                    wanted[position] = self._copy(readers[position], self._planes[position], pages)
         finally:
             # Also when it fails: the blocks are computed then, and no copy may come after that.
             self._device.synchronise()
         lost: dict[int, set[int]] = {}
         for position, part, pages in parts:
-            good = len(self._whole(segments, wanted[position]))
+            good = len(self._whole(readers[position], wanted[position]))
             first_lost = pages[good].position if good < len(pages) else len(part.block_ids)
             # What follows a block that is missing is of no use either.
             lost[part.plane] = set(part.block_ids[first_lost:])
+        self._report(readers)
         return lost
 
+    def _report(self, readers: Sequence[PageReader]) -> None:
+        for plane, reader in zip(self._planes, readers, strict=True):
+            if reader.corrupt:
+                self._logger.warning("EMS found %d pages that are not right, they are computed", len(reader.corrupt))
+                try:
+                    self._client.report(plane.namespace, reader, self._call_timeout)
+                except EmsError as error:
+                    self._logger.warning("EMS could not report them: %s", error)
+
     @staticmethod
-    def _whole(segments: SegmentMap, pages: Sequence[LoadedPage]) -> list[LoadedPage]:
+    def _whole(reader: PageReader, pages: Sequence[LoadedPage]) -> list[LoadedPage]:
         """The leading pages whose slots hold them."""
         for count, page in enumerate(pages):
-            if not segments.holds(page.ref, page.key):
+            if not reader.holds(page.ref, page.key):
                 return list(pages[:count])
         return list(pages)
 
-    def _copy_by_layer(self, segments: SegmentMap, wanted: dict[int, list[LoadedPage]], progress: Progress) -> None:
+    def _copy(self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage]) -> list[LoadedPage]:
+        """Copy pages; the leading ones whose bytes are right."""
+        for count, page in enumerate(pages):
+            self._device.copy_in(plane.rows, page.row, reader.page(page.ref))
+            if not reader.sound(page.ref, page.key):
+                return pages[:count]
+        return pages
+
+    def _copy_by_layer(
+        self, readers: Sequence[PageReader], wanted: dict[int, list[LoadedPage]], progress: Progress
+    ) -> None:
         for layer in self._order.layers:
             plane = self._planes[layer.plane]
             for page in wanted.get(layer.plane, ()):
-                place = segments.page(page.ref, plane.namespace.page_size)
+                place = readers[layer.plane].page(page.ref)
                 self._device.copy_in(plane.rows, page.row, place, layer.tensors)
             self._device.synchronise()
             progress.done(layer.name)
+        for position, pages in wanted.items():
+            sound = readers[position].sound
+            good = next((count for count, page in enumerate(pages) if not sound(page.ref, page.key)), len(pages))
+            wanted[position] = pages[:good]

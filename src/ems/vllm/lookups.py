@@ -1,35 +1,30 @@
 """Lookups beside the scheduler: a thread asks the node, the scheduler takes the answers when it looks.
 
-The scheduler never waits here.  A decode whose prefill announced blocks waits, bounded, while these are being
-written; the decision is :func:`keep_waiting`, a pure function.  Whatever goes wrong is a miss with a reason
-in the log.
+The scheduler never waits here.  What is asked, and for how long, is :mod:`ems.vllm.looking`.  Whatever goes wrong is a
+miss with a reason in the log.
 """
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from logging import Logger
 
-import msgspec
-
 from ems.errors import ConfigError, EmsError, NoSpace, PoolUnavailable
-from ems.pool.client import PoolClient
+from ems.pool.client.answers import Lease
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
-from ems.pool.lease import Lease
-from ems.vllm.gaps import has_gap
+from ems.pool.reasons.words import Reason
+from ems.vllm.looking import Hooks, Looking, LookupAnswer, LookupJob
 from ems.vllm.planes import Plane
-from ems.vllm.reasons import Reason
+from ems.vllm.reporting.gaps import why_not_more
 from ems.vllm.requests import NOTHING, Found
-from ems.vllm.search import Prompt, Search
+from ems.vllm.search import Prompt
+from ems.vllm.waiting import Limits
 
-MOST_PAUSE = 0.05
-"""Seconds between two looks of a hand-off that has waited for a while."""
-GRACE_SECONDS = 0.5
-"""How long a hand-off waits for blocks that are announced but not even being written yet."""
 YIELD_BLOCKS = 128
 """Keys that are made in one go, about 150 us."""
 YIELD_SECONDS = 0.00005
@@ -38,49 +33,6 @@ NOTICE_SECONDS = 1.0
 """How often an idle thread looks whether its node is still there."""
 RESTART_SECONDS = 10.0
 """How often a missing node is started again."""
-
-
-class LookupJob(msgspec.Struct):
-    """One request to look up.
-
-    ``extra`` makes what else names its blocks, one entry a block, the last one too; ``expected`` tokens were
-    announced by a prefill.
-    """
-
-    request_id: str
-    tokens: Sequence[int]
-    extra: Callable[[], Sequence[object]]
-    expected: int
-    asked_at: float
-    prompt: Prompt | None = None
-    """Made by the lookup thread."""
-    explain: bool = False
-    """Whether somebody wants to know why not more was found."""
-    pause: float = 0.002
-    """Seconds until the next look of a hand-off that waits; grows with each."""
-
-
-class LookupAnswer(msgspec.Struct, frozen=True):
-    """The end of a lookup: the keys of the request's full blocks (None: they cannot be made), and what was found.
-
-    ``reason`` says why not more, where that is known.
-    """
-
-    request_id: str
-    chain: KeyChain | None
-    found: Found
-    reason: Reason | None = None
-
-
-def keep_waiting(tokens: int, pending: bool, expected: int, waited: float, limit: float) -> bool:
-    """Whether a hand-off of ``expected`` tokens, of which ``tokens`` are there, goes on waiting after ``waited`` s.
-
-    Blocks that are being written are worth the whole wait of ``limit`` seconds; blocks of which nothing is to be seen
-    only :data:`GRACE_SECONDS`.
-    """
-    if tokens >= expected or waited >= limit:
-        return False
-    return pending or waited < GRACE_SECONDS
 
 
 class Lookups:
@@ -106,74 +58,100 @@ class Lookups:
         self._call_timeout = call_timeout
         self._planes = planes
         self._client = client
-        self._search = Search(client, planes, block_size, call_timeout)
         self.chain_name = chain_name
         """Where chains of keys begin; another name makes all pages stored before unfindable."""
         self._block_size = block_size
         self._logger = logger
-        self._handoff_timeout = handoff_timeout
+        self.limits = Limits(handoff_timeout)
+        """How long a request waits at most once the scheduler asks for it."""
+        self.usable: Callable[[], bool] = _yes
+        """Whether the pool may be asked for what need not be; asked on the lookup thread."""
+        self.seconds_a_token: Callable[[], float] = _unknown
+        """How long the engine computes a token, 0 while that is not known; asked on the lookup thread."""
         self._start_node = start_node
         self._next_start = 0.0
         self._said: str | None = None
         self._inbox: queue.Queue[LookupJob | Lease | None] = queue.Queue()
-        self._answers: queue.SimpleQueue[LookupAnswer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[LookupJob, LookupAnswer]] = queue.SimpleQueue()
+        self._jobs: dict[str, LookupJob] = {}
+        """Those of requests that wait; the scheduler's thread alone uses it."""
+        hooks = Hooks(
+            self._prompt,
+            self._why,
+            self._missed,
+            self._recovered,
+            lambda: self.seconds_a_token(),  # noqa: PLW0108 - both are set later
+            lambda: self.usable(),  # noqa: PLW0108
+        )
+        self._looking = Looking(client, planes, block_size, call_timeout, self.limits, hooks, self._tell)
         self._thread = threading.Thread(target=self._run, name="ems-lookup", daemon=True)
         self._thread.start()
 
     def ask(self, job: LookupJob) -> None:
         """Queue a lookup."""
+        self._jobs[job.request_id] = job
         self._inbox.put(job)
+
+    def hurry(self, request_id: str) -> None:
+        """The scheduler asks for the request: its lookup waits only where that is worth it."""
+        job = self._jobs.get(request_id)
+        if job is not None and not job.due:
+            job.due = True
+            self._inbox.put(job)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody wants to know what becomes of the request's lookup."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            job.over = True
+            self._inbox.put(job)
 
     def release(self, lease: Lease) -> None:
         """Queue a lease to be given back."""
         self._inbox.put(lease)
 
-    def answers(self) -> list[LookupAnswer]:
-        """What was found since the last call; never waits."""
-        found = []
+    def answers(self, wait: float = 0.0) -> list[LookupAnswer]:
+        """What was found since the last call; waits at most ``wait`` seconds until there is something."""
+        told = []
+        if wait:
+            with contextlib.suppress(queue.Empty):
+                told.append(self._answers.get(timeout=wait))
         while not self._answers.empty():
-            found.append(self._answers.get())
-        return found
+            told.append(self._answers.get())
+        for job, answer in told:
+            if job.over:
+                # A request that came since may have the same name.
+                for lease in answer.found.leases:
+                    self.release(lease)
+        return [answer for job, answer in told if not job.over]
+
+    def _tell(self, job: LookupJob, answer: LookupAnswer) -> None:
+        self._answers.put((job, answer))
 
     def close(self) -> None:
         """End the thread once what it does now is done."""
         self._inbox.put(None)
 
     def _run(self) -> None:
-        waiting: list[tuple[float, int, LookupJob]] = []
-        order = 0
         while True:
-            timeout = max(waiting[0][0] - time.monotonic(), 0) if waiting else NOTICE_SECONDS
+            wake = self._looking.next_at
+            item: LookupJob | Lease | None
             try:
-                job = self._inbox.get(timeout=timeout)
+                item = self._inbox.get(timeout=NOTICE_SECONDS if wake is None else max(wake - time.monotonic(), 0))
+                if item is None:
+                    return
             except queue.Empty:
-                if not waiting:
-                    self._notice()
-                    continue
-                job = heapq.heappop(waiting)[2]
-            if job is None:
-                return
-            if isinstance(job, Lease):
-                self._release(job)
+                item = self._looking.next_job(time.monotonic())
+            if item is None:
+                self._notice()
                 continue
             try:
-                finished = self._look(job)
+                self._looking.told(item, time.monotonic())
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost hits, never the engine.
                 self._logger.exception("EMS lookup failed, the request is computed")
-                self._answers.put(LookupAnswer(job.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
-                continue
-            if not finished:
-                order += 1
-                heapq.heappush(waiting, (time.monotonic() + job.pause, order, job))
-                job.pause = min(job.pause * 2, MOST_PAUSE)
-
-    def _release(self, lease: Lease) -> None:
-        try:
-            self._client.release(lease)
-        except Exception:  # the root of what this thread does, see below
-            # Root of this thread: see above.
-            self._logger.exception("EMS lease was not released")
+                if isinstance(item, LookupJob):
+                    self._tell(item, LookupAnswer(item.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
 
     def _notice(self) -> None:
         try:
@@ -190,34 +168,15 @@ class Lookups:
                 # Hashing holds the interpreter, and the scheduler's thread would wait for it.
                 time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
             chain.extend(job.tokens, extra, len(chain) + YIELD_BLOCKS)
-        return Prompt(job.tokens, chain, job.extra)
+        return Prompt(job.tokens, chain, job.extra, job.request_id)
 
-    def _look(self, job: LookupJob) -> bool:
-        """Ask for one request; False when it should be asked again later."""
-        prompt = job.prompt = job.prompt or self._prompt(job)
+    def _why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
         try:
-            if job.expected:
-                tokens, pending = self._search.reach(prompt)
-                waited = time.monotonic() - job.asked_at
-                if keep_waiting(tokens, pending, job.expected, waited, self._handoff_timeout):
-                    return False
-            found = self._search.take(prompt)
-        except EmsError as error:
-            self._missed(error)
-            self._answers.put(LookupAnswer(job.request_id, prompt.chain, NOTHING, Reason.LOOKUP_FAILED))
-            return True
-        self._recovered()
-        gap = job.explain and self._has_gap(prompt, found)
-        self._answers.put(LookupAnswer(job.request_id, prompt.chain, found, Reason.GAP if gap else None))
-        return True
-
-    def _has_gap(self, prompt: Prompt, found: Found) -> bool:
-        try:
-            return has_gap(self._client, self._planes[0], prompt.chain, found.blocks, self._call_timeout)
+            return why_not_more(self._client, self._planes[0], prompt.chain, found.blocks, self._call_timeout, reason)
         except EmsError as error:
             # What was found before is not lost for it.
             self._missed(error)
-            return False
+            return reason, ""
 
     def _missed(self, error: EmsError) -> None:
         said = self.failed is not None and self.failed(error)
@@ -242,3 +201,11 @@ class Lookups:
         if self._said is not None:
             self._said = None
             self._logger.info("EMS pool is in use again")
+
+
+def _unknown() -> float:
+    return 0.0
+
+
+def _yes() -> bool:
+    return True

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from ems.vllm.reporting.transferred import Transferred
 from ems.vllm.requests import Load, Save
-from ems.vllm.transferred import Transferred
 
 
 @dataclass
@@ -26,6 +26,9 @@ class StepMetadata(KVConnectorMetadata):
 
     awaited: set[str] = field(default_factory=set)
     """Requests that ended and whose blocks the engine keeps until their saves are reported done."""
+
+    idle: bool = False
+    """Nothing is computed in this step."""
 
 
 @dataclass

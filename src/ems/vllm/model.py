@@ -28,9 +28,10 @@ from vllm.v1.kv_cache_interface import (
 
 from ems.errors import ConfigError
 from ems.pool.keys import fingerprint, namespace_name
+from ems.pool.reasons.layouts import MODEL, PLANE, TENANT, plain_facts
 from ems.vllm import compat
+from ems.vllm.configuration.settings import ConnectorSettings, check_kvcache_type
 from ems.vllm.planes import Plane, Portion, portion, shard_count
-from ems.vllm.settings import ConnectorSettings, check_kvcache_type
 
 LAYOUT_VERSION = 2
 """Grows when the meaning of a stored page changes."""
@@ -52,6 +53,30 @@ class BlockModel(msgspec.Struct, frozen=True):
     num_blocks: int
     groups: int
     planes: tuple[Plane, ...]
+    facts: dict[str, str] = {}
+    """What the fingerprint stands for, in words."""
+
+    @property
+    def fails_whole(self) -> bool:
+        """Whether a load that fails in part is of no use at all.
+
+        Blocks of several groups cannot be told apart by their numbers.  Behind a window the engine has dropped what is
+        needed to compute the first block that is missing.
+        """
+        return self.groups > 1 or any(plane.window for plane in self.planes)
+
+    def descriptions(self) -> dict[str, dict[str, str]]:
+        """What each plane's namespace means, for a node that is to tell what differs from another."""
+        return {
+            plane.namespace: {
+                **self.facts,
+                PLANE: f"{plane.group}.{plane.stage}",
+                "page_shards": str(plane.shards),
+                "window": str(plane.window),
+            }
+            for plane in self.planes
+            if self.facts
+        }
 
     @property
     def namespaces(self) -> list[str]:
@@ -88,6 +113,12 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     specs = [_attention(group.kv_cache_spec) for group in groups]
     if not specs:
         raise ConfigError("the model has no KV cache, so there is nothing that EmsStoreConnector could store")
+    if getattr(kv_cache_config, "has_mixed_precision_kv_cache", False):
+        # The engine clears blocks that it gives to others before it says so, and a save may still read them.
+        raise ConfigError(
+            "the layers' KV caches differ in precision, but EmsStoreConnector serves only one; start without "
+            "--kv-cache-dtype-skip-layers"
+        )
     block_sizes = {spec.block_size for spec in specs}
     if len(block_sizes) != 1:
         raise ConfigError(
@@ -114,6 +145,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "cache_dtype_not_in": sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()),
         "block_size": block_size,
         "groups": [_group_facts(vllm_config, spec) for spec in specs],
         "shards": shards,
@@ -123,7 +155,9 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
         "device": _device_identity(vllm_config),
         "vllm": vllm.__version__,
     }
-    identity = namespace_name(settings.tenant, Path(str(model.model)).name, fingerprint(facts))
+    name = Path(str(model.model)).name
+    identity = namespace_name(settings.tenant, name, fingerprint(facts))
+    told = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
     planes = [
         Plane(f"{identity}/{group}.{stage}", group, stage, shards[group], _window(spec))
         for group, spec in enumerate(specs)
@@ -131,7 +165,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     ]
     # Searches begin with the planes that need every block.
     planes.sort(key=lambda plane: plane.window > 0)
-    return BlockModel(identity, block_size, kv_cache_config.num_blocks, len(groups), tuple(planes))
+    return BlockModel(identity, block_size, kv_cache_config.num_blocks, len(groups), tuple(planes), told)
 
 
 def local_planes(
@@ -168,6 +202,12 @@ def _check_run(vllm_config: Any) -> None:
             "calculate_kv_scales is on, so equal KV bytes mean different values in two engines; "
             "start without --calculate-kv-scales"
         )
+    model = vllm_config.model_config
+    if getattr(model, "pooler_config", None) is not None and not getattr(model, "is_prefix_caching_supported", True):
+        raise ConfigError(
+            "the model's result is made from the states of all tokens, but EmsStoreConnector spares the engine those "
+            "of a prefix; start without --kv-transfer-config"
+        )
 
 
 def _attention(spec: Any) -> AttentionSpec:
@@ -178,6 +218,11 @@ def _attention(spec: Any) -> AttentionSpec:
             _attention(other)
         return _attention(specs[0])
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        if getattr(spec, "non_causal", False):
+            raise ConfigError(
+                "the model has layers in which a token sees later ones, so that its state is not that of a prefix; "
+                "EmsStoreConnector does not serve it"
+            )
         if getattr(spec, "attention_chunk_size", None) is None:
             return spec
         raise ConfigError(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ems.cc_v1.tensors import BlockRows
 from ems.errors import ConfigError
-from ems.pool.client import Namespace
+from ems.pool.client.answers import Namespace
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.layout import PageRef, unpack_refs
+from ems.pool.segments.layout import PageRef, unpack_refs
 from ems.vllm.planes import page_key
 
 if TYPE_CHECKING:

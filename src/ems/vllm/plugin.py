@@ -14,7 +14,7 @@ CONNECTORS = {
     "EmsStoreConnector": "ems.vllm.connector",
     "AscendStoreConnector": "ems.vllm.store_names",
     "MooncakeConnectorStoreV1": "ems.vllm.store_names",
-    "MooncakeConnectorV1": "ems.vllm.peer_to_peer",
+    "MooncakeConnectorV1": "ems.vllm.peer.connector",
 }
 """Connector name and the module that has the class of the same name."""
 
@@ -30,7 +30,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.logger import init_logger
 
-    from ems.vllm.hooks import admit_deployed_files, fill_head_dim
+    from ems.vllm.hooks import admit_deployed_files, allow_matrix_tiles, fill_head_dim, share_cores
 
     registry = KVConnectorFactory._registry  # noqa: SLF001 - there is no other way to see who has a name
     others_come = importlib.util.find_spec(_ASCEND_PLUGIN) is not None
@@ -48,3 +48,5 @@ def register() -> None:
         init_logger("vllm.ems").info("another plugin registers %s, which EMS leaves alone", " and ".join(left))
     admit_deployed_files(frozenset(CONNECTORS).difference(left))
     fill_head_dim()
+    allow_matrix_tiles()
+    share_cores()

@@ -14,19 +14,20 @@ a bounded time.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum, auto
 
 import msgspec
 
+from ems.pool.client.answers import Lease
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
-from ems.pool.layout import REF_BYTES
-from ems.pool.lease import Lease
+from ems.pool.segments.layout import REF_BYTES
 from ems.vllm.planes import Plane, first_in_sight
 
 NEVER = 1 << 62
 EAGER_LEASES = 64
-"""Requests that may hold a lease while they wait; beyond, a lookup is made only when its request's turn comes."""
+"""Requests that may hold a lease while they wait; those behind are looked up when one of these leaves."""
 
 
 class Phase(Enum):
@@ -141,7 +142,7 @@ class Request:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_at", "block_ids", "chain", "ended", "expected", "failed", "found", "loading", "local",
+        "block_ids", "chain", "ended", "expected", "failed", "found", "joined", "loading", "local", "matched_at",
         "next_save", "phase", "prompt_tokens", "request_id", "saved_any", "saved_tail",
     )  # fmt: skip
 
@@ -150,10 +151,13 @@ class Request:
         self.prompt_tokens = prompt_tokens
         self.expected = expected
         self.phase = Phase.NEW
-        self.asked_at = 0.0
+        self.matched_at: float | None = None
+        """When the engine first asked for it, from when on its lookup has to end."""
         self.chain: KeyChain | None = None
         self.found = NOTHING
         self.local = 0
+        self.joined = False
+        """Its load is part of the step that begins it."""
         self.failed = False
         self.ended = False
         self.block_ids: list[list[int]] = []
@@ -168,8 +172,8 @@ class Request:
 class RequestBook:
     """All requests of one engine.
 
-    ``block_size`` tokens make a block, in every one of the engine's ``groups`` KV cache groups.  ``joined`` loads
-    are part of the step that begins them; the last token of a request is then left for that step to compute.
+    ``block_size`` tokens make a block, in every one of the engine's ``groups`` KV cache groups.  With ``several`` ranks
+    or steps at a time nothing is offered for saving until a load that is part of a step is known to be sound.
     """
 
     def __init__(  # noqa: PLR0913 - one name for each thing that an engine may be told to do or not
@@ -183,14 +187,14 @@ class RequestBook:
         loads: bool = True,
         lookup_timeout: float,
         handoff_timeout: float,
-        joined: bool = False,
+        several: bool = False,
     ) -> None:
         self._block_size = block_size
         self._planes = planes
         self._groups = groups
         # With a window the engine drops what a new token cannot see: the last token, computed again, would see more.
-        self._leaves_last = joined or any(plane.window for plane in planes)
-        self._joined = joined
+        self._windows = any(plane.window for plane in planes)
+        self._several = several
         self._saves = saves
         self._saves_tails = saves_tails
         self._loads = loads
@@ -201,6 +205,9 @@ class RequestBook:
         self._requests: dict[str, Request] = {}
         self._leases = 0
         self._waiting: set[str] = set()
+        self._unasked: OrderedDict[str, None] = OrderedDict()
+        """Requests that are not looked up yet, in the order of the engine's queue."""
+        self._over: list[str] = []
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -213,13 +220,23 @@ class RequestBook:
         """Leases held now."""
         return self._leases
 
+    @property
+    def loading(self) -> bool:
+        """Whether a load is under way."""
+        return any(request.phase is Phase.LOADING for request in self._requests.values())
+
     def get(self, request_id: str) -> Request | None:
         """What is known of a request."""
         return self._requests.get(request_id)
 
+    def awaits(self, request_id: str) -> bool:
+        """Whether the request's lookup has not ended."""
+        request = self._requests.get(request_id)
+        return request is not None and request.phase is Phase.ASKED
+
     # Arrival, lookup
 
-    def arrive(self, request_id: str, prompt_tokens: int, expected: int, now: float) -> list[Ask]:
+    def arrive(self, request_id: str, prompt_tokens: int, expected: int) -> list[Ask]:
         """A request came in; ``expected`` of its tokens were announced by a prefill (0: none were)."""
         request = Request(request_id, prompt_tokens, expected)
         self._requests[request_id] = request
@@ -227,53 +244,78 @@ class RequestBook:
             # One token must be computed in any case.
             request.phase = Phase.SETTLED
             return []
-        if len(self._waiting) >= EAGER_LEASES:
-            return []
-        return [self._ask(request, now)]
+        self._unasked[request_id] = None
+        return self.look_ahead()
 
-    def _ask(self, request: Request, now: float) -> Ask:
+    def look_ahead(self) -> list[Ask]:
+        """Look up the next requests of the engine's queue, as many as may wait with a lease."""
+        asks = []
+        while self._unasked and len(self._waiting) < EAGER_LEASES:
+            asks.append(self._ask(self._requests[next(iter(self._unasked))]))
+        return asks
+
+    def _ask(self, request: Request) -> Ask:
         request.phase = Phase.ASKED
-        request.asked_at = now
+        self._unasked.pop(request.request_id, None)
         self._waiting.add(request.request_id)
         return Ask(request.request_id, request.expected)
+
+    def take_over(self) -> list[str]:
+        """Requests that need nothing from their lookups any more, since the last call."""
+        over, self._over = self._over, []
+        return over
+
+    def _no_longer_waits(self, request_id: str) -> None:
+        self._unasked.pop(request_id, None)
+        if request_id in self._waiting:
+            self._waiting.remove(request_id)
+            self._over.append(request_id)
 
     def answered(self, request_id: str, chain: KeyChain, found: Found) -> list[Release]:
         """The lookup ended with ``found``."""
         request = self._requests.get(request_id)
         if request is not None and (request.chain is None or len(request.chain) < len(chain)):
             request.chain = chain
-        if request is None or request.phase is not Phase.ASKED:
+        if request is None or request.phase not in (Phase.ASKED, Phase.ANSWERED):
             # The request ended, or gave up waiting, while the lookup was under way.
             return [Release(lease) for lease in found.leases]
+        before, request.found = request.found.leases, found
+        self._leases += len(found.leases) - len(before)
+        if request.phase is Phase.ANSWERED:
+            # Looked at again while it waits, there was more, or what had been promised was gone.
+            request.next_save = request.saved_tail = 0
         request.phase = Phase.ANSWERED
-        request.found = found
-        self._leases += len(found.leases)
         request.next_save = max(request.next_save, found.blocks)
         if found.tokens % self._block_size and found.tokens >= request.prompt_tokens:
             request.saved_tail = request.prompt_tokens
-        return []
+        return [Release(lease) for lease in before]
 
-    def match(self, request_id: str, tokens: int, local: int, now: float) -> tuple[int | None, list[Ask | Release]]:
+    def match(
+        self, request_id: str, tokens: int, local: int, now: float, *, joined: bool = False
+    ) -> tuple[int | None, list[Ask | Release]]:
         """How many tokens beyond the ``local`` ones can be loaded for a request of ``tokens`` tokens.
 
         None means: ask again.  The last token of a request that is present whole is counted too; the engine
-        computes it again by itself.
+        computes it again by itself.  The step that makes a ``joined`` load computes that token, so it is left out.
         """
         request = self._requests.get(request_id)
         if request is None:
             return 0, []
+        if request.matched_at is None:
+            request.matched_at = now
         if request.phase is Phase.NEW:
-            return None, [self._ask(request, now)]
+            return None, [self._ask(request)]
         if request.phase is Phase.ASKED:
             patience = self._lookup_timeout + (self._handoff_timeout if request.expected else 0.0)
-            if now - request.asked_at < patience:
+            if now - request.matched_at < patience:
                 return None, []
             self._settle(request)
         found = 0
         released: list[Ask | Release] = []
         if request.phase is Phase.ANSWERED:
-            request.local = local
-            found = max(min(request.found.tokens, tokens - self._leaves_last) - local, 0)
+            request.local, request.joined = local, joined
+            leaves_last = joined or self._windows
+            found = max(min(request.found.tokens, tokens - leaves_last) - local, 0)
             if not found:
                 released += self._settle(request)
         return found, released
@@ -287,7 +329,7 @@ class RequestBook:
 
     def _settle(self, request: Request) -> list[Release]:
         request.phase = Phase.SETTLED
-        self._waiting.discard(request.request_id)
+        self._no_longer_waits(request.request_id)
         leases = request.found.leases
         request.found = NOTHING
         self._leases -= len(leases)
@@ -301,20 +343,21 @@ class RequestBook:
         if request is None:
             return []
         request.block_ids = [list(ids) for ids in block_ids]
-        if request.phase is not Phase.ANSWERED:
+        if request.phase in (Phase.LOADING, Phase.SETTLED):
             return []
-        if external <= 0:
+        if external <= 0 or request.phase is not Phase.ANSWERED:
+            # It is computed now, whatever its lookup will find.
             return list(self._settle(request))
         request.phase = Phase.LOADING
         last = -(-(request.local + external) // self._block_size)
         request.loading = request.block_ids[0][request.local // self._block_size : last]
-        self._waiting.discard(request_id)
+        self._no_longer_waits(request_id)
         found = request.found
         tokens = request.local + external
         broken = any(self._first_wanted(request, pages, tokens) < pages.first for pages in found.pages)
         parts = [] if broken else [self._part(request, pages, tokens) for pages in found.pages]
         return [
-            Load(request_id, found.leases[0].node, [part for part in parts if part.block_ids], broken, self._joined)
+            Load(request_id, found.leases[0].node, [part for part in parts if part.block_ids], broken, request.joined)
         ]
 
     def _first_wanted(self, request: Request, pages: Pages, tokens: int) -> int:
@@ -368,7 +411,11 @@ class RequestBook:
 
     def _offer(self, request: Request, computed: int, end: int) -> Span | None:
         """Blocks that are full within ``computed`` tokens, and the part of one behind them once ``end`` is reached."""
-        if not self._saves or not request.block_ids:
+        if not self._saves or not request.block_ids or not request.prompt_tokens:
+            # Without tokens: the cache was reset since, its keys name what other weights computed.
+            return None
+        if self._several and request.joined and request.phase is Phase.LOADING:
+            # Whoever computes behind a load that fails elsewhere, or a step ago, learns of it too late.
             return None
         held = min(len(ids) for ids in request.block_ids)
         whole = min(computed // self._block_size, held)
@@ -413,13 +460,17 @@ class RequestBook:
         request.block_ids = []
         request.next_save = request.found.blocks
         request.saved_tail = 0
+        request.saved_any = False
         if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:
-            request.phase = Phase.NEW
+            request.phase, request.matched_at = Phase.NEW, None
+            # It is the next in the engine's queue.
+            self._unasked[request_id] = None
+            self._unasked.move_to_end(request_id, last=False)
 
     def abandon(self, request_id: str) -> list[Release]:
         """Know nothing of a request any more, but for what it may still be loading."""
         request = self._requests.get(request_id)
-        if request is None or request.phase is Phase.LOADING:
+        if request is None or request.phase is Phase.LOADING or request.saved_any:
             return []
         del self._requests[request_id]
         return self._settle(request)
@@ -450,7 +501,8 @@ class RequestBook:
             return False, []
         if request.phase is Phase.LOADING:
             # The engine itself keeps the blocks until the load is reported; the lease stays as long.
+            # A load that is part of a step has its request's saves beside it, and for these the engine would not wait.
             request.ended = True
-            return False, []
+            return request.joined and request.saved_any, []
         del self._requests[request_id]
         return request.saved_any, self._settle(request)

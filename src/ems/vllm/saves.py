@@ -6,7 +6,6 @@ its blocks to somebody else (:meth:`Saver.cancel`, :meth:`Saver.leave_windows`);
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import Counter
@@ -17,9 +16,12 @@ import msgspec
 
 from ems.cc_v1.tensors import ALL, Device
 from ems.errors import EmsError, StaleReference
-from ems.pool.client import PoolClient, Reservation
+from ems.pool.checksum import page_checksum
+from ems.pool.client.answers import Reservation
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.core.room import Outcome
 from ems.pool.keys import Tail
-from ems.pool.room import Outcome
+from ems.vllm.lane import Lane
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import PlaneRows, StoredPage
 from ems.vllm.requests import Save
@@ -127,10 +129,8 @@ class Saver:
         self._windows: list[SaveJob] = []
         self._failing = False
         self._latest: SaveBatch | None = None
-        self._inbox: queue.SimpleQueue[SaveBatch | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ems-save", daemon=True)
-        self._thread.start()
+        self._lane: Lane[SaveBatch, SaveResult] = Lane("ems-save", self._run)
+        self._lane.start()
 
     def start(self, saves: Sequence[Save]) -> SaveBatch:
         """Queue the saves of one step, whose forward pass is about to begin."""
@@ -141,15 +141,12 @@ class Saver:
                 self._open[job.save.request_id] += 1
                 self._jobs.setdefault(job.save.request_id, []).append(job)
         self._windows += [job for job in batch.jobs if job.plane.windowed and not job.save.ended]
-        self._inbox.put(batch)
+        self._lane.put(batch)
         return batch
 
     def results(self) -> list[SaveResult]:
         """Saves that ended since the last call; never waits."""
-        ended = []
-        while not self._results.empty():
-            ended.append(self._results.get())
-        return ended
+        return self._lane.results()
 
     def cancel(self, request_id: str) -> None:
         """The request's blocks go to others now: no copy from them runs once this returns."""
@@ -169,17 +166,16 @@ class Saver:
     def busy(self, request_id: str) -> bool:
         """Whether blocks of the request are still to be copied."""
         with self._lock:
-            return self._open[request_id] > 0 and self._thread.is_alive()
+            return self._open[request_id] > 0 and self._lane.alive
 
     def close(self) -> None:
         """End the thread after the saves that are queued and computed."""
         if self._latest is not None:
             self._latest.call_off()
-        self._inbox.put(None)
-        self._thread.join(timeout=5.0)
+        self._lane.close()
 
     def _run(self) -> None:
-        while (batch := self._inbox.get()) is not None:
+        while (batch := self._lane.next()) is not None:
             try:
                 self._save(batch)
             except Exception:  # the root of what this thread does, see below
@@ -209,7 +205,7 @@ class Saver:
             step(job)
         except EmsError as error:
             job.reservation = None
-            self._results.put(SaveResult(job.save.request_id, 0, 0, 0, len(job.pages), 0.0, 0, type(error).__name__))
+            self._lane.ended(SaveResult(job.save.request_id, 0, 0, 0, len(job.pages), 0.0, 0, type(error).__name__))
             if not self._failing:
                 self._failing = True
                 self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
@@ -235,7 +231,7 @@ class Saver:
     def _note(self, job: SaveJob, reserved: Reservation, stored: int) -> None:
         outcomes = Counter(reserved.outcomes)
         present = outcomes[Outcome.PRESENT] + outcomes[Outcome.WRITING]
-        self._results.put(
+        self._lane.ended(
             SaveResult(
                 job.save.request_id,
                 stored,
@@ -278,9 +274,12 @@ class Saver:
         return written
 
     def _commit(self, job: SaveJob, reserved: Reservation, written: list[int]) -> None:
+        # Of the bytes as they lie in the slots; the engine may have its blocks back meanwhile.
         self._close_job(job)
         if written:
-            self._client.commit(reserved, written, self._call_timeout)
+            segments, size = self._client.segments(reserved.epoch), job.plane.namespace.page_size
+            checksums = [page_checksum(segments.page(reserved.granted[position], size)) for position in written]
+            self._client.commit(reserved, written, self._call_timeout, checksums)
         if len(written) < len(reserved.granted):
             self._give_back(reserved)
         self._note(job, reserved, len(written))

@@ -16,25 +16,34 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
-from ems.pool.launcher import ensure_node
+from ems.pool.node.launcher import ensure_node
+from ems.pool.reasons.words import Reason
 from ems.vllm import compat
-from ems.vllm.admission import Offer
-from ems.vllm.events import BlockEvents
-from ems.vllm.lookups import LookupJob, Lookups
+from ems.vllm.configuration.settings import ConnectorSettings
+from ems.vllm.gate.admission import Offer
+from ems.vllm.kv_events.events import BlockEvents
+from ems.vllm.looking import LookupJob
+from ems.vllm.lookups import Lookups
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import BlockModel
-from ems.vllm.observer import Observer
-from ems.vllm.reasons import Reason
+from ems.vllm.reporting.observer import Observer
+from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.requests import NEVER, Ask, Load, Release, RequestBook, Save, Span
-from ems.vllm.settings import ConnectorSettings
-from ems.vllm.stats import EmsStats
 
 logger = init_logger("vllm.ems.scheduler")
 
 ANNOUNCED = "ems_tokens"
 """Key in ``kv_transfer_params``: how many tokens of the prompt the prefill side stores."""
+ANSWER_SECONDS = 0.002
+"""How long an engine without anything to compute waits for a lookup: one takes about 1 ms, longer after a rest or on a
+slow core, where it may miss this; a step in which nothing is computed takes longer still."""
+MAX_OFFERS = 200
+"""How often in a row a hit is offered to an engine that runs nothing and does not take it: a load must leave blocks
+free that computing need not, so one of nearly all blocks may never be taken."""
+ANSWER_BLOCKS = 256
+"""Lookups of more blocks take longer than that, and are not waited for."""
 
 
 class SchedulerSide:
@@ -47,12 +56,17 @@ class SchedulerSide:
         workers: int = 1,
         *,
         step_tokens: int = 0,
+        steps_overlap: bool = False,
         events: BlockEvents | None = None,
     ) -> None:
         self._settings = settings
         self._model = model
-        # A load that is part of a step can report its failure by block only, which several groups do not allow.
-        self._joined = not settings.load_async and model.groups == 1
+        # A load that is part of a step can report its failure by block only.
+        self._joins = not settings.load_async and not model.fails_whole
+        self.block_pool: Any = None
+        """VLLM's own, for what it must not find again; without it all loads are made between steps."""
+        self._joining: set[str] = set()
+        """Requests whose loads are part of a step that is not over."""
         self._book = RequestBook(
             model.block_size,
             model.planes,
@@ -62,11 +76,13 @@ class SchedulerSide:
             loads=settings.loads,
             lookup_timeout=settings.lookup_timeout,
             handoff_timeout=settings.handoff_timeout,
-            joined=self._joined,
+            several=workers > 1 or steps_overlap,
         )
         start_node = self._start_node if settings.autostart else None
         self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens, start_node=start_node)
-        self._client = PoolClient(settings.socket, "vllm-scheduler")
+        self._client = PoolClient(settings.socket, "vllm-scheduler", credentials=settings.credentials)
+        for name, facts in model.descriptions().items():
+            self._client.describe(name, facts)
         self._lookups = Lookups(
             self._client,
             model.planes,
@@ -78,6 +94,9 @@ class SchedulerSide:
             start_node=start_node,
         )
         self._lookups.failed = self._observer.failed
+        self._lookups.limits.tier = settings.tier_timeout
+        self._lookups.usable = lambda: self._observer.usable
+        self._lookups.seconds_a_token = lambda: self._observer.seconds_a_token
         self._events = events
         self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
@@ -85,7 +104,13 @@ class SchedulerSide:
         self._awaited: set[str] = set()
         self._invalid: set[int] = set()
         self._workers = workers
+        self._running: set[str] = set()
+        """Requests that the engine computes."""
+        self._waited = False
+        """Whether this step has waited for an answer."""
         self._reported: Counter[str] = Counter()
+        self._offered: Counter[str] = Counter()
+        """Offers in a row that an engine without anything else to do did not take."""
 
     def _start_node(self) -> None:
         if ensure_node(self._settings.node_config()):
@@ -112,7 +137,7 @@ class SchedulerSide:
             self._observer.left_out(request.request_id, Reason.DOES_NOT_LOAD)
         self._vllm_requests[request.request_id] = request
         expected = self._announced(request)
-        self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected, time.monotonic()))
+        self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected))
 
     def _announced(self, request: Any) -> int:
         """Tokens that the request's prefill stores; none where a connector beside this one hands over the blocks."""
@@ -125,19 +150,49 @@ class SchedulerSide:
         request_id, now = request.request_id, time.monotonic()
         if request_id not in self._book:
             self._enter(request)
-        self._take_answers()
+        if local and self._joining:
+            # VLLM finds blocks that a step loads at once.  Should the load fail, whoever shares them must not have
+            # been computed behind them.
+            return None, False
+        self._lookups.hurry(request_id)
+        self._take_answers(self._patience(request))
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
-        found, effects = self._book.match(request_id, request.num_tokens, local, now)
+        joined = self._joins and self.block_pool is not None
+        found, effects = self._book.match(request_id, request.num_tokens, local, now, joined=joined)
         self._do(effects)
+        self._lookups.hurry(request_id)
         if found:
             offer = Offer(local, found, handoff=self._announced(request) > 0)
             reason = self._observer.why_not(request_id, offer, now)
+            if reason is None and self._not_taken(request_id):
+                reason = Reason.NOT_LOADED
             if reason is not None:
                 self._decline(request_id, reason)
                 found = 0
         self._observer.matched(request_id, local, found)
-        return found, bool(found) and not self._joined
+        return found, bool(found) and not joined
+
+    def _not_taken(self, request_id: str) -> bool:
+        """Whether an engine that could have taken this offer long ago will never do so."""
+        if self._running or self._book.loading:
+            self._offered.pop(request_id, None)
+            return False
+        self._offered[request_id] += 1
+        return self._offered[request_id] > MAX_OFFERS
+
+    def _patience(self, request: Any) -> float:
+        """Seconds to wait for what a lookup finds, once a step.
+
+        The engine computes what it has in the meantime; one that has nothing would take a whole empty step, several
+        times as long as most lookups, before it asks again.
+        """
+        if self._waited or self._running or not self._book.awaits(request.request_id):
+            return 0.0
+        if request.num_tokens > ANSWER_BLOCKS * self._model.block_size:
+            return 0.0
+        self._waited = True
+        return ANSWER_SECONDS
 
     def _decline(self, request_id: str, reason: Reason) -> None:
         self._observer.left_out(request_id, reason)
@@ -145,6 +200,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""
+        self._offered.pop(request.request_id, None)
         if external > 0:
             self._observer.loading(request.request_id, external)
         self._do(self._book.allocated(request.request_id, blocks.get_block_ids(), external))
@@ -152,7 +208,12 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the ended request's blocks must be kept, and what a decode should know (``request_finished``)."""
         request_id = request.request_id
-        if self._settings.save_answers:
+        self._offered.pop(request_id, None)
+        ran = request_id in self._running
+        self._running.discard(request_id)
+        self._take_answers()
+        if self._settings.save_answers and ran:
+            # One that did not run has blocks that another connector was to fill, and perhaps has not.
             self._save_rest(request, block_ids)
         known = self._book.get(request_id)
         stored = 0
@@ -196,10 +257,19 @@ class SchedulerSide:
             saves=self._saves,
             awaited=self._awaited,
             preempted=set(getattr(output, "preempted_req_ids", None) or ()),
+            idle=not output.num_scheduled_tokens,
         )
         self._loads, self._saves, self._awaited = [], [], set()
+        self._running -= step.preempted
+        self._running.update(output.num_scheduled_tokens)
+        self._waited = False
         for request_id in step.preempted:
             self._book.preempted(request_id)
+            if request_id in output.num_scheduled_tokens:
+                # It goes on in this very step (a reset of the cache does that): nothing is looked up for it.
+                self._do(self._book.decline(request_id))
+        if self._observer.usable:
+            self._do(self._book.look_ahead())
         for data in output.scheduled_new_reqs:
             self._plan_save(step, output, data.req_id, data.block_ids, data.num_computed_tokens, replace=True)
         cached = output.scheduled_cached_reqs
@@ -265,9 +335,21 @@ class SchedulerSide:
         for request_id in [*finished, *self._joined_loads(report)]:
             known = self._book.get(request_id)
             filled = set(known.loading) if known is not None else set()
+            self._joining.discard(request_id)
+            if known is not None and known.joined and filled & self._invalid:
+                self._forget(known.block_ids[0], self._invalid)
             self._observer.load_failed(request_id, len(filled if request_id in failed else filled & self._invalid))
             self._do(self._book.received(request_id, self._invalid, failed=request_id in failed))
             self._invalid -= filled
+
+    def _forget(self, block_ids: Sequence[int], invalid: set[int]) -> None:
+        """Let the engine find neither blocks that hold nothing nor those computed behind them.
+
+        It found them from when their load, part of a step, began, and finds them still when their request ends before
+        it has computed them.
+        """
+        first = next((position for position, block in enumerate(block_ids) if block in invalid), len(block_ids))
+        self.block_pool.evict_blocks(set(block_ids[first:]))
 
     def _joined_loads(self, report: object) -> list[str]:
         """Requests whose loads, part of a step, are over on all workers."""
@@ -306,12 +388,12 @@ class SchedulerSide:
 
     # Effects
 
-    def _take_answers(self) -> None:
-        for answer in self._lookups.answers():
+    def _take_answers(self, wait: float = 0.0) -> None:
+        for answer in self._lookups.answers(wait):
             found, request = answer.found, self._vllm_requests.get(answer.request_id)
             if self._events is not None and answer.chain is not None and found.blocks and request is not None:
                 self._events.found(request, found, answer.chain, self._extra(request)())
-            self._observer.answered(answer.request_id, found.tokens, found.blocks, answer.reason)
+            self._observer.answered(answer.request_id, found.tokens, found.blocks, answer.reason, answer.detail)
             if answer.chain is None:
                 self._do(self._book.abandon(answer.request_id))
             else:
@@ -324,8 +406,12 @@ class SchedulerSide:
                     self._ask(request_id, expected)
                 case Load():
                     self._loads.append(effect)
+                    if effect.joined:
+                        self._joining.add(effect.request_id)
                 case Release(lease):
                     self._lookups.release(lease)
+        for request_id in self._book.take_over():
+            self._lookups.forget(request_id)
 
     def _ask(self, request_id: str, expected: int) -> None:
         request = self._vllm_requests[request_id]

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ems.errors import EmsError
-from ems.pool.client import Namespace, PoolClient, TailHit
+from ems.pool.client.answers import Hits, Lease, Namespace, TailHit
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
-from ems.pool.layout import REF_BYTES
-from ems.pool.lease import Lease
+from ems.pool.reasons.words import Reason
+from ems.pool.segments.layout import REF_BYTES
 from ems.vllm.planes import Plane, first_in_sight, page_keys
 from ems.vllm.requests import NOTHING, Found, Pages
 
@@ -34,6 +35,8 @@ class Prompt(msgspec.Struct):
     tokens: Sequence[int]
     chain: KeyChain
     extra: Callable[[], Sequence[object]]
+    request: str = ""
+    """The engine's id of the request, by which the node can be asked about it."""
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -53,14 +56,24 @@ class Search:
         self._namespaces = [Namespace(plane.namespace, 0) for plane in planes]
         self._block_size = block_size
         self._timeout = call_timeout
+        self.reason: Reason | None = None
+        """Why the last search found no more, as far as the node tells."""
+        self.rising = 0
+        """How many blocks the last search saw coming up from tiers below the node's memory."""
+        self.computing = 0.0
+        """Seconds that a block takes to be computed, 0 while that is not known."""
+        self._request = ""
 
     def reach(self, prompt: Prompt) -> tuple[int, bool]:
         """How many tokens of ``prompt`` are there, and whether more are being written; promises nothing."""
+        self._request = ""  # a hand-off that waits asks often
+        self.rising = 0
         reach = self._reach(prompt)
         return reach.blocks * self._block_size + reach.tail.tokens, reach.pending
 
     def take(self, prompt: Prompt) -> Found:
         """Promise as much of ``prompt`` as can be used."""
+        self.reason, self._request, self.rising = None, prompt.request, 0
         if len(self._planes) == 1 and not self._planes[0].window:
             return self._take_leading(prompt)
         for _ in range(2):
@@ -92,7 +105,8 @@ class Search:
         shards = self._planes[0].shards
         leases: list[Lease] = []
         try:
-            keys, refs = self._hold(page_keys(prompt.chain.joined(0, len(prompt.chain)), shards), leases)
+            wanted = page_keys(prompt.chain.joined(0, len(prompt.chain)), shards)
+            keys, refs = self._hold(wanted, leases)
             blocks = len(keys) // (shards * KEY_BYTES)
             # A block of which some pages are missing counts for nothing.
             keys, refs = keys[: blocks * shards * KEY_BYTES], refs[: blocks * shards * REF_BYTES]
@@ -119,11 +133,26 @@ class Search:
         """The leading ones of ``keys`` that are there, and where; a lease on them is added to ``leases``."""
         if not keys:
             return b"", b""
-        hits = self._client.lookup(self._namespaces[0], keys, lease=True, timeout=self._timeout)
+        hits = self._ask(0, keys, lease=True)
+        self.reason = self.reason or hits.reason
         if hits.lease is None:
             return b"", b""
         leases.append(hits.lease)
         return keys[: hits.count * KEY_BYTES], hits.lease.packed_refs
+
+    def _ask(self, number: int, keys: bytes, *, lease: bool = False) -> Hits:
+        """Look ``keys`` up in plane ``number``; a block's computing is shared by its pages of all planes."""
+        pages_a_block = sum(plane.shards for plane in self._planes)
+        hits = self._client.lookup(
+            self._namespaces[number],
+            keys,
+            lease=lease,
+            timeout=self._timeout,
+            request=self._request,
+            compute=self.computing / pages_a_block,
+        )
+        self.rising = max(self.rising, -(-hits.below // self._planes[number].shards))
+        return hits
 
     # Several
 
@@ -145,17 +174,18 @@ class Search:
 
     def _leading(self, number: int, keys: bytes) -> tuple[int, bool]:
         """How many leading blocks of ``keys`` a plane has all pages of, and whether the next is being written."""
-        plane, namespace = self._planes[number], self._namespaces[number]
+        plane = self._planes[number]
         blocks = len(keys) // KEY_BYTES
         if plane.shards > 1 and blocks > MANY:
             # Most misses show in the first shard, at a fraction of the keys.
-            first = self._client.lookup(namespace, keys, timeout=self._timeout)
+            first = self._ask(number, keys)
             if not first.count:
+                self.reason = first.reason
                 return 0, bool(first.pending)
             blocks = first.count
-        hits = self._client.lookup(
-            namespace, page_keys(keys[: blocks * KEY_BYTES], plane.shards), timeout=self._timeout
-        )
+        pages = page_keys(keys[: blocks * KEY_BYTES], plane.shards)
+        hits = self._ask(number, pages)
+        self.reason = hits.reason or self.reason
         return hits.count // plane.shards, bool(hits.pending)
 
     def _gap(self, prompt: Prompt, blocks: int, tail: TailHit) -> tuple[int | None, bool]:
@@ -179,9 +209,10 @@ class Search:
         rest = prompt.tokens[start : start + self._block_size]
         if not len(rest):
             return _NO_TAIL
-        return self._client.lookup_tail(
-            self._namespaces[0], self._tail_name(prompt, blocks, rest), lease=lease, timeout=self._timeout
-        )
+        name = self._tail_name(prompt, blocks, rest)
+        hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease, timeout=self._timeout)
+        self.rising = max(self.rising, int(hit.below))
+        return hit
 
     @staticmethod
     def _tail_name(prompt: Prompt, blocks: int, rest: Sequence[int]) -> Tail:
@@ -203,7 +234,7 @@ class Search:
         first = self._first_in_sight(plane, reach.blocks * self._block_size + reach.tail.tokens)
         first = min(first, reach.blocks)
         keys = page_keys(prompt.chain.joined(first, reach.blocks) + reach.tail.key, plane.shards)
-        hits = self._client.lookup(self._namespaces[number], keys, lease=True, timeout=self._timeout)
+        hits = self._ask(number, keys, lease=True)
         if hits.lease is not None:
             leases.append(hits.lease)
         if hits.lease is None or hits.count * KEY_BYTES < len(keys):

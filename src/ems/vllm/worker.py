@@ -1,6 +1,6 @@
 """The connector inside vLLM's worker: starts copies and reports their ends, never waits for one.
 
-vLLM calls all hooks on one thread; the copies run in the threads of :mod:`ems.vllm.transfers`.
+vLLM calls all hooks on one thread; the copies run in the threads of :mod:`ems.vllm.loads` and :mod:`ems.vllm.saves`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ from vllm.logger import init_logger
 
 from ems.cc_v1.tensors import CpuDevice, Device, device_of
 from ems.errors import ConfigError, EmsError
-from ems.pool.client import PoolClient
-from ems.pool.launcher import ensure_node
-from ems.pool.touch import warm
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.node.launcher import ensure_node
+from ems.pool.segments.touch import warm
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.layers import LayerOrder
 from ems.vllm.loads import LOAD_SECONDS, Loader, LoadJob
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
+from ems.vllm.reporting.stats import EmsStats
+from ems.vllm.reporting.transferred import TransferLog, Transferred
 from ems.vllm.requests import Load
 from ems.vllm.saves import SaveBatch, Saver
-from ems.vllm.settings import ConnectorSettings
-from ems.vllm.stats import EmsStats
-from ems.vllm.transferred import TransferLog, Transferred
 
 logger = init_logger("vllm.ems.worker")
+
+IDLE_SECONDS = 0.01
+"""How long a step without anything to compute waits for a load.
+
+The engine would only ask again, in steps that cost milliseconds each and keep the interpreter from the thread that
+loads; a request that comes in meanwhile waits as long.
+"""
 
 
 class WorkerSide:
@@ -38,7 +45,7 @@ class WorkerSide:
         self._model = model
         self._planes = planes
         self._rows: list[PlaneRows] = []
-        self._client = PoolClient(settings.socket, "vllm-worker", self._let_go)
+        self._client = PoolClient(settings.socket, "vllm-worker", self._let_go, credentials=settings.credentials)
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         # One for each direction, so that loads do not queue behind saves; memory is pinned through the first.
@@ -140,8 +147,12 @@ class WorkerSide:
 
     def begin(self, step: StepMetadata) -> None:
         """The step's metadata arrived; its forward pass has not begun."""
+        if self._batch is not None:
+            # All stages but the last of a pipeline are not told that a step with drafts was computed.
+            self.computed()
         self._warm_once()
         self._step = step
+        self._joined = []
         self._loads_started = False
         self._awaited |= step.awaited
         if self._saver is not None:
@@ -178,10 +189,10 @@ class WorkerSide:
 
     def _refuse(self, load: Load) -> None:
         """A load that cannot even be tried; the scheduler side does not know, and hears of it as of any other."""
-        if self._model.groups == 1:
-            self._invalid.update(block for part in load.parts for block in part.block_ids)
-        else:
+        if self._model.fails_whole:
             self._failed.add(load.request_id)
+        else:
+            self._invalid.update(block for part in load.parts for block in part.block_ids)
         if load.joined:
             self._report[load.request_id] += 1
         else:
@@ -204,11 +215,14 @@ class WorkerSide:
 
     def computed(self) -> None:
         """VLLM's ``wait_for_save``: the forward pass was launched; its blocks may be copied behind it."""
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            batch.computed(self._save_device.mark())
         for job in self._joined:
             self._wait(job, None)
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            if not all(job.sound for job in self._joined):
+                # What the step computed behind blocks that hold nothing is wrong.
+                batch.call_off()
+            batch.computed(self._save_device.mark())
 
     def end(self) -> None:
         """The step is over; where nothing was to be computed, some releases of vLLM say only this."""
@@ -219,10 +233,16 @@ class WorkerSide:
     # Results
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose saves are done and that the engine waits for, those whose loads ended, those whose failed."""
+        """Requests whose saves are done and that the engine waits for, those whose loads ended, those whose failed.
+
+        VLLM asks before :meth:`computed` where it has drafts to compute: loads that are part of the step end first.
+        """
+        for job in self._joined:
+            self._wait(job, None)
         received, self._refused = self._refused, set()
-        for result in self._loader.results() if self._loader is not None else ():
-            if self._model.groups == 1:
+        wait = IDLE_SECONDS if self._step is not None and self._step.idle else 0.0
+        for result in self._loader.results(wait) if self._loader is not None else ():
+            if not self._model.fails_whole:
                 self._invalid |= result.failed_blocks
             elif not result.sound:
                 self._failed.add(result.request_id)
@@ -249,7 +269,6 @@ class WorkerSide:
             )
             if result.error:
                 self._transfers.failed(result.error)
-        self._joined = []
         self._note_saves()
         saver = self._saver
         sent = {request_id for request_id in self._awaited if saver is None or not saver.busy(request_id)}

@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import msgspec
 
-from ems.pool.changes import Run
+from ems.pool.core.changes import Run
 from ems.pool.keys import KEY_BYTES
 
 MOST_BLOCKS = 65536

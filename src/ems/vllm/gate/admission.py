@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ems.vllm.cost import CostModel
-from ems.vllm.reasons import Reason
+from ems.pool.reasons.words import Reason
+from ems.vllm.gate.cost import CostModel
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ems.errors import ConfigError
-from ems.vllm.setting_values import SettingReader
-from ems.vllm.settings import ROLES, WITHOUT_MEANING
+from ems.vllm.configuration.setting_values import SettingReader
+from ems.vllm.configuration.settings import ROLES, WITHOUT_MEANING
 
 _SIDES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 

@@ -16,13 +16,14 @@ from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.present import twice
 from ems.cc_v1.summary import Sample
-from ems.errors import ConfigError, EmsError, PoolTimeout, PoolUnavailable, ProtocolError
-from ems.pool.client import PoolClient
+from ems.errors import ConfigError, EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.tenants.credentials import Credentials
 
 SUMMARY_SECONDS = 30.0
 """How often the summary line is written, if there is something to sum up."""
 
-_SICK = (PoolUnavailable, PoolTimeout, ProtocolError)
+_SICK = (PoolUnavailable, PoolTimeout, ProtocolError, Unauthorised)
 """Errors that say something about the pool's health.  One that refuses a page, for want of room perhaps, is well."""
 
 _BY_NAME = {kind.__name__: kind for kind in _SICK}
@@ -42,9 +43,10 @@ class PoolHealth:
         *,
         call_timeout: float,
         start_node: Callable[[], object] | None = None,
+        credentials: Credentials | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = PoolClient(socket, "vllm-health")
+        self._client = PoolClient(socket, "vllm-health", credentials=credentials)
         self._logger = logger
         self._call_timeout = call_timeout
         self._start_node = start_node

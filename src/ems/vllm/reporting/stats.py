@@ -15,9 +15,9 @@ import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from ems.vllm.explain import Tally
-from ems.vllm.reasons import Reason
-from ems.vllm.transferred import Transferred
+from ems.pool.reasons.words import Reason
+from ems.vllm.reporting.explain import Tally
+from ems.vllm.reporting.transferred import Transferred
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 

@@ -27,9 +27,9 @@ os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 if TYPE_CHECKING:
     _HandOff: Any = object
 elif _imports("nixl._api"):
-    from ems.vllm.nixl_hand_off import NixlHandOff as _HandOff
+    from ems.vllm.peer.nixl import NixlHandOff as _HandOff
 elif _imports("mooncake.engine"):
-    from ems.vllm.mooncake_hand_off import MooncakeHandOff as _HandOff
+    from ems.vllm.peer.mooncake import MooncakeHandOff as _HandOff
 else:
     raise ConfigError(
         "MooncakeConnectorV1 hands over from peer to peer and found neither nixl nor mooncake on this machine; "

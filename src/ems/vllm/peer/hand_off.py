@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
-from ems.vllm.transport_settings import Parallelism, read_transport, unique_engine_id
+from ems.vllm.peer.transport_settings import Parallelism, read_transport, unique_engine_id
 
 logger = init_logger("vllm.ems.peer_to_peer")
 

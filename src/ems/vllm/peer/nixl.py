@@ -1,27 +1,33 @@
 """A hand-off from peer to peer over vLLM's NIXL connector, configured the way of ``MooncakeConnectorV1``.
 
 The decode reads the prefill's blocks.  It finds the prefill by the address in ``kv_transfer_params``, so an engine
-whose port is taken listens on another one.
+whose port is taken listens on another one.  On a CPU the transport's thread leaves the cores to those that compute.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from nixl import _api as nixl_api
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm.platforms import current_platform
 
 from ems.errors import ConfigError
-from ems.vllm.hand_off import HandOffLog, logger, own_address, translated
+from ems.vllm.peer.hand_off import HandOffLog, logger, own_address, translated
 
 KEYS = (
     "backends", "num_threads", "kv_lease_duration", "kv_recompute_threshold", "bidirectional_kv_xfer",
     "decoder_kv_blocks_ttl", "engine_ttl", "enforce_handshake_compat",
 )  # fmt: skip
 """What vLLM's NIXL connector understands in ``kv_connector_extra_config``."""
+
+LOOK_MICROSECONDS = 1000
+"""On a CPU, the rest of the transport's thread between two looks for what a peer wants."""
 
 
 class NixlHandOff(HandOffLog, NixlConnector):
@@ -35,12 +41,14 @@ class NixlHandOff(HandOffLog, NixlConnector):
                 "serves only 1; start with 1 or write NixlConnector instead"
             )
         cores = os.sched_getaffinity(0)
-        super().__init__(translated(vllm_config, role, KEYS), role, kv_cache_config)
+        on_cpu = role is KVConnectorRole.WORKER and current_platform.device_type == "cpu"
+        with resting_agents() if on_cpu else nullcontext():
+            super().__init__(translated(vllm_config, role, KEYS), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._place = ListeningPlace(*_wanted_place(vllm_config))
             self.connector_scheduler.side_channel_host = self._place.host
             self.connector_scheduler.side_channel_port = self._place.port
-        elif current_platform.device_type == "cpu":
+        elif on_cpu:
             # The transport's threads keep the core that vLLM reserves for them, the thread that computes goes back.
             os.sched_setaffinity(0, cores)
 
@@ -48,6 +56,27 @@ class NixlHandOff(HandOffLog, NixlConnector):
         super().shutdown()
         if self.connector_scheduler is not None:
             self._place.close()
+
+
+@contextmanager
+def resting_agents() -> Iterator[None]:
+    """The threads of NIXL agents that are made meanwhile rest between two looks.
+
+    NIXL has a setting for that, which its Python interface leaves at 0: then each agent keeps a core busy, and several
+    on one core keep others from it for seconds.
+    """
+    bindings = nixl_api.nixlBind
+    make = bindings.nixlAgent
+
+    def made(name: str, config: Any) -> Any:
+        config.pthrDelay = LOOK_MICROSECONDS
+        return make(name, config)
+
+    bindings.nixlAgent = made
+    try:
+        yield
+    finally:
+        bindings.nixlAgent = make
 
 
 def _wanted_place(vllm_config: Any) -> tuple[str, int]:

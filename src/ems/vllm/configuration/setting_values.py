@@ -13,8 +13,8 @@ from typing import Any
 from ems.config import parse_size
 from ems.errors import ConfigError
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off", "")
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off", "")
 
 
 class SettingReader:
@@ -43,6 +43,15 @@ class SettingReader:
             raise ConfigError(f"{name} is {value!r}, expected a text")
         return str(value)
 
+    def secret(self, key: str, *variables: str) -> str:
+        """A text that no message shows."""
+        name, value = self.find(key, *variables)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} is a {type(value).__name__}, expected a text")
+        return value
+
     def choice(self, key: str, choices: Sequence[str], default: str) -> str:
         name, value = self.find(key)
         if value is None:
@@ -56,9 +65,9 @@ class SettingReader:
         if value is None:
             return default
         text = str(value).strip().lower()
-        if text in _TRUE:
+        if text in TRUE:
             return True
-        if text in _FALSE:
+        if text in FALSE:
             return False
         raise ConfigError(f"{name} is {value!r}, expected true or false")
 

@@ -13,7 +13,7 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
 
-from ems.vllm.hand_off import HandOffLog, own_address, translated
+from ems.vllm.peer.hand_off import HandOffLog, own_address, translated
 
 KEYS = ("mooncake_protocol", "device_name", "num_workers", "bootstrap_server_address")
 """What vLLM's Mooncake connector understands in ``kv_connector_extra_config``."""

@@ -17,7 +17,8 @@ import msgspec
 
 from ems.config import NodeConfig, default_directory, default_socket
 from ems.errors import ConfigError
-from ems.vllm.setting_values import SettingReader
+from ems.pool.tenants.credentials import ACCESS_ID, ACCESS_KEY, Credentials
+from ems.vllm.configuration.setting_values import SettingReader
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
@@ -91,6 +92,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = "default"
     """Whose pages these are."""
 
+    credentials: Credentials = Credentials()
+    """What proves it to a node with tenants; ``access_id`` and ``access_key``, or ``ACCELERATE_ID`` and ``_KEY``."""
+
     model_id: str = ""
     """A name for the weights; empty derives one from the weight files."""
 
@@ -114,6 +118,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     handoff_timeout: float = 2.0
     """Seconds that a decode waits for blocks that its prefill is still writing; ``handoff_timeout_ms``."""
+
+    tier_timeout: float = 0.8
+    """Seconds that a request waits for blocks that come up from tiers below memory, part of ``lookup_timeout``;
+    ``tier_timeout_ms``."""
 
     call_timeout: float = 2.0
     """Seconds that one call to the node may take; ``call_timeout_ms``, ``EMS_CALL_TIMEOUT_MS`` or ``EMS_TIMEOUT``."""
@@ -157,6 +165,7 @@ def read_settings(
         health_gate=reader.boolean("health_gate", default=True),
         health_check=reader.seconds("health_check_ms", default_ms=10_000),
         tenant=reader.text("tenant", default="default"),
+        credentials=Credentials(reader.text("access_id", ACCESS_ID), reader.secret("access_key", ACCESS_KEY)),
         model_id=reader.text("model_id"),
         namespace=_namespace(reader),
         store_tp_size=_store_tp_size(reader),
@@ -165,6 +174,7 @@ def read_settings(
         explain=reader.boolean("explain", default=False),
         lookup_timeout=reader.seconds("lookup_timeout_ms", default_ms=1000),
         handoff_timeout=reader.seconds("handoff_timeout_ms", default_ms=2000),
+        tier_timeout=reader.seconds("tier_timeout_ms", default_ms=800),
         call_timeout=reader.seconds("call_timeout_ms", "EMS_CALL_TIMEOUT_MS", "EMS_TIMEOUT", default_ms=2000),
     )
     return settings, _ignored(extra, reader.known)

@@ -10,7 +10,7 @@ from collections import Counter
 
 import msgspec
 
-from ems.vllm.reasons import Reason
+from ems.pool.reasons.words import Reason
 
 MAX_RECORDS = 65536
 """Requests that are followed at a time; beyond, the oldest are forgotten."""
@@ -52,7 +52,8 @@ class Tally(msgspec.Struct):
 
 class _Record:
     __slots__ = (
-        "answered", "decided", "external", "found", "found_blocks", "loaded", "local", "prompt", "reason", "wanted",
+        "answered", "decided", "detail", "external", "found", "found_blocks", "loaded", "local", "prompt", "reason",
+        "told", "wanted",
     )  # fmt: skip
 
     def __init__(self, prompt: int, wanted: bool) -> None:
@@ -62,6 +63,9 @@ class _Record:
         self.local = self.external = self.loaded = 0
         self.answered = self.decided = False
         self.reason: Reason | None = None
+        self.detail = ""
+        self.told: Reason | None = None
+        """The reason that the detail belongs to."""
 
 
 class Explanations:
@@ -100,13 +104,19 @@ class Explanations:
         if record is not None and not record.decided:
             self._miss(record, reason)
 
-    def answered(self, request_id: str, tokens: int, blocks: int, reason: Reason | None = None) -> None:
-        """The lookup ended: so much was found, and for that ``reason`` not more (None: that is all there is)."""
+    def answered(
+        self, request_id: str, tokens: int, blocks: int, reason: Reason | None = None, detail: str = ""
+    ) -> None:
+        """The lookup ended: so much was found, and for that ``reason`` not more (None: that is all there is).
+
+        ``detail`` is what else is known of the reason.
+        """
         record = self._records.get(request_id)
         if record is not None and not record.decided:
             record.answered = True
             record.found, record.found_blocks = tokens, blocks
-            record.reason = reason
+            record.reason = record.told = reason
+            record.detail = detail
 
     def matched(self, request_id: str, local: int, external: int | None) -> None:
         """The engine, which has ``local`` tokens, was told that ``external`` more can be loaded (None: ask again)."""
@@ -150,6 +160,8 @@ class Explanations:
         if record is None or not record.wanted:
             return None
         reason = record.reason or Reason.NOT_LOADED
+        # What the pool told belongs to its own reason, not to one that came later.
+        detail = record.detail if reason is record.told else ""
         return Explanation(
             prompt=record.prompt,
             found=record.found,
@@ -160,7 +172,7 @@ class Explanations:
             computed=max(record.prompt - record.local - record.loaded, 1),
             tier=self._tier if record.found else "",
             reason=reason.value,
-            sentence=reason.sentence,
+            sentence=f"{reason.sentence} ({detail})" if detail else reason.sentence,
         )
 
     # Counting

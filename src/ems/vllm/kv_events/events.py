@@ -18,10 +18,11 @@ from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KV
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ems.errors import EmsError, PoolRefused
-from ems.pool.client import Place, PoolChanges, PoolClient
+from ems.pool.client.answers import Place, PoolChanges
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain
 from ems.vllm import compat
-from ems.vllm.announced import Announced, Block, Page, Removed, Stored, Tidings
+from ems.vllm.kv_events.announced import Announced, Block, Page, Removed, Stored, Tidings
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import page_keys
 from ems.vllm.requests import Found, Save

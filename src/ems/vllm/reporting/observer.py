@@ -1,8 +1,8 @@
 """What the scheduler side notes beside its work: health, cost, explanations, figures.
 
-It ties the brains :mod:`~ems.vllm.cost`, :mod:`~ems.vllm.admission`, :mod:`~ems.vllm.explain` and
-:mod:`~ems.vllm.steps` and the health gate to the hooks of the scheduler side, whose thread alone calls it.  No call
-waits.
+It ties the brains :mod:`~ems.vllm.gate.cost`, :mod:`~ems.vllm.gate.admission`,
+:mod:`~ems.vllm.gate.steps` and :mod:`~ems.vllm.reporting.explain` and the health gate to the hooks of the scheduler
+side, whose thread alone calls it.  No call waits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import msgspec
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError
-from ems.vllm.admission import Offer, Thresholds, why_not
-from ems.vllm.cost import CostModel
-from ems.vllm.explain import Explanations
-from ems.vllm.health import PoolHealth
-from ems.vllm.reasons import Reason
-from ems.vllm.settings import ConnectorSettings
-from ems.vllm.stats import EmsStats, PoolState
-from ems.vllm.steps import StepTimes
-from ems.vllm.transferred import Transferred
+from ems.pool.reasons.words import Reason
+from ems.vllm.configuration.settings import ConnectorSettings
+from ems.vllm.gate.admission import Offer, Thresholds, why_not
+from ems.vllm.gate.cost import CostModel
+from ems.vllm.gate.health import PoolHealth
+from ems.vllm.gate.steps import StepTimes
+from ems.vllm.reporting.explain import Explanations
+from ems.vllm.reporting.stats import EmsStats, PoolState
+from ems.vllm.reporting.transferred import Transferred
 
 EXPLAIN = "ems_explain"
 """Key in ``kv_transfer_params``: of a request that wants to be explained, and of the answer that does."""
@@ -60,9 +60,12 @@ class Observer:
             logger,
             call_timeout=settings.call_timeout,
             start_node=start_node,
+            credentials=settings.credentials,
         )
         self.health.start()
         self._cost = CostModel(enabled=settings.cost_model, step_tokens=step_tokens)
+        self.seconds_a_token = 0.0
+        """How long the engine computes a token, 0 while that is not known or does not matter."""
         self._explanations = Explanations(block_size)
         self._steps = StepTimes()
         self._admitted: set[str] = set()
@@ -93,9 +96,9 @@ class Observer:
         """The request gets nothing from the pool."""
         self._explanations.left_out(request_id, reason)
 
-    def answered(self, request_id: str, tokens: int, blocks: int, reason: Reason | None) -> None:
+    def answered(self, request_id: str, tokens: int, blocks: int, reason: Reason | None, detail: str = "") -> None:
         """The request's lookup ended."""
-        self._explanations.answered(request_id, tokens, blocks, reason)
+        self._explanations.answered(request_id, tokens, blocks, reason, detail)
 
     def why_not(self, request_id: str, offer: Offer, now: float) -> Reason | None:
         """What speaks against the load, decided once a request."""
@@ -171,6 +174,8 @@ class Observer:
             return None
         self._next_state, self._told_usable = now + STATE_SECONDS, usable
         figures = self._cost.figures(now)
+        speed = figures.compute_tokens_per_second
+        self.seconds_a_token = 1 / speed if speed and self._settings.cost_model else 0.0
         return PoolState(usable, figures.compute_tokens_per_second, figures.load_tokens_per_second, figures.refused)
 
     def close(self) -> None:

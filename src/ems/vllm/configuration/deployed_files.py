@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ems.vllm.settings import read_settings
-from ems.vllm.transport_settings import check_sizes
+from ems.vllm.configuration.settings import read_settings
+from ems.vllm.peer.transport_settings import check_sizes
 
 _LEFT_OUT = ("kv_rank", "kv_parallel_size", "kv_ip", "lookup_rpc_port", "mooncake_rpc_port")
 _MULTI = "MultiConnector"

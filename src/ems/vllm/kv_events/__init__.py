@@ -1,0 +1,1 @@
+"""What others hear of blocks that the pool stores and removes."""

@@ -1,0 +1,314 @@
+"""The lookups of one engine, step by step: asks the pool, knows when to look again, keeps what was found meanwhile.
+
+It calls the pool and has neither thread nor clock.  A lookup goes on while more comes up and the scheduler has not
+asked for its request; what was found until then is promised, what comes up is announced.  An answer that was given
+while the request stands in the queue is looked at again now and then: more may have come, or the promise may have ended
+with its node.  What always holds: what a lookup keeps is given back when its request needs it no longer; an answer's
+leases belong to whoever takes the answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ems.errors import EmsError
+from ems.pool.client.answers import Announcement, Lease, Namespace
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import KEY_BYTES, KeyChain
+from ems.pool.protocol.limits import MAX_KEYS
+from ems.pool.reasons.words import Reason
+from ems.vllm.planes import Plane, page_keys
+from ems.vllm.requests import NOTHING, Found
+from ems.vllm.search import Prompt, Search
+from ems.vllm.waiting import QUEUED_PAUSE, Limits, Waiting
+
+LOOK_AGAIN_SECONDS = 0.25
+"""After how long an answer that waits for the scheduler is looked at for the first time."""
+PARTS = 8
+"""In at most so many parts what comes up while an answer waits is answered; each counts as a use of its pages."""
+RENEW_SECONDS = 60.0
+"""After how long an announcement is made anew, before the node lets go of it."""
+
+
+class LookupJob(msgspec.Struct, eq=False):
+    """One request to look up.
+
+    ``extra`` makes what else names its blocks, one entry a block, the last one too; ``expected`` tokens were
+    announced by a prefill.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    extra: Callable[[], Sequence[object]]
+    expected: int
+    asked_at: float
+    explain: bool = False
+    """Whether somebody wants to know why not more was found."""
+    due: bool = False
+    """Whether the scheduler asks for it; set on the scheduler's thread."""
+    over: bool = False
+    """Whether nobody wants to know any more; set on the scheduler's thread."""
+
+    # Used by whoever looks, alone.
+    prompt: Prompt | None = None
+    waiting: Waiting = msgspec.field(default_factory=lambda: Waiting(0.0, 0))
+    rising: bool = False
+    """Whether the request waits for what comes up from tiers below the node's memory."""
+    held: Found = NOTHING
+    """What is promised while more comes up."""
+    announced: list[Announcement] = msgspec.field(default_factory=list)
+    renew_at: float = 0.0
+    answer: Found | None = None
+    """What was answered last."""
+    turn: int = 0
+    """Number of its next look; 0 while there is none."""
+
+    def __post_init__(self) -> None:
+        self.waiting = Waiting(self.asked_at, self.expected)
+
+
+class LookupAnswer(msgspec.Struct, frozen=True):
+    """The end of a lookup: the keys of the request's full blocks (None: they cannot be made), and what was found.
+
+    ``reason`` says why not more, where that is known.
+    """
+
+    request_id: str
+    chain: KeyChain | None
+    found: Found
+    reason: Reason | None = None
+    detail: str = ""
+    """What else is known of the reason; only for requests to be explained."""
+
+
+class Hooks(msgspec.Struct):
+    """What is asked of the engine's side, and told to it, on the thread that looks."""
+
+    prompt: Callable[[LookupJob], Prompt]
+    """Names the blocks of a request."""
+    why: Callable[[Prompt, Found, Reason | None], tuple[Reason | None, str]]
+    """Why not more was found, in detail."""
+    missed: Callable[[EmsError], None]
+    """A call to the pool failed."""
+    recovered: Callable[[], None]
+    """A lookup went well."""
+    seconds_a_token: Callable[[], float]
+    """How long the engine computes a token, 0 while that is not known."""
+    usable: Callable[[], bool]
+    """Whether the pool may be asked for what need not be."""
+
+
+class Looking:
+    """All lookups of one engine over ``planes``; answers are given to ``answer``."""
+
+    def __init__(
+        self,
+        client: PoolClient,
+        planes: Sequence[Plane],
+        block_size: int,
+        call_timeout: float,
+        limits: Limits,
+        hooks: Hooks,
+        answer: Callable[[LookupJob, LookupAnswer], None],
+    ) -> None:
+        self._client = client
+        self._planes = planes
+        self._search = Search(client, planes, block_size, call_timeout)
+        self._block_size = block_size
+        self._call_timeout = call_timeout
+        self._limits = limits
+        self._hooks = hooks
+        self._answer = answer
+        self._agenda: list[tuple[float, int, LookupJob]] = []
+        self._turns = 0
+
+    # Time
+
+    @property
+    def next_at(self) -> float | None:
+        """When to look again; None while there is nothing to look for."""
+        return self._agenda[0][0] if self._agenda else None
+
+    def told(self, item: LookupJob | Lease, now: float) -> None:
+        """A request is to be looked up, is asked for by the scheduler or is over; or a lease is given back."""
+        if isinstance(item, Lease):
+            self._client.release(item)
+        else:
+            self._turn(item, now)
+
+    def next_job(self, now: float) -> LookupJob | None:
+        """The request that is to be looked for now, to be told; None when there is none yet."""
+        while self._agenda and self._agenda[0][0] <= now:
+            _, turn, job = heapq.heappop(self._agenda)
+            if job.turn == turn:
+                return job
+        return None
+
+    def _turn(self, job: LookupJob, now: float) -> None:
+        job.turn = 0
+        pause = self._look(job, now)
+        if pause is not None:
+            self._turns += 1
+            job.turn = self._turns
+            heapq.heappush(self._agenda, (now + pause, job.turn, job))
+
+    # Looking
+
+    def _look(self, job: LookupJob, now: float) -> float | None:
+        """Look for one request; seconds until it should be looked for again, None for never."""
+        if job.over:
+            self._let_go(job)
+            return None
+        if job.due:
+            job.waiting.hurry(now)
+        if job.answer is not None:
+            return self._look_again(job, job.answer, now)
+        prompt = job.prompt = job.prompt or self._hooks.prompt(job)
+        try:
+            found = self._found(job, prompt, now)
+        except EmsError as error:
+            self._hooks.missed(error)
+            found = NOTHING
+            told = LookupAnswer(job.request_id, prompt.chain, found, Reason.LOOKUP_FAILED)
+        else:
+            if found is None:
+                return job.waiting.pause()
+            self._hooks.recovered()
+            reason, detail = self._search.reason, ""
+            if job.explain:
+                reason, detail = self._hooks.why(prompt, found, reason)
+            told = LookupAnswer(job.request_id, prompt.chain, found, reason, detail)
+        self._let_go(job)
+        job.answer = found
+        self._tell(job, told)
+        return None if job.due else LOOK_AGAIN_SECONDS
+
+    def _tell(self, job: LookupJob, told: LookupAnswer) -> None:
+        """Answer, unless nobody wants to know any more: an engine that is idle would not look for long."""
+        if job.over:
+            self._release(told.found)
+        else:
+            self._answer(job, told)
+
+    def _found(self, job: LookupJob, prompt: Prompt, now: float) -> Found | None:
+        """What is promised to the request; None when it should wait for more."""
+        if job.expected:
+            tokens, pending = self._search.reach(prompt)
+            if job.waiting.for_prefill(tokens, pending, self._limits.handoff, now):
+                return None
+        # In the queue a tier may take its time.
+        queued = job.rising and not job.waiting.due
+        self._search.computing = 0.0 if queued else self._hooks.seconds_a_token() * self._block_size
+        if job.rising:
+            tokens = self._search.reach(prompt)[0]
+            if self._rises(job, tokens, now):
+                self._announce(job, prompt, max(tokens // self._block_size, job.held.blocks), now)
+                return None
+        found = self._search.take(prompt)
+        if job.rising or not self._rises(job, found.tokens, now):
+            return found
+        job.rising, job.held = True, found
+        self._announce(job, prompt, found.blocks, now)
+        return None
+
+    def _rises(self, job: LookupJob, tokens: int, now: float) -> bool:
+        """Whether it is worth waiting for what the last search saw coming up behind ``tokens`` tokens."""
+        rising = min(self._search.rising * self._block_size, len(job.tokens) - tokens)
+        return job.waiting.for_tiers(tokens, rising, self._hooks.seconds_a_token(), self._limits.tier, now)
+
+    # While the request stands in the queue
+
+    def _look_again(self, job: LookupJob, answer: Found, now: float) -> float | None:
+        """Whether there is more by now than was answered, or less: what a node promised that is gone."""
+        if job.due:
+            self._let_go(job)
+            return None
+        assert job.prompt is not None
+        pause = max(job.waiting.pause(), LOOK_AGAIN_SECONDS)
+        if not self._hooks.usable():
+            return pause
+        try:
+            self._client.notice()
+            lost = any(lease.epoch != self._client.epoch for lease in answer.leases)
+            if lost or self._more(job, job.prompt, answer, now):
+                found = self._search.take(job.prompt)
+                if not lost and found.tokens <= answer.tokens:
+                    self._release(found)
+                    return pause
+                if not self._search.rising:
+                    self._let_go(job)
+                job.answer = found
+                self._tell(job, LookupAnswer(job.request_id, job.prompt.chain, found, self._search.reason))
+        except EmsError as error:
+            self._hooks.missed(error)
+            return QUEUED_PAUSE
+        return pause
+
+    def _more(self, job: LookupJob, prompt: Prompt, answer: Found, now: float) -> bool:
+        """Whether so much more of the prompt is in memory than was answered that it is worth another answer.
+
+        What is on its way there is announced.
+        """
+        if answer.blocks >= len(prompt.chain):
+            return False
+        if not self._coming(prompt, answer.blocks):
+            return False
+        self._search.computing = 0.0
+        tokens = self._search.reach(prompt)[0]
+        least = 1
+        if self._search.rising:
+            self._announce(job, prompt, max(tokens // self._block_size, answer.blocks), now)
+            least = max(len(job.tokens) // PARTS, 1)
+        return tokens - answer.tokens >= least
+
+    def _coming(self, prompt: Prompt, first: int) -> bool:
+        """Whether every plane has block number ``first`` in memory or on its way; from there on tiers bring more up."""
+        return all(
+            self._client.prefetch(name, keys, self._call_timeout) >= plane.shards
+            for end in (first + 1, len(prompt.chain))
+            for plane, name, keys in self._pages(prompt, first, end)
+            if not plane.window
+        )
+
+    def _pages(self, prompt: Prompt, first: int, end: int) -> list[tuple[Plane, Namespace, bytes]]:
+        return [
+            (
+                plane,
+                Namespace(plane.namespace, 0),
+                page_keys(prompt.chain.joined(first, min(end, first + MAX_KEYS // plane.shards)), plane.shards),
+            )
+            for plane in self._planes
+        ]
+
+    # What is kept meanwhile
+
+    def _announce(self, job: LookupJob, prompt: Prompt, first: int, now: float) -> None:
+        """What comes up from block ``first`` on stays in memory until it is promised; said once, and again in time."""
+        if job.announced and now < job.renew_at:
+            return
+        before, job.announced = job.announced, []
+        start = job.held.blocks if job.answer is None else job.answer.blocks
+        for _, name, keys in self._pages(prompt, start, first + self._search.rising):
+            if len(keys) >= KEY_BYTES:
+                announced = self._client.announce(name, keys, self._call_timeout)
+                job.announced += [] if announced is None else [announced]
+        job.renew_at = now + RENEW_SECONDS
+        self._withdraw(before)
+
+    def _let_go(self, job: LookupJob) -> None:
+        """The request needs nothing any more of what was kept for it."""
+        held, job.held = job.held, NOTHING
+        announced, job.announced = job.announced, []
+        self._release(held)
+        self._withdraw(announced)
+
+    def _release(self, found: Found) -> None:
+        for lease in found.leases:
+            self._client.release(lease)
+
+    def _withdraw(self, announced: Sequence[Announcement]) -> None:
+        for one in announced:
+            self._client.withdraw(one)

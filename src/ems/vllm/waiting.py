@@ -1,0 +1,104 @@
+"""How long the lookup of one request waits: for blocks that its prefill writes, and for those that come up from tiers.
+
+A brain.  Until the scheduler asks for a request it stands in the engine's queue, where waiting costs nothing: its
+lookup goes on until all that can come has come.  What always holds: a bounded time after the scheduler asked the wait
+is over; from then on nobody waits longer for blocks that come up than computing them takes, nor for a tier that has
+shown to be slower than computing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FIRST_PAUSE = 0.002
+"""Seconds between the first two looks; each pause is twice as long as the one before."""
+MOST_PAUSE = 0.05
+"""Seconds between two looks at most, once the scheduler asked."""
+QUEUED_PAUSE = 1.0
+"""Seconds between two looks at most while the request stands in the queue."""
+GRACE_SECONDS = 0.5
+"""How long a hand-off waits for blocks that are announced but not even being written yet."""
+
+
+def keep_waiting(tokens: int, pending: bool, expected: int, waited: float, limit: float, known: float) -> bool:
+    """Whether a hand-off of ``expected`` tokens, of which ``tokens`` are there, goes on waiting after ``waited`` s.
+
+    Blocks that are being written are worth the whole wait of ``limit`` seconds; blocks of which nothing is to be seen
+    only the first :data:`GRACE_SECONDS` that the request is ``known``, if it waited for them or not.
+    """
+    if tokens >= expected or waited >= limit:
+        return False
+    return pending or known < GRACE_SECONDS
+
+
+def keep_rising(rising: bool, waited: float, limit: float, computing: float) -> bool:
+    """Whether a request goes on waiting for what comes up from tiers below the node's memory.
+
+    Not longer than ``limit`` seconds in all, nor than the ``computing`` of what comes up takes (0: not known).
+    """
+    return rising and waited < (min(limit, computing) if computing else limit)
+
+
+class Limits(msgspec.Struct):
+    """Seconds that a request waits at most once the scheduler asked: for its prefill, for tiers below memory."""
+
+    handoff: float = 0.0
+    tier: float = 0.0
+
+
+class Waiting:
+    """The wait of one request that came at ``asked_at``; ``expected`` of its tokens were announced by a prefill."""
+
+    def __init__(self, asked_at: float, expected: int) -> None:
+        self._asked_at = asked_at
+        self._expected = expected
+        self._due: float | None = None
+        self._pause = FIRST_PAUSE
+        self._rose: tuple[int, float] | None = None
+        """Tokens that were there when something was seen to rise, and when that was."""
+        self._computing: float | None = None
+        """Seconds that computing takes what was still to come up when the scheduler had asked."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the scheduler has asked."""
+        return self._due is not None
+
+    def hurry(self, now: float) -> None:
+        """The scheduler asks for the request: from now on waiting costs."""
+        if self._due is None:
+            self._due = now
+            self._pause = FIRST_PAUSE
+
+    def _waited(self, now: float) -> float:
+        return 0.0 if self._due is None else now - self._due
+
+    def for_prefill(self, tokens: int, pending: bool, limit: float, now: float) -> bool:
+        """Whether to go on waiting for the prefill, which has stored ``tokens`` tokens and is writing more or not."""
+        if not self._expected:
+            return False
+        return keep_waiting(tokens, pending, self._expected, self._waited(now), limit, now - self._asked_at)
+
+    def for_tiers(self, tokens: int, rising: int, token_seconds: float, limit: float, now: float) -> bool:
+        """Whether to go on waiting for ``rising`` tokens that come up behind the ``tokens`` ones that are there.
+
+        ``token_seconds`` is what computing a token takes (0: not known).
+        """
+        if rising <= 0:
+            return False
+        if self._rose is None:
+            self._rose = tokens, now
+        if self._due is None:
+            return limit > 0
+        risen, seconds = tokens - self._rose[0], now - self._rose[1]
+        if token_seconds and risen > 0 and seconds > token_seconds * risen:
+            return False
+        if self._computing is None:
+            self._computing = token_seconds * rising
+        return keep_rising(True, self._waited(now), limit, self._computing)
+
+    def pause(self) -> float:
+        """Seconds until the next look."""
+        pause = self._pause
+        self._pause = min(pause * 2, QUEUED_PAUSE if self._due is None else MOST_PAUSE)
+        return pause
