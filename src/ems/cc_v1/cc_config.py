@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ems.cc_v1.errors import invalid
 from ems.cc_v1.health import HealthRules
+from ems.pool.tenants.credentials import Credentials
 
 if TYPE_CHECKING:
     from ems.config import NodeConfig
@@ -127,6 +128,11 @@ class EmsConfig:
     def tenant(self) -> str:
         """Whose pages these are."""
         return self.access_id or "default"
+
+    @property
+    def credentials(self) -> Credentials:
+        """What proves it to a node with tenants."""
+        return Credentials(self.access_id or "", self.access_key or "")
 
     def check(self) -> None:
         """Refuse what cannot be meant.

@@ -19,19 +19,19 @@ from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
 from ems.cc_v1.load import Loader
 from ems.cc_v1.monitor import GateClosed, Monitor
 from ems.cc_v1.present import count_present
-from ems.cc_v1.registration import Registration, namespace_of
+from ems.cc_v1.registration import Registration, description_of, namespace_of
 from ems.cc_v1.save import Saver
 from ems.cc_v1.slots import Blocks
 from ems.cc_v1.summary import Kind, Sample
 from ems.cc_v1.transfer import CcFuture, CcResult
 from ems.cc_v1.worker import Worker
 from ems.errors import ConfigError, EmsError
-from ems.pool.touch import warm
+from ems.pool.segments.touch import warm
 
 if TYPE_CHECKING:
     from ems.cc_v1.cc_config import CcKvOption, EmsConfig
     from ems.cc_v1.tensors import Device
-    from ems.pool.client import PoolClient
+    from ems.pool.client.pool_client import PoolClient
 
 OPEN_SECONDS = 2.0
 """How long a registration waits for the node to take note of it."""
@@ -99,6 +99,7 @@ class ContextCaching:
             rows.block_size,
             rows.page_bytes,
         )
+        self._pages.describe(registration.namespace.name, description_of(self._config, rows))
         try:
             self._pages.open(registration.namespace, OPEN_SECONDS)
         except EmsError as error:
@@ -212,7 +213,7 @@ class ContextCaching:
             return count_present(self._lookups, registration.namespace, registration.names, wanted, remaining)
         except EmsError as error:
             self._monitor.failed(error)
-        except Exception:  # noqa: BLE001 - see below
+        except Exception:  # noqa: BLE001 - the root of what an SDK call runs, see below
             # Callers in the field take an exception here for "all of them are present".
             _log.exception("EMS lookup broke")
             self._monitor.failed(EmsException("a lookup broke, see the log"))
@@ -263,7 +264,7 @@ class ContextCaching:
             transfer(blocks, future)
         except EmsError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001 - see below
+        except Exception as error:  # noqa: BLE001 - the root of what an SDK call runs, see below
             # Root of what this thread does: a defect here must cost a recompute, never the engine.
             _log.exception("EMS %s broke", future.kind.value)
             failure = EmsException(f"the {future.kind.value} broke: {error!r}")

@@ -14,6 +14,7 @@ from ems.errors import (
     NoSpace,
     PoolTimeout,
     PoolUnavailable,
+    QuotaExceeded,
     StaleReference,
     Unauthorised,
     VersionMismatch,
@@ -45,7 +46,7 @@ class EmsErrorCode(Enum):
     """The node does not accept ``access_id`` and ``access_key``."""
 
     EMS_QUOTA_EXCEEDED = 8
-    """The tenant's share of the pool is used up; kept for nodes that know tenants."""
+    """The tenant's quota is too small for what was asked."""
 
     EMS_NO_SPACE = 9
     """A page of this model fits in no segment of the node."""
@@ -77,6 +78,7 @@ _CODES: tuple[tuple[type[EmsError], EmsErrorCode], ...] = (
     (StaleReference, EmsErrorCode.EMS_RECOVERD_ERROR),
     (Unauthorised, EmsErrorCode.EMS_UNAUTHORISED),
     (VersionMismatch, EmsErrorCode.EMS_VERSION_MISMATCH),
+    (QuotaExceeded, EmsErrorCode.EMS_QUOTA_EXCEEDED),
     (NoSpace, EmsErrorCode.EMS_NO_SPACE),
     (ConfigError, EmsErrorCode.EMS_INVALID_ARGUMENT),
 )

@@ -1,7 +1,8 @@
 """Pages into engine memory.
 
-What always holds: a block counts as loaded only if its page was the right one before and after the copy; the
-pages stay where they are meanwhile, because a lease says so; the lease ends whatever happens.
+What always holds: a block counts as loaded only if its page was the right one before and after the copy, with the
+right bytes as far as these are checked; the pages stay where they are meanwhile, because a lease says so; the lease
+ends whatever happens.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from ems.cc_v1.registration import PageMemory, Registration
     from ems.cc_v1.slots import Blocks
     from ems.cc_v1.transfer import CcFuture
-    from ems.pool.client import PoolClient
-    from ems.pool.layout import PageRef
+    from ems.pool.client.pool_client import PoolClient
+    from ems.pool.segments.layout import PageRef
+    from ems.pool.segments.reader import PageReader
 
 BATCH_BYTES = 8 << 20
 """Bytes copied in one go; small, so that a deadline is obeyed soon."""
@@ -67,22 +69,29 @@ class Loader:
             return 0
         try:
             memory = self._registration.memory(self._client, hits.lease.epoch)
+            reader = self._client.reader(namespace, hits.lease.epoch)
             pages = list(zip(span, keys, hits.lease.refs, strict=False))
             step = batch_size(namespace.page_size)
             loaded = 0
             for begin in range(0, len(pages), step):
                 batch = pages[begin : begin + step]
-                good = self._load_batch(memory, blocks, batch, future)
+                good = self._load_batch(memory, reader, blocks, batch, future)
                 loaded += good
                 future.advance(span.start + loaded)
                 if good < len(batch):
                     break
+            self._client.report(namespace, reader)
             return loaded
         finally:
             self._client.release(hits.lease)
 
     def _load_batch(
-        self, memory: PageMemory, blocks: Blocks, batch: Sequence[tuple[int, bytes, PageRef]], future: CcFuture
+        self,
+        memory: PageMemory,
+        reader: PageReader,
+        blocks: Blocks,
+        batch: Sequence[tuple[int, bytes, PageRef]],
+        future: CcFuture,
     ) -> int:
         device = self._registration.device
         copied = 0
@@ -93,13 +102,18 @@ class Loader:
                 return 0
             for position, key, ref in batch:
                 page = memory.page(ref)
-                if not memory.holds(ref, key) or not self._enough(blocks, position, key, page):
+                if not reader.holds(ref, key):
+                    reader.suspect(ref, key)
+                    break
+                if not self._enough(blocks, position, key, page):
                     break
                 device.copy_tokens_in(self._registration.rows, blocks.place(position), page)
+                if not reader.sound(ref, key):
+                    break
                 copied += 1
             device.synchronise()
         for loaded, (_, key, ref) in enumerate(batch[:copied]):
-            if not memory.holds(ref, key):
+            if not reader.holds(ref, key):
                 return loaded
         return copied
 

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ems.cc_v1.names import BlockNames
-    from ems.pool.client import Namespace, PoolClient
+    from ems.pool.client.answers import Namespace
+    from ems.pool.client.pool_client import PoolClient
 
 LOOKUP_KEYS = 1 << 14
 """Keys of one question to the pool; a prompt hardly has more."""

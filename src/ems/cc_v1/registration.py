@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from ems.cc_v1.cc_config import EmsConfig, KVCacheType
 from ems.cc_v1.names import BlockNames
-from ems.pool.client import Namespace, PoolClient, SegmentMap
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.client.segments import SegmentMap
 from ems.pool.keys import fingerprint, namespace_name
+from ems.pool.reasons.layouts import MODEL, TENANT, plain_facts
 
 if TYPE_CHECKING:
     from ems.cc_v1.tensors import Device, TokenRows
-    from ems.pool.layout import PageRef
+    from ems.pool.segments.layout import PageRef
 
 PAGE_FORM = "cc-v1/1"
 """Changes whenever the meaning of a page's bytes does."""
@@ -28,6 +31,21 @@ def namespace_of(config: EmsConfig, rows: TokenRows) -> Namespace:
     Each rank of a TP group holds heads of its own, so their pages are kept apart; an MLA latent is the same on
     all of them whatever the size of the group, so it is stored once.
     """
+    # The tenant is in the name itself, and whoever has the same name and model has the same tenant.
+    name = namespace_name(config.tenant, _model(config), fingerprint(_facts(config, rows)))
+    return Namespace(name, rows.page_bytes)
+
+
+def description_of(config: EmsConfig, rows: TokenRows) -> dict[str, str]:
+    """What that namespace means, in words, for a node that is to tell what differs from another."""
+    return plain_facts({TENANT: config.tenant, MODEL: _model(config), **_facts(config, rows), "kind": "cc_v1"})
+
+
+def _model(config: EmsConfig) -> str:
+    return f"{config.cc_config_v1.model_id}+{config.cc_config_v1.llm_engine}"
+
+
+def _facts(config: EmsConfig, rows: TokenRows) -> dict[str, object]:
     rank = config.cc_config_v1
     parts = [(part.dtype, part.heads, part.head_size) for part in rows.parts]
     facts: dict[str, object] = {
@@ -42,9 +60,7 @@ def namespace_of(config: EmsConfig, rows: TokenRows) -> Namespace:
     }
     if rank.kvcache_type is KVCacheType.MHA:
         facts["tp"] = [rank.rank_in_tp_group, rank.tp_world_size]
-    # The tenant is in the name itself, and whoever has the same name and model has the same tenant.
-    name = namespace_name(config.tenant, f"{rank.model_id}+{rank.llm_engine}", fingerprint(facts))
-    return Namespace(name, rows.page_bytes)
+    return facts
 
 
 class PageMemory:
@@ -74,10 +90,6 @@ class PageMemory:
     def page(self, ref: PageRef) -> memoryview:
         """The bytes of a page's slot."""
         return self.segment(ref.segment)[ref.offset : ref.offset + self._page_size]
-
-    def holds(self, ref: PageRef, key: bytes) -> bool:
-        """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key``."""
-        return self._segments.holds(ref, key)
 
 
 def _unpin(device: Device, pinned: dict[int, memoryview]) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ems.cc_v1.load import TOKEN_COUNT, batch_size
 from ems.cc_v1.present import twice
 from ems.errors import EmsError, StaleReference
-from ems.pool.room import Outcome
+from ems.pool.checksum import page_checksum
+from ems.pool.core.room import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from ems.cc_v1.registration import Registration
     from ems.cc_v1.slots import Blocks
     from ems.cc_v1.transfer import CcFuture
-    from ems.pool.client import PoolClient, Reservation
+    from ems.pool.client.answers import Reservation
+    from ems.pool.client.pool_client import PoolClient
 
 RESERVATION_BYTES = 64 << 20
 """Bytes promised at a time: others can read the first pages before the last are copied."""
@@ -92,7 +94,8 @@ class Saver:
         try:
             written = self._copy(reservation, wanted, blocks, start, future)
             if written:
-                self._client.commit(reservation, written, max(future.remaining(), COMMIT_SECONDS))
+                patience = max(future.remaining(), COMMIT_SECONDS)
+                self._client.commit(reservation, list(written), patience, list(written.values()))
         except BaseException:
             self._give_back(reservation)
             raise
@@ -102,13 +105,14 @@ class Saver:
 
     def _copy(
         self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
-    ) -> list[int]:
+    ) -> dict[int, int]:
+        """Positions of the pages that were copied, with the checksums of their bytes."""
         if not wanted:
-            return []
+            return {}
         device, rows = self._registration.device, self._registration.rows
         memory = self._registration.memory(self._client, reservation.epoch)
         step = batch_size(self._registration.namespace.page_size)
-        written: list[int] = []
+        written: dict[int, int] = {}
         for begin in range(0, len(wanted), step):
             batch = wanted[begin : begin + step]
             pages = [memory.page(reservation.granted[i]) for i in batch]
@@ -122,7 +126,8 @@ class Saver:
                     if not blocks.whole(start + i):
                         TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
                 device.synchronise()
-            written += batch
+            # Of the bytes as they lie in the slots, while they are in the processor's cache.
+            written.update(zip(batch, map(page_checksum, pages), strict=True))
         return written
 
     def _give_back(self, reservation: Reservation) -> None:

@@ -14,8 +14,8 @@ from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.present import twice
 from ems.config import NodeConfig
 from ems.errors import ConfigError, EmsError
-from ems.pool.client import PoolClient
-from ems.pool.launcher import ensure_node
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.node.launcher import ensure_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,9 @@ class Session:
             _start(node)
         rank = config.cc_config_v1
         name = f"{rank.llm_engine} rank {rank.rank_id}"
-        clients = (PoolClient(node.socket, name), PoolClient(node.socket, name))
+        given = config.credentials
+        lookups = PoolClient(node.socket, name, credentials=given)
+        clients = (lookups, PoolClient(node.socket, name, credentials=given))
         try:
             for client in clients:
                 client.connect(CONNECT_SECONDS)
@@ -178,7 +180,8 @@ class Lookout:
 
     def _look(self) -> bool:
         node = node_of(self._config) if self._config else NodeConfig()
-        client = PoolClient(node.socket, "health check")
+        given = self._config.credentials if self._config else None
+        client = PoolClient(node.socket, "health check", credentials=given)
         try:
             client.connect(PROBE_SECONDS)
             return True
