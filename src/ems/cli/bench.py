@@ -6,12 +6,11 @@ import asyncio
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ems.bench.completions import base_url
 from ems.bench.pool import PoolPlan
@@ -19,6 +18,7 @@ from ems.bench.pool import measure as measure_pool
 from ems.bench.pool_report import tables as pool_tables
 from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, parse_token_ids, table
+from ems.cli.progress import Bars
 from ems.config import default_socket, parse_size
 from ems.errors import ConfigError
 
@@ -85,7 +85,7 @@ def ttft(
         last_token_id=last_id,
     )
     urls = (base_url("URL1", url1), base_url("URL2", url2))
-    with _Bars() as bars:
+    with Bars() as bars:
         report = asyncio.run(
             measure(
                 urls,
@@ -102,36 +102,6 @@ def ttft(
     else:
         Console().print(table(report))
     return 1 if report.failed else 0
-
-
-class _Bars:
-    """Progress on stderr: bars on a terminal, else one line as each pass begins."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def tell(self, name: str, done: int, total: int) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total)
-            if self._progress.disable:
-                print(name.strip(), file=sys.stderr, flush=True)
-        self._progress.update(self._tasks[name], completed=done)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 def pool(

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
-from cyclopts import Parameter
-
+from ems.cli.options import ASKING, Asking
+from ems.cli.shown import print_json
 from ems.config import default_socket, format_size
-from ems.pool.client import PoolClient
-
-Output = Literal["table", "json"]
+from ems.pool.client.pool_client import PoolClient
 
 
-def status(
-    *,
-    socket: Annotated[Path | None, Parameter(env_var="EMS_SOCKET")] = None,
-    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "table",
-) -> None:
-    """Show the pool of this host at a glance.
-
-    Parameters
-    ----------
-    socket
-        The node's Unix socket, default that of this user's node.
-    output
-        A table for people or JSON for scripts.
-    """
-    client = PoolClient(socket or default_socket(), "ems status")
+def status(*, asked: Asking = ASKING) -> None:
+    """Show the pool of this host at a glance."""
+    client = PoolClient(asked.socket or default_socket(), "ems status", administers=True)
     try:
         figures = client.stats()
     finally:
         client.close()
-    if output == "json":
-        print(msgspec.json.format(msgspec.json.encode(figures)).decode())
+    if asked.json:
+        print_json(figures)
         return
     _print_tables(figures)
 
@@ -53,12 +37,34 @@ def summary_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("touched", f"{format_size(figures['bytes_touched'])} ({_share(figures['bytes_touched'], total)})"),
         ("clients", f"{figures['clients'] - 1}, {figures['leases']} leases, {figures['reservations']} reservations"),
         ("lookups", f"{counters['lookups']}, {hit} of {asked} keys found ({_share(hit, asked)})"),
+        ("missed", _misses(figures.get("misses", {}))),
         ("pages", f"{counters['pages_committed']} stored, {counters['pages_evicted']} evicted"),
         (
             "refused",
             f"{counters['refused_no_space']} without room, {counters['refused_not_touched']} before memory was touched",
         ),
+        *(("tier", _tier(tier)) for tier in figures.get("tiers", ())),
     ]
+
+
+def _tier(tier: dict[str, Any]) -> str:
+    """One tier below memory in a line."""
+    limit = f" of {format_size(tier['tier_limit'])}" if tier.get("tier_limit") else ""
+    if tier["reading"] and tier["writing"]:
+        state = "well"
+    else:
+        out = " and ".join(name for name in ("reading", "writing") if not tier[name])
+        state = f"left alone ({out}): {tier['reason']}"
+    return (
+        f"{tier['name']}: {format_size(tier.get('tier_bytes', 0))}{limit}, {tier.get('tier_pages', 0)} pages, "
+        f"{tier['pages_written']} written, {tier['pages_fetched']} fetched, {tier['pages_dropped']} dropped, {state}"
+    )
+
+
+def _misses(misses: dict[str, int]) -> str:
+    """Lookups that missed something, the most frequent reason first."""
+    by_count = sorted(misses.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{reason} {count}" for reason, count in by_count) or "nothing yet"
 
 
 def _share(part: float, whole: float) -> str:

@@ -1,0 +1,239 @@
+"""``ems explain``: why a prompt, a request or a page was a miss, as its node knows it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ems.cli.acts import ask
+from ems.cli.options import ASKING, Asking
+from ems.cli.show import facts_of
+from ems.cli.shown import print_facts, print_json
+from ems.config import default_socket
+from ems.errors import ConfigError, PoolRefused
+from ems.pool.administration.acts import List, Show
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import KeyChain
+from ems.pool.protocol.limits import MAX_KEYS
+from ems.pool.reasons.words import Reason
+from ems.pool.tenants.names import own_name
+from ems.vllm.planes import page_keys
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One namespace that an engine described: where its chains begin, how its blocks are cut."""
+
+    namespace: str
+    identity: str
+    tenant: str
+    model: str
+    block_size: int
+    shards: int
+    window: int
+
+
+def explain(
+    *,
+    prompt: str | None = None,
+    model: Path | None = None,
+    tokens: Path | None = None,
+    request: str | None = None,
+    key: str | None = None,
+    namespace: str | None = None,
+    asked: Asking = ASKING,
+) -> None:
+    """Say how much of a prompt is in the pool and why the rest is not; or what a request found; or where a page is.
+
+    Give one of --prompt (with --model), --tokens, --request and --key.  Prompts are looked for in all layouts that
+    engines of this host described; those with an adapter, images or a cache salt have other keys and are not found.
+
+    Parameters
+    ----------
+    prompt
+        The text of a prompt, as the engine sees it after its chat template.
+    model
+        Folder with the model's tokenizer.json.
+    tokens
+        File with the token ids of a prompt, as a JSON list or separated by spaces; - for standard input.
+    request
+        Id of a request, as the engine or its client knows it (a part that only one has is enough).
+    key
+        Key of a page, 32 hex digits.
+    namespace
+        Only this namespace; it may end after the fingerprint.
+    """
+    if sum(one is not None for one in (prompt, tokens, request, key)) != 1:
+        raise ConfigError("give one of --prompt, --tokens, --request and --key")
+    what = request if request is not None else key
+    if what is not None:
+        report = ask(asked.socket, Show(what))
+        if asked.json:
+            print_json(report)
+        else:
+            for number, facts in enumerate(facts_of(report)):
+                print("\n" * bool(number), end="")
+                print_facts(facts)
+        return
+    ids = ids_of(prompt, model, tokens)
+    client = PoolClient(asked.socket or default_socket(), "ems explain", administers=True)
+    try:
+        planes = _described(client)
+        if not planes:
+            raise PoolRefused(
+                "no engine has described a layout to this node yet, so the names of the prompt's blocks are not known; "
+                "start an engine, or ask for a --key"
+            )
+        every = [look(client, plane, ids) for plane in planes]
+    finally:
+        client.close()
+    tell_of_others(every)
+    named = {plane.namespace for plane in planes if namespace in (None, plane.namespace, plane.identity)}
+    rows = [row for row in every if row["namespace"] in named]
+    if not rows:
+        raise PoolRefused(
+            f"no engine has described a namespace {namespace} to this node, `ems list` shows what there is"
+        )
+    if asked.json:
+        print_json({"tokens": len(ids), "namespaces": rows})
+        return
+    for number, row in enumerate(rows):
+        print("\n" * bool(number), end="")
+        print_facts(_told(row, len(ids)))
+
+
+def read_tokens(path: Path) -> list[int]:
+    """The token ids in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or has something else.
+    """
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read tokens from {path}: {error}") from error
+    try:
+        ids = msgspec.json.decode(text, type=list[int]) if text.lstrip()[:1] == "[" else [int(n) for n in text.split()]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(f"{path} has something else than token ids: {error}") from error
+    if not ids:
+        raise ConfigError(f"{path} has no token ids, expected a JSON list or numbers separated by spaces")
+    return ids
+
+
+def _tokenize(text: str, model: Path | None) -> list[int]:
+    if model is None:
+        raise ConfigError("a prompt's text needs its tokenizer, give the model's folder with --model")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError("tokenizers is not installed: pip install tokenizers, or give --tokens") from error
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}, give the folder of the model's tokenizer with --model")
+    ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
+    return ids
+
+
+def ids_of(prompt: str | None, model: Path | None, tokens: Path | None) -> list[int]:
+    """The token ids of a prompt: those in a file, or of its text by the tokenizer of a model.
+
+    Raises:
+        ConfigError: they cannot be had.
+    """
+    return read_tokens(tokens) if tokens is not None else _tokenize(prompt or "", model)
+
+
+def described_planes(socket: Path | None) -> list[Plane]:
+    """The namespaces that vLLM engines described to the node of ``socket``."""
+    client = PoolClient(socket or default_socket(), "ems", administers=True)
+    try:
+        return _described(client)
+    finally:
+        client.close()
+
+
+def _described(client: PoolClient) -> list[Plane]:
+    found = []
+    for row in client.administer(List())["namespaces"]:
+        name: str = row["namespace"]
+        facts: dict[str, str] = client.administer(Show(name))["facts"]
+        if facts.get("kind") == "vllm":
+            sizes = [int(facts[field]) for field in ("block_size", "page_shards", "window")]
+            found.append(Plane(name, own_name(name).rpartition("/")[0], row["tenant"], row["model"], *sizes))
+    return found
+
+
+def look(client: PoolClient, plane: Plane, ids: list[int]) -> dict[str, Any]:
+    """What ``plane`` has of the full blocks of a prompt with the tokens ``ids``."""
+    chain = KeyChain(plane.identity, plane.block_size)
+    blocks = chain.extend(ids)
+    row: dict[str, Any] = {
+        "namespace": plane.namespace,
+        "tenant": plane.tenant,
+        "model": plane.model,
+        "block_size": plane.block_size,
+        "window": plane.window,
+        "blocks": blocks,
+        "leading": 0,
+        "present": 0,
+        "tier": "DRAM",
+        "reasons": {},
+    }
+    step = MAX_KEYS // plane.shards
+    for start in range(0, blocks, step):
+        keys = page_keys(chain.joined(start, min(start + step, blocks)), plane.shards)
+        told = client.explain(plane.namespace, keys)
+        for offset in range(len(told.codes) // plane.shards):
+            codes = told.codes[offset * plane.shards : (offset + 1) * plane.shards]
+            missing = next((code for code in codes if code not in (0, Reason.GAP.code)), 0)
+            _count(row, start + offset, missing, told.detail)
+    return row
+
+
+def tell_of_others(rows: list[dict[str, Any]]) -> None:
+    """Where a prompt was never stored but another tenant has it, say so: this is an administrator's view."""
+    for row in rows:
+        if row.get("reason") != Reason.NEVER_STORED.value:
+            continue
+        for other in rows:
+            if (
+                other["model"] == row["model"]
+                and other["tenant"] != row["tenant"]
+                and other["leading"] > row["leading"]
+            ):
+                row["reason"], row["sentence"] = Reason.OTHER_TENANT.value, Reason.OTHER_TENANT.sentence
+                row["detail"] = f"{other['namespace']} has {other['leading']} blocks from the start"
+
+
+def _count(row: dict[str, Any], block: int, code: int, detail: str) -> None:
+    if not code:
+        row["present"] += 1
+        row["leading"] += row["leading"] == block
+        return
+    reason = Reason.of_code(code) or Reason.ABSENT
+    row["reasons"][reason.value] = row["reasons"].get(reason.value, 0) + 1
+    if "first_missing" not in row:
+        row["first_missing"] = block
+        row |= {"reason": reason.value, "sentence": reason.sentence, "detail": detail}
+
+
+def _told(row: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
+    size = row["block_size"]
+    facts = [
+        ("namespace", row["namespace"]),
+        ("prompt", f"{tokens} tokens, {row['blocks']} full blocks of {size}"),
+        ("in the pool", f"{row['present']} blocks in {row['tier']}, {row['leading']} of them from the start"),
+    ]
+    if row["window"]:
+        facts.append(("window", f"{row['window']} tokens: only the blocks in sight of the next token are needed"))
+    if "first_missing" in row:
+        first = row["first_missing"]
+        detail = f" ({row['detail']})" if row["detail"] else ""
+        facts.append(("missing", f"block {first}, tokens {first * size} to {(first + 1) * size - 1}"))
+        facts.append(("reason", f"{row['reason']}: {row['sentence']}{detail}"))
+        counts = sorted(row["reasons"].items(), key=lambda item: -item[1])
+        facts.append(("all missing", ", ".join(f"{reason} {count}" for reason, count in counts)))
+    return facts

@@ -1,0 +1,49 @@
+"""``ems list``: what the pool holds, by namespace, model or tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ems.cli.acts import ask
+from ems.cli.options import ASKING, Asking
+from ems.cli.shown import age, print_json, print_table
+from ems.config import format_size
+from ems.pool.administration.acts import List
+from ems.pool.administration.grouping import By, grouped
+
+
+def listing(*, by: By = "namespace", asked: Asking = ASKING) -> None:
+    """List what the pool holds, in memory and in the tiers below it.
+
+    Parameters
+    ----------
+    by
+        One line for each namespace, model or tenant.
+    """
+    rows = grouped(ask(asked.socket, List())["namespaces"], by)
+    if asked.json:
+        print_json({by + "s": rows})
+        return
+    tiers = list(dict.fromkeys(tier["name"] for row in rows for tier in row["tiers"]))
+    print_table(
+        (by.upper(), "PAGES", "WRITING", "LEASES", "PINNED", "BYTES", "LAST USED", *tiers),
+        [
+            (
+                str(row[by]),
+                str(row["pages"]),
+                str(row["writing"]),
+                str(row["leases"]),
+                str(row["pinned"]),
+                format_size(row["bytes"]),
+                f"{age(row['idle_seconds'])} ago",
+                *(_below(row["tiers"], tier) for tier in tiers),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _below(tiers: list[dict[str, Any]], name: str) -> str:
+    """What a tier has of one row."""
+    held = next((tier for tier in tiers if tier["name"] == name), None)
+    return "0" if held is None else f"{held['pages']} ({format_size(held['bytes'])})"

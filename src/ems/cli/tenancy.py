@@ -1,0 +1,129 @@
+"""What the ``ems tenant`` and ``ems key`` verbs share: the file, its change, the node that must obey, the output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from ems.cli.options import Asking, Changing
+from ems.cli.shown import note
+from ems.config import default_socket, default_tenants
+from ems.errors import EmsError, PoolError, PoolUnavailable
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.node.audit import NAME, AuditLog, act
+from ems.pool.tenants import store
+from ems.pool.tenants.registry import Registry
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Reading(Asking):
+    """Which file of tenants, which node, and for whom the answer is."""
+
+    tenants: Annotated[Path | None, Parameter(env_var="EMS_TENANTS")] = None
+    """The file of tenants, default /etc/ems/tenants.json (root) or ~/.config/ems/tenants.json."""
+
+    @property
+    def path(self) -> Path:
+        """The file of tenants."""
+        return self.tenants or default_tenants()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Writing(Reading, Changing):
+    """The same for a verb that changes the file, which the node is to obey."""
+
+
+READING = Reading()
+WRITING = Writing()
+OBEY_SECONDS = 5.0
+"""How long a node may take to read a file that was changed."""
+_POLL_SECONDS = 0.05
+
+
+def change(
+    verb: str,
+    what: Mapping[str, object],
+    apply: Callable[[Registry], Registry],
+    *,
+    asked: Writing,
+    create: bool = False,
+) -> tuple[Registry, Registry]:
+    """Make a change of the file of tenants and write it into the audit log; what was there before, and after.
+
+    In a dry run all is checked and nothing changed.
+
+    Raises:
+        ConfigError: it makes no sense, or the file cannot be used.
+    """
+    path = asked.path
+    log = AuditLog(path.with_name(NAME))
+    if asked.dry_run:
+        before = store.read(path) if path.exists() or not create else _empty()
+        return before, apply(before)
+    with store.changing(path, create=create) as before:
+        try:
+            after = apply(before)
+        except EmsError as error:
+            log.record(act(verb, what, f"refused: {error}"))
+            raise
+        log.record(act(verb, what))
+        store.write(path, after)
+    return before, after
+
+
+def _empty() -> Registry:
+    from ems.pool.tenants.registry import SECRET_BYTES
+
+    return Registry(secret=bytes(SECRET_BYTES))
+
+
+def tell(asked: Writing, revision: int) -> None:
+    """Wait until the node obeys ``revision`` of the file, and say on stderr whether it does."""
+    path = asked.socket or default_socket()
+    file = str(asked.path.absolute())
+    client = PoolClient(path, "ems tenants", administers=True)
+    deadline = time.monotonic() + OBEY_SECONDS
+    try:
+        while True:
+            known: Any = client.stats().get("tenants") or {}
+            if known.get("file") != file:
+                note(f"the node on {path} does not read {file}, start it with 'ems node --tenants {file}'")
+                return
+            if known["revision"] >= revision:
+                note(f"the node on {path} obeys")
+                return
+            if time.monotonic() >= deadline:
+                note(f"the node on {path} has not read {file} yet, see its log")
+                return
+            time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
+    except PoolUnavailable:
+        note(f"no node runs on {path}, the next one started with --tenants {file} obeys")
+    except PoolError as error:
+        note(f"the node on {path} could not be asked whether it obeys: {error}")
+    finally:
+        client.close()
+
+
+def usage(socket: Path | None) -> dict[str, int] | None:
+    """Bytes of pages of each tenant on the running node; None when it cannot be asked."""
+    from ems.pool.tenants.names import tenant_of
+
+    client = PoolClient(socket or default_socket(), "ems tenants", administers=True)
+    used: dict[str, int] = {}
+    try:
+        rows: Any = client.stats()["namespaces"]
+    except EmsError:
+        return None
+    finally:
+        client.close()
+    for row in rows:
+        owner = tenant_of(row["name"])
+        used[owner] = used.get(owner, 0) + row["pages"] * row["page_size"]
+    return used

@@ -1,0 +1,149 @@
+"""``ems tenant``: who may use a node, and how much of its pool."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from ems.cli.shown import moment, note, print_json, print_table
+from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, tell, usage
+from ems.config import format_size
+from ems.errors import ConfigError
+from ems.pool.tenants import registry as tenancy
+from ems.pool.tenants import scram, store
+from ems.pool.tenants.quota import Quota
+from ems.pool.tenants.registry import Registry
+
+
+def add(name: str, /, *, minimum: str = "0", cap: str = "100%", asked: Writing = WRITING) -> None:
+    """Let somebody in; ems key add makes the key.
+
+    Parameters
+    ----------
+    name
+        The tenant's name, which is the access id of its engines.
+    minimum
+        Memory that nobody else can take from it, such as 4GB or 25%.
+    cap
+        Memory that it never exceeds, such as 16GB or 50%.
+    """
+    quota = _quota(minimum, cap)
+    what = {"tenant": name, "minimum": minimum, "cap": cap}
+    _, after = change(
+        "tenant add",
+        what,
+        lambda known: tenancy.add_tenant(known, name, quota, secrets.token_bytes(scram.SALT_BYTES)),
+        asked=asked,
+        create=True,
+    )
+    _done(f"tenant {name} added", after, what, asked)
+
+
+def set_(name: str, /, *, minimum: str | None = None, cap: str | None = None, asked: Writing = WRITING) -> None:
+    """Change a tenant's quota; what is above a smaller cap leaves.
+
+    Parameters
+    ----------
+    name
+        The tenant.
+    minimum
+        Memory that nobody else can take from it; as it was, unless given.
+    cap
+        Memory that it never exceeds; as it was, unless given.
+    """
+    if minimum is None and cap is None:
+        raise ConfigError("nothing is to be changed, give --minimum or --cap")
+    what: dict[str, object] = {"tenant": name, "minimum": minimum, "cap": cap}
+
+    def apply(known: Registry) -> Registry:
+        old = known.tenant(name).quota
+        quota = _quota(old.minimum if minimum is None else minimum, old.cap if cap is None else cap)
+        what.update(minimum=quota.minimum, cap=quota.cap)
+        return tenancy.set_quota(known, name, quota)
+
+    _, after = change("tenant set", what, apply, asked=asked)
+    _done(f"tenant {name} changed", after, what, asked)
+
+
+def remove(name: str, /, *, asked: Writing = WRITING) -> None:
+    """Remove a tenant: its connections end at once, its pages leave the node's memory.
+
+    What tiers below memory have of it stays there until it is cleared with `ems clear --tenant`.
+
+    Parameters
+    ----------
+    name
+        The tenant.
+    """
+    what = {"tenant": name}
+    _, after = change("tenant remove", what, lambda known: tenancy.remove_tenant(known, name), asked=asked)
+    _done(f"tenant {name} removed", after, what, asked)
+
+
+def list_(*, asked: Reading = READING) -> None:
+    """List the tenants, with what each of them has in the running node."""
+    known = store.read(asked.path)
+    used = usage(asked.socket)
+    rows = [
+        {
+            "tenant": name,
+            "minimum": tenant.quota.minimum,
+            "cap": tenant.quota.cap,
+            "keys": len(tenant.keys),
+            "bytes": None if used is None else used.get(name, 0),
+        }
+        for name, tenant in sorted(known.tenants.items())
+    ]
+    if asked.json:
+        print_json(rows)
+        return
+    cells = [
+        (
+            str(row["tenant"]), str(row["minimum"]), str(row["cap"]), str(row["keys"]),
+            "?" if used is None else format_size(used.get(str(row["tenant"]), 0)),
+        )
+        for row in rows
+    ]  # fmt: skip
+    print_table(("TENANT", "MINIMUM", "CAP", "KEYS", "PAGES"), cells)
+
+
+def show(name: str, /, *, asked: Reading = READING) -> None:
+    """Show one tenant and its keys.
+
+    Parameters
+    ----------
+    name
+        The tenant.
+    """
+    tenant = store.read(asked.path).tenant(name)
+    used = usage(asked.socket)
+    held = None if used is None else used.get(name, 0)
+    keys = [{"key": key.id, "created": key.created, "expires": key.expires} for key in tenant.keys]
+    if asked.json:
+        print_json({"tenant": name, **msgspec.to_builtins(tenant.quota), "bytes": held, "keys": keys})
+        return
+    print(f"tenant   {name}")
+    print(f"quota    at least {tenant.quota.minimum}, at most {tenant.quota.cap}")
+    print(f"pages    {'no node could be asked' if held is None else format_size(held)}")
+    for key in tenant.keys:
+        print(f"key      {key.id}, made {moment(key.created)}, ends {moment(key.expires)}")
+
+
+def _quota(minimum: str, cap: str) -> Quota:
+    return Quota(minimum, cap)
+
+
+def _done(
+    said: str,
+    after: Registry,
+    what: dict[str, object] | dict[str, str],
+    asked: Writing,
+) -> None:
+    if asked.json:
+        print_json({**what, "revision": after.revision, "dry_run": asked.dry_run})
+    if asked.dry_run:
+        note(f"{said}, were this not a dry run: nothing was changed")
+        return
+    note(said)
+    tell(asked, after.revision)
