@@ -30,6 +30,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Between these two lies the true median with a probability of 95 % (order statistics)."""
     difference: float
     """Median of the differences with minus without."""
+    difference_low: float
+    difference_high: float
+    """Between these two, the same of the differences."""
 
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
@@ -44,6 +47,7 @@ def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
     if not (values > 0).all():
         raise ValueError("a time of a pair is not above zero")
     ratios = np.sort(values[:, 1] / values[:, 0])
+    differences = np.sort(values[:, 1] - values[:, 0])
     low, high = _ranks_of_median(len(ratios))
     base, other = np.median(values, axis=0)
     return Comparison(
@@ -53,7 +57,9 @@ def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
         ratio=float(np.median(ratios)),
         ratio_low=float(ratios[low]),
         ratio_high=float(ratios[high]),
-        difference=float(np.median(values[:, 1] - values[:, 0])),
+        difference=float(np.median(differences)),
+        difference_low=float(differences[low]),
+        difference_high=float(differences[high]),
     )
 
 

@@ -6,8 +6,10 @@ limits are plain copies of whole pages: between private memory (which the kernel
 private memory and the very slots that a save and a load use (which on most hosts lie in pages of 4 KiB); shares are of
 the latter.
 
-A save is reserve, copy, commit; a load is lookup with lease, header check, copy, header check, release: what an
-engine's connector does, with pages of twelve rows as twelve layers leave them.  All memory was touched before.
+A save is reserve, copy, checksum, commit; a load is lookup with lease, header check, copy, checksum, header check,
+release: what an engine's connector does, with pages of twelve rows as twelve layers leave them.  Loads are measured
+with the node's policy of checking, and with no page and with every page checked; their shares are of the former.  All
+memory was touched before.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,11 +32,15 @@ import numpy.typing as npt
 
 from ems.config import MIB, NodeConfig, format_size
 from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
-from ems.pool.client import Namespace, PoolClient
+from ems.pool.checksum import page_checksum
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
-from ems.pool.launcher import ensure_node
+from ems.pool.node.launcher import ensure_node
 from ems.pool.processes import process_lives
-from ems.pool.touch import warm
+from ems.pool.segments.touch import warm
+from ems.pool.segments.verify import Verify
+from ems.pool.tenants.credentials import from_environment
 
 ROWS = 12
 """Rows of a page, as many as a model of twelve layers leaves."""
@@ -73,7 +80,11 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Bandwidth(msgspec.Struct, frozen=True):
-    """Gigabytes (10^9 bytes) a second for pages of one size, and the shares of plain copies to and from the slots."""
+    """Gigabytes (10^9 bytes) a second for pages of one size, and the shares of plain copies to and from the slots.
+
+    ``sampled_share`` and ``checked_share`` are the bandwidth of loads that check one page in some and each page, as a
+    share of that of loads that check none.
+    """
 
     page_bytes: int
     memcpy: float
@@ -81,8 +92,13 @@ class Bandwidth(msgspec.Struct, frozen=True):
     save: float
     memcpy_from_slots: float
     load: float
+    load_unchecked: float
+    load_sampled: float
+    load_checked: float
     save_share: float
     load_share: float
+    sampled_share: float
+    checked_share: float
 
 
 class LookupLatency(msgspec.Struct, frozen=True):
@@ -138,14 +154,14 @@ def _wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise PoolTimeout(f"waited {seconds:.0f} s in vain until {what}")
-        time.sleep(0.02)
+        time.sleep(0.02)  # bounded by the deadline of this loop
 
 
 class Bench:
     """One client, its node's memory touched and mapped, and engine memory to copy from and to."""
 
     def __init__(self, socket: Path, progress: Progress) -> None:
-        self._client = PoolClient(socket, "ems bench")
+        self._client = PoolClient(socket, "ems bench", credentials=from_environment(os.environ))
         self._progress = progress
         self._tag = secrets.token_hex(8)
         self._touch()
@@ -173,7 +189,13 @@ class Bench:
         batch = max(BATCH // page_bytes, 1)
         engine = Engine(page_bytes, count)
         namespace = self._namespace(page_bytes)
-        names = ("memcpy", "memcpy_to_slots", "save", "memcpy_from_slots", "load")
+        checks: dict[str, Verify | None] = {
+            "load": None,
+            "load_unchecked": Verify.NEVER,
+            "load_sampled": Verify.SAMPLED,
+            "load_checked": Verify.ALWAYS,
+        }
+        names = ("memcpy", "memcpy_to_slots", "save", "memcpy_from_slots", *checks)
         taken: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds + 1):
             keys = [os.urandom(KEY_BYTES) for _ in range(count)]
@@ -181,7 +203,8 @@ class Bench:
             taken["memcpy_to_slots"].append(self._copy_to_slots(namespace, engine, keys))
             taken["save"].append(_timed(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
             taken["memcpy_from_slots"].append(self._copy_from_slots(namespace, engine, keys, batch))
-            taken["load"].append(_timed(lambda keys=keys: self._load(namespace, engine, keys, batch)))  # type: ignore[misc]
+            for name, policy in checks.items():
+                taken[name].append(_timed(partial(self._load, namespace, engine, keys, batch, policy)))
         # The first round warms engine memory and page tables.
         seconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
         moved = page_bytes * count / 1e9
@@ -191,6 +214,8 @@ class Bench:
             **speed,
             save_share=round(seconds["memcpy_to_slots"] / seconds["save"], 3),
             load_share=round(seconds["memcpy_from_slots"] / seconds["load"], 3),
+            sampled_share=round(seconds["load_unchecked"] / seconds["load_sampled"], 3),
+            checked_share=round(seconds["load_unchecked"] / seconds["load_checked"], 3),
         )
 
     def _copy_to_slots(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes]) -> float:
@@ -227,22 +252,28 @@ class Bench:
             if len(reserved.granted) != len(part):
                 raise NoSpace(_TOO_SMALL)
             segments = self._client.segments(reserved.epoch)
+            checksums: dict[int, int] = {}
             for position, ref in reserved.granted.items():
-                engine.copy_out(first + position, segments.page(ref, namespace.page_size))
-            self._client.commit(reserved)
+                page = segments.page(ref, namespace.page_size)
+                engine.copy_out(first + position, page)
+                checksums[position] = page_checksum(page)
+            self._client.commit(reserved, list(checksums), checksums=list(checksums.values()))
 
-    def _load(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> None:
+    def _load(
+        self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int, policy: Verify | None
+    ) -> None:
         for first in range(0, len(keys), batch):
             part = keys[first : first + batch]
             hits = self._client.lookup(namespace, b"".join(part), lease=True)
             if hits.count != len(part) or hits.lease is None:
                 raise NoSpace("pages of this run were evicted while it ran, use a larger pool or none in use")
-            segments = self._client.segments(hits.lease.epoch)
-            refs = hits.lease.refs
+            reader = self._client.reader(namespace, hits.lease.epoch, policy)
+            refs, sound = hits.lease.refs, True
             for position, (key, ref) in enumerate(zip(part, refs, strict=True)):
-                if segments.holds(ref, key):
-                    engine.copy_in(first + position, segments.page(ref, namespace.page_size))
-            if not all(segments.holds(ref, key) for key, ref in zip(part, refs, strict=True)):
+                if reader.holds(ref, key):
+                    engine.copy_in(first + position, reader.page(ref))
+                    sound = sound and reader.sound(ref, key)
+            if not sound or not all(reader.holds(ref, key) for key, ref in zip(part, refs, strict=True)):
                 raise NoSpace("pages of this run changed while they were leased")
             self._client.release(hits.lease)
 

@@ -19,7 +19,7 @@ import aiohttp
 from ems.bench.completions import CompletionClient, ServerError
 from ems.bench.ttft_report import Outcome, Pass, Plan, Report, changes, evaluate
 from ems.errors import ConfigError, PoolError
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 
 Progress = Callable[[str, int, int], None]
 """Told the name of a pass, how many of its requests are done, and how many there are."""
@@ -127,7 +127,7 @@ async def _send(
 def _pool_figures(socket: Path | None) -> dict[str, float] | None:
     if socket is None or not socket.exists():
         return None
-    client = PoolClient(socket, name="ems bench ttft")
+    client = PoolClient(socket, name="ems bench ttft", administers=True)
     try:
         figures = client.stats()
     except PoolError:

@@ -1,0 +1,106 @@
+"""Policies side by side: one trace through each policy at each capacity, beside what could be had at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ems.bench.trace.belady import optimal_hits
+from ems.bench.trace.files import TraceRequest
+from ems.bench.trace.replay import replay
+from ems.bench.trace.residence import Residence, Tier, residence
+from ems.bench.trace.swap import Swap
+from ems.config import PolicyName
+from ems.errors import ConfigError
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is being run, how many requests of it are done, and of how many."""
+
+
+class TracePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to run: capacities in blocks, and a queue of ``look_ahead`` announced requests; 0 announces none.
+
+    With a ``tier`` rate (blocks a second that a tier below brings up) it is measured what of that is in memory in time.
+    """
+
+    policies: tuple[PolicyName, ...]
+    capacities: tuple[int, ...]
+    look_ahead: int = 0
+    tier_rate: float = 0.0
+    swap: Swap | None = None
+    """What befalls the node in the middle of the trace."""
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise ConfigError("no policy is named, expected some such as forecast,lru")
+        if not self.capacities or min(self.capacities) < 1:
+            raise ConfigError("capacities are numbers of blocks above 0, such as 5000,10000")
+        if self.look_ahead < 0 or self.tier_rate < 0:
+            raise ConfigError("a look-ahead and the rate of a tier cannot be negative, 0 does without")
+        if self.swap and (self.look_ahead or self.tier_rate):
+            raise ConfigError("--swap goes without --look-ahead and --tier: what waits is announced to one node alone")
+
+
+class PolicyRow(msgspec.Struct, frozen=True):
+    """One policy at one capacity: the share of all blocks that were hits, and how fast the replay ran.
+
+    ``of_lru`` is the share in that of LRU at the same capacity.
+    """
+
+    policy: PolicyName
+    capacity: int
+    share: float
+    of_lru: float | None
+    requests_per_second: float
+    tier: Residence | None = None
+    tier_share: float | None = None
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All rows, and the optimum of each capacity in the order of the plan."""
+
+    plan: TracePlan
+    requests: int
+    blocks: int
+    distinct: int
+    optimum: list[float]
+    rows: list[PolicyRow]
+
+
+def compare(requests: Sequence[TraceRequest], plan: TracePlan, progress: Progress) -> Comparison:
+    """Run ``plan`` over ``requests``; LRU is run beside, if it is not among the policies, to compare with."""
+    blocks = sum(len(request.keys) for request in requests)
+    distinct = len({key for request in requests for key in request.keys})
+    optimum, rows = [], []
+    for capacity in plan.capacities:
+        progress(f"optimum at {capacity}", 0, len(requests))
+        optimum.append(optimal_hits(requests, capacity) / blocks)
+        progress(f"optimum at {capacity}", len(requests), len(requests))
+        of: dict[PolicyName, tuple[float, float]] = {}
+        for policy in dict.fromkeys((*plan.policies, "lru")):
+            begun = time.perf_counter()
+            tell = _telling(progress, policy, capacity, len(requests))
+            replayed = replay(requests, capacity, policy, look_ahead=plan.look_ahead, swap=plan.swap, progress=tell)
+            of[policy] = replayed.share, len(requests) / (time.perf_counter() - begun)
+        base = of["lru"][0]
+        for policy in plan.policies:
+            share, speed = of[policy]
+            tier = _tier(requests, plan, capacity, policy, progress)
+            of_lru, in_time = share / base if base else None, None if tier is None else tier.share
+            rows.append(PolicyRow(policy, capacity, share, of_lru, speed, tier, in_time))
+    return Comparison(plan, len(requests), blocks, distinct, optimum, rows)
+
+
+def _tier(
+    requests: Sequence[TraceRequest], plan: TracePlan, capacity: int, policy: PolicyName, progress: Progress
+) -> Residence | None:
+    if not plan.tier_rate:
+        return None
+    tell = _telling(progress, f"{policy} above a tier", capacity, len(requests))
+    return residence(requests, capacity, policy, Tier(plan.tier_rate), look_ahead=plan.look_ahead, progress=tell)
+
+
+def _telling(progress: Progress, what: str, capacity: int, total: int) -> Callable[[int], None]:
+    return lambda done: progress(f"{what} at {capacity}", done, total)

@@ -1,0 +1,128 @@
+"""A trace through the brain of a node: every request looks up its blocks, computes what is missing and stores it.
+
+One block is one page; there are no bytes behind it.  What runs is :class:`~ems.pool.core.pool_core.PoolCore` as it runs
+in a node, at its own pace: virtual time comes from the trace.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ems.bench.trace.files import TraceRequest
+from ems.bench.trace.swap import Swap, swap_into, written_down
+from ems.config import PolicyName
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.keys import NO_PARENT
+from ems.pool.segments.layout import HEADER_BYTES, HEADERS_OFFSET, carve
+
+PAGE_BYTES = 64
+"""Bytes of a page that is never written."""
+OWNER = 1
+"""The engine of a replay."""
+BATCH = 8
+"""Pages evicted at a time at most; a node takes more at a time, which costs some hits in a small pool."""
+WRITTEN_BEFORE = 100
+"""So many requests before it is killed a node has written down what its policy has learned."""
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """Blocks that were asked for, and how many of them were found with their whole prefix."""
+
+    blocks: int
+    hits: int
+
+    @property
+    def share(self) -> float:
+        """Hits in all blocks."""
+        return self.hits / self.blocks if self.blocks else 0.0
+
+
+def pool_of(capacity: int, policy: PolicyName) -> tuple[PoolCore, int]:
+    """A brain with slots for exactly ``capacity`` pages of one namespace, and the number of that."""
+    core = _core_of(capacity, policy)
+    return core, core.open_namespace("trace", PAGE_BYTES)
+
+
+def _core_of(capacity: int, policy: PolicyName) -> PoolCore:
+    size = HEADERS_OFFSET + capacity * (PAGE_BYTES + HEADER_BYTES)
+    while carve(size, PAGE_BYTES).slot_count < capacity:
+        size += 4096
+    geometry = carve(size, PAGE_BYTES)
+    core = PoolCore([size], high_watermark=1.0, eviction_ratio=min(BATCH / capacity, 1.0), policy=policy)
+    core.touched(0, geometry.slot_offset(capacity))
+    core.touching_ended()
+    return core
+
+
+def serve(core: PoolCore, namespace: int, keys: list[bytes]) -> int:
+    """One request: load what is there, store the rest; returns how many leading blocks were there."""
+    found = core.lookup(OWNER, namespace, keys, lease=True)
+    core.settle()
+    count = len(found.pages)
+    if count < len(keys):
+        reserved = core.reserve(OWNER, namespace, keys[count - 1] if count else bytes(NO_PARENT), keys[count:])
+        if reserved.granted:
+            core.commit(OWNER, reserved.reservation)
+    if found.lease:
+        core.release(OWNER, found.lease)
+    return count
+
+
+class Queue:
+    """The requests that wait behind the one that is served: each is announced when it joins, until it is served."""
+
+    def __init__(self, core: PoolCore, namespace: int, requests: Sequence[TraceRequest], length: int) -> None:
+        self._core = core
+        self._namespace = namespace
+        self._upcoming = iter(requests)
+        self._waiting: deque[int] = deque()
+        self._length = length
+
+    def advance(self, now: float) -> TraceRequest | None:
+        """One request leaves the queue, and one joins, if any is left; returns that one."""
+        joined = None
+        if self._waiting:
+            self._core.withdraw(OWNER, self._waiting.popleft())
+        while len(self._waiting) < self._length:
+            joined = next(self._upcoming, None)
+            if joined is None:
+                break
+            self._waiting.append(self._core.announce(OWNER, self._namespace, joined.keys, now))
+        return joined
+
+
+def replay(
+    requests: Sequence[TraceRequest],
+    capacity: int,
+    policy: PolicyName,
+    *,
+    look_ahead: int = 0,
+    swap: Swap | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Replayed:
+    """Send ``requests`` through a pool of ``capacity`` blocks.
+
+    With ``look_ahead`` so many requests behind the one that is served are waiting, and announced.  With ``swap``
+    another process becomes the node after half of them; no request waits then.  ``progress`` is called now and then
+    with the number of requests that were served.
+    """
+    core, namespace = pool_of(capacity, policy)
+    waiting = Queue(core, namespace, requests[1:], look_ahead)
+    hits = blocks = 0
+    written = b""
+    for number, request in enumerate(requests):
+        if swap is not None and number == len(requests) // 2 - WRITTEN_BEFORE:
+            written = written_down(core)
+        if swap is not None and number == len(requests) // 2:
+            core, ended = _core_of(capacity, policy), core
+            swap_into(core, ended, swap, written)
+        core.tick(request.at)
+        waiting.advance(request.at)
+        hits += serve(core, namespace, request.keys)
+        blocks += len(request.keys)
+        if progress is not None and number % 256 == 0:
+            progress(number)
+    return Replayed(blocks, hits)
