@@ -20,6 +20,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least it takes
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers share the cores
     "OMP_NUM_THREADS": "1",
+    "EMS_SHARE_CORES": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # a server that stood still for 5 s hangs up on what came meanwhile
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

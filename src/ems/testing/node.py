@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from ems.config import NodeConfig
-from ems.pool.client import PoolClient
-from ems.pool.launcher import node_listens
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.node.launcher import node_listens
+from ems.pool.tenants.credentials import Credentials
 from ems.testing.waiting import until
 
 START_SECONDS = 30.0
@@ -35,6 +36,10 @@ class NodeProcess:
         self._home = Path(tempfile.mkdtemp(prefix="ems-test-", dir=parent))
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
+        self.module = "ems.cli"
+        """What is run; another one behaves like it, and does something besides."""
+        self.environment: dict[str, str] = {}
+        """Variables that the process gets beside those of this one, of which none of EMS's own."""
         self.directory = self._home / "pool"
         self.socket = self.directory / "node.sock"
         self.seconds_to_listen = 0.0
@@ -42,7 +47,7 @@ class NodeProcess:
 
     @property
     def config(self) -> NodeConfig:
-        """The settings with which :func:`~ems.pool.launcher.ensure_node` finds this node, or starts it."""
+        """The settings with which :func:`~ems.pool.node.launcher.ensure_node` finds this node, or starts it."""
         return NodeConfig(directory=self.directory, socket=self.socket, http_port=None)
 
     @property
@@ -65,8 +70,9 @@ class NodeProcess:
     def spawn(self) -> None:
         """Start the process and return at once."""
         http = [] if any(flag.startswith("--http") for flag in self._flags) else ["--no-http"]
-        command = [sys.executable, "-m", "ems.cli", "node", "--dir", str(self.directory), *http, *self._flags]
+        command = [sys.executable, "-m", self.module, "node", "--dir", str(self.directory), *http, *self._flags]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EMS_")}
+        environment.update(self.environment)
         with (self._home / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
@@ -82,15 +88,15 @@ class NodeProcess:
         self.seconds_to_listen = time.monotonic() - begin
         assert self.returncode is None, f"the node ended with status {self.returncode}: {self.log}"
 
-    def client(self, name: str = "test") -> PoolClient:
+    def client(self, name: str = "test", credentials: Credentials | None = None) -> PoolClient:
         """A new client of the node."""
-        return PoolClient(self.socket, name)
+        return PoolClient(self.socket, name, credentials=credentials)
 
     def figures(self) -> dict[str, Any]:
         """The node's figures, asked over a connection of their own."""
-        client = self.client("test figures")
+        client = PoolClient(self.socket, "test figures", administers=True)
         try:
-            return client.stats()
+            return client.stats(timeout=START_SECONDS)
         finally:
             client.close()
 

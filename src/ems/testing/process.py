@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import random
 import re
 import signal
 import socket
@@ -54,14 +55,26 @@ class ProcessError(EmsError):
 _CAUSE = re.compile(r"(\b[A-Z]\w*(Error|Exception|Refused|Unavailable)|\berror): .+")
 
 _handed_out: set[int] = set()
+_LOWEST_PORT = 10_000
+_OWN_ENDS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Says which ports Linux gives to its own ends of connections."""
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on at this moment; never the same one twice."""
+    """Return a TCP port that nobody uses at this moment; never the same one twice.
+
+    Until it is used no connection takes it for its own end, where the system leaves ports for that.
+    """
+    drawn = random.SystemRandom()
     while True:
+        begin = int(_OWN_ENDS.read_text().split()[0]) if _OWN_ENDS.exists() else 0
+        port = drawn.randrange(_LOWEST_PORT, begin) if begin > 2 * _LOWEST_PORT else 0
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            port = int(probe.getsockname()[1])
         if port not in _handed_out:
             _handed_out.add(port)
             return port

@@ -16,7 +16,8 @@ text, and a comparison of texts proves nothing.  Here the draw has a structure, 
 
 Two shapes vary this.  Layers with a sliding window look back less far than the window.  Latent attention (MLA) has no
 biases: there each code begins with a constant that dwarfs the rest of the stream, from which the projections make what
-the biases make elsewhere, and which keeps the normalised codes at exactly +1/-1 in every layer.
+the biases make elsewhere, and which keeps the normalised codes at exactly +1/-1 in every layer.  It is to be served in
+float32: in bfloat16 what vLLM makes of one token behind kept ones and of many tokens differs enough to change texts.
 
 Everything is a function of the shape and the seed.
 """

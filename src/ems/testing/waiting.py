@@ -8,7 +8,7 @@ from collections.abc import Callable
 POLL_SECONDS = 0.01
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
     """Return as soon as ``condition`` holds.
 
     Raises:
@@ -18,4 +18,4 @@ def until(condition: Callable[[], object], what: str, seconds: float = 10.0) -> 
     while not condition():
         if time.monotonic() >= deadline:
             raise AssertionError(f"waited {seconds:.1f} s in vain until {what}")
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)  # bounded by the deadline of this loop

@@ -1,0 +1,324 @@
+"""A node on real files with its tiers and its clients, and the plain account against which all of them are checked.
+
+The account knows which bytes belong to which key, which pages were committed, and which places were damaged on purpose.
+What it demands stands in :mod:`ems.testing.faults.laws`; how nodes come and go in :mod:`ems.testing.faults.lives`.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ems.config import NodeConfig
+from ems.pool.core.rest import LIMBO_SECONDS
+from ems.pool.segments.layout import HEADERS_OFFSET, PageRef, unpack_description
+from ems.testing.faults import grants, tenants
+from ems.testing.faults.below import Below
+from ems.testing.faults.node import HistoryNode
+from ems.testing.faults.points import Crash, Points
+from ems.testing.faults.seats import GONE, Identity, Late, Seat
+from ems.testing.faults.settings import (
+    SEATS,
+    SEGMENT,
+    SEGMENTS,
+    TENANTS,
+    Known,
+    Place,
+    Settings,
+    Slot,
+    Violation,
+    content,
+    size_of,
+)
+from ems.testing.faults.times import Times, Turns
+
+if TYPE_CHECKING:
+    from ems.pool.core.answers import Reserved
+    from ems.pool.core.index import Page
+    from ems.pool.keys import Tail
+    from ems.pool.node.connection import Connection
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - the pool lives there
+
+
+class Former:
+    """A process that was the node, handed over and has not ended: its threads may go on with what they began."""
+
+    def __init__(self, node: HistoryNode, writer: int) -> None:
+        self.node = node
+        self.writer = writer
+        """By which the carrier of the present node knows it."""
+
+
+class World:
+    """Everything that a history acts on.  ``node`` is there once :func:`~ems.testing.faults.lives.begin` was called."""
+
+    node: HistoryNode
+    loop: Turns
+    admin: Seat
+
+    def __init__(self, settings: Settings) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="ems-faults-", dir=MEMORY if MEMORY.is_dir() else None))
+        self.settings = settings
+        self.verify = settings.verify
+        self.files = open_files()
+        self.times = Times()
+        self.points = Points()
+        self.below = Below(settings.tiers, self.times, self.points)
+        self.tenants = tenants.Tenants(self.home / "tenants", self.times) if settings.tenants else None
+        self.counts: Counter[str] = Counter()
+        self.surprises: list[BaseException] = []
+        """What came up in the loop and nobody caught."""
+        self.life = 0
+        self.late: list[Late] = []
+        self.seats: list[Seat] = []
+        self.former: list[Former] = []
+        self.sizes = SEGMENTS
+        self.meaning: dict[bytes, tuple[str, Tail | None]] = {}
+        """The path to which a key belongs, and its tokens if it is that of a block that is not full."""
+        # The account
+        self.committed: dict[Known, bytes] = {}
+        """Packed places of the pages whose commit was answered, or that came from a tier."""
+        self.ever: set[Known] = set()
+        """What was committed at any time, answered or not."""
+        self.pinned: dict[Known, float] = {}
+        """Until when pages were pinned."""
+        self.tails_lost: set[bytes] = set()
+        """Keys of pages that were committed while memory was full: their tokens may not be found again."""
+        self.tails_hurt = False
+        self.hurt: dict[Place, int] = {}
+        """Damaged bytes of pages, with the life of the node in which it was done."""
+        self.unsummed: set[Place] = set()
+        """Pages whose writer gave no checksum."""
+        self.never_summed: set[Known] = set()
+        """The same by their names."""
+        self.hurt_headers: set[Slot] = set()
+        self.hurt_segments: set[int] = set()
+        self.mapped: dict[Identity, set[str]] = {}
+        """Tenants who have ever mapped a file."""
+
+    @property
+    def now(self) -> float:
+        """What the node's clock shows."""
+        return self.times.now()
+
+    def config(self) -> NodeConfig:
+        """The settings of the next node."""
+        return NodeConfig(
+            directory=self.home / "pool",
+            socket=self.home / "s",
+            size=SEGMENT * self.sizes,
+            segment_size=SEGMENT,
+            high_watermark=self.settings.watermark,
+            policy=self.settings.policy,
+            verify=self.verify.value,
+            tenants=None if self.tenants is None else self.tenants.path,
+            http_port=None,
+        )
+
+    # Time
+
+    def new_loop(self) -> None:
+        """Forget all that the process before meant to do."""
+        if hasattr(self, "loop"):
+            self.loop.close()
+        self.loop = Turns(self.times, self.surprises.append)
+
+    def settle(self) -> None:
+        """Let the node do what it put off.
+
+        Raises:
+            Crash: it was killed at that.
+            Violation: something came up that nobody caught.
+        """
+        self.loop.go_round()
+        self._look_behind()
+
+    def let_pass(self, seconds: float) -> None:
+        """Let time go by; raises what :meth:`settle` does."""
+        self.loop.let_pass(seconds)
+        self.late = [late for late in self.late if late.until > self.now]
+        self._look_behind()
+
+    def _look_behind(self) -> None:
+        strange = [one for one in self.surprises if not isinstance(one, Crash)]
+        self.surprises.clear()
+        if strange:
+            raise Violation(f"nobody caught {type(strange[0]).__name__}: {strange[0]}") from strange[0]
+        if self.points.dead:
+            raise Crash
+
+    def tick(self) -> None:
+        """The node's second, before its time."""
+        assert self.node._ticker is not None  # noqa: SLF001
+        self.node._ticker.cancel()  # noqa: SLF001
+        self.node._tick()  # noqa: SLF001
+        self.settle()
+
+    # Clients
+
+    def connect(self, position: int) -> Seat:
+        """A new client in a place; on a node with tenants of that place's tenant, if its key opens anything."""
+        tenant = TENANTS[position % len(TENANTS)] if self.tenants is not None else ""
+        seat = self._seat(tenant)
+        if self.tenants is not None:
+            opens = self.tenants.opens(tenant)
+            if self.tenants.greet(seat) != opens:
+                raise Violation(f"a key of {tenant} was {'refused' if opens else 'accepted'} that should not be")
+            if not opens:
+                self.counts["greeting refused"] += 1
+                seat.close(None)
+        return seat
+
+    def connect_all(self) -> None:
+        """New clients in all places, and an administrator."""
+        self.seats = [self.connect(position) for position in range(SEATS)]
+        self.admin = self._seat("")
+        if self.tenants is not None:
+            tenants.greet_as_administrator(self.admin)
+
+    def _seat(self, tenant: str) -> Seat:
+        owner = self.node._next_owner  # noqa: SLF001 - what accepting a connection does
+        self.node._next_owner += 1  # noqa: SLF001
+        seat = Seat(self.node, owner, tenant, self._shut_out)
+        self.node._connections[owner] = cast("Connection", seat)  # noqa: SLF001
+        return seat
+
+    def _shut_out(self, seat: Seat) -> None:
+        """The node ended a connection, whose client lives."""
+        self.counts["shut out"] += 1
+        self.cut_off(seat)
+        for reading in seat.reading:
+            reading.leased = False
+
+    def cut_off(self, seat: Seat) -> None:
+        """The connection of a client that lives ended: it may go on writing for a while, and reading."""
+        for writing in seat.writing:
+            for ref in writing.granted.values():
+                until = self.now + LIMBO_SECONDS
+                self.late.append(Late(seat.owner, writing.maps, ref, size_of(writing.name), until, writing.loose))
+        seat.writing.clear()
+        seat.announced.clear()
+
+    def map(self, seat: Seat, refs: list[PageRef]) -> None:
+        """A client maps what it was promised."""
+        seat.maps.map(refs)
+        if self.tenants is not None:
+            for file in seat.maps.files:
+                self.mapped.setdefault(file, set()).add(seat.tenant)
+
+    def loosen(self, slot: Slot) -> None:
+        """The header of a slot was damaged: whoever was promised it may not be alone there any more."""
+        for late in self.late:
+            late.loose = late.loose or late.ref[:2] == slot
+        for seat in self.seats:
+            for writing in seat.writing:
+                writing.loose = writing.loose or any(ref[:2] == slot for ref in writing.granted.values())
+
+    # What the node does
+
+    def granting(self, node: HistoryNode, namespace: int, keys: list[bytes]) -> Callable[[Reserved], None]:
+        """A reservation is about to be made."""
+        return grants.granting(self, node, namespace, keys)
+
+    def promoted(self, node: HistoryNode, owner: int, pages: list[Page]) -> None:
+        """Pages came from a tier and can be read."""
+        assert owner < 0
+        names = {id(space.index.get(page.key)): space.name for space in node.core.namespaces for page in pages}
+        for page in pages:
+            known = names[id(page)], page.key
+            self.committed[known] = page.ref
+            self.counts["page promoted"] += 1
+            ref = PageRef.unpack(page.ref)
+            raw = node.arena.mapped(ref.segment)[ref.offset : ref.offset + size_of(known[0])]
+            if known in self.never_summed and raw != content(*known):
+                # It was damaged in memory before it went down, and nobody could know.
+                self.hurt[ref[:3]] = self.life
+                self.unsummed.add(ref[:3])
+            if known not in self.ever:
+                raise Violation(f"page {page.key.hex()} of {known[0]} came from a tier, and nobody ever stored it")
+
+    # Looking in
+
+    def pages(self) -> dict[Known, Page]:
+        """All pages of the brain."""
+        return {(namespace.name, page.key): page for namespace in self.node.core.namespaces for page in namespace.index}
+
+    def account(self) -> None:
+        """Forget what the node let go of, which it may."""
+        pages = self.pages()
+        for known, ref in list(self.committed.items()):
+            page = pages.get(known)
+            if page is None or page.ref != ref:
+                del self.committed[known]
+
+    def heal(self) -> None:
+        """Forget the damage of descriptions that were written anew."""
+        for number in list(self.hurt_segments):
+            raw = bytes(self.node.arena.mapped(number)[:HEADERS_OFFSET])
+            if not isinstance(unpack_description(raw, SEGMENT), str):
+                self.hurt_segments.discard(number)
+
+    def remember(self, node: HistoryNode) -> None:
+        """Count what a process did that ends."""
+        core = node.core
+        self.counts["page evicted"] += core._room.evicted  # noqa: SLF001
+        for level in node.carrier.levels:
+            for name in ("pages_written", "fetch_corrupt", "write_corrupt", "hung", "not_offered", "fetch_misses"):
+                self.counts[f"tier: {name.replace('_', ' ')}"] += level.counts[name]
+            self.counts["tier: cut out"] += level.reading.cuts + level.writing.cuts
+            self.counts["tier: not queued for want of room"] += level.behind.dropped
+            self.counts["tier: packs evicted"] += level.tier.figures()["evicted_packs"]
+            self.counts["tier: packs expired"] += level.tier.figures()["expired_packs"]
+        self.counts.update(node.workers.counts())
+
+    # The end
+
+    def abandon(self) -> None:
+        """Let go of a node with which something is wrong."""
+        self.points.dead = True
+        self.node._connections.clear()  # noqa: SLF001
+        self.node.arena.leave()
+        if self.node._listener is not None:  # noqa: SLF001
+            self.node._listener.leave()  # noqa: SLF001
+        self.former.clear()
+
+    def everybody_leaves(self) -> None:
+        """No client is left, and none of their processes."""
+        for seat in (*self.seats, self.admin):
+            seat.pid = GONE
+            seat.close(None)
+            seat.reading.clear()
+        for owner in self.node._resting:  # noqa: SLF001
+            self.node._resting[owner] = GONE  # noqa: SLF001
+        self.late.clear()
+
+    def close(self) -> None:
+        """Remove everything.
+
+        Raises:
+            Violation: files were left open.
+        """
+        self.seats.clear()
+        self.late.clear()
+        self.former.clear()
+        self.loop.close()
+        for place in self.below.places:
+            self.counts.update({f"a place {fault}": count for fault, count in place.counts.items()})
+        shutil.rmtree(self.home, ignore_errors=True)
+        left = open_files() - self.files
+        if left > 0:
+            gc.collect()  # what an exception on its way refers to is freed late
+            left = open_files() - self.files
+        if left > 0:
+            raise Violation(f"{left} files were left open")
+
+
+def open_files() -> int:
+    """Files that this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -1,0 +1,39 @@
+"""What every tier must pass, and places that fail on purpose.
+
+A test of a tier derives from :class:`TierConformance` and says how one is opened; pytest finds the rest::
+
+    class TestMine(TierConformance):
+        @pytest.fixture(autouse=True)
+        def place(self, tmp_path): self.folder = tmp_path
+        def blobs(self): return FolderBlobs(self.folder)
+        def open(self, blobs): return PackTier("mine", blobs)
+
+The suite is ``keeping``, ``forgetting`` and ``damage``, above ``bench``.  ``pages`` makes pages; in ``places`` are
+:class:`MemoryBlobs`, a place in this process, :class:`FaultyBlobs`, one that is slow, hangs, lies or fails when it is
+told to, and :class:`FaultyTier`.
+"""
+
+from ems.testing.tiers.damage import Damage
+from ems.testing.tiers.forgetting import Forgetting
+from ems.testing.tiers.keeping import Keeping
+from ems.testing.tiers.pages import NAMESPACE, PAGE, chain, fetch, forget, key, page
+from ems.testing.tiers.places import FaultyBlobs, FaultyTier, MemoryBlobs
+
+
+class TierConformance(Keeping, Forgetting, Damage):
+    """The suite: each test gets an empty place."""
+
+
+__all__ = [
+    "NAMESPACE",
+    "PAGE",
+    "FaultyBlobs",
+    "FaultyTier",
+    "MemoryBlobs",
+    "TierConformance",
+    "chain",
+    "fetch",
+    "forget",
+    "key",
+    "page",
+]
