@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
-from ems.pool.core import PoolCore, Reserved
-from ems.pool.index import Page
+from ems.pool.core.answers import Reserved
+from ems.pool.core.index import Page
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.core.room import Outcome
 from ems.pool.keys import NO_PARENT
-from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, carve
-from ems.pool.room import Outcome
+from ems.pool.segments.layout import HEADER_BYTES, HEADERS_OFFSET, carve
 
 PAGE = 64 << 10
 """Bytes of a page that keeps segments small and page-aligned."""

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from ems.pool.client import Namespace, PoolClient
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
 from ems.testing.node import NodeProcess
 
 PAGE = 4096

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ems.pool import protocol
-from ems.pool.protocol import FrameReader
+from ems.pool.protocol import coding, messages
+from ems.pool.protocol.framing import FrameReader
 
-PATIENCE = 10.0
+PATIENCE = 20.0
 
 
 class Wire:
@@ -24,11 +24,11 @@ class Wire:
         self._reader = FrameReader()
         self._bodies: list[bytes] = []
 
-    def send(self, *messages: protocol.Message | bytes) -> None:
-        data = b"".join(one if isinstance(one, bytes) else protocol.encode(one) for one in messages)
+    def send(self, *sent: messages.Message | bytes) -> None:
+        data = b"".join(one if isinstance(one, bytes) else coding.encode(one) for one in sent)
         self.sock.sendall(data)
 
-    def answer(self) -> protocol.Answer | None:
+    def answer(self) -> messages.Answer | None:
         """The next answer; None when the node closed the connection instead."""
         while not self._bodies:
             try:
@@ -39,27 +39,27 @@ class Wire:
                 return None
             self._reader.feed(data)
             self._bodies += self._reader.frames()
-        return protocol.decode_answer(self._bodies.pop(0))
+        return coding.decode_answer(self._bodies.pop(0))
 
-    def ask(self, message: protocol.Message) -> protocol.Answer | None:
+    def ask(self, message: messages.Message) -> messages.Answer | None:
         self.send(message)
         return self.answer()
 
-    def refusal(self) -> protocol.Refused:
+    def refusal(self) -> messages.Refused:
         """The next answer, which must be a refusal that ends the connection."""
         answer = self.answer()
-        assert isinstance(answer, protocol.Refused), answer
+        assert isinstance(answer, messages.Refused), answer
         assert self.answer() is None, "the node refused but did not close"
         return answer
 
-    def greet(self) -> protocol.Welcome:
-        answer = self.ask(protocol.Hello(1, 1, "raw", os.getpid()))
-        assert isinstance(answer, protocol.Welcome), answer
+    def greet(self) -> messages.Welcome:
+        answer = self.ask(messages.Hello(1, 1, "raw", os.getpid()))
+        assert isinstance(answer, messages.Welcome), answer
         return answer
 
     def open(self, name: str, page_size: int) -> int:
-        answer = self.ask(protocol.Open(name, page_size))
-        assert isinstance(answer, protocol.Opened), answer
+        answer = self.ask(messages.Open(name, page_size))
+        assert isinstance(answer, messages.Opened), answer
         return answer.namespace
 
 

@@ -1,0 +1,215 @@
+"""The client's own promises: threads, interrupts, forks, and a node that answers nonsense."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ems.errors import PoolRefused, PoolUnavailable, ProtocolError, StaleReference
+from ems.pool.client.answers import Namespace
+from ems.pool.client.frames import receive_frame
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.protocol import coding, framing, messages
+from ems.testing.waiting import until
+from tests.pool.brain import chain
+from tests.pool.client.scripted import WELCOME, node_that_says
+from tests.pool.conftest import PAGE
+
+KEYS = b"".join(chain("x", 3))
+
+NONSENSE = {
+    "garbage": struct.pack(">I", 3) + b"abc",
+    "another message": coding.encode(messages.Done()),
+    "a request": coding.encode(messages.Stats()),
+    "too much": struct.pack(">I", framing.MAX_FRAME + 1),
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
+def test_a_node_that_answers_nonsense_is_left(tmp_path: Path, nonsense: bytes) -> None:
+    with node_that_says(tmp_path / "s", WELCOME, nonsense):
+        client = PoolClient(tmp_path / "s")
+        with pytest.raises(ProtocolError):
+            client.open(Namespace("a", PAGE))
+        assert not client.connected
+    with node_that_says(tmp_path / "t", nonsense):
+        client = PoolClient(tmp_path / "t")
+        with pytest.raises(ProtocolError):
+            client.connect()
+        assert not client.connected
+
+
+@pytest.mark.parametrize(
+    "granted",
+    [
+        messages.Granted(1, b"\0\0", bytes(40)),
+        messages.Granted(1, b"\0\0\0", bytes(40)),
+        messages.Granted(1, b"\3\3\3", bytes(20)),
+    ],
+    ids=["fewer outcomes", "fewer slots", "a slot too many"],
+)
+def test_a_reservation_that_does_not_add_up_is_refused(tmp_path: Path, granted: messages.Granted) -> None:
+    answers = WELCOME, coding.encode(messages.Opened(0)), coding.encode(granted)
+    with node_that_says(tmp_path / "s", *answers):
+        client = PoolClient(tmp_path / "s")
+        with pytest.raises(ProtocolError, match="does not match the request"):
+            client.reserve(Namespace("a", PAGE), bytes(16), chain("x", 3))
+        assert not client.connected
+
+
+def test_a_node_that_hangs_up_is_unavailable(tmp_path: Path) -> None:
+    with node_that_says(tmp_path / "s", WELCOME):
+        client = PoolClient(tmp_path / "s")
+        client.connect()
+        with pytest.raises(PoolUnavailable, match="went away"):
+            client.stats()
+        assert (client.connected, client.epoch) == (False, 0)
+
+
+def test_a_refused_greeting_is_the_callers_error(tmp_path: Path) -> None:
+    refused = coding.encode(messages.Refused("unauthorised", "who are you"))
+    with node_that_says(tmp_path / "s", refused), pytest.raises(PoolRefused, match="who are you"):
+        PoolClient(tmp_path / "s").connect()
+
+
+def test_a_missing_node_is_asked_for_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("ems.pool.client.line.time.monotonic", lambda: now)
+    client, tried = PoolClient(tmp_path / "nobody"), []
+    introduction = client._line._introduction
+    reach: Callable[..., object] = introduction.reach
+
+    def count(*arguments: object) -> object:
+        tried.append(now - 1000.0)
+        return reach(*arguments)
+
+    monkeypatch.setattr(introduction, "reach", count)
+    for tenth in range(400):
+        now = 1000.0 + tenth / 10
+        with pytest.raises(PoolUnavailable):
+            client.connect()
+    gaps = [round(later - earlier, 1) for earlier, later in itertools.pairwise(tried)]
+    assert gaps == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0], abs=0.11)
+
+
+def test_an_interrupted_call_does_not_leave_its_answer_to_the_next(
+    client: PoolClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.commit(client.reserve(namespace, bytes(16), chain("x", 3)))
+    epoch = client.epoch
+
+    def interrupted(*arguments: object, **options: object) -> bytes:
+        monkeypatch.setattr("ems.pool.client.line.receive_frame", receive_frame)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ems.pool.client.line.receive_frame", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.lookup(namespace, KEYS[:16])
+    assert client.lookup(namespace, KEYS).count == 3
+    assert client.epoch != epoch
+
+
+def test_many_threads_share_a_client(client: PoolClient, namespace: Namespace) -> None:
+    def work(number: int) -> int:
+        keys = chain(f"thread {number}", 1)
+        reserved = client.reserve(namespace, bytes(16), keys)
+        page = client.segments(reserved.epoch).page(reserved.granted[0], PAGE)
+        page[:] = bytes([number]) * PAGE
+        client.commit(reserved)
+        hits = client.lookup(namespace, keys[0], lease=True)
+        assert hits.lease is not None
+        segments = client.segments(hits.lease.epoch)
+        (ref,) = hits.lease.refs
+        assert segments.holds(ref, keys[0])
+        found = set(segments.page(ref, PAGE))
+        client.release(hits.lease)
+        return found.pop() if len(found) == 1 else -1
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(12))) == list(range(12))
+
+
+def test_a_segment_is_mapped_once_however_many_ask(client: PoolClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.connect()
+    segments, attach = client.segments(client.epoch), client._line.attach
+    attached: list[int] = []
+
+    def count(number: int, epoch: int) -> memoryview:
+        attached.append(number)
+        return attach(number, epoch)
+
+    monkeypatch.setattr(client._line, "attach", count)
+    with ThreadPoolExecutor(8) as pool:
+        maps = list(pool.map(lambda _: segments.segment(3), range(32)))
+    assert attached == [3]
+    assert all(mapped is maps[0] for mapped in maps)
+
+
+def test_a_segment_that_does_not_exist_is_an_error_of_the_protocol(client: PoolClient) -> None:
+    client.connect()
+    with pytest.raises(ProtocolError, match="does not exist"):
+        client.segments(client.epoch).segment(10_000)
+
+
+def test_nothing_of_an_old_connection_is_used_on_a_new_one(client: PoolClient, namespace: Namespace) -> None:
+    half = client.reserve(namespace, bytes(16), chain("x", 1))
+    client.commit(client.reserve(namespace, bytes(16), chain("y", 1)))
+    lease = client.lookup(namespace, chain("y", 1)[0], lease=True).lease
+    assert lease is not None
+    segments = client.segments(half.epoch)
+    segments.segment(lease.refs[0].segment)
+    client._line.drop()
+    client.connect()
+    for stale in (
+        lambda: client.commit(half),
+        lambda: client.abort(half),
+        lambda: client.segments(half.epoch),
+        lambda: client._line.attach(5, half.epoch),
+    ):
+        with pytest.raises(StaleReference):
+            stale()
+    client.release(lease)
+    assert segments.holds(lease.refs[0], chain("y", 1)[0]), "memory that is mapped stays mapped"
+
+
+def test_a_forked_child_leaves_its_parents_connection_alone(client: PoolClient, namespace: Namespace) -> None:
+    client.commit(client.reserve(namespace, bytes(16), chain("x", 3)))
+    epoch = client.epoch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which engines do
+        pid = os.fork()
+    if pid == 0:
+        client.abandon()
+        os._exit(0)
+    assert os.waitpid(pid, 0) == (pid, 0)
+    assert client.lookup(namespace, KEYS).count == 3
+    assert client.epoch == epoch
+
+
+def test_a_closed_client_stays_closed(client: PoolClient, namespace: Namespace) -> None:
+    client.open(namespace)
+    client.close()
+    client.close()
+    with pytest.raises(PoolUnavailable):
+        client.lookup(namespace, KEYS)
+    assert not client.connected
+
+
+def test_an_idle_client_notices_the_end_of_its_node(tmp_path: Path) -> None:
+    with node_that_says(tmp_path / "s", WELCOME):
+        client = PoolClient(tmp_path / "s")
+        client.connect()
+        client.notice()
+
+        def noticed() -> bool:
+            client.notice()
+            return not client.connected
+
+        until(noticed, "the client lets go")

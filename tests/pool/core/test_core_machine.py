@@ -1,0 +1,455 @@
+"""Random histories of several clients against the brain, compared after every step with a plain account of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ems.config import DEFAULT_POLICY, PolicyName
+from ems.pool.core.changes import FROM_NOW
+from ems.pool.core.handover import CoreState
+from ems.pool.core.index import Index, Page
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.core.rest import LIMBO_SECONDS
+from ems.pool.core.room import Outcome
+from ems.pool.core.soundness import faults
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.segments.layout import PageRef
+from tests.pool.brain import key, segment_for
+
+SEGMENTS = [segment_for(3, 8192), segment_for(2, 8192), segment_for(2, 8192)]
+PAGE_SIZES = {"small": 8192, "odd": 8192 + 64, "large": 2 * 8192 - 128}
+SEATS = (0, 1, 2)
+
+# Two trees of blocks: each path continues its prefix, some paths share theirs.
+PATHS = ["a", "ab", "abc", "abcd", "abx", "abxy", "k", "kl", "klm"]
+KEYS = {path: key(path) for path in PATHS}
+PREFIX = {KEYS[path]: KEYS.get(path[:-1], bytes(16)) for path in PATHS}
+
+
+class Slot(NamedTuple):
+    segment: int
+    number: int
+
+
+class Writing(NamedTuple):
+    owner: int
+    namespace: str
+    pages: dict[int, bytes]
+
+
+class Reading(NamedTuple):
+    owner: int
+    namespace: str
+    refs: dict[bytes, bytes]
+
+
+def slot_of(ref: bytes) -> Slot:
+    unpacked = PageRef.unpack(ref)
+    return Slot(unpacked.segment, unpacked.slot)
+
+
+def tail_of(path: str) -> Tail:
+    """A block that is not full in the place of the last of ``path``; siblings share their first token."""
+    return Tail(PREFIX[KEYS[path]], b"\7\0\0\0" + path[-1].encode() + b"\0\0\0")
+
+
+def runs() -> st.SearchStrategy[list[str]]:
+    """Consecutive blocks of one path."""
+
+    def cut(bounds: tuple[str, int, int]) -> list[str]:
+        path, start, stop = bounds
+        start, stop = sorted((start % len(path), stop % len(path)))
+        return [path[:end] for end in range(start + 1, stop + 2)]
+
+    return st.tuples(st.sampled_from(PATHS), st.integers(0, 3), st.integers(0, 3)).map(cut)
+
+
+class PoolHistory(RuleBasedStateMachine):
+    """Clients write, read, announce, pin, leave; memory is touched; time goes by."""
+
+    policy: PolicyName = DEFAULT_POLICY
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.owners = [1, 2, 3]
+        self.numbers: dict[str, int] = {}
+        self.writing: dict[int, Writing] = {}
+        self.reading: dict[int, Reading] = {}
+        self.listed: dict[str, dict[bytes, Tail]] = {name: {} for name in PAGE_SIZES}
+        self.committed: dict[str, dict[bytes, bytes]] = {name: {} for name in PAGE_SIZES}
+        self.resting: dict[int, tuple[float, set[Slot]]] = {}
+        self.generations: dict[Slot, int] = {}
+        self.touched = [0] * len(SEGMENTS)
+        self.told: dict[str, set[bytes]] = {name: set() for name in PAGE_SIZES}
+        self.told_until: int | None = None
+        self.pinned: dict[str, dict[bytes, float]] = {name: {} for name in PAGE_SIZES}
+        self.announced: dict[int, int] = {}
+
+    @initialize(
+        watermark=st.sampled_from([1.0, 0.95, 0.5]),
+        ratio=st.sampled_from([0.05, 0.5, 1.0]),
+        touched=st.sampled_from([True, True, False]),
+    )
+    def start(self, watermark: float, ratio: float, touched: bool) -> None:
+        self.settings = (watermark, ratio)
+        self.core = PoolCore(SEGMENTS, high_watermark=watermark, eviction_ratio=ratio, policy=self.policy)
+        for name, size in PAGE_SIZES.items():
+            self.numbers[name] = self.core.open_namespace(name, size)
+        if touched:
+            for segment in range(len(SEGMENTS)):
+                self.touch(segment, 1.0)
+            self.end_touching()
+
+    # What the brain says it has, read without asking it as a client
+
+    def pages(self, name: str) -> dict[bytes, Page]:
+        return {page.key: page for page in self.core._namespaces[self.numbers[name]].index}
+
+    def see_evictions(self) -> None:
+        """Take note of pages that left, which must have been allowed to."""
+        for name, committed in self.committed.items():
+            left = self.pages(name)
+            gone = {one for one in committed if one not in left}
+            for one in gone:
+                del committed[one]
+            leased = {one for lease in self.reading.values() if lease.namespace == name for one in lease.refs}
+            assert not gone & leased, "a leased page was evicted"
+            assert not gone & self.pinned[name].keys(), "a pinned page was evicted"
+            assert not gone & {PREFIX[one] for one in left}, "a prefix was evicted before its suffix"
+
+    # Rules
+
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
+    def reserve(self, seat: int, name: str, run: list[str], partial: bool) -> None:
+        owner = self.owners[seat]
+        tail = tail_of(run[-1]) if partial else None
+        keys = [KEYS[path] for path in run]
+        before = self.pages(name)
+        out = {slot_of(page.ref) for other in PAGE_SIZES for page in self.pages(other).values()}
+        kept = {slot for _, slots in self.resting.values() for slot in slots}
+        reserved = self.core.reserve(owner, self.numbers[name], PREFIX[keys[0]], keys, tail)
+        self.see_evictions()
+        assert len(reserved.outcomes) == len(keys)
+        waiting = {}
+        granted = iter(reserved.granted)
+        for position, outcome in enumerate(reserved.outcomes):
+            known = before.get(keys[position])
+            if outcome == Outcome.PRESENT:
+                assert known is not None
+            elif outcome == Outcome.WRITING:
+                assert known is not None
+                assert not known.present
+            elif outcome == Outcome.GRANTED:
+                page = next(granted)
+                assert page.key == keys[position]
+                waiting[position] = page.key
+                self.listed[name].pop(page.key, None)
+                if tail is not None and position == len(keys) - 1:
+                    self.listed[name][page.key] = tail
+                self.see_grant(page, name, out - self.slots_out_before_grant(reserved.granted), kept)
+        assert next(granted, None) is None
+        assert all(one in self.pages(name) for one in {*keys, PREFIX[keys[0]]} & before.keys()), "it evicted its own"
+        assert (reserved.reservation != 0) == bool(waiting)
+        if waiting:
+            self.writing[reserved.reservation] = Writing(owner, name, waiting)
+
+    def slots_out_before_grant(self, granted: list[Page]) -> set[Slot]:
+        """Slots that came free within the call: those of evicted pages."""
+        now = {slot_of(page.ref) for name in PAGE_SIZES for page in self.pages(name).values() if page not in granted}
+        return {slot_of(page.ref) for page in granted} - now
+
+    def see_grant(self, page: Page, name: str, out: set[Slot], resting: set[Slot]) -> None:
+        slot = slot_of(page.ref)
+        ref = PageRef.unpack(page.ref)
+        assert slot not in out, "a slot in use was handed out"
+        assert slot not in resting, "a slot that rests was handed out"
+        assert ref.generation > self.generations.get(slot, 0), "a generation did not grow"
+        self.generations[slot] = ref.generation
+        assert ref.offset + PAGE_SIZES[name] <= self.touched[ref.segment], "untouched memory was handed out"
+
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
+    def save(self, seat: int, name: str, run: list[str], partial: bool) -> None:
+        before = set(self.writing)
+        self.reserve(seat, name, run, partial)
+        for number in set(self.writing) - before:
+            self.publish(number, None)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), part=st.booleans())
+    def commit(self, data: st.DataObject, part: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.writing)))
+        positions = sorted(self.writing[number].pages)
+        self.publish(number, data.draw(st.lists(st.sampled_from(positions), unique=True)) if part else None)
+
+    def publish(self, number: int, positions: list[int] | None) -> None:
+        held = self.writing[number]
+        pages = self.core.commit(held.owner, number, positions).pages
+        wanted = sorted(held.pages if positions is None else positions)
+        assert [page.key for page in pages] == [held.pages.pop(position) for position in wanted]
+        for page in pages:
+            self.committed[held.namespace][page.key] = page.ref
+        if not held.pages:
+            del self.writing[number]
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.writing)))
+        self.core.abort(self.writing.pop(number).owner, number)
+
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), lease=st.booleans())
+    def lookup(self, seat: int, name: str, run: list[str], lease: bool) -> None:
+        owner = self.owners[seat]
+        keys = [KEYS[path] for path in run]
+        found = self.core.lookup(owner, self.numbers[name], keys, lease=lease)
+        committed = self.committed[name]
+        expected = next((at for at, one in enumerate(keys) if one not in committed), len(keys))
+        assert [page.key for page in found.pages] == keys[:expected]
+        known = self.pages(name)
+        assert found.pending == next(
+            (at for at, one in enumerate(keys[expected:]) if one not in known), len(keys) - expected
+        )
+        assert (found.lease != 0) == (lease and expected > 0)
+        if found.lease:
+            self.reading[found.lease] = Reading(owner, name, {page.key: page.ref for page in found.pages})
+
+    @rule(
+        seat=st.sampled_from(SEATS),
+        name=st.sampled_from(sorted(PAGE_SIZES)),
+        path=st.sampled_from(PATHS),
+        lease=st.booleans(),
+    )
+    def lookup_tail(self, seat: int, name: str, path: str, lease: bool) -> None:
+        owner, tail = self.owners[seat], tail_of(path)
+        shared, found = self.core.lookup_tail(owner, self.numbers[name], tail, lease=lease)
+        known = self.pages(name)
+        listed = {
+            one: other.common(tail.tokens)
+            for one, other in self.listed[name].items()
+            if other.directory == tail.directory
+        }
+        here = {one: count for one, count in listed.items() if one in self.committed[name]}
+        assert shared == max(here.values(), default=0)
+        assert [here[page.key] for page in found.pages] == [shared] * bool(shared)
+        assert found.pending == (max((listed[one] for one in listed if one in known), default=0) > shared)
+        assert (found.lease != 0) == (lease and shared > 0)
+        if found.lease:
+            self.reading[found.lease] = Reading(owner, name, {page.key: page.ref for page in found.pages})
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reading)))
+        self.core.release(self.reading.pop(number).owner, number)
+
+    @rule(name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), seconds=st.sampled_from([1.0, 20.0]))
+    def pin(self, name: str, run: list[str], seconds: float) -> None:
+        keys = [KEYS[path] for path in run]
+        pins = self.core._namespaces[self.numbers[name]].kept.pinned
+        count = self.core.pin(self.numbers[name], keys, self.now + seconds)
+        assert count <= len([one for one in keys if one in self.committed[name]])
+        self.pinned[name] = {one: until for one, until in pins.items() if one in self.committed[name]}
+
+    @rule(name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
+    def unpin(self, name: str, run: list[str]) -> None:
+        self.core.unpin(self.numbers[name], [KEYS[path] for path in run])
+        for path in run:
+            self.pinned[name].pop(KEYS[path], None)
+
+    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
+    def announce(self, seat: int, name: str, run: list[str]) -> None:
+        owner = self.owners[seat]
+        number = self.core.announce(owner, self.numbers[name], [KEYS[path] for path in run], self.now)
+        self.announced[number] = owner
+
+    @precondition(lambda self: self.announced)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.announced)))
+        self.core.withdraw(self.announced.pop(number), number)
+
+    @rule(seat=st.sampled_from(SEATS), alive=st.booleans())
+    def leave(self, seat: int, alive: bool) -> None:
+        owner, self.owners[seat] = self.owners[seat], max(self.owners) + 1
+        held = [number for number, writing in self.writing.items() if writing.owner == owner]
+        slots = {
+            slot_of(self.pages(self.writing[number].namespace)[one].ref)
+            for number in held
+            for one in self.writing[number].pages.values()
+        }
+        self.core.disconnect(owner, self.now, alive=alive)
+        for number in held:
+            del self.writing[number]
+        for number in [number for number, reading in self.reading.items() if reading.owner == owner]:
+            del self.reading[number]
+        assert self.core.rests(owner) == bool(slots and alive)
+        if slots and alive:
+            self.resting[owner] = (self.now + LIMBO_SECONDS, slots)
+
+    @precondition(lambda self: self.resting)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.resting)))
+        self.core.died(owner)
+        del self.resting[owner]
+
+    @rule(segment=st.integers(0, len(SEGMENTS) - 1), share=st.sampled_from([0.3, 0.7, 1.0]))
+    def touch(self, segment: int, share: float) -> None:
+        touched = int(SEGMENTS[segment] * share)
+        self.core.touched(segment, touched)
+        self.touched[segment] = max(self.touched[segment], touched)
+
+    @rule(segment=st.integers(0, len(SEGMENTS) - 1))
+    def cut(self, segment: int) -> None:
+        """Somebody cut the file of a segment: what was there is gone, whoever holds it, and the segment begins anew."""
+        counted = self.core.forfeit(segment)
+        assert self.core.space.segments[segment].used == 0
+        gone = 0
+        for committed in self.committed.values():
+            for one in [one for one, ref in committed.items() if PageRef.unpack(ref).segment == segment]:
+                del committed[one]
+                gone += 1
+        assert counted == gone
+        for reading in self.reading.values():
+            for one in [one for one, ref in reading.refs.items() if PageRef.unpack(ref).segment == segment]:
+                del reading.refs[one]
+        for number, writing in list(self.writing.items()):
+            left = self.pages(writing.namespace)
+            for at in [at for at, one in writing.pages.items() if one not in left]:
+                del writing.pages[at]
+            if not writing.pages:
+                del self.writing[number]
+        for name, pins in self.pinned.items():
+            self.pinned[name] = {one: until for one, until in pins.items() if one in self.pages(name)}
+        self.resting = {
+            owner: (until, {slot for slot in slots if slot[0] != segment})
+            for owner, (until, slots) in self.resting.items()
+        }
+        if self.core.space.settled(self.core.space.segments[segment]):
+            self.core.renew(segment)
+        else:
+            self.core.lose(segment)
+            self.core.space.regain(segment)
+        self.touched[segment] = 0
+
+    @rule()
+    def end_touching(self) -> None:
+        self.core.touching_ended()
+
+    @rule(seconds=st.sampled_from([0.5, 11.0, LIMBO_SECONDS]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for name, pins in self.pinned.items():
+            self.pinned[name] = {one: until for one, until in pins.items() if until > self.now}
+        self.core.tick(self.now)
+        self.resting = {owner: rest for owner, rest in self.resting.items() if rest[0] > self.now}
+        self.see_evictions()
+
+    @rule()
+    def hand_over(self) -> None:
+        """Another process goes on from here, and nobody notices."""
+        watermark, ratio = self.settings
+        state = self.core.snapshot()
+        assert faults(state) == []
+        raw = msgspec.msgpack.encode(state)
+        awaited = [namespace.kept.awaited for namespace in self.core.namespaces]
+        orders = {name: self.order(name) for name in PAGE_SIZES}
+        stats = self.core.stats()
+        self.core = PoolCore(SEGMENTS, high_watermark=watermark, eviction_ratio=ratio, policy=self.policy)
+        self.core.resume(msgspec.msgpack.decode(raw, type=CoreState))
+        assert {name: self.order(name) for name in PAGE_SIZES} == orders
+        assert self.core.stats() == stats
+        assert [namespace.kept.awaited for namespace in self.core.namespaces] == awaited
+
+    def order(self, name: str) -> list[bytes]:
+        """Present keys in the order in which they would leave; only LRU has no more to it than that."""
+        keys = [page.key for page in self.index(name).policy]
+        return keys if self.policy == "lru" else sorted(keys)
+
+    def index(self, name: str) -> Index:
+        return self.core._namespaces[self.numbers[name]].index
+
+    @rule()
+    def read_changes(self) -> None:
+        """Whoever follows the changes knows what is here, without ever looking."""
+        names = sorted(PAGE_SIZES)
+        since = FROM_NOW if self.told_until is None else self.told_until
+        self.told_until, lost, told = self.core.changes.since(since, names, self.now)
+        if lost or since == FROM_NOW:
+            self.told = {name: set(committed) for name, committed in self.committed.items()}
+        for run in told:
+            keys = {run.keys[at : at + KEY_BYTES] for at in range(0, len(run.keys), KEY_BYTES)}
+            known = self.told[names[run.namespace]]
+            assert known & keys == (set() if run.stored else keys), "a page came or went twice"
+            self.told[names[run.namespace]] = known | keys if run.stored else known - keys
+        assert self.told == {name: set(committed) for name, committed in self.committed.items()}
+
+    # What must hold after every step
+
+    @invariant()
+    def the_brain_agrees_with_itself(self) -> None:
+        assert self.core.check() == []
+
+    @invariant()
+    def the_brain_agrees_with_the_account(self) -> None:
+        for name, committed in self.committed.items():
+            held = {
+                one for writing in self.writing.values() if writing.namespace == name for one in writing.pages.values()
+            }
+            pages = self.pages(name)
+            assert {one: page.ref for one, page in pages.items() if page.present} == committed
+            assert {one for one, page in pages.items() if not page.present} == held
+
+    @invariant()
+    def no_leased_page_moved(self) -> None:
+        for reading in self.reading.values():
+            assert reading.refs.items() <= self.committed[reading.namespace].items()
+
+    @invariant()
+    def no_two_pages_share_a_slot(self) -> None:
+        slots = [slot_of(page.ref) for name in PAGE_SIZES for page in self.pages(name).values()]
+        slots += [slot for _, resting in self.resting.values() for slot in resting]
+        assert len(slots) == len(set(slots))
+
+    def teardown(self) -> None:
+        if not self.numbers:
+            return
+        for owner in self.owners:
+            self.core.disconnect(owner, self.now, alive=False)
+        self.core.tick(self.now + LIMBO_SECONDS)
+        figures = self.core.stats()
+        assert (figures["leases"], figures["reservations"], figures["slots_resting"]) == (0, 0, 0)
+        assert not any(page.leases for name in PAGE_SIZES for page in self.pages(name).values())
+        assert self.core.check() == []
+
+
+class LruHistory(PoolHistory):
+    policy: PolicyName = "lru"
+
+
+class S3FifoHistory(PoolHistory):
+    policy: PolicyName = "s3fifo"
+
+
+class ArcHistory(PoolHistory):
+    policy: PolicyName = "arc"
+
+
+def _examples(count: int) -> settings:
+    return settings(
+        max_examples=count, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+PoolHistory.TestCase.settings = _examples(200)
+LruHistory.TestCase.settings = S3FifoHistory.TestCase.settings = ArcHistory.TestCase.settings = _examples(50)
+TestPoolHistory = PoolHistory.TestCase
+TestLruHistory = LruHistory.TestCase
+TestS3FifoHistory = S3FifoHistory.TestCase
+TestArcHistory = ArcHistory.TestCase

@@ -1,0 +1,112 @@
+"""What a node shows over HTTP, and that nothing else can be done there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ems.pool.client.answers import Namespace
+from ems.testing.node import NodeProcess
+from ems.testing.waiting import until
+from tests.pool.brain import chain
+from tests.pool.conftest import PAGE
+from tests.pool.tenants.people import ANN, registry_of, save
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[str]:
+    """The address of a node that holds three pages."""
+    with NodeProcess("--size", "1MB", "--segment-size", "256KB", "--http-port", "0") as node:
+        node.wait_touched()
+        client, namespace = node.client(), Namespace('a "quoted" \\ name', PAGE)
+        client.commit(client.reserve(namespace, bytes(16), chain("x", 3)))
+        client.lookup(namespace, b"".join(chain("x", 4)), lease=True)
+        until(lambda: "http=http://" in node.log, "the node says where it serves HTTP")
+        yield node.log.split("http=http://")[1].split()[0]
+        client.close()
+
+
+def get(address: str, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
+    """Status, content type and body of an answer."""
+    connection = http.client.HTTPConnection(address, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers.get_content_type(), answer.read().decode()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez"])
+def test_it_lives(web: str, path: str) -> None:
+    assert get(web, path)[0] == 200
+
+
+def test_it_is_ready_and_says_what_it_checked(web: str) -> None:
+    status, _, body = get(web, "/readyz")
+    assert status == 200
+    assert body.splitlines() == ["[+]socket ok", "[+]index ok"]
+
+
+def test_it_says_its_version_and_its_figures(web: str) -> None:
+    from ems import __version__
+
+    assert json.loads(get(web, "/version")[2]) == {"version": __version__}
+    figures = json.loads(get(web, "/status")[2])
+    assert figures["leases"] == 1
+    assert figures["counters"]["keys_hit"] == 3
+    (row,) = json.loads(get(web, "/admin/list")[2])["namespaces"]
+    assert (row["pages"], row["leases"]) == (3, 1)
+    assert json.loads(get(web, f"/admin/show?what={chain('x', 1)[0].hex()}")[2])["kind"] == "key"
+    assert json.loads(get(web, "/admin/health")[2])["well"]
+
+
+def test_metrics_are_in_the_usual_form(web: str) -> None:
+    status, kind, body = get(web, "/metrics")
+    assert (status, kind) == (200, "text/plain")
+    samples = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in body.splitlines() if line[0] != "#"}
+    assert samples["ems_pool_bytes_total"] == 1 << 20
+    assert samples["ems_pool_bytes_used"] >= 3 * PAGE
+    assert samples["ems_pool_clients"] == 1
+    assert samples["ems_pool_keys_looked_up_total"] == 4
+    assert samples["ems_pool_keys_hit_total"] == 3
+    assert samples["ems_pool_pages_committed_total"] == 3
+    assert samples["ems_pool_pages_evicted_total"] == 0
+    assert samples['ems_pool_namespace_pages{namespace="a \\"quoted\\" \\\\ name"}'] == 3
+    described = {line.split()[2] for line in body.splitlines() if line.startswith("# HELP")}
+    assert {name.split("{")[0] for name in samples} <= described
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/metrics/../../etc/passwd"])
+def test_nothing_else_is_there(web: str, path: str) -> None:
+    assert get(web, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_it_cannot_be_written_to(web: str, method: str) -> None:
+    assert get(web, "/status", method)[0] == 405
+
+
+@pytest.mark.parametrize("token", ["", "the token"])
+def test_a_node_with_tenants_shows_its_figures_to_bearers_of_its_token_only(tmp_path: Path, token: str) -> None:
+    save(tmp_path / "tenants.json", registry_of(ANN))
+    (tmp_path / "token").write_text(f"{token}\n")
+    flags = ["--size", "1MB", "--http-port", "0", "--tenants", str(tmp_path / "tenants.json")]
+    if token:
+        flags += ["--http-token-file", str(tmp_path / "token")]
+    with NodeProcess(*flags) as node:
+        until(lambda: "http=http://" in node.log, "the node says where it serves HTTP")
+        address = node.log.split("http=http://")[1].split()[0]
+        for path in ("/metrics", "/status", "/admin/list", "/admin/health"):
+            for given in ("", "Bearer ", "Bearer wrong", token):
+                status, _, body = get(address, path, **({"Authorization": given} if given else {}))
+                assert (status, "namespaces" in body) == (401, False)
+                assert "bearers of the token" in body
+            assert get(address, path, Authorization=f"Bearer {token}")[0] == (200 if token else 401)
+        assert get(address, "/health")[0] == 200

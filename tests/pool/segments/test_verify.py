@@ -1,0 +1,116 @@
+"""Which pages are checked, and what a reader makes of their bytes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ems.pool.checksum import page_checksum
+from ems.pool.segments.layout import (
+    Description,
+    Header,
+    PageFlag,
+    PageRef,
+    SlotState,
+    carve,
+    pack_description,
+    write_header,
+    write_state,
+)
+from ems.pool.segments.reader import PageReader
+from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
+
+PAGE = 4096
+KEY = bytes(range(16))
+
+
+def header(stamp: int = 5, flags: int = PageFlag.CHECKSUMMED) -> Header:
+    return Header(SlotState.PRESENT, 1, KEY, bytes(16), stamp, PAGE, 0, flags)
+
+
+@given(st.sampled_from(Verify), st.integers(0, 9), st.integers(0, 9), st.sampled_from(range(4)), st.integers(0, 99))
+def test_what_is_checked(policy: Verify, since: int, stamp: int, flags: int, loaded: int) -> None:
+    due = Trust(policy, since).due(header(stamp, flags), loaded)
+    if not flags & PageFlag.CHECKSUMMED:
+        assert not due
+    elif stamp < since or flags & PageFlag.FROM_BELOW or policy is Verify.ALWAYS:
+        assert due
+    else:
+        assert due == (policy is Verify.SAMPLED and loaded % SAMPLE == 0)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("always", Verify.ALWAYS), ("", Verify.SAMPLED), ("new", Verify.SAMPLED)])
+def test_a_policy_that_is_not_known_is_sampling(name: str, policy: Verify) -> None:
+    assert policy_named(name) is policy
+
+
+def test_the_checksum_is_crc32c() -> None:
+    assert page_checksum(memoryview(b"123456789")) == 0xE3069283
+    assert page_checksum(memoryview(bytearray(32))) == 0x8A9136AA
+
+
+class Memory:
+    """One segment with one page in it."""
+
+    def __init__(self) -> None:
+        self.geometry = carve(1 << 20, PAGE)
+        self.segment = memoryview(bytearray(1 << 20))
+        self.describe("a", 1)
+        self.ref = PageRef(0, 3, 1, self.geometry.slot_offset(3))
+        self.page = self.segment[self.ref.offset : self.ref.offset + PAGE]
+        self.page[:] = b"x" * PAGE
+        write_header(self.segment, 3, header()._replace(checksum=page_checksum(self.page)))
+
+    def describe(self, name: str, carving: int) -> None:
+        description = Description(0, name, bytes(16), self.geometry, carving, 1)
+        self.segment[:4096] = pack_description(description)
+
+    def reader(self, name: str = "a", policy: Verify = Verify.ALWAYS) -> PageReader:
+        return PageReader(lambda _: self.segment, name, PAGE, Trust(policy))
+
+
+def test_a_right_page_is_sound() -> None:
+    memory = Memory()
+    reader = memory.reader()
+    assert reader.holds(memory.ref, KEY)
+    assert reader.sound(memory.ref, KEY)
+    assert reader.page(memory.ref) == memory.page
+    assert not reader.corrupt
+
+
+@given(st.integers(0, PAGE * 8 - 1))
+def test_any_flipped_bit_is_found(bit: int) -> None:
+    memory = Memory()
+    memory.page[bit // 8] ^= 1 << bit % 8
+    reader = memory.reader()
+    assert reader.holds(memory.ref, KEY)
+    assert not reader.sound(memory.ref, KEY)
+    assert reader.corrupt == [(KEY, memory.ref)]
+    assert memory.reader(policy=Verify.NEVER).sound(memory.ref, KEY)
+
+
+def test_a_page_that_changed_hands_is_reported_by_nobody() -> None:
+    memory = Memory()
+    reader = memory.reader()
+    write_state(memory.segment, 3, SlotState.FREE)
+    assert not reader.sound(memory.ref, KEY)
+    assert not reader.corrupt
+
+
+def test_pages_of_another_namespace_are_none_also_when_the_segment_is_carved_anew() -> None:
+    memory = Memory()
+    assert not memory.reader("b").holds(memory.ref, KEY)
+    reader = memory.reader()
+    assert reader.holds(memory.ref, KEY)
+    memory.describe("b", 2)
+    assert not reader.holds(memory.ref, KEY)
+    memory.describe("a", 3)
+    assert reader.holds(memory.ref, KEY)
+
+
+def test_sampling_finds_a_bad_page_after_some_loads() -> None:
+    memory = Memory()
+    memory.page[0] ^= 1
+    reader = memory.reader(policy=Verify.SAMPLED)
+    assert [reader.sound(memory.ref, KEY) for _ in range(SAMPLE)].count(False) == 1

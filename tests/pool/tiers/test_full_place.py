@@ -1,0 +1,81 @@
+"""A place that is full of a tier's own packs: it gives up some of them for whatever it must write."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+import pytest
+
+from ems.errors import TierFailed
+from ems.pool.tiers.packs import SNAPSHOT_SECONDS, PackTier
+from ems.pool.tiers.seam import Outcome
+from ems.testing.tiers import NAMESPACE, MemoryBlobs, chain, fetch
+
+
+class Small(MemoryBlobs):
+    """A place with room for so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+
+    def fill(self) -> None:
+        """There is room for what is there, and no more."""
+        self._room = sum(map(len, self.contents.values()))
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        if sum(map(len, (*self.contents.values(), *parts))) > self._room:
+            raise TierFailed("no space left on device") from OSError(errno.ENOSPC, "no space left on device")
+        super().put(name, parts)
+
+
+@pytest.fixture
+def blobs() -> Small:
+    return Small(4 * 8192)
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [1e9]
+
+
+@pytest.fixture
+def tier(blobs: Small, now: list[float]) -> PackTier:
+    """A tier that has filled its place."""
+    one = PackTier("full", blobs, clock=lambda: now[0])
+    one.maintain()
+    for number in range(4):
+        one.store(NAMESPACE, chain(str(number), 1))
+    assert len(blobs.contents) == 4
+    return one
+
+
+def test_a_probe_of_a_full_place_finds_that_it_works(tier: PackTier, blobs: Small) -> None:
+    tier.maintain(probe=True)
+    assert tier.figures()["pages"] == 3
+    assert len(blobs.contents) == 3, "the probe is gone"
+
+
+def test_the_catalogue_is_written_to_a_full_place(tier: PackTier, now: list[float]) -> None:
+    now[0] += SNAPSHOT_SECONDS
+    tier.maintain()
+    assert tier.figures()["pages"] == 3
+
+
+def test_what_is_good_of_a_bad_pack_is_kept_in_a_full_place(blobs: Small) -> None:
+    blobs.contents.clear()
+    tier = PackTier("full", blobs)
+    tier.maintain()
+    for name in "abc":
+        tier.store(NAMESPACE, chain(name, 1))
+    bad = set(blobs.contents)
+    tier.store(NAMESPACE, chain("d", 2))
+    (bad_pack,) = set(blobs.contents) - bad
+    raw = blobs.contents[bad_pack]
+    blobs.contents[bad_pack] = raw[:-1] + bytes([raw[-1] ^ 1])
+    blobs.fill()
+    assert [outcome for outcome, _ in fetch(tier, [page.key for page in chain("d", 2)])][1] is Outcome.CORRUPT
+    tier.maintain()
+    assert tier.holds(NAMESPACE, [chain("d", 2)[0].key]) == 1
+    assert fetch(tier, [chain("d", 2)[0].key])[0][0] is Outcome.DONE

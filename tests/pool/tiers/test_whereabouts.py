@@ -1,0 +1,48 @@
+"""What tiers add to the reasons of misses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ems.pool.reasons.words import Reason
+from ems.pool.tiers.whereabouts import revised, why
+from tests.pool.brain import chain
+
+KEYS = chain("x", 6)
+
+
+class Shelf:
+    def __init__(self, *held: int, reads: bool = True) -> None:
+        self.reads = reads
+        self._held = {KEYS[position] for position in held}
+
+    def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
+        assert namespace == "a"
+        return next((count for count, key in enumerate(keys) if key not in self._held), len(keys))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "rising", "reason"),
+    [
+        ([], False, None),
+        ([Shelf(1)], False, None),
+        ([Shelf(0)], True, Reason.LOWER_TIER),
+        ([Shelf(0)], False, Reason.DEAR),
+        ([Shelf(0, reads=False)], False, Reason.TIER_OFFLINE),
+        ([Shelf(0, reads=False), Shelf(0)], False, Reason.DEAR),
+    ],
+)
+def test_a_page_that_a_tier_has_is_not_simply_gone(tiers: list[Shelf], rising: bool, reason: Reason | None) -> None:
+    assert why(tiers, "a", KEYS[0], rising=rising) is reason
+
+
+def test_what_tiers_have_takes_the_place_of_what_memory_knows() -> None:
+    gone, gap, written = Reason.EVICTED_FULL.code, Reason.GAP.code, Reason.BEING_WRITTEN.code
+    lower, offline = Reason.LOWER_TIER.code, Reason.TIER_OFFLINE.code
+    codes = bytes([0, gone, gap, gone, written, gone])
+    assert revised([], "a", KEYS, codes) == codes
+    assert revised([Shelf(0, 1, 2, 4)], "a", KEYS, codes) == bytes([0, lower, gap, gone, written, gone])
+    both = [Shelf(1), Shelf(1, 3, reads=False)]
+    assert revised(both, "a", KEYS, codes) == bytes([0, lower, gap, offline, written, gone])
