@@ -14,11 +14,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from ems.errors import ConfigError
 from ems.pool.keys import KeyChain
 from ems.vllm import compat
+from ems.vllm.configuration.settings import read_settings
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Save
-from ems.vllm.settings import read_settings
 from ems.vllm.worker import WorkerSide
 from tests.e2e.engines import Node, running_node, wait_for
 
@@ -38,11 +38,29 @@ def test_another_release_is_named_in_a_warning(version: str) -> None:
     assert warning == f"this is vLLM {version}, and EMS was tested with 0.28 to 0.32"
 
 
+def test_a_configuration_says_which_runner_computes_and_where_it_does_not_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=True))
+    assert compat.runs_on_v2(SimpleNamespace())
+    assert compat.runs_on_v2(SimpleNamespace(use_v2_model_runner=True))
+    assert not compat.runs_on_v2(SimpleNamespace(use_v2_model_runner=False))
+    monkeypatch.setattr(compat, "envs", SimpleNamespace())
+    assert not compat.runs_on_v2(SimpleNamespace())
+
+
 def test_several_groups_need_a_release_that_can_be_told_of_failed_requests() -> None:
     compat.check_groups(1, reports=False)
     compat.check_groups(3, reports=True)
     with pytest.raises(ConfigError, match=r"has 3 KV cache groups.* --disable-hybrid-kv-cache-manager$"):
         compat.check_groups(3, reports=False)
+
+
+def test_windows_need_a_release_that_can_be_told_of_failed_requests() -> None:
+    compat.check_windows(False, reports=False)
+    compat.check_windows(True, reports=True)
+    with pytest.raises(ConfigError, match=r"has a sliding window.*; take vLLM 0.30 or later$"):
+        compat.check_windows(True, reports=False)
 
 
 def test_results_have_the_fields_that_the_engine_reads() -> None:

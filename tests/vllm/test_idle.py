@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ems.errors import ConfigError
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.idle import IdleScheduler, IdleWorker
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Load, LoadPart
 from ems.vllm.scheduler import SchedulerSide
-from ems.vllm.settings import ConnectorSettings
 from ems.vllm.worker import WorkerSide
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.vllm.layers import layer_index
 from ems.vllm.planes import Plane

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
-from ems.pool.client import PoolClient, Reservation
+from ems.pool.client.answers import Lease, Reservation
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
-from ems.pool.layout import PageRef, SlotState, write_header
-from ems.pool.lease import Lease
+from ems.pool.segments.layout import Header, PageRef, SlotState, write_header
 from ems.vllm.loads import Loader, LoadResult
 from ems.vllm.model import LocalPlane
 from ems.vllm.pages import PlaneRows
@@ -175,7 +175,7 @@ def test_cancelling_waits_for_the_copy_that_runs(
 
 def rewrite_header(engine: Engine, ref: PageRef, state: SlotState, generation: int, key: bytes) -> None:
     segment = engine.client.segments(engine.client.epoch).segment(ref.segment)
-    write_header(segment, ref._replace(generation=generation), state, key, engine.namespace.page_size)
+    write_header(segment, ref.slot, Header(state, generation, key, length=engine.namespace.page_size))
 
 
 @pytest.mark.parametrize("change", ["state", "generation", "key"])
@@ -285,7 +285,7 @@ def test_a_defect_in_a_copy_gives_the_reservation_back(
     monkeypatch.setattr(CpuDevice, "copy_out", broken)
     one.save(chain_of(2), [0, 1])
 
-    wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back", 5)
+    wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")
 
 
 def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine, Engine], node: Node) -> None:
@@ -294,7 +294,7 @@ def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine,
     chain = chain_of(2)
     batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
-    one.client._drop()
+    one.client._line.drop()
     one.client.connect()
     batch.computed(None)
 

@@ -7,15 +7,21 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from ems.errors import EmsError, PoolUnavailable
-from ems.pool.client import Namespace, PoolClient
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
-from ems.vllm.lookups import GRACE_SECONDS, LookupAnswer, LookupJob, Lookups, keep_waiting
+from ems.pool.reasons.words import Reason
+from ems.pool.tiers.directory import FolderBlobs
+from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.seam import Stored
+from ems.vllm.looking import LookupAnswer, LookupJob
+from ems.vllm.lookups import Lookups
 from ems.vllm.planes import Plane
-from ems.vllm.reasons import Reason
 from ems.vllm.requests import NOTHING
 from tests.e2e.engines import Node, first, running_node, wait_for
 
@@ -24,22 +30,20 @@ TOKENS = list(range(64))
 logger = logging.getLogger("test")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "pending", "expected", "waited", "limit", "waits"),
-    [
-        (40, False, 40, 0.0, 2.0, False),  # all there
-        (50, False, 40, 0.0, 2.0, False),  # more than announced
-        (10, True, 40, 1.9, 2.0, True),  # being written
-        (10, True, 40, 2.0, 2.0, False),  # ... but not for ever
-        (0, False, 40, GRACE_SECONDS / 2, 2.0, True),  # announced, perhaps about to be reserved
-        (0, False, 40, GRACE_SECONDS, 2.0, False),  # announced, nothing to be seen
-        (0, False, 40, 0.0, 0.0, False),
-    ],
-)
-def test_a_handoff_waits_for_what_is_being_written(
-    tokens: int, pending: bool, expected: int, waited: float, limit: float, waits: bool
-) -> None:
-    assert keep_waiting(tokens, pending, expected, waited, limit) is waits
+def test_what_a_tier_has_is_found(tmp_path: Path) -> None:
+    tier = PackTier("dir", FolderBlobs(tmp_path))
+    chain = KeyChain(NAMESPACE.name, 16)
+    chain.extend(TOKENS)
+    pages = [Stored(one, NO_PARENT, None, memoryview(bytes(256))) for one in chain]
+    tier.store(NAMESPACE.name, pages)
+    with running_node("--size", "8MB", "--tier", f"dir:{tmp_path}") as node:
+        wait_for(lambda: node.stats()["bytes_touched"] == 8 << 20, "the memory is touched")
+        wait_for(lambda: node.stats()["tiers"][0]["tier_scanned"], "the tier is known")
+        side = Side(node)
+        side.ask()
+        answer = side.answer()
+        side.close()
+    assert answer.found.tokens == 64
 
 
 @pytest.fixture
@@ -65,6 +69,7 @@ class Side:
             call_timeout=0.5,
             start_node=start_node,
         )
+        self.lookups.limits.tier = 5.0
         self.chain = KeyChain(NAMESPACE.name, 16)
         self.chain.extend(TOKENS)
 
@@ -152,6 +157,32 @@ def test_a_handoff_gets_the_blocks_once_they_are_committed(side: Side) -> None:
     assert side.answer().found.tokens == 64
 
 
+def test_a_handoff_that_nobody_asks_for_waits_in_the_queue_and_is_over_when_its_request_is(
+    side: Side, node: Node
+) -> None:
+    side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
+    side.lookups.limits.handoff = 0.05
+    side.ask(expected=64)
+    side.lookups.ask(LookupJob("other", TOKENS, tuple, 64, time.monotonic()))
+    with pytest.raises(pytest.fail.Exception):
+        wait_for(lambda: bool(side.lookups.answers()), "no answer while nobody asks", 0.2)
+    side.lookups.forget("other")
+    side.lookups.hurry("r")
+    assert (answer := side.answer()).request_id == "r"
+    assert answer.found == NOTHING
+    side.lookups.forget("r")
+    before = node.counters["lookups"]
+    with pytest.raises(pytest.fail.Exception):
+        wait_for(lambda: node.counters["lookups"] > before, "nothing is asked any more", 0.2)
+
+
+def test_more_that_is_stored_while_an_answer_waits_is_answered_again(side: Side) -> None:
+    side.ask()
+    assert side.answer().found == NOTHING
+    side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4]))
+    assert side.answer().found.tokens == 64
+
+
 def test_a_handoff_whose_writer_dies_gives_up(side: Side) -> None:
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
     side.ask(expected=64)
@@ -204,7 +235,8 @@ def test_who_asks_for_it_learns_of_a_gap(side: Side) -> None:
         side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=explain))
         answer = side.answer()
         assert answer.found == NOTHING
-        assert answer.reason is (Reason.GAP if explain else None)
+        assert answer.reason is (Reason.GAP if explain else Reason.NEVER_STORED)
+        assert answer.detail == ("never_stored" if explain else "")
 
 
 def test_a_plain_miss_is_no_gap(side: Side) -> None:
@@ -212,7 +244,16 @@ def test_a_plain_miss_is_no_gap(side: Side) -> None:
     side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=True))
     answer = side.answer()
 
-    assert (answer.found.blocks, answer.reason) == (2, None)
+    assert (answer.found.blocks, answer.reason, answer.detail) == (2, Reason.NEVER_STORED, "")
+
+
+def test_a_block_that_was_given_up_says_so_and_when(side: Side) -> None:
+    side.writer.abort(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:2]))
+    side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=True))
+    answer = side.answer()
+
+    assert (answer.found, answer.reason) == (NOTHING, Reason.UNFINISHED)
+    assert answer.detail.endswith(" s ago")
 
 
 def test_a_fault_of_the_pool_is_told_and_is_the_reason_of_the_miss(
@@ -249,3 +290,14 @@ def test_another_beginning_of_the_chain_finds_nothing_that_was_stored(side: Side
     side.ask()
 
     assert side.answer().found == NOTHING
+
+
+def test_an_answer_to_a_request_that_is_over_is_nobodys(side: Side, node: Node) -> None:
+    """Not even that of another request of the same name."""
+    side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4]))
+    side.ask()
+    wait_for(lambda: node.stats()["leases"] > 0, "the lookup has its answer")
+    side.lookups.forget("r")
+
+    assert side.lookups.answers(0.5) == []
+    wait_for(lambda: node.stats()["leases"] == 0, "what was promised is given back")

@@ -24,6 +24,6 @@ def test_an_idle_engine_lets_go_of_the_memory_of_a_dead_node() -> None:
             wait_for(lambda: present(engine, chain) == 2, "the pages are stored")
             assert mapped(node.directory) > 0
             node.kill()
-            wait_for(lambda: mapped(node.directory) == 0, "the engine lets go", 5)
+            wait_for(lambda: mapped(node.directory) == 0, "the engine lets go")
         finally:
             engine.close()

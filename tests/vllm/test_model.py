@@ -19,12 +19,13 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from ems.errors import ConfigError
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.model import describe, local_planes, weights_identity
 from ems.vllm.planes import Portion
-from ems.vllm.settings import ConnectorSettings
 
 
 class HfConfig:
@@ -65,7 +66,11 @@ def make_config(folder: Path, **changes: Any) -> Any:
             hf_text_config=SimpleNamespace(num_hidden_layers=3),
             get_total_num_kv_heads=lambda: changes.get("kv_heads", 2),
         ),
-        cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto"), calculate_kv_scales=False),
+        cache_config=SimpleNamespace(
+            cache_dtype=changes.get("cache_dtype", "auto"),
+            calculate_kv_scales=False,
+            kv_cache_dtype_skip_layers=changes.get("skip_layers", []),
+        ),
         attention_config=SimpleNamespace(backend=changes.get("backend")),
         device_config=SimpleNamespace(device_type="cpu"),
     )
@@ -113,6 +118,7 @@ def test_the_same_engine_twice_has_the_same_pages(folder: Path) -> None:
     [
         {"dtype": torch.float16},
         {"cache_dtype": "fp8"},
+        {"skip_layers": ["5"]},
         {"quantization": "awq"},
         {"hf_overrides": {"rope_theta": 5e5}},
         {"backend": "other"},
@@ -221,6 +227,13 @@ def mla() -> MLAAttentionSpec:
     return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
 
 
+def mixed() -> UniformTypeKVCacheSpecs:
+    """One layer of three keeps more bits than the others."""
+    dtypes = {0: torch.bfloat16, 1: torch.uint8, 2: torch.uint8}
+    specs = {f"layer.0.{layer}": make_spec(dtype=dtype) for layer, dtype in dtypes.items()}
+    return UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+
+
 def mamba() -> MambaSpec:
     return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
 
@@ -232,8 +245,10 @@ def mamba() -> MambaSpec:
         (lambda: make_groups(make_spec(), mamba()), "MambaSpec"),
         (lambda: make_groups(make_spec(attention_chunk_size=64)), "chunks of 64"),
         (lambda: make_groups(make_spec(), sliding(block_size=32)), "block sizes [16, 32]"),
+        (lambda: make_groups(make_spec(non_causal=True)), "a token sees later ones"),
+        (lambda: make_groups(mixed()), "differ in precision"),
     ],
-    ids=["no attention", "state space", "chunked attention", "block sizes"],
+    ids=["no attention", "state space", "chunked attention", "block sizes", "not causal", "mixed precision"],
 )
 def test_layers_that_are_not_served_are_refused_by_name(
     folder: Path, kv: Callable[[], KVCacheConfig], named: str
@@ -242,6 +257,16 @@ def test_layers_that_are_not_served_are_refused_by_name(
         describe(make_config(folder), kv(), SETTINGS)
 
     assert named in str(error.value)
+
+
+def test_a_result_made_from_all_tokens_states_is_refused(folder: Path) -> None:
+    pooled = make_config(folder)
+    pooled.model_config.pooler_config = SimpleNamespace(seq_pooling_type="MEAN")
+    pooled.model_config.is_prefix_caching_supported = False
+    with pytest.raises(ConfigError, match="from the states of all tokens"):
+        describe(pooled, make_groups(make_spec()), SETTINGS)
+    pooled.model_config.is_prefix_caching_supported = True
+    assert describe(pooled, make_groups(make_spec()), SETTINGS).planes
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import platform
+import subprocess
+import sys
 from importlib.metadata import entry_points
 
 import pytest
@@ -86,3 +89,70 @@ def test_a_plugin_that_could_not_start_with_its_names_taken_finds_them_free(
         "another plugin registers AscendStoreConnector and MooncakeConnectorStoreV1 and MooncakeConnectorV1, "
         "which EMS leaves alone"
     )
+
+
+TILES = """
+import ctypes, torch
+from vllm.platforms import current_platform
+from ems.vllm import plugin
+
+def granted():
+    features = ctypes.c_uint64()
+    assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(features)) == 0  # arch_prctl, ARCH_GET_XCOMP_PERM
+    return bool(features.value >> 18 & 1)
+
+before = granted()
+plugin.register()
+print(before, granted(), current_platform.is_cpu() and torch.cpu._is_amx_tile_supported())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a matter of one processor's instructions")
+def test_every_process_of_an_engine_may_use_the_tiles_that_its_processor_has() -> None:
+    """A process of its own: what was granted once is never taken back."""
+    told = subprocess.run([sys.executable, "-c", TILES], capture_output=True, text=True, check=True).stdout.split()
+
+    before, after, has = told[-3:]
+    assert before == "False"
+    assert after == has
+
+
+@pytest.mark.parametrize(("asked", "yields"), [("1", False), ("true", False), ("0", True), ("", True)])
+def test_engines_rest_between_looks_where_they_are_asked_to(
+    monkeypatch: pytest.MonkeyPatch, asked: str, yields: bool
+) -> None:
+    from vllm.distributed import utils
+
+    monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
+    monkeypatch.setenv("EMS_SHARE_CORES", asked)
+
+    plugin.register()
+
+    assert utils.USE_SCHED_YIELD is yields
+
+
+def test_a_release_that_cannot_share_cores_says_so(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    from vllm.distributed import utils
+
+    monkeypatch.delattr(utils, "USE_SCHED_YIELD")
+    monkeypatch.setenv("EMS_SHARE_CORES", "1")
+
+    plugin.register()
+
+    assert said.messages == ["EMS cannot make this release of vLLM share its cores, EMS_SHARE_CORES is ignored"]
+
+
+def test_a_wish_that_is_not_understood_is_named(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    from vllm.distributed import utils
+
+    monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
+    monkeypatch.setenv("EMS_SHARE_CORES", "perhaps")
+
+    plugin.register()
+
+    assert utils.USE_SCHED_YIELD
+    assert said.messages == ["EMS: EMS_SHARE_CORES is 'perhaps', expected 1 or 0, and is ignored"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ems.cc_v1.tensors import CpuDevice
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.vllm.loads import Loader
 from ems.vllm.model import LocalPlane

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from ems.pool.client.answers import Lease
 from ems.pool.keys import KeyChain
-from ems.pool.lease import Lease
 from ems.vllm.planes import Plane
 from ems.vllm.requests import (
     EAGER_LEASES,
@@ -27,8 +27,8 @@ BLOCK = 4
 REF = 20
 
 
-def make_book(*, saves: bool = True) -> RequestBook:
-    return RequestBook(BLOCK, [Plane("p")], saves=saves, lookup_timeout=1.0, handoff_timeout=2.0)
+def make_book(*, saves: bool = True, several: bool = False) -> RequestBook:
+    return RequestBook(BLOCK, [Plane("p")], saves=saves, lookup_timeout=1.0, handoff_timeout=2.0, several=several)
 
 
 def make_chain(tokens: int) -> KeyChain:
@@ -53,14 +53,14 @@ def hit(blocks: int, lease: Lease | None = None, *, tail: int = 0) -> Found:
 def test_a_request_of_one_token_asks_nothing() -> None:
     book = make_book()
 
-    assert book.arrive("r", 1, 0, 0.0) == []
+    assert book.arrive("r", 1, 0) == []
     assert book.match("r", BLOCK - 1, 0, 0.0) == (0, [])
 
 
 def test_a_full_hit_counts_every_token_of_the_prompt() -> None:
     """The engine recomputes the last token by itself; one block less would cost a whole block."""
     book = make_book()
-    assert book.arrive("r", 8, 0, 0.0) == [Ask("r", 0)]
+    assert book.arrive("r", 8, 0) == [Ask("r", 0)]
     assert book.match("r", 8, 0, 0.1) == (None, [])
     assert book.answered("r", make_chain(8), hit(2, make_lease(2))) == []
 
@@ -69,7 +69,7 @@ def test_a_full_hit_counts_every_token_of_the_prompt() -> None:
 
 def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
     book = make_book()
-    book.arrive("r", 10, 0, 0.0)
+    book.arrive("r", 10, 0)
     lease = make_lease(2)
     book.answered("r", make_chain(10), hit(2, lease))
     assert book.match("r", 10, 4, 0.0) == (4, [])
@@ -84,7 +84,7 @@ def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
 
 def test_a_hit_that_the_engine_does_not_take_is_released() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
     lease = make_lease(2)
     book.answered("r", make_chain(8), hit(2, lease))
     book.match("r", 8, 0, 0.0)
@@ -94,7 +94,7 @@ def test_a_hit_that_the_engine_does_not_take_is_released() -> None:
 
 def test_a_hit_that_is_local_already_is_released() -> None:
     book = make_book()
-    book.arrive("r", 9, 0, 0.0)
+    book.arrive("r", 9, 0)
     lease = make_lease(2)
     book.answered("r", make_chain(9), hit(2, lease))
 
@@ -103,9 +103,11 @@ def test_a_hit_that_is_local_already_is_released() -> None:
 
 def test_a_lookup_without_an_answer_becomes_a_miss_and_a_late_answer_is_given_back() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
-    assert book.match("r", 8, 0, 0.99) == (None, [])
-    assert book.match("r", 8, 0, 1.0) == (0, [])
+    book.arrive("r", 8, 0)
+    assert book.match("r", 8, 0, 50.0) == (None, [])
+    assert book.match("r", 8, 0, 50.99) == (None, [])
+    assert book.match("r", 8, 0, 51.0) == (0, [])
+    assert book.take_over() == ["r"]
 
     lease = make_lease(2)
     assert book.answered("r", make_chain(8), hit(2, lease)) == [Release(lease)]
@@ -113,15 +115,16 @@ def test_a_lookup_without_an_answer_becomes_a_miss_and_a_late_answer_is_given_ba
 
 def test_a_handoff_waits_longer_but_not_for_ever() -> None:
     book = make_book()
-    assert book.arrive("r", 8, 2, 0.0) == [Ask("r", 2)]
+    assert book.arrive("r", 8, 2) == [Ask("r", 2)]
 
-    assert book.match("r", 8, 0, 2.9) == (None, [])
-    assert book.match("r", 8, 0, 3.0) == (0, [])
+    assert book.match("r", 8, 0, 50.0) == (None, [])
+    assert book.match("r", 8, 0, 52.9) == (None, [])
+    assert book.match("r", 8, 0, 53.0) == (0, [])
 
 
 def test_a_failed_load_is_not_tried_again() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
     book.answered("r", make_chain(8), hit(2, make_lease(2)))
     book.match("r", 8, 0, 0.0)
     book.allocated("r", [[3, 4]], 8)
@@ -134,7 +137,7 @@ def test_a_failed_load_is_not_tried_again() -> None:
 
 def test_blocks_that_could_not_be_loaded_are_offered_once_they_are_computed() -> None:
     book = make_book()
-    book.arrive("r", 16, 0, 0.0)
+    book.arrive("r", 16, 0)
     book.answered("r", make_chain(16), hit(4))
     book.match("r", 16, 4, 0.0)
     book.allocated("r", [[1, 2, 3, 4]], 12)
@@ -147,9 +150,9 @@ def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
     book = make_book()
     leases = [make_lease(2, number) for number in range(2)]
     for number, lease in enumerate(leases):
-        book.arrive(f"r{number}", 8, 0, 0.0)
+        book.arrive(f"r{number}", 8, 0)
         book.answered(f"r{number}", make_chain(8), hit(2, lease))
-    book.arrive("asked", 8, 0, 0.0)
+    book.arrive("asked", 8, 0)
     book.match("r1", 8, 0, 0.0)
     book.allocated("r1", [[1, 2]], 8)
 
@@ -165,7 +168,7 @@ def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
 
 def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
     assert book.abandon("r") == []
 
     assert book.match("r", 8, 0, 0.0) == (0, [])
@@ -175,7 +178,7 @@ def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
 
 def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
     book = make_book()
-    book.arrive("r", 10, 0, 0.0)
+    book.arrive("r", 10, 0)
     book.answered("r", make_chain(10), NOTHING)
     book.match("r", 10, 0, 0.0)
     book.allocated("r", [[5, 6, 7]], 0)
@@ -192,7 +195,7 @@ def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
 
 def test_blocks_that_the_pool_has_are_not_offered() -> None:
     book = make_book()
-    book.arrive("r", 12, 0, 0.0)
+    book.arrive("r", 12, 0)
     book.answered("r", make_chain(12), hit(2, make_lease(2)))
     book.match("r", 12, 0, 0.0)
     book.allocated("r", [[5, 6, 7]], 8)
@@ -204,7 +207,7 @@ def test_blocks_that_the_pool_has_are_not_offered() -> None:
 
 def test_an_engine_that_only_consumes_offers_nothing() -> None:
     book = make_book(saves=False)
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
 
     assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
     assert book.finished("r") == (False, [])
@@ -212,19 +215,19 @@ def test_an_engine_that_only_consumes_offers_nothing() -> None:
 
 def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
     book.answered("r", make_chain(8), NOTHING)
     book.match("r", 8, 0, 0.0)
     book.scheduled("r", [[1, 2]], 8, replace=True)
     assert book.finished("r") == (True, [])
 
-    book.arrive("s", 3, 0, 0.0)
+    book.arrive("s", 3, 0)
     assert book.finished("s") == (False, [])
 
 
 def test_a_part_of_a_block_counts_to_the_token() -> None:
     book = make_book()
-    book.arrive("r", 11, 0, 0.0)
+    book.arrive("r", 11, 0)
     found = hit(2, tail=2)
     book.answered("r", make_chain(11), found)
 
@@ -237,7 +240,7 @@ def test_a_part_of_a_block_counts_to_the_token() -> None:
 
 def test_a_part_that_the_pool_has_whole_is_not_offered_again() -> None:
     book = make_book()
-    book.arrive("r", 10, 0, 0.0)
+    book.arrive("r", 10, 0)
     book.answered("r", make_chain(10), hit(2, tail=2))
     book.match("r", 10, 0, 0.0)
     book.allocated("r", [[5, 6, 7]], 10)
@@ -248,7 +251,7 @@ def test_a_part_that_the_pool_has_whole_is_not_offered_again() -> None:
 
 def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
     book = make_book()
-    book.arrive("r", 6, 0, 0.0)
+    book.arrive("r", 6, 0)
     book.answered("r", make_chain(6), NOTHING)
     book.match("r", 6, 0, 0.0)
     assert book.scheduled("r", [[1, 2]], 6, replace=True) == Span(0, 1, 2)
@@ -265,7 +268,7 @@ def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
 def test_an_answer_of_one_token_adds_nothing() -> None:
     """Its own state is never computed."""
     book = make_book()
-    book.arrive("r", 6, 0, 0.0)
+    book.arrive("r", 6, 0)
     book.answered("r", make_chain(6), NOTHING)
     book.match("r", 6, 0, 0.0)
     book.scheduled("r", [[1, 2]], 6, replace=True)
@@ -275,7 +278,7 @@ def test_an_answer_of_one_token_adds_nothing() -> None:
 
 def test_the_end_of_a_request_that_waits_gives_its_lease_back() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
     lease = make_lease(2)
     book.answered("r", make_chain(8), hit(2, lease))
 
@@ -285,7 +288,7 @@ def test_the_end_of_a_request_that_waits_gives_its_lease_back() -> None:
 
 def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
     lease = make_lease(2)
     book.answered("r", make_chain(8), hit(2, lease))
     book.match("r", 8, 0, 0.0)
@@ -298,7 +301,7 @@ def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
 
 def test_a_preempted_request_looks_again_and_offers_its_blocks_again() -> None:
     book = make_book()
-    book.arrive("r", 8, 0, 0.0)
+    book.arrive("r", 8, 0)
     book.answered("r", make_chain(8), NOTHING)
     book.match("r", 8, 0, 0.0)
     book.scheduled("r", [[1, 2]], 8, replace=True)
@@ -313,16 +316,129 @@ def test_a_preempted_request_looks_again_and_offers_its_blocks_again() -> None:
     assert book.scheduled("r", [[8, 9, 10]], 9, replace=True) == Span(1, 2, 0)
 
 
-def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
-    """Beyond a number of leases, a lookup is made only when its request's turn comes."""
+def test_more_that_came_while_a_request_waited_takes_the_place_of_what_was_found() -> None:
+    book = make_book()
+    book.arrive("r", 10, 0)
+    old, new = make_lease(1, 1), make_lease(3, 2)
+    assert book.answered("r", make_chain(10), hit(1, old)) == []
+    assert book.match("r", 10, 0, 0.0) == (4, [])
+
+    assert book.answered("r", make_chain(10), hit(2, new, tail=2)) == [Release(old)]
+    assert book.leases == 1
+    assert book.match("r", 10, 0, 0.1) == (10, [])
+    assert book.finished("r") == (False, [Release(new)])
+
+
+def test_what_was_promised_and_is_gone_is_computed_and_offered() -> None:
+    book = make_book()
+    book.arrive("r", 10, 0)
+    lease = make_lease(3)
+    book.answered("r", make_chain(10), hit(2, lease, tail=2))
+    assert book.answered("r", make_chain(10), NOTHING) == [Release(lease)]
+
+    assert book.match("r", 10, 0, 0.0) == (0, [])
+    book.allocated("r", [[1, 2, 3]], 0)
+    assert book.scheduled("r", [[1, 2, 3]], 10, replace=True) == Span(0, 2, 2)
+
+
+def test_those_behind_are_looked_up_when_one_of_the_first_leaves() -> None:
     book = make_book()
     for number in range(EAGER_LEASES):
-        book.arrive(f"r{number}", 8, 0, 0.0)
+        assert book.arrive(f"r{number}", 8, 0) == [Ask(f"r{number}", 0)]
+    for name in ("a", "b", "c"):
+        assert book.arrive(name, 8, 0) == []
+    assert book.look_ahead() == []
+    assert book.take_over() == []
+    book.finished("b")
+    for number in (5, 6):
+        book.finished(f"r{number}")
+    assert book.take_over() == ["r5", "r6"]
+    assert book.look_ahead() == [Ask("a", 0), Ask("c", 0)]
+    assert book.look_ahead() == []
+
+
+def test_a_preempted_request_is_looked_up_before_those_that_wait() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0)
+    book.answered("r", make_chain(8), NOTHING)
+    book.match("r", 8, 0, 0.0)
+    for number in range(EAGER_LEASES):
+        book.arrive(f"r{number}", 8, 0)
+    book.arrive("a", 8, 0)
+    book.preempted("r")
+    book.finished("r0")
+
+    assert book.look_ahead() == [Ask("r", 0)]
+    assert book.match("r", 9, 0, 70.0) == (None, [])
+    assert book.match("r", 9, 0, 71.0) == (0, [])
+
+
+def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
+    """Beyond a number of leases, a lookup is made when one of those before leaves, or its request's turn comes."""
+    book = make_book()
+    for number in range(EAGER_LEASES):
+        book.arrive(f"r{number}", 8, 0)
         if number % 2:
             book.answered(f"r{number}", make_chain(8), hit(2, make_lease(2, number)))
 
-    assert book.arrive("late", 8, 0, 0.0) == []
+    assert book.arrive("late", 8, 0) == []
     assert book.match("late", 8, 0, 0.0) == (None, [Ask("late", 0)])
+
+
+def joined_load(*, several: bool = False) -> RequestBook:
+    """A request of four blocks that loads two of them as part of its first step."""
+    book = make_book(several=several)
+    book.arrive("r", 16, 0)
+    book.answered("r", make_chain(16), hit(2))
+    assert book.match("r", 16, 0, 0.0, joined=True) == (8, [])
+    book.allocated("r", [[1, 2, 3, 4]], 8)
+    return book
+
+
+def test_a_request_that_loads_and_ends_in_one_step_keeps_its_blocks_while_they_are_saved() -> None:
+    book = joined_load()
+    assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(2, 4, 0)
+    assert book.finished("r")[0]
+
+
+def test_saves_that_ended_with_a_preemption_keep_no_blocks() -> None:
+    """Another connector may be filling the next ones when the request is aborted, and keeps them then."""
+    book = make_book()
+    book.arrive("r", 16, 0)
+    book.answered("r", make_chain(16), NOTHING)
+    book.match("r", 16, 0, 0.0)
+    book.allocated("r", [[1, 2, 3, 4]], 0)
+    assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(0, 4, 0)
+    book.preempted("r")
+    assert not book.finished("r")[0]
+
+
+def test_with_several_ranks_nothing_is_saved_behind_a_load_that_may_fail() -> None:
+    book = joined_load(several=True)
+    assert book.scheduled("r", [[1, 2, 3, 4]], 15, replace=True) is None
+    book.received("r", {2})
+    assert book.scheduled("r", [], 16, replace=False) == Span(1, 4, 0)
+
+
+def test_a_request_that_is_computed_before_its_lookup_ends_holds_nothing() -> None:
+    book = make_book()
+    book.arrive("r", 16, 0)
+    assert book.match("r", 16, 0, 0.0) == (None, [])
+    book.allocated("r", [[1, 2, 3, 4]], 0)
+    lease = make_lease(2)
+    assert book.answered("r", make_chain(16), hit(2, lease)) == [Release(lease)]
+    assert book.leases == 0
+
+
+def test_what_is_known_of_a_request_stays_while_it_is_saved() -> None:
+    book = make_book()
+    book.arrive("r", 16, 0)
+    book.match("r", 16, 0, 0.0)
+    book.match("r", 16, 0, 5.0)
+    book.allocated("r", [[1, 2, 3, 4]], 0)
+    assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) is not None
+    book.abandon("r")
+    assert book.finished("r")[0]
 
 
 class Life(RuleBasedStateMachine):
@@ -338,6 +454,7 @@ class Life(RuleBasedStateMachine):
         self.held: dict[int, Lease] = {}
         self.asked: set[str] = set()
         self.loading: dict[str, list[int]] = {}
+        self.joined: set[str] = set()
         self.prompt: dict[str, int] = {}
         self.offered: dict[str, int] = {}
         self.ended: set[str] = set()
@@ -361,8 +478,15 @@ class Life(RuleBasedStateMachine):
         name = f"r{self.counter}"
         self.prompt[name] = tokens
         self.offered[name] = 0
-        self.do(list(self.book.arrive(name, tokens, expected, self.now)))
+        self.do(list(self.book.arrive(name, tokens, expected)))
         return name
+
+    @rule()
+    def look_ahead(self) -> None:
+        self.do(list(self.book.look_ahead()))
+        for name in self.book.take_over():
+            known = self.book.get(name)
+            assert known is None or known.phase not in (Phase.ASKED, Phase.ANSWERED) or name in self.asked
 
     @rule(seconds=st.floats(0, 2))
     def wait(self, seconds: float) -> None:
@@ -373,7 +497,8 @@ class Life(RuleBasedStateMachine):
         if not self.asked:
             return
         name = data.draw(st.sampled_from(sorted(self.asked)))
-        self.asked.discard(name)
+        if data.draw(st.booleans()):
+            self.asked.discard(name)  # otherwise it may be answered again
         tokens = data.draw(st.integers(0, self.prompt[name]))
         blocks, tail = divmod(tokens, BLOCK)
         found = NOTHING
@@ -386,23 +511,26 @@ class Life(RuleBasedStateMachine):
 
     @rule(name=live, data=st.data())
     def schedule(self, name: str, data: st.DataObject) -> None:
-        """The engine's own order: match, allocate, then wait for a load or compute a chunk."""
+        """The engine's own order: match, allocate, then wait for a load or compute a chunk, also behind one."""
         if name in self.loading or name in self.ended:
             return
         tokens = self.prompt[name]
         local = data.draw(st.integers(0, (tokens - 1) // BLOCK)) * BLOCK
-        found, effects = self.book.match(name, tokens, local, self.now)
+        joined = data.draw(st.booleans())
+        found, effects = self.book.match(name, tokens, local, self.now, joined=joined)
         self.do(list(effects))
         if found is None:
             return
-        assert 0 <= found <= tokens - local
+        assert 0 <= found <= tokens - local - joined
         ids = list(range(100, 100 + -(-tokens // BLOCK)))
         take = found if data.draw(st.booleans()) else 0
         self.do(list(self.book.allocated(name, [ids], take)))
         if take:
             assert self.loading[name] == ids[local // BLOCK : -(-(local + take) // BLOCK)]
-            return
-        after = data.draw(st.integers(0, tokens))
+            if not joined:
+                return
+            self.joined.add(name)
+        after = data.draw(st.integers(local + take + 1 if take else 0, tokens))
         span = self.book.scheduled(name, [ids], after, replace=True)
         if span is not None:
             assert self.offered[name] <= span.first <= span.end <= after // BLOCK
@@ -413,8 +541,14 @@ class Life(RuleBasedStateMachine):
     @rule(name=live, failed=st.booleans())
     def load_ends(self, name: str, failed: bool) -> None:
         blocks = self.loading.pop(name, None)
-        if blocks is not None:
-            self.do(list(self.book.received(name, set(blocks[1:]) if failed else set())))
+        if blocks is None:
+            return
+        self.do(list(self.book.received(name, set(blocks[1:]) if failed else set())))
+        known = self.book.get(name)
+        if failed and name in self.joined and known is not None:
+            # What was computed behind blocks that hold nothing is computed, and offered, once more.
+            self.offered[name] = known.next_save
+        self.joined.discard(name)
 
     @rule(name=live)
     def preempt(self, name: str) -> None:
@@ -431,7 +565,7 @@ class Life(RuleBasedStateMachine):
         keep, effects = self.book.finished(name)
         self.do(list(effects))
         if name in self.loading:
-            assert not keep
+            assert not keep or name in self.joined
             return name
         return multiple()
 
@@ -458,7 +592,7 @@ TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 def test_an_engine_that_does_not_load_never_asks_but_saves() -> None:
     book = RequestBook(BLOCK, [Plane("p")], saves=True, loads=False, lookup_timeout=1.0, handoff_timeout=2.0)
 
-    assert book.arrive("a", 10, 0, 0.0) == []
+    assert book.arrive("a", 10, 0) == []
     assert book.match("a", 10, 0, 0.0) == (0, [])
     book.allocated("a", [[5, 6, 7]], 0)
     assert book.scheduled("a", [[5, 6, 7]], 10, replace=True) == Span(0, 2, 2)
@@ -469,7 +603,7 @@ def test_an_engine_that_does_not_load_never_asks_but_saves() -> None:
 
 def test_an_engine_may_be_told_to_save_full_blocks_only() -> None:
     book = RequestBook(BLOCK, [Plane("p")], saves=True, saves_tails=False, lookup_timeout=1.0, handoff_timeout=2.0)
-    book.arrive("a", 10, 0, 0.0)
+    book.arrive("a", 10, 0)
     book.allocated("a", [[5, 6, 7]], 0)
 
     assert book.scheduled("a", [[5, 6, 7]], 10, replace=True) == Span(0, 2, 0)

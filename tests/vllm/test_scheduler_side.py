@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +14,19 @@ from typing import Any
 import pytest
 
 from ems.errors import PoolTimeout
-from ems.pool.client import Namespace, PoolClient
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
+from ems.vllm.configuration.settings import read_settings
+from ems.vllm.looking import LookupAnswer
+from ems.vllm.lookups import Lookups
 from ems.vllm.metadata import StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import Plane
-from ems.vllm.scheduler import SchedulerSide
-from ems.vllm.settings import read_settings
-from ems.vllm.stats import EmsStats
-from ems.vllm.transferred import Transferred
+from ems.vllm.reporting.stats import EmsStats
+from ems.vllm.reporting.transferred import Transferred
+from ems.vllm.requests import EAGER_LEASES
+from ems.vllm.scheduler import ANSWER_BLOCKS, ANSWER_SECONDS, MAX_OFFERS, SchedulerSide
 from tests.e2e.engines import Node, running_node, wait_for
 
 BLOCK = 16
@@ -65,6 +73,13 @@ def step(one: Any, tokens: int) -> Any:
     )
 
 
+def empty_step() -> Any:
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    return SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={}, preempted_req_ids=None
+    )
+
+
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
     with running_node("--size", "8MB") as running:
@@ -89,16 +104,19 @@ def store(node: Node) -> Iterator[Callable[[int], None]]:
 class Side(SchedulerSide):
     """A scheduler side that can be asked until it knows."""
 
-    def found(self, one: Any, local: int = 0) -> int:
-        answers: list[int] = []
+    def matched(self, one: Any, local: int = 0) -> tuple[int, bool]:
+        answers: list[tuple[int, bool]] = []
 
         def answered() -> bool:
-            tokens, _ = self.match(one, local)
-            answers.extend([] if tokens is None else [tokens])
+            tokens, between_steps = self.match(one, local)
+            answers.extend([] if tokens is None else [(tokens, between_steps)])
             return bool(answers)
 
-        wait_for(answered, "the lookup is answered", 10)
+        wait_for(answered, "the lookup is answered")
         return answers[0]
+
+    def found(self, one: Any, local: int = 0) -> int:
+        return self.matched(one, local)[0]
 
     def end(self, one: Any) -> Params:
         told = self.finished(one, ([1, 2, 3, 4],))[1] or {}
@@ -140,7 +158,7 @@ def test_a_hit_is_explained_and_counted(make: Make, store: Callable[[int], None]
     told = side.end(one)
 
     assert (told["from_pool"], told["loaded_blocks"], told["tier"]) == (48, 3, "DRAM")
-    assert (told["found"], told["computed"], told["reason"]) == (48, 16, "absent")
+    assert (told["found"], told["computed"], told["reason"]) == (48, 16, "never_stored")
     data = side.told()
     assert (data["lookups"], data["asked_tokens"], data["hit_tokens"], data["misses"]) == (1, 64, 48, {})
     assert data["state"]["usable"] is True
@@ -267,6 +285,53 @@ def test_an_ill_pool_is_left_alone(make: Make, node: Node, store: Callable[[int]
     assert side.told()["state"]["usable"] is False
 
 
+def test_the_scheduler_waits_for_no_call_to_the_pool(make: Make, node: Node, store: Callable[[int], None]) -> None:
+    """A hundred requests in the queue of an engine whose node hangs: arrivals, looks, an end."""
+    store(3)
+    side = make(lookup_timeout_ms=100)
+    ready = request("ready")
+    side.on_new_request(ready)
+    assert side.found(ready) == 48
+    pid = int(node.stats()["pid"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        queue, took = [request(f"r{number}") for number in range(100)], []
+        for call in (side.on_new_request, lambda one: side.match(one, 0), lambda one: side.match(one, 0)):
+            for one in queue:
+                begun = time.perf_counter()
+                call(one)
+                took.append(time.perf_counter() - begun)
+        assert statistics.median(took) < 0.02, "a call waited for the node"
+        wait_for(lambda: side.match(queue[0], 0) == (0, False), "a lookup that is not answered is a miss")
+        for one in queue:
+            side.finished(one, ([1],))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    side.finished(ready, ([1],))
+    wait_for(lambda: node.stats()["leases"] == 0, "what was promised is given back")
+
+
+def test_requests_behind_the_first_are_looked_up_as_these_leave(make: Make, store: Callable[[int], None]) -> None:
+    store(3)
+    side = make()
+    queue = [request(f"q{number}") for number in range(EAGER_LEASES + 2)]
+    for one in queue:
+        side.on_new_request(one)
+    for one in queue[:2]:
+        side.found(one)
+        side.finished(one, ([1],))
+    side.build_metadata(step(request("other"), 1))
+
+    def answered() -> bool:
+        side._take_answers()
+        known = side._book.get(queue[-1].request_id)
+        return known is not None and known.found.blocks == 3
+
+    wait_for(answered, "the last of the queue is answered before the scheduler asks")
+    for one in queue[2:]:
+        side.finished(one, ([1],))
+
+
 def test_without_the_gate_an_ill_pool_is_asked_all_the_same(make: Make, store: Callable[[int], None]) -> None:
     store(3)
     side, one = make(health_gate=False), request()
@@ -305,3 +370,206 @@ def test_a_part_of_a_block_is_named_by_computed_tokens_only(make: Make, prompt_t
     begin = (prompt_tokens + 2) // BLOCK * BLOCK
     expected = [*one.prompt_token_ids, 900, 901][begin:]
     assert save.tail.tokens == b"".join(token.to_bytes(4, "little") for token in expected)
+
+
+def silent(waited: list[float]) -> Callable[..., list[LookupAnswer]]:
+    """Answers that never come; notes how long each look at them would wait."""
+
+    def answers(_lookups: Lookups, wait: float = 0.0) -> list[LookupAnswer]:
+        waited.append(wait)
+        return []
+
+    return answers
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(Lookups, "answers", silent(waited))
+    return waited
+
+
+def test_an_engine_without_work_waits_for_an_answer_once_a_step(make: Make, waits: list[float]) -> None:
+    side, one, other = make(), request(), request("other")
+    side.on_new_request(one)
+    side.on_new_request(other)
+    for each in (one, other, one):
+        assert side.match(each, 0) == (None, False)
+    assert waits == [ANSWER_SECONDS, 0.0, 0.0]
+
+    side.build_metadata(empty_step())
+    waits.clear()
+    side.match(other, 0)
+    assert waits == [ANSWER_SECONDS]
+
+
+def test_a_lookup_that_takes_long_is_not_waited_for(make: Make, waits: list[float]) -> None:
+    side = make()
+    for name, blocks in (("long", ANSWER_BLOCKS + 1), ("longest", 8 * ANSWER_BLOCKS), ("short", ANSWER_BLOCKS)):
+        one = request(name, [7] * (blocks * BLOCK))
+        side.on_new_request(one)
+        side.match(one, 0)
+    assert waits == [0.0, 0.0, ANSWER_SECONDS]
+
+
+def test_an_engine_with_work_does_not_wait_until_that_is_done(make: Make, waits: list[float]) -> None:
+    side, busy, waiting = make(), request("busy"), request("waiting")
+    side.on_new_request(busy)
+    side.on_new_request(waiting)
+    side.build_metadata(step(busy, 64))
+    waits.clear()
+    side.match(waiting, 0)
+    assert waits == [0.0]
+
+    side.finished(busy, ([1, 2, 3, 4],))
+    waits.clear()
+    side.match(waiting, 0)
+    assert waits == [ANSWER_SECONDS]
+
+
+def test_nobody_waits_for_what_was_answered(
+    make: Make, store: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(3)
+    side, one = make(), request()
+    side.on_new_request(one)
+    assert side.found(one) == 3 * BLOCK
+    waited: list[float] = []
+    monkeypatch.setattr(Lookups, "answers", silent(waited))
+
+    assert side.match(one, 0)[0] == 3 * BLOCK
+    assert waited == [0.0]
+
+
+def test_a_hit_that_the_engine_never_takes_is_not_offered_for_ever(make: Make, store: Callable[[int], None]) -> None:
+    """A load must leave blocks free that computing need not, so that some prompts can be computed and not loaded."""
+    store(4)
+    side, one, busy = make(), request(), request("busy", [7] * 64)
+    for each in (busy, one):
+        side.on_new_request(each)
+    side.build_metadata(step(busy, 64))
+    for _ in range(2 * MAX_OFFERS):
+        assert side.found(one) == 4 * BLOCK, "there may be room when others have ended"
+    side.finished(busy, ([1, 2, 3, 4],))
+    for _ in range(MAX_OFFERS):
+        assert side.found(one) == 4 * BLOCK
+    assert side.matched(one) == (0, False)
+
+
+def test_what_another_connector_was_to_fill_is_not_stored_when_the_request_is_aborted(make: Make) -> None:
+    """VLLM counts these tokens as computed from when their load begins."""
+    side, one = make(), request(tokens=[9] * 64)
+    side.on_new_request(one)
+    assert side.found(one) == 0
+    side.allocated(one, Blocks([1, 2, 3, 4]), 0)
+    assert not side.finished(one, ([1, 2, 3, 4],))[0]
+    assert side.build_metadata(empty_step()).saves == []
+
+
+class BlockPool:
+    """Notes what is evicted."""
+
+    def __init__(self) -> None:
+        self.evicted: list[set[int]] = []
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted.append(block_ids)
+
+
+def test_a_load_is_part_of_a_step_only_if_the_engine_can_forget_its_blocks(
+    make: Make, store: Callable[[int], None]
+) -> None:
+    store(4)
+    side, one = make(load_async=False), request()
+    side.on_new_request(one)
+    assert side.matched(one) == (4 * BLOCK, True)
+    side.block_pool = BlockPool()
+    assert side.matched(one) == (4 * BLOCK - 1, False), "the step computes the last token"
+
+
+def joining(make: Make, store: Callable[[int], None]) -> tuple[Side, Any, BlockPool]:
+    """A request whose load is part of the step that is under way."""
+    store(4)
+    side, one, pool = make(load_async=False), request(), BlockPool()
+    side.block_pool = pool
+    side.on_new_request(one)
+    side.matched(one)
+    side.allocated(one, Blocks([1, 2, 3, 4]), 4 * BLOCK - 1)
+    assert [load.joined for load in side.build_metadata(step(one, 1)).loads] == [True]
+    return side, one, pool
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["it goes on", "it was aborted meanwhile"])
+def test_the_engine_finds_nothing_behind_a_load_that_failed_within_a_step(
+    make: Make, store: Callable[[int], None], ended: bool
+) -> None:
+    """VLLM finds these blocks from when their load begins, also once the request is gone that would compute them."""
+    side, one, pool = joining(make, store)
+    if ended:
+        side.finished(one, ([1, 2, 3, 4],))
+    side.received([], (), {3}, StepReport({"r": 1}, [], {}))
+    assert pool.evicted == [{3, 4}]
+
+
+def test_blocks_that_were_loaded_within_a_step_are_found(make: Make, store: Callable[[int], None]) -> None:
+    side, _, pool = joining(make, store)
+    side.received([], (), set(), StepReport({"r": 1}, [], {}))
+    assert pool.evicted == []
+
+
+def test_nobody_is_computed_behind_blocks_that_a_step_is_loading(make: Make, store: Callable[[int], None]) -> None:
+    side, _, _ = joining(make, store)
+    shares, other = request("shares"), request("other", [7] * 64)
+    for each in (shares, other):
+        side.on_new_request(each)
+    assert side.match(shares, BLOCK) == (None, False)
+    assert side.matched(other) == (0, False), "it shares nothing"
+    side.received([], (), set(), StepReport({"r": 1}, [], {}))
+    assert side.matched(shares, BLOCK) == (3 * BLOCK - 1, False)
+
+
+def resumed(one: Any, tokens: int) -> Any:
+    """A step that takes a request's blocks away and begins it anew with others."""
+    cached = SimpleNamespace(
+        req_ids=[one.request_id],
+        new_block_ids=[([5, 6, 7, 8],)],
+        num_computed_tokens=[0],
+        resumed_req_ids={one.request_id},
+    )
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={one.request_id: tokens},
+        preempted_req_ids={one.request_id},
+    )
+
+
+def test_what_is_computed_after_a_reset_is_not_stored_under_earlier_names(make: Make) -> None:
+    """The engine may preempt what runs, reset and resume in one step."""
+    side, one = make(), request("reset", list(range(1000, 1064)))
+    side.on_new_request(one)
+    assert side.found(one) == 0
+    side.allocated(one, Blocks([1, 2, 3, 4]), 0)
+    side.build_metadata(step(one, 64))
+
+    side.reset()
+    side.match(one, 0)
+    side.allocated(one, Blocks([5, 6, 7, 8]), 0)
+    assert side.build_metadata(resumed(one, 64)).saves == []
+    side.finished(one, ([5, 6, 7, 8],))
+    assert side.build_metadata(empty_step()).saves == []
+
+
+def test_a_request_that_is_resumed_at_once_looks_up_nothing(make: Make, store: Callable[[int], None]) -> None:
+    store(3)
+    side, one = make(), request("resumed")
+    side.on_new_request(one)
+    side.found(one)
+    side.allocated(one, Blocks([1, 2, 3, 4]), 0)
+    side.build_metadata(step(one, 64))
+    side.match(one, 0)
+    side.allocated(one, Blocks([5, 6, 7, 8]), 0)
+    side.build_metadata(resumed(one, 64))
+
+    assert not side._book.awaits("resumed")
+    assert side._running == {"resumed"}

@@ -7,9 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.client import Hits, Namespace, TailHit
+from ems.pool.client.answers import Hits, Lease, Namespace, TailHit
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
-from ems.pool.lease import Lease
 from ems.vllm.planes import Plane, first_in_sight, page_key, page_keys
 from ems.vllm.requests import NOTHING
 from ems.vllm.search import Prompt, Search
@@ -27,15 +26,30 @@ class Shelf:
         self.leases: dict[int, bytes] = {}
         self.node = "node"
         self.calls = 0
+        self.computing: set[float] = set()
+        """What a page was said to take to be computed."""
+        self.below: list[bytes] = []
+        """Keys that come up from a tier below memory."""
         self.lose_after: int | None = None
         """Number of calls after which all pages are gone."""
 
-    def lookup(self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float) -> Hits:
+    def lookup(
+        self,
+        namespace: Namespace,
+        keys: bytes,
+        *,
+        lease: bool = False,
+        timeout: float,
+        request: str,
+        compute: float,
+    ) -> Hits:
         assert timeout
+        self.computing.add(compute)
         here = self._here(namespace)
         wanted = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
         count = next((i for i, key in enumerate(wanted) if key not in here), len(wanted))
-        return Hits(count, 0, self._lease(wanted[:count]) if lease and count else None)
+        held = self._lease(wanted[:count]) if lease and count else None
+        return Hits(count, 0, held, None, sum(key in self.below for key in wanted[count:]))
 
     def lookup_tail(self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float) -> TailHit:
         assert timeout
@@ -163,3 +177,17 @@ def test_pages_that_go_during_the_search_are_not_promised(calls: int) -> None:
 
     assert found == NOTHING or len(found.leases) == 2
     assert set(shelf.leases) == {lease.number for lease in found.leases}
+
+
+def test_what_comes_up_from_a_tier_is_told_and_pages_share_the_computing() -> None:
+    shelf, prompt = Shelf(), make_prompt(4 * BLOCK)
+    planes = [Plane("full", shards=2)]
+    looking = search(shelf, planes)
+    looking.computing = 0.5
+    told = []
+    for below in ([], [bytes(page_keys(prompt.chain.joined(0, 1), 2)[:KEY_BYTES])], []):
+        shelf.below = below
+        looking.take(prompt)
+        told.append(looking.rising)
+    assert told == [False, True, False]
+    assert shelf.computing == {0.25}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
-from ems.vllm.deployed_files import Installation, admit, check
+from ems.vllm.configuration.deployed_files import Installation, admit, check
 
 KNOWN = frozenset(
     {"kv_connector", "kv_role", "kv_port", "engine_id", "kv_buffer_device", "kv_connector_extra_config"}

@@ -11,8 +11,8 @@ import pytest
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.summary import Kind, Sample
 from ems.errors import ConfigError, EmsError, NoSpace, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
-from ems.vllm import health
-from ems.vllm.health import PoolHealth
+from ems.vllm.gate import health
+from ems.vllm.gate.health import PoolHealth
 from tests.e2e.engines import Node, running_node, wait_for
 
 logger = logging.getLogger("test.health")

@@ -7,7 +7,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.vllm.cost import FIT_SECONDS, LEAST_SAMPLES, LOADS_LAST_SECONDS, SAMPLES, TRY_EVERY, CostModel, Line, Samples
+from ems.pool.movement.speed import FIT_SECONDS, LEAST_SAMPLES, SAMPLES, TRY_EVERY, Line, Samples
+from ems.vllm.gate.cost import LOADS_LAST_SECONDS, CostModel
 
 TOKENS = st.integers(16, 8192)
 SECONDS = st.floats(1e-5, 100, allow_nan=False)
@@ -31,7 +32,7 @@ def test_a_line_is_learned_from_measurements() -> None:
 
     assert line is not None
     assert abs(line.fixed - 0.01) < 1e-6
-    assert abs(line.per_token - 1e-4) < 1e-9
+    assert abs(line.per_unit - 1e-4) < 1e-9
 
 
 def test_equal_sizes_tell_seconds_a_token() -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.changes import Run
-from ems.vllm import announced
-from ems.vllm.announced import Announced, Block, Page, Removed, Stored, Tidings
+from ems.pool.core.changes import Run
+from ems.vllm.kv_events import announced
+from ems.vllm.kv_events.announced import Announced, Block, Page, Removed, Stored, Tidings
 
 SHARDS = 2
 PLANES = (0, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
-from ems.vllm.transport_settings import Parallelism, read_transport, unique_engine_id
+from ems.vllm.peer.transport_settings import Parallelism, read_transport, unique_engine_id
 
 ONE = {"dp_size": 1, "tp_size": 1}
 

@@ -12,10 +12,11 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from ems.pool.client import Namespace, PoolClient
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
-from ems.vllm import events as module
-from ems.vllm.events import BlockEvents, ChangeFeed, GroupKind
+from ems.vllm.kv_events import events as module
+from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, GroupKind
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import Plane, page_keys
 from ems.vllm.requests import Found, Pages, Save
@@ -77,7 +78,7 @@ class Engine:
             self.taken += self.events.take()
             return len(self.taken) >= count
 
-        wait_for(came, f"{count} events come", 10)
+        wait_for(came, f"{count} events come")
         taken, self.taken = self.taken, []
         return taken
 
@@ -146,7 +147,7 @@ def test_an_evicted_block_is_taken_back(make: Make, node: Node) -> None:
         removed.extend(name for event in engine.events.take() for name in event.block_hashes)
         return len(removed) == 2
 
-    wait_for(gone, "both blocks are taken back", 10)
+    wait_for(gone, "both blocks are taken back")
     assert set(removed) == set(NAMES[:2])
 
 
@@ -214,7 +215,7 @@ def test_a_node_that_does_not_tell_is_said_once(
 ) -> None:
     monkeypatch.setattr(module, "REFUSED_SECONDS", 0.01)
     engine = make()
-    monkeypatch.setattr("ems.pool.protocol.TELLS_CHANGES", "something newer")
+    monkeypatch.setattr("ems.pool.protocol.greeting.TELLS_CHANGES", "something newer")
     engine.events.offered(REQUEST, engine.save(0, 1), ())
     wait_for(lambda: engine.feed._place is None, "the feed has noticed")
     wait_for(lambda: bool(caplog.messages), "it is said")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ems.vllm.admission import Offer, Thresholds, why_not
-from ems.vllm.cost import SAMPLES, CostModel
-from ems.vllm.reasons import Reason
+from ems.pool.movement.speed import SAMPLES
+from ems.pool.reasons.words import Reason
+from ems.vllm.gate.admission import Offer, Thresholds, why_not
+from ems.vllm.gate.cost import CostModel
 
 SLOW_LOADS = CostModel()
 for _ in range(SAMPLES):

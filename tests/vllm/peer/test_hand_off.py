@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,8 @@ from vllm.v1.request import RequestStatus
 
 from ems.errors import ConfigError
 from ems.testing.engine import free_port
-from ems.vllm.mooncake_hand_off import MooncakeHandOff
-from ems.vllm.nixl_hand_off import NixlHandOff
+from ems.vllm.peer.mooncake import MooncakeHandOff
+from ems.vllm.peer.nixl import NixlHandOff
 
 Make = Callable[..., Any]
 SIZES = {"prefill": {"dp_size": 1, "tp_size": 1}, "decode": {"dp_size": 1, "tp_size": 1}}
@@ -255,3 +257,47 @@ def test_over_mooncake_requests_without_a_hand_off_pass(over_mooncake: Make) -> 
     prefill.on_new_request(plain)
 
     assert prefill.request_finished_all_groups(plain, ([3, 4],)) == (False, None)
+
+
+IDLE = """
+import time
+from nixl._api import nixl_agent, nixl_agent_config
+from ems.vllm.peer.nixl import resting_agents
+
+with resting_agents():
+    agent = nixl_agent("rests", nixl_agent_config(num_threads=4))
+begin = time.process_time()
+time.sleep(1)  # the second that is measured
+print(time.process_time() - begin)
+"""
+
+
+def test_on_a_cpu_the_transports_thread_leaves_the_cores_to_others() -> None:
+    """It took a whole core: what is measured is processor time, whatever else the machine does meanwhile."""
+    told = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, check=True).stdout
+
+    assert float(told.split()[-1]) < 0.3
+
+
+@pytest.mark.parametrize(("role", "rests"), [(KVConnectorRole.WORKER, True), (KVConnectorRole.SCHEDULER, False)])
+def test_a_workers_agent_rests_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole, rests: bool
+) -> None:
+    from nixl._api import nixlBind
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+
+    make = nixlBind.nixlAgent
+    seen: list[bool] = []
+
+    def begin(self: Any, *_: object) -> None:
+        seen.append(nixlBind.nixlAgent is not make)
+        self.connector_scheduler = SimpleNamespace()
+
+    monkeypatch.setattr(NixlConnector, "__init__", begin)
+
+    made = NixlHandOff(engine("kv_producer", free_port()), role, groups())
+    if role is KVConnectorRole.SCHEDULER:
+        made._place.close()
+
+    assert seen == [rests]
+    assert nixlBind.nixlAgent is make

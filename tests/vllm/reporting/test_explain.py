@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.vllm import explain
-from ems.vllm.explain import Explanation, Explanations
-from ems.vllm.reasons import Reason
+from ems.pool.reasons.words import Reason
+from ems.vllm.reporting import explain
+from ems.vllm.reporting.explain import Explanation, Explanations
 
 Way = Callable[[Explanations], None]
 
@@ -106,6 +106,25 @@ def test_a_hit_names_its_blocks_and_its_tier() -> None:
     assert (explanation.found, explanation.found_blocks, explanation.loaded_blocks) == (100, 6, 7)
     assert explanation.tier == "DRAM"
     assert explained(absent).tier == ""
+
+
+def test_what_the_pool_knows_of_its_reason_is_told_with_it() -> None:
+    def evicted(explanations: Explanations) -> None:
+        explanations.answered("r", 48, 3, Reason.EVICTED_FULL, "12 s ago")
+        explanations.matched("r", 0, 48)
+        explanations.loading("r", 48)
+
+    explanation = explained(evicted)
+    assert explanation.reason == "evicted_full"
+    assert explanation.sentence == f"{Reason.EVICTED_FULL.sentence} (12 s ago)"
+
+
+def test_what_the_pool_knows_does_not_stick_to_a_later_reason() -> None:
+    def failed_then(explanations: Explanations) -> None:
+        explanations.answered("r", 48, 3, Reason.EVICTED_FULL, "12 s ago")
+        explanations.left_out("r", Reason.DEAR)
+
+    assert explained(failed_then).sentence == Reason.DEAR.sentence
 
 
 def test_a_prompt_of_one_token_is_too_short() -> None:

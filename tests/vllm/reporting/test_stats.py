@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from ems.pool.reasons.words import Reason
 from ems.vllm.connector import EmsStoreConnector
-from ems.vllm.explain import Tally
 from ems.vllm.metadata import StepReport
-from ems.vllm.reasons import Reason
-from ems.vllm.stats import EmsStats, PoolState, transfers_of
-from ems.vllm.transferred import KEPT, TransferLog, Transferred
+from ems.vllm.reporting.explain import Tally
+from ems.vllm.reporting.stats import EmsStats, PoolState, transfers_of
+from ems.vllm.reporting.transferred import KEPT, TransferLog, Transferred
 
 LOAD = Transferred(load=True, leading=True, blocks=8, failed=0, bytes=8_000_000, seconds=0.002)
 OTHER_RANK = Transferred(load=True, leading=False, blocks=8, failed=0, bytes=8_000_000, seconds=0.004)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
-from ems.vllm.settings import WITHOUT_MEANING, ConnectorSettings, check_kvcache_type, read_settings
+from ems.vllm.configuration.settings import WITHOUT_MEANING, ConnectorSettings, check_kvcache_type, read_settings
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("EMS_") or name == "MODEL_ID"]:
+    for name in [name for name in os.environ if name.startswith(("EMS_", "ACCELERATE_")) or name == "MODEL_ID"]:
         monkeypatch.delenv(name)
 
 
@@ -51,6 +51,23 @@ def test_the_environment_is_used_where_the_file_is_silent(monkeypatch: pytest.Mo
     assert settings.socket == Path("/run/other.sock")
     assert settings.pool_size == 4096
     assert settings.autostart is True
+
+
+def test_credentials_come_from_the_file_or_the_environment_and_are_never_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert read_settings("kv_both", {})[0].credentials.name == ""
+    monkeypatch.setenv("ACCELERATE_ID", "ann")
+    monkeypatch.setenv("ACCELERATE_KEY", "from outside")
+    settings, warnings = read_settings("kv_both", {})
+    assert (settings.credentials.access_id, settings.credentials.access_key) == ("ann", "from outside")
+    settings, warnings = read_settings("kv_both", {"access_id": "bob", "access_key": "secret"})
+    assert (settings.credentials.name, settings.credentials.access_key) == ("bob", "secret")
+    assert warnings == []
+    assert "secret" not in repr(settings)
+    with pytest.raises(ConfigError, match="access_key is a list, expected a text") as refused:
+        read_settings("kv_both", {"access_key": ["secret"]})
+    assert "secret" not in str(refused.value)
 
 
 def test_a_folder_without_a_socket_has_the_socket_inside() -> None:

@@ -1,0 +1,120 @@
+"""How long a lookup waits: for nothing that costs more than it brings, and in the engine's queue for nothing less."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ems.vllm.waiting import (
+    GRACE_SECONDS,
+    MOST_PAUSE,
+    QUEUED_PAUSE,
+    Waiting,
+    keep_rising,
+    keep_waiting,
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pending", "expected", "waited", "limit", "waits"),
+    [
+        (40, False, 40, 0.0, 2.0, False),  # all there
+        (50, False, 40, 0.0, 2.0, False),  # more than announced
+        (10, True, 40, 1.9, 2.0, True),  # being written
+        (10, True, 40, 2.0, 2.0, False),  # ... but not for ever
+        (0, False, 40, GRACE_SECONDS / 2, 2.0, True),  # announced, perhaps about to be reserved
+        (0, False, 40, GRACE_SECONDS, 2.0, False),  # announced, nothing to be seen
+        (0, False, 40, 0.0, 0.0, False),
+    ],
+)
+def test_a_handoff_waits_for_what_is_being_written(
+    tokens: int, pending: bool, expected: int, waited: float, limit: float, waits: bool
+) -> None:
+    assert keep_waiting(tokens, pending, expected, waited, limit, waited) is waits
+
+
+@pytest.mark.parametrize(
+    ("rising", "waited", "limit", "computing", "waits"),
+    [
+        (True, 0.1, 0.8, 0.0, True),  # nobody knows what computing takes
+        (True, 0.8, 0.8, 0.0, False),  # not for ever
+        (True, 0.1, 0.8, 0.2, True),
+        (True, 0.2, 0.8, 0.2, False),  # by now it could have been computed
+        (False, 0.0, 0.8, 0.0, False),
+        (True, 0.0, 0.0, 0.0, False),
+    ],
+)
+def test_who_is_due_waits_for_what_comes_up_from_a_tier(
+    rising: bool, waited: float, limit: float, computing: float, waits: bool
+) -> None:
+    assert keep_rising(rising, waited, limit, computing) is waits
+
+
+def test_in_the_queue_a_request_waits_for_a_tier_however_long_that_takes() -> None:
+    waiting = Waiting(0.0, 0)
+    assert waiting.for_tiers(0, 100, 0.001, 0.8, 1000.0)
+    waiting.hurry(1000.0)
+    assert waiting.for_tiers(0, 100, 0.0, 0.8, 1000.7)
+    assert not waiting.for_tiers(0, 100, 0.0, 0.8, 1000.81)
+
+
+def test_who_is_due_does_not_wait_for_a_tier_that_was_slower_than_computing() -> None:
+    for seconds, waits in ((1.9, True), (2.1, False)):
+        waiting = Waiting(0.0, 0)
+        waiting.for_tiers(0, 400, 0.001, 10.0, 0.0)
+        waiting.hurry(seconds)
+        assert waiting.for_tiers(200, 200, 0.01, 10.0, seconds) is waits
+
+
+def test_who_is_due_waits_no_longer_than_what_comes_up_takes_to_be_computed() -> None:
+    """What comes up counts, not all that is missing: the rest has to be computed in any case."""
+    waiting = Waiting(0.0, 0)
+    waiting.hurry(0.0)
+    assert waiting.for_tiers(0, 100, 0.001, 10.0, 0.09)
+    assert not waiting.for_tiers(0, 100, 0.001, 10.0, 0.11)
+
+
+def test_without_a_limit_nobody_waits_for_tiers() -> None:
+    assert not Waiting(0.0, 0).for_tiers(0, 100, 0.0, 0.0, 0.0)
+
+
+def test_a_handoff_may_be_written_for_as_long_as_its_request_stands_in_the_queue() -> None:
+    waiting = Waiting(0.0, 40)
+    assert waiting.for_prefill(10, True, 2.0, 100.0)
+    assert not waiting.for_prefill(10, False, 2.0, GRACE_SECONDS)
+    waiting.hurry(100.0)
+    assert waiting.for_prefill(10, True, 2.0, 101.9)
+    assert not waiting.for_prefill(10, True, 2.0, 102.0)
+
+
+def test_looks_grow_rarer_and_begin_anew_when_the_scheduler_asks() -> None:
+    waiting = Waiting(0.0, 0)
+    pauses = [waiting.pause() for _ in range(12)]
+    assert (pauses[0], pauses[1], pauses[-1]) == (0.002, 0.004, QUEUED_PAUSE)
+    waiting.hurry(1.0)
+    assert [waiting.pause() for _ in range(9)][-1] == MOST_PAUSE
+    waiting.hurry(2.0)
+    assert waiting.pause() == MOST_PAUSE
+
+
+@given(
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.floats(0, 0.1),
+    st.floats(0, 5),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 20))),
+)
+def test_once_the_scheduler_asks_every_wait_is_bounded(
+    tokens: int, rising: int, token_seconds: float, limit: float, steps: list[tuple[float, int]]
+) -> None:
+    waiting, now = Waiting(0.0, 10), 0.0
+    waiting.hurry(now)
+    waiting.for_tiers(tokens, rising, token_seconds, limit, now)
+    for seconds, more in steps:
+        now, tokens = now + seconds, tokens + more
+        if now >= limit:
+            assert not waiting.for_tiers(tokens, rising, token_seconds, limit, now)
+            assert not waiting.for_prefill(0, True, limit, now)
+        if token_seconds and now >= token_seconds * rising:
+            assert not waiting.for_tiers(tokens, rising, token_seconds, limit, now)

@@ -1,0 +1,134 @@
+"""The worker side with a real node: what a load that fails within a step does to what the step saves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import KeyChain
+from ems.pool.segments.layout import REF_BYTES
+from ems.vllm.configuration.settings import read_settings
+from ems.vllm.loads import Loader, LoadJob
+from ems.vllm.metadata import StepMetadata
+from ems.vllm.model import BlockModel, LocalPlane
+from ems.vllm.planes import Plane, Portion
+from ems.vllm.requests import Load, LoadPart, Save
+from ems.vllm.worker import WorkerSide
+from tests.e2e.engines import Node, running_node, wait_for
+
+BLOCK = 4
+NAME = "default/model/layout"
+LAYERS = ("layers.0", "layers.1")
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node("--size", "8MB") as running:
+        yield running
+
+
+@pytest.fixture
+def window() -> int:
+    return 0
+
+
+@pytest.fixture
+def worker(node: Node, window: int) -> Iterator[WorkerSide]:
+    said = {"socket": str(node.socket), "autostart": False, "load_async": False}
+    settings, _ = read_settings("kv_both", said, {})
+    plane = Plane(NAME, window=window)
+    side = WorkerSide(
+        settings, BlockModel(NAME, BLOCK, 16, 1, (plane,)), [LocalPlane(0, plane, LAYERS, Portion(), (2, 2))]
+    )
+    side.register({name: torch.zeros((16, 2, BLOCK, 16), dtype=torch.bfloat16) for name in LAYERS})
+    yield side
+    side.close()
+
+
+def run(worker: WorkerSide, step: StepMetadata, *, drafts: bool) -> None:
+    """The hooks of a step in vLLM's order; with ``drafts`` to compute it asks for results before that."""
+    worker.begin(step)
+    worker.start_loads()
+    if drafts:
+        worker.results()
+    worker.computed()
+    worker.end()
+    if not drafts:
+        worker.results()
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["without-drafts", "with-drafts"])
+@pytest.mark.parametrize("fails", [True, False], ids=["a-load-fails", "nothing-is-loaded"])
+def test_what_is_computed_behind_blocks_that_hold_nothing_is_not_stored(
+    node: Node, worker: WorkerSide, fails: bool, drafts: bool
+) -> None:
+    chain = KeyChain(NAME, BLOCK)
+    chain.extend(list(range(4 * BLOCK)))
+    gone = LoadPart(0, [1, 2], chain.joined(0, 2), bytes(2 * REF_BYTES))
+    loads = [Load("r", "a-node-that-is-gone", [gone], joined=True)] if fails else []
+    save = Save("r", 2, chain.parent(2), list(chain[2:4]), [[3, 4]])
+    run(worker, StepMetadata(loads=loads, saves=[save], awaited=set(), preempted=set()), drafts=drafts)
+
+    assert worker.take_invalid_blocks() == ({1, 2} if fails else set())
+    wait_for(lambda: node.counters["pages_committed"] + node.counters["pages_aborted"] == 2, "the save is over")
+    client = PoolClient(node.socket, "test")
+    assert client.lookup(Namespace(NAME, 0), chain.joined(2, 4)).count == (0 if fails else 2)
+    client.close()
+
+
+def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, worker: WorkerSide) -> None:
+    """With drafts vLLM tells only the last stage of a pipeline."""
+    chain = KeyChain(NAME, BLOCK)
+    chain.extend(list(range(2 * BLOCK)))
+    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]))
+    worker.begin(StepMetadata())
+    wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
+    worker.end()
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_behind_a_window_a_load_fails_whole(worker: WorkerSide, window: int) -> None:
+    """What comes before the block that is missing is not there either: the engine has dropped it."""
+    chain = KeyChain(NAME, BLOCK)
+    chain.extend(list(range(4 * BLOCK)))
+    gone = LoadPart(0, [3, 4], chain.joined(2, 4), bytes(2 * REF_BYTES))
+    worker.begin(StepMetadata(loads=[Load("r", "a-node-that-is-gone", [gone])]))
+    whole: set[str] = set()
+    blocks: set[int] = set()
+
+    def ended() -> bool:
+        whole.update(worker.results()[2])
+        blocks.update(worker.take_invalid_blocks())
+        return bool(whole or blocks)
+
+    wait_for(ended, "the load has failed")
+    assert (whole, blocks) == (({"r"}, set()) if window else (set(), {3, 4}))
+    worker.end()
+
+
+def test_a_step_waits_for_a_load_only_if_it_has_nothing_to_compute(
+    worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = threading.Event()
+
+    def load(_loader: Loader, _job: LoadJob) -> dict[int, set[int]]:
+        assert loaded.wait(60)
+        return {}
+
+    monkeypatch.setattr(Loader, "_load", load)
+    monkeypatch.setattr("ems.vllm.worker.IDLE_SECONDS", 60.0)
+    worker.begin(StepMetadata(idle=True))
+    assert worker.results()[1] == set(), "there is no load to wait for"
+    worker.end()
+    worker.begin(StepMetadata(loads=[Load("r", "node", [])]))
+    assert worker.results()[1] == set(), "what is computed does not wait"
+    worker.end()
+    worker.begin(StepMetadata(idle=True))
+    threading.Timer(0.05, loaded.set).start()
+    assert worker.results()[1] == {"r"}
+    worker.end()
