@@ -17,6 +17,8 @@ def test_known_pairs() -> None:
     assert got.difference == pytest.approx(0.1)
     assert got.ratio_low == pytest.approx(1.0)
     assert got.ratio_high == pytest.approx(1.3)
+    assert got.difference_low == pytest.approx(0.0)
+    assert got.difference_high == pytest.approx(1.2)
 
 
 def test_what_slows_both_of_a_pair_down_does_not_count() -> None:

@@ -21,7 +21,7 @@ from ems import CcConfig_v1, CcKvOption, Ems, EmsConfig
 from ems.cc_v1.context_caching import ContextCaching
 from ems.cc_v1.health import HealthRules
 from ems.config import NodeConfig
-from ems.pool.launcher import node_listens
+from ems.pool.node.launcher import node_listens
 
 QUICK = HealthRules(check_seconds=0.05)
 NEVER = HealthRules(check_seconds=1000.0)
@@ -53,7 +53,7 @@ def same(left: list[Any], right: list[Any]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Look at ``condition`` until it holds; fails after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -21,7 +21,7 @@ from ems import CcConfig_v1, CcKvOption, Ems, EmsConfig, EmsErrorCode, EmsExcept
 from ems.cc_v1.cc_config import KVCacheType
 from ems.cc_v1.errors import code_of
 from ems.errors import ConfigError, NoSpace, PoolRefused, Unauthorised, VersionMismatch
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 from tests.cc_v1.conftest import OPTION, QUICK, make_caches, rank_config, until
 
 pytestmark = pytest.mark.process
@@ -46,7 +46,7 @@ from ems import *
 from ems.cc_v1.context_caching import _Registered
 from ems.cc_v1.registration import Registration
 from ems.config import NodeConfig
-from ems.pool.client import Namespace
+from ems.pool.client.answers import Namespace
 
 rank = CcConfig_v1(rank_id=0, device_id=0, model_id="m", tp_world_size=1, pp_world_size=1,
                    rank_in_tp_group=0, rank_in_pp_group=0, llm_engine="vllm@m")
@@ -167,17 +167,19 @@ class TestInit:
     def test_a_node_that_hangs_is_not_waited_for_long(
         self, fragile_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ems.cc_v1.session.CONNECT_SECONDS", 0.2)
+        monkeypatch.setattr("ems.cc_v1.session.CONNECT_SECONDS", 1.0)
+        monkeypatch.setattr("ems.cc_v1.session.PROBE_EVERY", 3600.0)
         fragile_node.send(signal.SIGSTOP)
         begin = time.monotonic()
         assert init_code(config(node=fragile_node.config)) == EmsErrorCode.EMS_RECOVERD_ERROR
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 4.5, "it waited as long as a call does that names no time"
         begin = time.monotonic()
         assert not Ems.check_health()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 4.5
+        monkeypatch.setattr("ems.cc_v1.session.PROBE_SECONDS", 40.0)
         begin = time.monotonic()
         assert not Ems.check_health()
-        assert time.monotonic() - begin < 0.1
+        assert time.monotonic() - begin < 20.0, "the node was asked again at once"
 
     def test_again_with_the_same_configuration_nothing_happens(self, node: NodeProcess) -> None:
         Ems.init(config(autostart=False, node=node.config))
@@ -329,10 +331,10 @@ def test_closing_does_not_wait_for_a_node_that_hangs(fragile_node: NodeProcess, 
     cc.register_kvcache(make_caches())
     cc.get_result(cc.async_save(range(4), [1], [4], OPTION))
     fragile_node.send(signal.SIGSTOP)
-    future = cc.async_load(range(4), [1], [4], OPTION)
+    future = cc.async_load(range(4), [1], [4], CcKvOption(write_rcache=True, read_local_only=False, timeout=60_000))
     begin = time.monotonic()
     Ems.close()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 4.5, "it waited for a call to the node"
     with pytest.raises(EmsException):
         cc.get_result(future)
 
@@ -366,9 +368,9 @@ def test_a_forked_child_has_no_session_and_does_no_harm(node: NodeProcess) -> No
 def test_the_node_knows_who_is_connected(node: NodeProcess, connect: Connect) -> None:
     connect(node)
     client = PoolClient(node.config.socket)
-    until(lambda: client.stats()["clients"] == 3, 2.0)
+    until(lambda: client.stats()["clients"] == 3, 10.0)
     Ems.close()
-    until(lambda: client.stats()["clients"] == 1, 2.0)
+    until(lambda: client.stats()["clients"] == 1, 10.0)
     client.close()
 
 

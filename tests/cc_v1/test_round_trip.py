@@ -10,7 +10,7 @@ import torch
 
 from ems import CcKvOption, Ems
 from ems.cc_v1.cc_config import KVCacheType
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import integer_key
 from tests.cc_v1.conftest import NEVER, OPTION, make_caches, same, tokens, zeros_like
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ems.cli import run
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
 from tests.bench.openai_server import Behaviour, OpenAIServer
 
 SMALL = ["--requests", "4", "--concurrency", "2", "--input-tokens", "16", "--output-tokens", "2"]

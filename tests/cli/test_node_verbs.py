@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ems.cli.status import summary_rows
-from ems.pool.client import Namespace, PoolClient
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
 from tests.e2e.engines import Node, running_node, wait_for
 
 pytestmark = pytest.mark.process

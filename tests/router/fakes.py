@@ -38,7 +38,7 @@ HANDOFF = {
 }
 
 
-async def until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     """Return as soon as a condition holds; fail when it does not in time."""
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110  what is waited for has no event
@@ -182,13 +182,13 @@ class Running:
         """Post and read the whole answer; ``json`` or ``data`` and ``headers`` as in aiohttp."""
         if not arguments.keys() & {"json", "data"}:
             arguments["json"] = {"model": "m", "prompt": "hello"}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             response = await self.client.post(self.url(path), **arguments)
             await response.read()
         return response
 
     async def get(self, path: str, **arguments: Any) -> aiohttp.ClientResponse:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             response = await self.client.get(self.url(path), **arguments)
             await response.read()
         return response

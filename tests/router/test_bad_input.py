@@ -13,7 +13,7 @@ from tests.router.fakes import FakeEngine, Running, dead_address, running, statu
 async def raw(router: Running, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(*router.address)
     writer.write(request)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         answer = await reader.read()
     writer.close()
     return answer
@@ -79,7 +79,7 @@ async def test_a_body_that_does_not_come_is_a_408() -> None:
     async with FakeEngine() as decode, running(decodes=[decode.address], body_timeout=0.1) as router:
         reader, writer = await asyncio.open_connection(*router.address)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             line = await reader.readline()
         writer.close()
 

@@ -46,7 +46,7 @@ async def test_a_client_that_leaves_during_decode_is_gone_upstream(answer: Handl
         writer = await send_request(router)
         await decode.arrived.wait()
         writer.close()
-        await asyncio.wait_for(decode.abandoned.wait(), 2)
+        await asyncio.wait_for(decode.abandoned.wait(), 20)
         await router.idle()
 
         assert router.router.counters.disconnects == 1
@@ -62,7 +62,7 @@ async def test_a_client_that_leaves_during_prefill_is_gone_upstream() -> None:
         writer = await send_request(router)
         await prefill.arrived.wait()
         writer.close()
-        await asyncio.wait_for(prefill.abandoned.wait(), 2)
+        await asyncio.wait_for(prefill.abandoned.wait(), 20)
         await router.idle()
 
         assert not decode.seen

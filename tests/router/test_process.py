@@ -42,7 +42,7 @@ class Process:
 
     async def announced(self) -> None:
         assert self.process.stderr is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             while not self.lines or not self.lines[-1].startswith("Initialized"):
                 line = (await self.process.stderr.readline()).decode().rstrip("\n")
                 assert line, self.lines
@@ -52,7 +52,7 @@ class Process:
 
     async def ended(self) -> tuple[int, str]:
         """Return the exit status and what else was written to stderr."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             _, rest = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, rest.decode()
@@ -133,7 +133,7 @@ async def test_running_requests_finish_after_sigterm() -> None:
     async with FakeEngine(streaming) as decode, running(*decoders(decode.address)) as router:
         async with (
             aiohttp.ClientSession() as client,
-            asyncio.timeout(20),
+            asyncio.timeout(40),
             client.post(f"{router.url}/v1/completions", json={"stream": True}) as response,
         ):
             assert await response.content.readany() == b"data: 1\n\n"
@@ -157,7 +157,7 @@ async def test_what_does_not_finish_in_time_is_told_so() -> None:
     async with FakeEngine(streaming) as decode, running(*decoders(decode.address), "--drain-timeout", "1") as router:
         async with (
             aiohttp.ClientSession() as client,
-            asyncio.timeout(20),
+            asyncio.timeout(40),
             client.post(f"{router.url}/v1/completions", json={"stream": True}) as response,
         ):
             assert await response.content.readany() == b"data: 1\n\n"
@@ -169,7 +169,7 @@ async def test_what_does_not_finish_in_time_is_told_so() -> None:
             assert rest.endswith(b"\n\ndata: [DONE]\n\n")
 
         assert await router.ended() == (0, "")
-        await asyncio.wait_for(decode.abandoned.wait(), 5)
+        await asyncio.wait_for(decode.abandoned.wait(), 20)
 
 
 async def test_a_second_signal_ends_at_once() -> None:

@@ -50,7 +50,7 @@ def nothing_is_left(pid: int, processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_it_shows_what_it_says(demo: Callable[[], subprocess.Popen[str]]) -> None:
     process = demo()
     out, err = process.communicate()
@@ -59,17 +59,18 @@ def test_it_shows_what_it_says(demo: Callable[[], subprocess.Popen[str]]) -> Non
     loaded = re.search(r"decode server: (\d+) of (\d+) prompt tokens came from the pool", out)
     assert loaded is not None
     assert int(loaded[1]) >= 0.7 * int(loaded[2]) > 0
-    rows = re.findall(r"^ +([123])  .*?([\d.,]+) +(\d+)/(\d+) +(\d+) *$", out, re.MULTILINE)
-    assert [(row[0], row[2], row[4]) for row in rows] == [("1", "12", "0"), ("2", "12", "0"), ("3", "12", "0")]
-    speed_ups = [float(row[1]) for row in rows]
-    assert speed_ups[0] == 1.0
-    assert min(speed_ups[1:]) > 5
+    rows = re.findall(r"^ +([123])  .*? ([\d,]+) +[\d,]+ +([\d.,]+) +(\d+)/\d+ +(\d+) *$", out, re.MULTILINE)
+    assert [(row[0], row[3], row[4]) for row in rows] == [("1", "12", "0"), ("2", "12", "0"), ("3", "12", "0")]
+    assert rows[0][2] == "1.0"
+    # Medians: a machine that stands still for seconds holds up a few of the requests.
+    cold, *warm = (float(row[1].replace(",", "")) for row in rows)
+    assert cold > 5 * max(warm)
     assert "no process, no shared memory, no port is left" in out
     assert nothing_is_left(process.pid, [])
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
 def test_a_signal_ends_all_of_it(demo: Callable[[], subprocess.Popen[str]], number: signal.Signals) -> None:
     process = demo()

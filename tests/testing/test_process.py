@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -60,7 +60,7 @@ def make(tmp_path: Path) -> Callable[[str], ServerProcess]:
     return build
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -179,6 +179,15 @@ sys.stdin.read()
     eventually(lambda: gone([server]))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also where the tests were started in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_signals_wait_for_what_must_be_done_whole() -> None:
     done = []
 
@@ -246,6 +255,20 @@ def test_ports_are_not_handed_out_twice() -> None:
     ports = [free_port() for _ in range(200)]
 
     assert len(set(ports)) == 200
+
+
+@pytest.mark.parametrize("begin", [30_000, 1024], ids=["some-are-left", "none-are-left"])
+def test_ports_are_not_those_of_connections_own_ends(
+    begin: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "range"
+    told.write_text(f"{begin}\t60999\n")
+    monkeypatch.setattr("ems.testing.process._OWN_ENDS", told)
+    ports = [free_port() for _ in range(50)]
+
+    assert len(set(ports)) == 50
+    if begin == 30_000:
+        assert max(ports) < begin
 
 
 def test_flags_of_vllm(tmp_path: Path) -> None:

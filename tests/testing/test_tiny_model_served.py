@@ -15,7 +15,7 @@ import pytest
 from ems.testing.engine import EngineOptions, VllmServer
 from ems.testing.tiny_model import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 LENGTHS = (3, 31, 32, 33, 100, 127, 128, 129, 300, 700, 1024, 1500)
 
@@ -36,7 +36,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServ
             stack.callback(server.stop)
             server.start()
         for server in (whole, chunks):
-            server.wait_ready()
+            server.wait_ready(1200)
         yield whole, chunks
 
 
@@ -49,7 +49,7 @@ def prompts() -> list[list[int]]:
 def post(server: VllmServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
     data = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
     request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: S310
         return dict(json.load(answer))
 
 

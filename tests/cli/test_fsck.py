@@ -1,0 +1,107 @@
+"""``ems fsck`` on real folders: says what is wrong, mends it, keeps what is good, and changes nothing on a dry run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ems.cli import run
+from ems.pool.tiers.directory import FolderBlobs
+from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.seam import Outcome
+from ems.testing.tiers import NAMESPACE, PAGE, chain, fetch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tier with three packs."""
+    tier = PackTier("dir", FolderBlobs(tmp_path))
+    for name in "abc":
+        tier.store(NAMESPACE, chain(name, 3))
+    return tmp_path
+
+
+def packs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.pack"))
+
+
+def damage(pack: Path, place: int = -5) -> None:
+    raw = bytearray(pack.read_bytes())
+    raw[place] ^= 1
+    pack.write_bytes(raw)
+
+
+def good(folder: Path) -> int:
+    tier = PackTier("dir", FolderBlobs(folder))
+    tier.maintain()
+    keys = [page.key for name in "abc" for page in chain(name, 3)]
+    return sum(outcome is Outcome.DONE for outcome, _ in fetch(tier, keys))
+
+
+def test_a_good_tier_is_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["fsck", f"dir:{folder}"]) == 0
+    out = capsys.readouterr().out
+    assert "3 packs, 9 good pages" in out
+    assert "all is well" in out
+
+
+def test_a_dry_run_says_what_is_wrong_and_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(packs(folder)[0])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert run(["fsck", f"dir:{folder}", "--dry-run", "-o", "json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (finding,) = report["findings"]
+    assert finding["bad_pages"] == 1
+    assert not finding["mended"]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_bad_goes_and_what_is_good_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(packs(folder)[0])
+    damage(packs(folder)[1], 3)
+    (folder / "mine.txt").write_text("not of EMS")
+    (folder / "catalogue.bin").write_bytes(b"EMSCAT01 and nothing that makes sense")
+    assert run(["fsck", f"dir:{folder}"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(", mended") == 3
+    assert "mine.txt" in out
+    assert good(folder) == 5
+    assert (folder / "mine.txt").exists()
+    assert run(["fsck", f"dir:{folder}"]) == 0
+    assert "mended" not in capsys.readouterr().out
+
+
+def test_encrypted_packs_are_checked_without_their_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ems.pool.tiers.cipher import Secrets
+
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    secret.chmod(0o600)
+    folder = tmp_path / "tier"
+    tier = PackTier("dir", FolderBlobs(folder), secrets_=Secrets(secret))
+    pages = chain("a", 3)
+    tier.store(NAMESPACE, pages)
+    damage(packs(folder)[0])
+    assert run(["fsck", f"dir:{folder}"]) == 0
+    assert "1 bad pages" in capsys.readouterr().out
+    again = PackTier("dir", FolderBlobs(folder), secrets_=Secrets(secret))
+    again.maintain()
+    found = fetch(again, [page.key for page in pages])
+    assert [outcome for outcome, _ in found] == [Outcome.DONE, Outcome.DONE, Outcome.MISSING]
+    assert found[0][1] == bytes(pages[0].payload)
+    assert PAGE
+
+
+@pytest.mark.parametrize("tier", ["dir:/nonexistent/tier", "nonsense", "dir:/tmp?nope=1"])
+def test_a_mistake_is_one_line_and_status_2(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["fsck", tier]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.strip().splitlines()) == 1
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    assert run(["fsck", f"dir:{tmp_path}/none"]) == 2
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,167 @@
+"""``ems tenant`` and ``ems key``: on a file alone, and on a node that obeys."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ems.cli import run
+from ems.errors import PoolUnavailable, Unauthorised
+from ems.pool.client.answers import Namespace
+from ems.pool.node.audit import AuditLog
+from ems.pool.tenants import store
+from ems.pool.tenants.credentials import Credentials
+from ems.testing.node import NodeProcess
+
+SPACE = Namespace("model", 4096)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "conf" / "tenants.json"
+    monkeypatch.setenv("EMS_TENANTS", str(file))
+    monkeypatch.setenv("EMS_SOCKET", str(tmp_path / "nobody.sock"))
+    return file
+
+
+def said(capsys: pytest.CaptureFixture[str], *tokens: str, status: int = 0) -> tuple[str, str]:
+    assert run(tokens) == status
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def told(capsys: pytest.CaptureFixture[str], *tokens: str) -> Any:
+    return json.loads(said(capsys, *tokens, "-o", "json")[0])
+
+
+def test_a_key_is_shown_once_and_stored_nowhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = said(capsys, "tenant", "add", "ann", "--cap", "50%")
+    assert out == ""
+    assert "tenant ann added" in err
+    assert "no node runs on" in err
+    out, err = said(capsys, "key", "add", "ann")
+    (key,) = out.splitlines()
+    assert len(key) > 40
+    assert key not in err
+    everything = b"".join(file.read_bytes() for file in path.parent.iterdir())
+    assert key.encode() not in everything
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+
+
+def test_what_is_there_is_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tenant", "add", "ann", "--minimum", "1GB", "--cap", "50%")
+    made = told(capsys, "key", "add", "ann", "--ttl", "1d")
+    assert told(capsys, "tenant", "list") == [
+        {"tenant": "ann", "minimum": "1GB", "cap": "50%", "keys": 1, "bytes": None}
+    ]
+    (key,) = told(capsys, "key", "list", "ann")
+    assert (key["key"], key["valid"]) == (made["key"], True)
+    assert key["expires"] == made["expires"] > key["created"]
+    shown = told(capsys, "tenant", "show", "ann")
+    assert (shown["minimum"], shown["cap"], len(shown["keys"])) == ("1GB", "50%", 1)
+    for verb in (["tenant", "list"], ["tenant", "show", "ann"], ["key", "list", "ann"]):
+        assert "ann" in said(capsys, *verb)[0] or made["key"] in said(capsys, *verb)[0]
+
+
+def test_a_dry_run_checks_and_changes_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "were this not a dry run" in said(capsys, "tenant", "add", "ann", "--dry-run")[1]
+    assert not path.exists()
+    said(capsys, "tenant", "add", "ann")
+    before = path.read_bytes()
+    for verb in (
+        ["tenant", "set", "ann", "--cap", "10%"],
+        ["tenant", "remove", "ann"],
+        ["key", "add", "ann"],
+        ["key", "rotate", "ann"],
+        ["key", "revoke", "ann", "all"],
+    ):
+        out, _ = said(capsys, *verb, "--dry-run")
+        assert out == ""
+        assert told(capsys, *verb, "--dry-run")["dry_run"] is True
+    assert path.read_bytes() == before
+    said(capsys, "tenant", "remove", "bob", "--dry-run", status=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["tenant", "add", "a/b"], "a tenant is called 'a/b'"),
+        (["tenant", "add", "ann"], "there is a tenant 'ann' already"),
+        (["tenant", "add", "bob", "--cap", "much"], "cap is 'much'"),
+        (["tenant", "set", "ann"], "give --minimum or --cap"),
+        (["tenant", "set", "bob", "--cap", "1GB"], "there is no tenant 'bob'"),
+        (["key", "add", "bob"], "there is no tenant 'bob'"),
+        (["key", "add", "ann", "--ttl", "soon"], "--ttl is 'soon'"),
+        (["key", "revoke", "ann", "0123"], "tenant ann has no key '0123'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence(
+    path: Path, capsys: pytest.CaptureFixture[str], tokens: list[str], message: str
+) -> None:
+    said(capsys, "tenant", "add", "ann")
+    _, err = said(capsys, *tokens, status=2)
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_without_a_file_the_verbs_say_how_to_make_one(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = said(capsys, "key", "add", "ann", status=2)
+    assert "make one with 'ems tenant add NAME" in err
+
+
+def test_a_file_in_memory_or_open_to_others_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = said(capsys, "tenant", "add", "ann", "--tenants", "/dev/shm/tenants.json", status=2)
+    assert "gone with the next start of this host" in err
+    said(capsys, "tenant", "add", "ann")
+    path.chmod(0o644)
+    _, err = said(capsys, "tenant", "list", status=2)
+    assert "make it private with 'chmod 600" in err
+
+
+def test_every_change_is_in_the_audit_log_without_a_secret(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tenant", "add", "ann")
+    key = said(capsys, "key", "add", "ann")[0].strip()
+    said(capsys, "key", "revoke", "ann", "0123", status=2)
+    said(capsys, "tenant", "set", "ann", "--cap", "10%")
+    said(capsys, "tenant", "remove", "ann", "--dry-run")
+    log = AuditLog(path.parent / "audit.jsonl")
+    acts = [(act.verb, act.result.partition(":")[0]) for act in log.acts()]
+    assert acts == [("tenant add", "done"), ("key add", "done"), ("key revoke", "refused"), ("tenant set", "done")]
+    assert key not in log.path.read_text()
+
+
+def test_a_running_node_obeys_before_the_verb_returns(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tenant", "add", "ann")
+    key = said(capsys, "key", "add", "ann")[0].strip()
+    with NodeProcess("--size", "1MB", "--segment-size", "256KB", "--tenants", str(path)) as node:
+        client = node.client("test", Credentials("ann", key))
+        at = ["--socket", str(node.socket)]
+        try:
+            assert client.lookup(SPACE, bytes(16)).count == 0
+            made = told(capsys, "key", "rotate", "ann", "--overlap", "1h", *at)
+            new = node.client("new", Credentials("ann", made["access_key"]))
+            assert new.lookup(SPACE, bytes(16)).count == 0
+            new.close()
+            (old,) = [one["key"] for one in told(capsys, "key", "list", "ann") if one["key"] != made["key"]]
+            _, err = said(capsys, "key", "revoke", "ann", old, *at)
+            assert f"the node on {node.socket} obeys" in err
+            with pytest.raises((Unauthorised, PoolUnavailable)):
+                client.lookup(SPACE, bytes(16))
+            with pytest.raises(Unauthorised):
+                client.lookup(SPACE, bytes(16))
+            assert told(capsys, "tenant", "list", *at)[0]["bytes"] == 0
+            status = told(capsys, "status", *at)
+            assert status["tenants"]["revision"] == store.read(path).revision
+        finally:
+            client.close()
+
+
+def test_a_node_that_reads_another_file_is_told_apart(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with NodeProcess("--size", "1MB") as node:
+        _, err = said(capsys, "tenant", "add", "ann", "--socket", str(node.socket))
+        assert f"does not read {path}, start it with 'ems node --tenants {path}'" in err

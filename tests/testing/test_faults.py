@@ -1,0 +1,282 @@
+"""Histories of faults, and whether the kit would notice if something were wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ems.pool.checksum import crc32c
+from ems.pool.core import room
+from ems.pool.core.eviction import evict
+from ems.pool.core.kept import Kept
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.node.memory import Memory
+from ems.pool.node.pool_node import Node
+from ems.pool.segments import recovery
+from ems.pool.segments.headers import Headers
+from ems.pool.segments.reader import PageReader
+from ems.pool.tenants import desk
+from ems.pool.tenants.names import qualified
+from ems.pool.tenants.shares import Shares
+from ems.pool.tiers import packs
+from ems.pool.tiers.carrier import Carrier
+from ems.pool.tiers.seam import Forgotten
+from ems.testing.faults import steps as kinds
+from ems.testing.faults import writers
+from ems.testing.faults.covered import uncovered
+from ems.testing.faults.history import History, Step, generate, run, shrink, sweep
+
+SAVES = [Step("save", 0, name, path) for name, path in ((0, 0), (0, 3), (3, 6), (0, 9), (4, 1))]
+DAMAGED_DOWN = [Step("save", 9911, 4419, 30323), Step("flip both", 62803, 27774, 24429),
+                Step("down and up", 48943, 14429, 13548)]  # fmt: skip
+LOADS = [Step("load", 1, 1, number) for number in range(6)]
+
+
+def first_violation(count: int = 400, *, tiers: bool = False, tenants: bool = False) -> str | None:
+    """What the kit finds in up to ``count`` histories, of those with tiers or tenants if that matters."""
+    histories = (generate(seed) for seed in range(count))
+    fit = (one for one in histories if one.tiers >= tiers and one.tenants >= tenants)
+    return next((found for one in fit if (found := run(one).violation) is not None), None)
+
+
+@pytest.mark.parametrize("batch", range(6))
+def test_nothing_happens_that_must_not(batch: int) -> None:
+    for seed in range(batch * 10, batch * 10 + 10):
+        report = run(generate(seed))
+        assert report.violation is None, f"seed {seed}, see scripts/histories.py --only {seed}"
+
+
+def test_a_history_always_goes_the_same_way() -> None:
+    assert generate(3) == generate(3)
+    assert generate(3) != generate(4)
+    assert run(generate(3)) == run(generate(3))
+
+
+def test_histories_do_all_that_there_is_to_do() -> None:
+    kinds_done = {step.kind for seed in range(20) for step in generate(seed).steps}
+    assert kinds_done == kinds.STEPS.keys()
+
+
+# The node is killed at every write of a history in turn
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [*SAVES, *LOADS],
+        [Step("save", 0, 0, 267), Step("save", 0, 0, 268), Step("flip description"), Step("stop"), *SAVES],
+        [Step("save", 0, 0, path) for path in range(44)],
+        [Step("reserve", 0, 0, 3), Step("leave", 0, 0), *SAVES, Step("hand over", 3), Step("abort"), Step("tick", 3)],
+    ],
+    ids=["saves", "segments that begin anew", "evictions and tails", "writers that leave"],
+)
+def test_a_node_killed_at_any_write_loses_nothing(steps: list[Step]) -> None:
+    places = 0
+    for place, report in sweep(History(steps)):
+        assert report.violation is None, f"killed at write {place}"
+        places += sum(report.killed_at.values())
+    assert places > 10
+
+
+# What the kit found
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(
+            [Step("save", 0, 0, 3), Step("save", 0, 3, 3), Step("flip description"), Step("fill memory"), Step("stop")],
+            id="a segment could not begin anew, and those behind it were lost",
+        ),
+        pytest.param(
+            [Step("save", 0, 0, 0), Step("flip tails", 0, 3499), Step("stop"), Step("save", 0, 0, 1), Step("crash")],
+            id="tokens behind a damaged record were lost",
+        ),
+        pytest.param(
+            [Step("save", 0, 0, 0), Step("flip tails", 0, 16, 3), Step("stop"), Step("save", 0, 0, 1), Step("crash")],
+            id="tokens behind a record with another name were lost",
+        ),
+        pytest.param(
+            [Step("fill memory"), Step("save", 0, 0, 0), Step("fill memory"), Step("save", 0, 0, 6), Step("crash")],
+            id="tokens behind a record that did not fit were lost",
+        ),
+        pytest.param(
+            [Step("reserve", 0, 0, 300), Step("crash"), Step("jump", 5)],
+            id="slots rested for as long as the clock was set back",
+        ),
+        pytest.param(
+            [Step("save", 0, 0, 300), *(Step("flip both", page, 4) for page in range(4)), *LOADS],
+            id="a damaged header said that a damaged page has no checksum",
+        ),
+    ],
+)
+def test_what_the_kit_found(steps: list[Step]) -> None:
+    assert run(History(steps)).violation is None
+
+
+def test_a_damaged_page_does_not_come_back_from_a_tier_as_a_good_one() -> None:
+    assert run(History(DAMAGED_DOWN, tiers=1, policy="arc")).violation is None
+
+
+# Would it notice?
+
+
+def test_it_notices_when_readers_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageReader, "sound", PageReader.holds)
+    assert "a wrong byte was served" in str(first_violation())
+
+
+def test_it_notices_when_slots_of_earlier_writers_do_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = recovery._read
+
+    def forgetful(image: recovery.SegmentImage, *limits: int) -> Any:
+        found = read(image, *limits)
+        if not isinstance(found, recovery._Found):
+            return found
+        return msgspec.structs.replace(found, resting=np.zeros_like(found.resting))
+
+    monkeypatch.setattr(recovery, "_read", forgetful)
+    assert "another writer may still write into it" in str(first_violation())
+
+
+def test_it_notices_when_a_page_is_published_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "fill", lambda *_: None)
+    assert "has other bytes than were committed" in str(first_violation())
+
+
+def test_it_notices_when_slots_are_promised_without_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Headers, "begin_writing", lambda *_: None)
+    assert first_violation() is not None
+
+
+def test_it_notices_when_headers_are_believed_that_are_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "header_checksums", lambda raw: raw[:, 60:].copy().view("<u4")[:, 0])
+    assert first_violation() is not None
+
+
+def test_it_notices_when_somebody_who_left_still_holds_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoolCore, "disconnect", lambda *_, **__: None)
+    assert "when everybody has gone" in str(first_violation())
+
+
+def test_it_notices_when_a_hand_over_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = PoolCore.snapshot
+
+    def forgetful(core: PoolCore) -> Any:
+        return msgspec.structs.replace(snapshot(core), leases=[])
+
+    monkeypatch.setattr(PoolCore, "snapshot", forgetful)
+    assert first_violation() is not None
+
+
+# Would it notice, of tiers, tenants and administration?
+
+
+class Agreeable(int):
+    """A checksum that matches any other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.slow
+def test_it_notices_when_a_tier_does_not_look_at_what_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packs, "crc32c", lambda raw: Agreeable(crc32c(raw)))
+    assert "byte" in str(first_violation(tiers=True))
+
+
+def test_it_notices_when_damaged_headers_are_believed_on_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Headers, "checksum", lambda *_: None)
+    assert "has other bytes than were committed" in str(run(History(DAMAGED_DOWN, tiers=1, policy="arc")).violation)
+
+
+def test_it_notices_when_what_was_written_to_a_tier_stays_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Carrier, "_let_go", lambda _, level, units: level.behind.ended(units))
+    assert "leases" in str(first_violation(tiers=True))
+
+
+@pytest.mark.slow
+def test_it_notices_when_slots_of_a_thread_that_hangs_do_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    disconnect = PoolCore.disconnect
+
+    def hasty(core: PoolCore, owner: int, now: float, *, alive: bool, rest: float = 30.0) -> None:
+        disconnect(core, owner, now, alive=alive and owner > 0, rest=rest)
+
+    monkeypatch.setattr(PoolCore, "disconnect", hasty)
+    assert "a thread of a tier may still write into it" in str(first_violation(1000, tiers=True))
+
+
+def test_it_notices_when_a_tenant_loses_what_it_was_guaranteed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shares, "spares", lambda *_: True)
+    assert "it was guaranteed" in str(first_violation(tenants=True))
+
+
+def test_it_notices_when_a_tenant_has_more_than_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shares, "may_grow", lambda *_: True)
+    assert "its cap is" in str(first_violation(tenants=True))
+
+
+def test_it_notices_when_memory_passes_from_tenant_to_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memory, "renew", lambda *_: None)
+    assert "is mapped by another" in str(first_violation(tenants=True))
+
+
+def test_it_notices_when_a_key_that_was_revoked_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "_end_unwelcome", lambda _: None)
+    assert "is still in" in str(first_violation(tenants=True))
+
+
+def test_it_notices_when_tenants_share_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "qualified", lambda _, name: qualified("red", name))
+    assert first_violation(tenants=True) is not None
+
+
+@pytest.mark.slow
+def test_it_notices_when_pinned_pages_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "evict", lambda index, count, free, _: evict(index, count, free, Kept()))
+    assert "left while it was pinned" in str(first_violation())
+
+
+def test_it_notices_when_what_was_cleared_comes_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packs.PackTier, "forget", lambda *_, **__: Forgotten(0, 0))
+    assert "was cleared, and a tier hands it out" in str(first_violation(1000, tiers=True))
+
+
+def test_it_notices_when_a_drained_node_takes_pages_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = PoolCore.reserve
+
+    def careless(core: PoolCore, *arguments: Any) -> Any:
+        was, core.draining = core.draining, False
+        reserved = reserve(core, *arguments)
+        core.draining = was
+        return reserved
+
+    monkeypatch.setattr(PoolCore, "reserve", careless)
+    assert "a node that drains takes a page in" in str(first_violation())
+
+
+def test_a_large_run_must_have_gone_through_everything() -> None:
+    assert uncovered(10, {}, {}, {}) == []
+    never = uncovered(10_000, dict.fromkeys(kinds.STEPS, 1), {"crash": 3}, {})
+    assert "page promoted" in never
+    assert "killed at: header" in never
+    assert "crash" not in never
+
+
+def test_a_history_that_fails_is_shrunk_to_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kinds.STEPS, "jump", (lambda world, a, b, c: world.seats.clear(), 1))
+
+    def fails(history: History) -> bool:
+        kinds_of = [step.kind for step in history.steps]
+        return "jump" in kinds_of and "stop" in kinds_of
+
+    seed = next(seed for seed in range(100) if fails(generate(seed)))
+    assert sorted(step.kind for step in shrink(generate(seed), fails).steps) == ["jump", "stop"]
