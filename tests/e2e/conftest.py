@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,9 +65,42 @@ def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
+LOGS = pytest.StashKey[Path]()
+SIZES = pytest.StashKey[dict[Path, int]]()
+SAID_LINES = 15
+
+
 @pytest.fixture(scope="session")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
+def logs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    folder = pytestconfig.stash[LOGS] = tmp_path_factory.mktemp("logs")
+    return folder
+
+
+def server_logs(config: pytest.Config) -> list[Path]:
+    folder = config.stash.get(LOGS, None)
+    return [] if folder is None else sorted(folder.rglob("*.log"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[SIZES] = {log: log.stat().st_size for log in server_logs(item.config)}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Beside a failure stands what the servers said of EMS, and what they complained of, since the test began."""
+    report = yield
+    if report.failed:
+        for log in server_logs(item.config):
+            lines = said(log, item.stash[SIZES].get(log, 0))
+            if lines:
+                report.sections.append((log.name, "\n".join(lines)))
+    return report
+
+
+def said(log: Path, begin: int) -> list[str]:
+    """The last lines of a server's log behind byte ``begin`` that are about EMS or complain of something."""
+    lines = log.read_bytes()[begin:].decode(errors="replace").splitlines()
+    return [line[:400] for line in lines if re.search(r"ems|EMS|WARN|ERROR|Error|failed", line)][-SAID_LINES:]
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +110,7 @@ def reference(model: Path, logs: Path) -> Iterator[Reference]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starting real servers takes minutes on a machine that is busy with something else; goes before a module's own."""
+    """Starting real servers takes minutes on a machine that is busy with something else."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(900), append=False)
+            item.add_marker(pytest.mark.timeout(1800))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,19 +14,30 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
 import pytest
 
-from ems.pool.client import PoolClient
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.processes import process_lives
 from ems.testing.engine import EngineOptions, VllmServer
 
 BLOCK = 32
 OPTIONS = EngineOptions(block_size=BLOCK, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16)
 """Chunked prefill: a prompt above 256 tokens takes several steps."""
+
+PAUSE = 0.02
+"""Seconds between two looks."""
+ANSWER_SECONDS = 600.0
+"""For one answer, however slow the machine: many at once take minutes there."""
+READY_SECONDS = 1200.0
+"""For several engines that start beside each other."""
+NODE_SECONDS = 60.0
+"""For what takes a node a second on an idle machine."""
+QUIET_LOOKS = 25
 
 Prompt = list[int]
 Thing = TypeVar("Thing")
@@ -38,7 +50,7 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -
     while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"{what}: not within {seconds:.0f} s")
-        pause.wait(0.02)
+        pause.wait(PAUSE)
 
 
 def first(take: Callable[[], Sequence[Thing]], what: str, seconds: float = 30.0) -> Thing:
@@ -58,7 +70,7 @@ def random_prompt(seed: int, tokens: int) -> Prompt:
     return [random.randrange(300, 1000) for _ in range(tokens)]
 
 
-def post(url: str, path: str, body: dict[str, Any], timeout: float = 120) -> dict[str, Any]:
+def post(url: str, path: str, body: dict[str, Any], timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
     request = urllib.request.Request(  # noqa: S310 - a server of our own
         url + path, json.dumps({"model": "tiny", **body}).encode(), {"Content-Type": "application/json"}
     )
@@ -94,7 +106,10 @@ class Node:
                 [sys.executable, "-m", "ems.cli", "node", "--dir", str(self.directory), "--no-http", *self._flags],
                 stderr=log,
             )
-        wait_for(self._listens, "the node listens", 15)
+        self.wait_listening()
+
+    def wait_listening(self) -> None:
+        wait_for(self._listens, "the node listens", NODE_SECONDS)
 
     def _listens(self) -> bool:
         try:
@@ -108,6 +123,13 @@ class Node:
         self._process.kill()
         self._process.wait()
 
+    def kill_serving(self, pid: int) -> None:
+        """Kill the process that serves now, which is another one than was started after an upgrade."""
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not process_lives(pid), "the node is gone")
+        assert self._process is not None
+        self._process.wait(NODE_SECONDS)
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """The node is there and answers nobody."""
@@ -119,20 +141,38 @@ class Node:
             self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is None:
+            return
+        with suppress(ConnectionError, TimeoutError):
+            os.kill(self.stats()["pid"], signal.SIGTERM)  # after an upgrade it is not the process that was started
+        if self._process.poll() is None:
             self._process.terminate()
-            self._process.wait(15)
+            self._process.wait(NODE_SECONDS)
 
     def stats(self) -> dict[str, Any]:
-        client = PoolClient(self.socket, "test")
+        client = PoolClient(self.socket, "test", administers=True)
         try:
-            return client.stats()
+            return client.stats(NODE_SECONDS)
         finally:
             client.close()
 
     @property
     def counters(self) -> dict[str, int]:
         return dict(self.stats()["counters"])
+
+    def wait_stored(self) -> None:
+        """Return when engines store nothing more: nothing is being written, and nothing was for half a second."""
+        quiet, seen = 0, -1
+
+        def settled() -> bool:
+            nonlocal quiet, seen
+            stats = self.stats()
+            committed = stats["counters"]["pages_committed"]
+            quiet = quiet + 1 if stats["reservations"] == 0 and committed == seen else 0
+            seen = committed
+            return quiet >= QUIET_LOOKS
+
+        wait_for(settled, "everything is stored")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -164,21 +204,24 @@ def running(*servers: VllmServer) -> Iterator[None]:
             stack.callback(server.stop)
             server.start()
         for server in servers:
-            server.wait_ready()
+            server.wait_ready(READY_SECONDS)
         yield
 
 
-def connector(role: str, **extra: object) -> dict[str, object]:
-    """What one writes after ``--kv-transfer-config``; vLLM's own default failure policy stays in force.
+PATIENT = {"lookup_timeout_ms": 15_000, "handoff_timeout_ms": 15_000, "call_timeout_ms": 10_000}
+"""Hits are counted here, and a machine with other work may stand still for seconds: nobody gives up for that."""
+HITS_COUNT = {"cost_model": False, "health_check_ms": 500, "explain": True, **PATIENT}
+"""Everything that is found is loaded, also what such a small model would compute faster; a node that is back is used
+again after seconds.  A test that misses a hit shows the engine's reason."""
 
-    Everything that is found is loaded, also what such a small model would compute faster; a node that is back is used
-    again after seconds.
-    """
+
+def connector(role: str, **extra: object) -> dict[str, object]:
+    """What one writes after ``--kv-transfer-config``; vLLM's own default failure policy stays in force."""
     return {
         "kv_connector": "EmsStoreConnector",
         "kv_role": role,
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"cost_model": False, "health_check_ms": 500, **extra},
+        "kv_connector_extra_config": {**HITS_COUNT, **extra},
     }
 
 

@@ -16,11 +16,10 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from ems.testing.engine import VllmServer, free_port
 from tests.e2e.engines import BLOCK, OPTIONS, Node, connector, post, random_prompt, running, running_node, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
-PORT = free_port()
-EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{PORT}"}
+EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq"}
 
 
 class Observed:
@@ -52,7 +51,7 @@ class Observed:
         before = self.node.counters["pages_committed"]
         explanation = self.ask(prompt, **params)
         wait_for(lambda: self.node.counters["pages_committed"] > before, "the prompt is stored")
-        wait_for(lambda: self.node.stats()["reservations"] == 0, "nothing is being written")
+        self.node.wait_stored()
         return explanation
 
     def metric(self, name: str, label: str = "") -> float:
@@ -64,16 +63,18 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed(model: Path, logs: Path) -> Iterator[Observed]:
+    port = free_port()
+    events = json.dumps({**EVENTS, "endpoint": f"tcp://*:{port}"})
     with running_node("--size", "16MB") as node:
         server = VllmServer(
             model,
             log=logs / "observed.log",
             kv_transfer_config=connector("kv_both"),
-            options=msgspec.structs.replace(OPTIONS, arguments=("--kv-events-config", json.dumps(EVENTS))),
+            options=msgspec.structs.replace(OPTIONS, arguments=("--kv-events-config", events)),
             environment=node.environment,
         )
         with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, running(server):
-            subscriber.connect(f"tcp://127.0.0.1:{PORT}")
+            subscriber.connect(f"tcp://127.0.0.1:{port}")
             subscriber.subscribe("")
             yield Observed(node, server, subscriber)
 
@@ -81,13 +82,13 @@ def observed(model: Path, logs: Path) -> Iterator[Observed]:
 def test_a_request_that_asks_is_told_of_its_hit_and_of_its_miss(observed: Observed) -> None:
     prompt = random_prompt(1, 4 * BLOCK + 5)
     miss = observed.store(prompt, ems_explain=True)
-    assert (miss["prompt"], miss["found"], miss["from_pool"], miss["reason"]) == (len(prompt), 0, 0, "absent")
+    assert (miss["prompt"], miss["found"], miss["from_pool"], miss["reason"]) == (len(prompt), 0, 0, "never_stored")
 
     hit = observed.ask(prompt, ems_explain=True)
     assert (hit["found"], hit["from_pool"], hit["loaded_blocks"]) == (len(prompt), len(prompt), 5)
     assert (hit["computed"], hit["tier"], hit["reason"]) == (1, "DRAM", "nothing_missed")
     longer = observed.ask(prompt + random_prompt(2, BLOCK), ems_explain=True)
-    assert (longer["from_pool"], longer["computed"], longer["reason"]) == (len(prompt), BLOCK, "absent")
+    assert (longer["from_pool"], longer["computed"], longer["reason"]) == (len(prompt), BLOCK, "never_stored")
     assert observed.ask(prompt) == {}
     assert "EMS explains request cmpl-" in observed.server.log.read_text()
 
@@ -99,7 +100,7 @@ def test_metrics_tell_loads_saves_lookups_and_where_tokens_came_from(observed: O
         ("vllm:ems_lookups_total", ""): 2,
         ("vllm:ems_lookup_tokens_total", ""): 6 * BLOCK,
         ("vllm:ems_hit_tokens_total", ""): 3 * BLOCK,
-        ("vllm:ems_misses_total", 'reason="absent"'): 1,
+        ("vllm:ems_misses_total", 'reason="never_stored"'): 1,
         ("vllm:prompt_tokens_cached_by_source_total", 'source="host"'): 3 * BLOCK,
     }
 
@@ -149,8 +150,8 @@ def test_events_follow_blocks_into_the_pool_and_out_of_it(observed: Observed) ->
 
     def taken_back() -> bool:
         observed.ask(random_prompt(next(seeds), 2040))
-        for event in observed.events():
-            removed.update(event.block_hashes if isinstance(event, BlockRemoved) else ())
+        for seen in observed.events():
+            removed.update(seen.block_hashes if isinstance(seen, BlockRemoved) else ())
         return set(event.block_hashes) <= removed
 
     seeds = iter(range(1000, 2000))

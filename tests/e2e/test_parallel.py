@@ -23,9 +23,8 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
-from tests.e2e.layouts import PATIENT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
 
 PROMPTS = [random_prompt(800 + number, 200 + 111 * number) for number in range(4)]
 
@@ -51,14 +50,14 @@ def test_what_one_replica_stored_serves_the_other(model: Path, logs: Path, refer
         server = VllmServer(
             model,
             log=logs / "replicas.log",
-            kv_transfer_config=connector("kv_both", **PATIENT),
+            kv_transfer_config=connector("kv_both"),
             options=options,
             environment=node.environment,
         )
         with server:
             for prompt in PROMPTS:
                 assert complete_on(server, 0, prompt) == reference.text(prompt)
-            wait_for(lambda: node.stats()["reservations"] == 0, "everything is stored")
+            node.wait_stored()
             assert external_hits(server) == 0
             for prompt in PROMPTS:
                 assert complete_on(server, 1, prompt) == reference.text(prompt)

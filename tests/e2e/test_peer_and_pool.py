@@ -10,6 +10,7 @@ import pytest
 from ems.testing.engine import VllmServer
 from tests.e2e.engines import (
     BLOCK,
+    HITS_COUNT,
     OPTIONS,
     Reference,
     complete,
@@ -22,14 +23,14 @@ from tests.e2e.engines import (
 from tests.e2e.test_handoff import Fleet, external_hits, running_router
 from tests.e2e.test_peer_to_peer import hand_off
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 
 def both(role: str) -> dict[str, object]:
     store = {
         "kv_connector": "AscendStoreConnector",
         "kv_role": role,
-        "kv_connector_extra_config": {"lookup_rpc_port": "0", "backend": "mooncake"},
+        "kv_connector_extra_config": {"lookup_rpc_port": "0", "backend": "mooncake", **HITS_COUNT},
     }
     return {
         "kv_connector": "MultiConnector",

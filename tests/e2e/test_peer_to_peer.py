@@ -24,7 +24,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.test_handoff import CHAT, Fleet, external_hits, running_router
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 SIZES = {"prefill": {"dp_size": 1, "tp_size": 1}, "decode": {"dp_size": 1, "tp_size": 1}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from tests.e2e.engines import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 LENGTHS = (5, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 5 * BLOCK + 3, 20 * BLOCK, 20 * BLOCK + 17)
 
@@ -69,29 +70,27 @@ def stored(node: Node) -> int:
     return node.counters["pages_committed"]
 
 
-def settled(node: Node) -> bool:
-    """Whether nothing is being written."""
-    return bool(node.stats()["reservations"] == 0)
-
-
 def test_text_is_the_same_cold_warm_and_from_the_other_instance(pair: Pair, reference: Reference) -> None:
     prompts = [random_prompt(100 + length, length) for length in LENGTHS]
     expected = reference.texts(prompts)
     before = external_hits(pair.second)
 
     assert complete_all(pair.first.url, prompts) == expected
-    wait_for(lambda: settled(pair.node), "everything is stored")
+    pair.node.wait_stored()
     assert complete_all(pair.first.url, prompts) == expected
+    # The first that the other engine ever computes is the last token of a prompt, alone.
+    assert complete(pair.second.url, prompts[-1]) == expected[-1]
     assert complete_all(pair.second.url, prompts) == expected
 
-    assert external_hits(pair.second) - before == sum(LENGTHS)
+    assert external_hits(pair.second) - before == sum(LENGTHS) + LENGTHS[-1]
 
 
 def test_a_full_hit_leaves_one_token_to_compute(pair: Pair, reference: Reference) -> None:
     prompt = random_prompt(7, 10 * BLOCK)
     begin = stored(pair.node)
     assert complete(pair.first.url, prompt) == reference.text(prompt)
-    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin, "the prompt is stored")
+    pair.node.wait_stored()
 
     before = external_hits(pair.second)
     assert complete(pair.second.url, prompt) == reference.text(prompt)
@@ -103,7 +102,8 @@ def test_a_shared_prefix_is_reused_and_the_rest_computed(pair: Pair, reference: 
     first, second = prefix + random_prompt(9, 40), prefix + random_prompt(10, 75)
     begin = stored(pair.node)
     assert complete(pair.first.url, first) == reference.text(first)
-    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the first prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin, "the prompt is stored")
+    pair.node.wait_stored()
 
     before = external_hits(pair.second)
     assert complete(pair.second.url, second) == reference.text(second)
@@ -116,7 +116,8 @@ def test_a_cache_salt_keeps_equal_prompts_apart(pair: Pair, reference: Reference
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     begin = stored(pair.node)
     post(pair.first.url, "/v1/completions", {**body, "cache_salt": "one"})
-    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin, "the prompt is stored")
+    pair.node.wait_stored()
 
     before = external_hits(pair.second)
     answer = post(pair.second.url, "/v1/completions", {**body, "cache_salt": "two"})
@@ -156,7 +157,7 @@ def test_a_node_that_is_killed_costs_no_request_and_is_used_again_when_back(pair
         assert complete(pair.second.url, prompt) == reference.text(prompt)
         return external_hits(pair.second) > before
 
-    seeds = iter(range(400, 500))
+    seeds = itertools.count(10_000)
     wait_for(lambda: crosses(next(seeds)), "the cache is in use again", 180)
 
 
@@ -168,7 +169,7 @@ def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only(pair: Pair
         "/v1/completions",
         {"prompt": turn, "max_tokens": 50, "temperature": 0, "ignore_eos": True, "return_token_ids": True},
     )["choices"][0]["token_ids"]
-    wait_for(lambda: settled(pair.node), "the answer is stored")
+    pair.node.wait_stored()
     following = turn + answer + random_prompt(15, 30)
 
     before = external_hits(pair.second)
@@ -179,7 +180,7 @@ def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only(pair: Pair
 def test_a_reset_cache_is_not_found_again(pair: Pair, reference: Reference) -> None:
     prompt = random_prompt(16, 6 * BLOCK)
     assert complete(pair.first.url, prompt) == reference.text(prompt)
-    wait_for(lambda: settled(pair.node), "the prompt is stored")
+    pair.node.wait_stored()
 
     query = "/reset_prefix_cache?reset_external=true"
     reset = urllib.request.Request(pair.second.url + query, method="POST")  # noqa: S310 - a server of our own
@@ -194,7 +195,8 @@ def test_another_dtype_on_the_same_pool_never_hits(pair: Pair, model: Path, logs
     prompt = random_prompt(12, 8 * BLOCK)
     begin = stored(pair.node)
     assert complete(pair.first.url, prompt) == reference.text(prompt)
-    wait_for(lambda: stored(pair.node) > begin and settled(pair.node), "the prompt is stored")
+    wait_for(lambda: stored(pair.node) > begin, "the prompt is stored")
+    pair.node.wait_stored()
     other = VllmServer(
         model,
         log=logs / "float32.log",
@@ -225,5 +227,6 @@ def test_an_engine_killed_while_it_saves_leaves_nothing_behind(pair: Pair, refer
         writing = sum(namespace["writing"] for namespace in figures["namespaces"])
         return (figures["reservations"], figures["leases"], figures["slots_resting"], writing) == (0, 0, 0, 0)
 
-    wait_for(clean, "everything that the engine held is free", 5)
+    # Well before the 30 s for which slots rest whose writer may be alive: the node saw that this one is dead.
+    wait_for(clean, "everything that the engine held is free", 20)
     assert complete(pair.second.url, prompt) == reference.text(prompt)
