@@ -2,7 +2,7 @@
 """EMS beside the KV-cache pools that vLLM ships connectors for, and beside engines without a pool: one table.
 
     .venv/bin/python benchmarks/peers.py --install   once: puts the peers into .venv-peers, an environment of their own
-    .venv/bin/python benchmarks/peers.py             the comparison: half an hour; --help lists what can be smaller
+    .venv/bin/python benchmarks/peers.py             the comparison: 90 minutes; --help lists what can be smaller
 
 The peers never get into the project's own environment: .venv-peers borrows the engine from .venv and adds them without
 their dependencies, of which a CPU needs a few.  All engines, with EMS and without, run with its interpreter.  Only the

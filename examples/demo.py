@@ -258,7 +258,7 @@ def pool_directory() -> Iterator[Path]:
         yield pool
     finally:
         with deferred_signals():
-            shutil.rmtree(pool, ignore_errors=True)  # the node has removed it already where it ended well
+            shutil.rmtree(pool, ignore_errors=True)  # the node leaves its pages there for the next one
 
 
 def interrupt(_number: int, _frame: object) -> None:

@@ -46,9 +46,10 @@ MODELS: dict[Size, EngineOptions] = {
     "mha": OPTIONS,
     "hybrid": msgspec.structs.replace(OPTIONS, gpu_blocks=150),
     "mla": msgspec.structs.replace(
-        OPTIONS, block_size=16, gpu_blocks=180, arguments=("--attention-backend", "CPU_MLA")
+        OPTIONS, block_size=16, gpu_blocks=180, dtype="float32", arguments=("--attention-backend", "CPU_MLA")
     ),
 }
+"""Latent attention in bfloat16 has two texts for some prompts, computed or kept, without any connector."""
 SETTLE_SECONDS = 60.0
 """How long engines and pool may take to let go of everything after the last answer."""
 PIECE_SECONDS = 120.0

@@ -17,7 +17,16 @@ import psutil
 from rich.console import Console
 
 from benchmarks.comparison.contenders import CONTENDERS, INSTALL, Contender
-from benchmarks.comparison.procedure import Bench, Findings, Sizes, examine
+from benchmarks.comparison.procedure import (
+    Bench,
+    Findings,
+    Sizes,
+    ThreeSteps,
+    Turns,
+    by_turns,
+    findings,
+    in_three_steps,
+)
 from benchmarks.comparison.report import Entry, Report, notes, table, verdict_table, verdicts
 from ems.bench.latency import Latency
 from ems.errors import EmsError
@@ -44,46 +53,61 @@ class Calls(msgspec.Struct):
 
 
 class Comparison:
-    """Runs the contenders one after another, beside one engine without a pool that stays."""
+    """Runs the contenders one after another, each beside an engine without a pool.
 
-    def __init__(self, folder: Path, sizes: Sizes, pool_gib: int) -> None:
+    Two engines that were started alike differ by more than what is looked for here, so all but the three steps is
+    measured in ``lives`` lives of both.
+    """
+
+    def __init__(self, folder: Path, sizes: Sizes, pool_gib: int, lives: int) -> None:
         self._folder = folder
         self._sizes = sizes
         self._pool_gib = pool_gib
+        self._lives = lives
         self._model = make_model(folder / "model", "demo")
 
     def run(self, names: list[str]) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
-        with ExitStack() as stack:
-            (base,) = self._start(stack, Contender(self._folder, self._pool_gib), [0])
-            for name in names:
-                entries[name] = self._enter(name, base)
-                # What was found survives what may yet happen.
-                (self._folder / "entries.json").write_bytes(msgspec.json.encode(entries))
+        for name in names:
+            entries[name] = self._enter(name)
+            # What was found survives what may yet happen.
+            (self._folder / "entries.json").write_bytes(msgspec.json.encode(entries))
         return entries
 
-    def _enter(self, name: str, base: VllmServer) -> Entry:
+    def _enter(self, name: str) -> Entry:
         kind = CONTENDERS[name]
         version = kind.version()
         if version is None:
             return Entry(title=kind.name, absent=f"it is not installed, {INSTALL} does that")
         title = f"{kind.name} {version}".strip()
         try:
-            return Entry(title=title, findings=self._examine(kind(self._folder, self._pool_gib), base))
+            return Entry(title=title, findings=self._examine(kind))
         except (EmsError, TimeoutError) as error:
             say(f"{kind.name} failed: {error}")
             return Entry(title=title, absent=f"it failed: {error}")
 
-    def _examine(self, contender: Contender, base: VllmServer) -> Findings:
+    def _examine(self, kind: type[Contender]) -> Findings:
+        turns = Turns()
+        steps: list[ThreeSteps] = []
+        memory = 0
+        for life in range(self._lives):
+            with ExitStack() as stack:
+                bench = self._bench(stack, kind(self._folder, self._pool_gib), life)
+                if bench.second is not None:
+                    steps, memory = asyncio.run(in_three_steps(bench))
+                turns.add(asyncio.run(by_turns(bench)))
+        return findings(steps, memory, turns)
+
+    def _bench(self, stack: ExitStack, contender: Contender, life: int) -> Bench:
         def tell(what: str) -> None:
-            say(f"{contender.name}: {what}")
+            say(f"{contender.name}, life {life + 1} of {self._lives}: {what}")
 
         tell("starting")
-        with ExitStack() as stack:
-            contender.start(stack)
-            first, second = self._start(stack, contender, [1, 2])
-            bench = Bench(first, second, base, contender.processes, contender.pooled, self._sizes, tell)
-            return asyncio.run(examine(bench))
+        contender.start(stack)
+        (base,) = self._start(stack, Contender(self._folder, self._pool_gib), [0])
+        first, *others = self._start(stack, contender, [1] if life else [1, 2])
+        second = others[0] if others else None
+        return Bench(first, second, base, contender.processes, contender.pooled, self._sizes, tell)
 
     def _start(self, stack: ExitStack, contender: Contender, numbers: list[int]) -> list[VllmServer]:
         """Start engines at the same time; ``stack`` stops them."""
@@ -132,7 +156,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contenders", default=names, help=f"which ones, default {names}")
     parser.add_argument("--requests", type=int, default=100, help="prompts of a set in the three steps")
     parser.add_argument("--concurrency", type=int, default=25, help="requests under way at the same time there")
-    parser.add_argument("--pairs", type=int, default=40, help="pairs in the comparisons by turns")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs in the comparisons by turns, in each life")
+    parser.add_argument("--waves", type=int, default=6, help="pairs of waves of cold requests, in each life")
+    parser.add_argument("--lives", type=int, default=2, help="starts of each engine for all that is done by turns")
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
     parser.add_argument("--pool-gib", type=int, default=6, help="memory of each pool in GiB")
     parser.add_argument("--folder", type=Path, default=Path(".run/peers"), help="model, logs, entries.json")
@@ -143,7 +169,7 @@ def parse() -> argparse.Namespace:
     for name in arguments.contenders:
         if name not in CONTENDERS:
             parser.error(f"--contenders has {name!r}, expected some of {names} separated by commas")
-    for name in ("requests", "concurrency", "pairs", "pool_gib"):
+    for name in ("requests", "concurrency", "pairs", "waves", "lives", "pool_gib"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected 1 or more")
     return arguments
@@ -156,13 +182,14 @@ def main() -> int:
         requests=arguments.requests,
         concurrency=arguments.concurrency,
         pairs=arguments.pairs,
+        waves=arguments.waves,
         seed=arguments.seed,
     )
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     where = machine()
     try:
-        entries = Comparison(folder, sizes, arguments.pool_gib).run(arguments.contenders)
+        entries = Comparison(folder, sizes, arguments.pool_gib, arguments.lives).run(arguments.contenders)
     except EmsError as error:
         say(f"error: {error}")
         return 1

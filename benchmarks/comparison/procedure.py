@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import statistics
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,8 +25,11 @@ from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, Step
 from ems.testing.engine import SERVED_MODEL, VllmServer
 
-QUIET_SECONDS = 0.1
-"""Pause after each request of a pair: what one engine still stores must not slow the other one's request down."""
+QUIET_SECONDS = 0.3
+"""Pause after each request that is compared, much longer than storing what it computed takes: what one engine does
+behind it must not slow the other one's request down."""
+LOOK_SECONDS = 0.1
+"""Pause between two attempts."""
 RESET_SECONDS = 10.0
 """How long an engine may take until it has forgotten its own prefix cache: blocks may still be in use."""
 
@@ -42,6 +46,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt lengths of the three steps: whole blocks only, and a part of a block."""
     output_tokens: int = 10
     pairs: int = 40
+    waves: int = 12
+    """Pairs of waves, each of ``concurrency`` prompts that nobody has seen, all at once."""
     cold_tokens: int = 1024
     prefix_tokens: int = 4096
     new_tokens: int = 16
@@ -61,12 +67,41 @@ class ThreeSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Warm(msgspec.Struct, frozen=True, kw_only=True):
-    """Hits on a long prefix, each compared with a hit in the own prefix cache of the engine without a pool."""
+    """Hits on a long prefix."""
 
     own: Comparison
-    """The engine's own prefix cache with the connector in place."""
+    """The engine's own prefix cache with the connector in place, compared with that of the engine without a pool."""
     pool: Comparison | None
-    """The pool, after the engine forgot; None where there is no pool."""
+    """The pool, after the engine forgot, compared with the same; None where there is no pool."""
+    pool_above_own: Comparison | None
+    """The pool, compared with the own prefix cache of the very same engine."""
+
+
+class Turns(msgspec.Struct, kw_only=True):
+    """Seconds, measured in turns: the engine without a pool first in each, then this one."""
+
+    cold: list[tuple[float, float]] = []
+    waves: list[tuple[float, float]] = []
+    own: list[tuple[float, float]] = []
+    pool: list[tuple[float, float]] = []
+    decode: list[tuple[float, float]] = []
+
+    def add(self, other: Turns) -> None:
+        """Take in what was measured in another life of the same engines."""
+        self.cold += other.cold
+        self.waves += other.waves
+        self.own += other.own
+        self.pool += other.pool
+        self.decode += other.decode
+
+    def warm(self) -> Warm:
+        """The hits in short."""
+        same = [(own, pool) for (_, own), (_, pool) in zip(self.own, self.pool, strict=False)]
+        return Warm(
+            own=compare(self.own),
+            pool=compare(self.pool) if self.pool else None,
+            pool_above_own=compare(same) if same else None,
+        )
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,11 +110,13 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     three_steps: list[ThreeSteps]
     cold: Comparison
     """Time to first token of a prompt that nobody has seen."""
+    waves: Comparison
+    """Mean time to first token of many such prompts at once: step 1, but by turns."""
     warm: Warm
     decode: Comparison
     """Time for each further token while the prompt is being stored."""
     memory: int
-    """Bytes of both engines and the pool at the end."""
+    """Bytes of both engines and the pool after the three steps."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +124,8 @@ class Bench:
     """The two engines of a contender, the engine without a pool, and the processes of the pool."""
 
     first: VllmServer
-    second: VllmServer
+    second: VllmServer | None
+    """None where the three steps are not measured."""
     base: VllmServer
     pool: Processes
     has_pool: bool
@@ -95,22 +133,40 @@ class Bench:
     tell: Tell
 
 
-async def examine(bench: Bench) -> Findings:
-    """Measure everything.
+async def in_three_steps(bench: Bench) -> tuple[list[ThreeSteps], int]:
+    """The three steps for each prompt length, and the memory of all processes in the end, in bytes.
 
     Raises:
         ServerError: an engine went away, or answers with errors.
     """
-    three_steps = [await _three_steps(bench, tokens) for tokens in bench.sizes.inputs]
+    steps = [await _three_steps(bench, tokens) for tokens in bench.sizes.inputs]
+    return steps, memory(_processes(bench))
+
+
+async def by_turns(bench: Bench) -> Turns:
+    """All that is compared with the engine without a pool; of the contender's engines the first alone is asked.
+
+    Raises:
+        ServerError: an engine went away, or answers with errors.
+    """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         pairs = Pairs(bench, session)
-        return Findings(
-            three_steps=three_steps,
-            cold=await pairs.cold(),
-            warm=await pairs.warm(),
-            decode=await pairs.decode(),
-            memory=memory(_processes(bench)),
-        )
+        turns = Turns(cold=await pairs.cold(), waves=await pairs.waves())
+        await pairs.warm(turns)
+        turns.decode = await pairs.decode()
+        return turns
+
+
+def findings(steps: list[ThreeSteps], memory_bytes: int, turns: Turns) -> Findings:
+    """All that was measured, in short."""
+    return Findings(
+        three_steps=steps,
+        cold=compare(turns.cold),
+        waves=compare(turns.waves),
+        warm=turns.warm(),
+        decode=compare(turns.decode),
+        memory=memory_bytes,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- three steps
@@ -132,6 +188,7 @@ async def _three_steps(bench: Bench, tokens: int) -> ThreeSteps:
             bench.tell(f"{tokens:,} tokens: {' '.join(name.split())}")
             marks[name] = cpu_seconds(_processes(bench))
 
+    assert bench.second is not None
     report = await measure((bench.first.url, bench.second.url), plan, model=SERVED_MODEL, progress=watch)
     await asyncio.sleep(QUIET_SECONDS)
     if report.failed:
@@ -147,10 +204,14 @@ async def _three_steps(bench: Bench, tokens: int) -> ThreeSteps:
 
 
 def _processes(bench: Bench) -> list[psutil.Process]:
-    return [*bench.first.processes(), *bench.second.processes(), *bench.pool()]
+    second = bench.second.processes() if bench.second is not None else []
+    return [*bench.first.processes(), *second, *bench.pool()]
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs
+
+
+Times = list[tuple[float, float]]
 
 
 class Pairs:
@@ -165,7 +226,7 @@ class Pairs:
         self._base = CompletionClient(session, bench.base.url)
         self._random = random.Random(f"{bench.sizes.seed}/{bench.first.port}")
 
-    async def cold(self) -> Comparison:
+    async def cold(self) -> Times:
         self._tell("cold requests in turns with the engine without a pool")
 
         def first_token(client: CompletionClient) -> Timed:
@@ -176,7 +237,25 @@ class Pairs:
 
         return await self._in_turns(first_token(self._base), first_token(self._client))
 
-    async def decode(self) -> Comparison:
+    async def waves(self) -> Times:
+        self._tell("waves of cold requests in turns with the engine without a pool")
+
+        def mean_first_token(client: CompletionClient) -> Timed:
+            async def timed() -> float:
+                prompts = [self._prompt(self._sizes.cold_tokens) for _ in range(self._sizes.concurrency)]
+                count = self._sizes.output_tokens
+                asked = [client.complete(SERVED_MODEL, prompt, count) for prompt in prompts]
+                answers = await asyncio.gather(*asked)
+                await asyncio.sleep(QUIET_SECONDS)
+                return statistics.fmean(answer.first_token for answer in answers)
+
+            return timed
+
+        return await self._in_turns(
+            mean_first_token(self._base), mean_first_token(self._client), count=self._sizes.waves
+        )
+
+    async def decode(self) -> Times:
         self._tell("further tokens in turns with the engine without a pool")
 
         def token_time(client: CompletionClient) -> Timed:
@@ -189,7 +268,7 @@ class Pairs:
 
         return await self._in_turns(token_time(self._base), token_time(self._client))
 
-    async def warm(self) -> Warm:
+    async def warm(self, turns: Turns) -> None:
         self._tell(f"hits on {self._sizes.prefix_tokens:,} tokens in turns with the engine without a pool")
         prefix = self._prompt(self._sizes.prefix_tokens)
 
@@ -203,22 +282,29 @@ class Pairs:
 
         for client in (self._base, self._client):
             await self._ask(client, prefix, 4)
-        in_base = hit(self._base, forget=False)
-        own = await self._in_turns(in_base, hit(self._client, forget=False))
-        pool = await self._in_turns(in_base, hit(self._client, forget=True)) if self._has_pool else None
-        return Warm(own=own, pool=pool)
+        kinds = [hit(self._base, forget=False), hit(self._client, forget=False)]
+        if self._has_pool:
+            kinds.append(hit(self._client, forget=True))
+        for number in range(self._sizes.pairs + 1):
+            took = [0.0] * len(kinds)
+            for turn in range(len(kinds)):
+                kind = (number + turn) % len(kinds)
+                took[kind] = await kinds[kind]()
+            if number:  # the first ones do not count
+                turns.own.append((took[0], took[1]))
+                turns.pool += [(took[0], took[2])] if self._has_pool else []
 
-    async def _in_turns(self, base: Timed, other: Timed) -> Comparison:
+    async def _in_turns(self, base: Timed, other: Timed, count: int = 0) -> Times:
         """Both by turns, each as often first as second; one pair before that does not count."""
         measured = []
-        for number in range(self._sizes.pairs + 1):
+        for number in range((count or self._sizes.pairs) + 1):
             if number % 2:
                 second, first = await other(), await base()
             else:
                 first, second = await base(), await other()
             if number:
                 measured.append((first, second))
-        return compare(measured)
+        return measured
 
     async def _ask(self, client: CompletionClient, prompt: list[int], tokens: int) -> Completion:
         answer = await client.complete(SERVED_MODEL, prompt, tokens)
@@ -232,7 +318,7 @@ class Pairs:
         """Empty the engine's own prefix cache, and leave the pool alone."""
         async with asyncio.timeout(RESET_SECONDS):
             while not await self._reset(client):  # noqa: ASYNC110 - the engine gives no sign when it could
-                await asyncio.sleep(QUIET_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
         await asyncio.sleep(QUIET_SECONDS)
 
     async def _reset(self, client: CompletionClient) -> bool:

@@ -30,6 +30,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     measured: str
     met: bool
+    open: bool = False
+    """It was not met, but lies within what the pairs leave possible: more of them would tell."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +88,17 @@ def _rows(report: Report, found: Mapping[str, Findings | None]) -> list[tuple[st
     prefix = f"hit on {report.sizes.prefix_tokens:,}"
     rows += [
         ("cold TTFT, ratio to no pool", {name: _ratio(one.cold) for name, one in present.items()}),
+        (
+            f"cold TTFT, {report.sizes.concurrency} at once, ratio",
+            {name: _ratio(one.waves) for name, one in present.items()},
+        ),
         ("further tokens while saving, ratio", {name: _ratio(one.decode) for name, one in present.items()}),
         (f"{prefix}, engine's own cache, ms", {name: _beside(one.warm.own) for name, one in present.items()}),
         (f"{prefix}, pool, ms", {name: _beside(one.warm.pool) for name, one in present.items() if one.warm.pool}),
+        (
+            f"{prefix}, pool beside the same engine's own cache, ms",
+            {name: _beside(one.warm.pool_above_own) for name, one in present.items() if one.warm.pool_above_own},
+        ),
         ("memory of all processes, MiB", {name: f"{one.memory / MIB:,.0f}" for name, one in present.items()}),
         ("the same beyond no pool, MiB a prompt kept", _memory_a_prompt(report.sizes, present)),
     ]
@@ -144,8 +154,6 @@ def verdicts(report: Report) -> list[Verdict]:
     peers = {name: one for name, one in found.items() if name not in ("none", "ems")}
     result = []
     for index, tokens in enumerate(report.sizes.inputs):
-        if "none" in found:
-            result.append(_first_step(tokens, ems, found["none"], index))
         if peers:
             result += [_later_step(tokens, ems, peers, index, step) for step in (1, 2)]
     return result + _by_turns(ems, report.sizes) + _calls(report)
@@ -153,12 +161,6 @@ def verdicts(report: Report) -> list[Verdict]:
 
 def _mean(one: Findings, index: int, step: int) -> float:
     return one.three_steps[index].steps[step].ttft.mean
-
-
-def _first_step(tokens: int, ems: Findings, base: Findings, index: int) -> Verdict:
-    ratio = _mean(ems, index, 0) / _mean(base, index, 0)
-    target = f"{tokens:,} tokens, step 1: at most {COLD} x no pool"
-    return Verdict(target=target, measured=f"{ratio:.3f} x", met=ratio <= COLD)
 
 
 def _later_step(tokens: int, ems: Findings, peers: Mapping[str, Findings], index: int, step: int) -> Verdict:
@@ -171,20 +173,34 @@ def _later_step(tokens: int, ems: Findings, peers: Mapping[str, Findings], index
 
 
 def _by_turns(ems: Findings, sizes: Sizes) -> list[Verdict]:
+    at_once = f"step 1 by turns, {sizes.concurrency} at once: at most {COLD} x no pool"
     result = [
-        Verdict(target=f"cold TTFT: at most {COLD} x", measured=_ratio(ems.cold), met=ems.cold.ratio <= COLD),
-        Verdict(
-            target=f"further tokens while saving: at most {DECODE} x",
-            measured=_ratio(ems.decode),
-            met=ems.decode.ratio <= DECODE,
-        ),
+        _at_most(f"cold TTFT: at most {COLD} x", ems.cold, COLD),
+        _at_most(at_once, ems.waves, COLD),
+        _at_most(f"further tokens while saving: at most {DECODE} x", ems.decode, DECODE),
     ]
-    if ems.warm.pool is not None:
-        more = ems.warm.pool.difference
-        most = f"at most {WARM_SECONDS * 1e3:.0f} ms above the engine's own cache"
-        target = f"hit on {sizes.prefix_tokens:,} tokens: {most}"
-        result.append(Verdict(target=target, measured=f"{more * 1e3:+.1f} ms", met=more <= WARM_SECONDS))
+    most = f"hit on {sizes.prefix_tokens:,} tokens: at most {WARM_SECONDS * 1e3:.0f} ms above"
+    for one, cache in (
+        (ems.warm.pool_above_own, "the same engine's own cache"),
+        (ems.warm.pool, "the own cache of an engine without a pool"),
+    ):
+        if one is not None:
+            more, least = one.difference, one.difference_low
+            measured = f"{more * 1e3:+.1f} ms ({least * 1e3:+.1f} to {one.difference_high * 1e3:+.1f})"
+            result.append(
+                Verdict(
+                    target=f"{most} {cache}",
+                    measured=measured,
+                    met=more <= WARM_SECONDS,
+                    open=least <= WARM_SECONDS < more,
+                )
+            )
     return result
+
+
+def _at_most(target: str, one: Comparison, bound: float) -> Verdict:
+    met = one.ratio <= bound
+    return Verdict(target=target, measured=_ratio(one), met=met, open=not met and one.ratio_low <= bound)
 
 
 def _calls(report: Report) -> list[Verdict]:
@@ -200,5 +216,5 @@ def verdict_table(found: Sequence[Verdict]) -> Table:
     for heading in ("target", "measured", ""):
         result.add_column(heading, no_wrap=True)
     for one in found:
-        result.add_row(one.target, one.measured, "met" if one.met else "MISSED")
+        result.add_row(one.target, one.measured, "met" if one.met else "open, more pairs" if one.open else "MISSED")
     return result
