@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help setup static check test test-ranks test-matrix demo clean
+.PHONY: help setup static check test explore test-ranks test-matrix demo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,11 +22,15 @@ static: setup  ## lint, format, types, layers
 	@$(BIN)/mypy
 	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
 
-check: static  ## the above and the tests that start neither engines nor servers; below one minute
-	@$(BIN)/pytest -m "not e2e and not process" -n 2 --dist loadfile
+check: static  ## the above and the quick tests, which start neither engines nor servers
+	@$(BIN)/pytest -m "not e2e and not process and not slow" --hypothesis-profile quick -n 2 --dist loadfile
 
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
-	@$(BIN)/pytest -m "not ranks"
+	@$(BIN)/pytest -m "not e2e" -n 2 --dist loadfile
+	@$(BIN)/pytest -m "e2e and not ranks"
+
+explore: setup  ## the property tests with random examples; ROUNDS=10 for more of them
+	@for round in $$(seq $${ROUNDS:-1}); do $(BIN)/pytest -m hypothesis --hypothesis-profile explore -n 2; done
 
 test-ranks: setup  ## engines of several ranks on one pool, with real vLLM servers; needs four cores
 	@$(BIN)/pytest -m ranks
