@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+
+from ems.pool.client.line import CALL_SECONDS
+from ems.pool.client.pool_client import PoolClient
 
 # Time says nothing on a machine that has other things to do; `timeout` in pyproject.toml ends what hangs.
 settings.register_profile(
@@ -24,3 +28,21 @@ settings.register_profile(
     database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
 )
 settings.load_profile("ems")
+
+
+@pytest.fixture
+def calls_take_a_minute(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A call to a pool node that names no time waits a minute for the answer.
+
+    Returns half of that, in seconds: what kept to a time of its own took less, however slow the machine is.
+    """
+    for module in ("line", "pool_client"):
+        monkeypatch.setattr(f"ems.pool.client.{module}.CALL_SECONDS", 60.0)
+    for verb in vars(PoolClient).values():
+        named = getattr(verb, "__defaults__", None)
+        if named and named[-1] == CALL_SECONDS:
+            monkeypatch.setattr(verb, "__defaults__", (*named[:-1], 60.0))
+        by_name = getattr(verb, "__kwdefaults__", None)
+        if by_name and "timeout" in by_name:
+            monkeypatch.setitem(by_name, "timeout", 60.0)
+    return 30.0

@@ -165,17 +165,17 @@ class TestInit:
         assert Ems.check_health()
 
     def test_a_node_that_hangs_is_not_waited_for_long(
-        self, fragile_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+        self, fragile_node: NodeProcess, calls_take_a_minute: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("ems.cc_v1.session.CONNECT_SECONDS", 1.0)
         monkeypatch.setattr("ems.cc_v1.session.PROBE_EVERY", 3600.0)
         fragile_node.send(signal.SIGSTOP)
         begin = time.monotonic()
         assert init_code(config(node=fragile_node.config)) == EmsErrorCode.EMS_RECOVERD_ERROR
-        assert time.monotonic() - begin < 4.5, "it waited as long as a call does that names no time"
+        assert time.monotonic() - begin < calls_take_a_minute, "it waited as long as a call does that names no time"
         begin = time.monotonic()
         assert not Ems.check_health()
-        assert time.monotonic() - begin < 4.5
+        assert time.monotonic() - begin < calls_take_a_minute
         monkeypatch.setattr("ems.cc_v1.session.PROBE_SECONDS", 40.0)
         begin = time.monotonic()
         assert not Ems.check_health()
@@ -326,7 +326,9 @@ def test_closing_is_harmless_and_leaves_no_thread(node: NodeProcess, connect: Co
     assert Ems.get_cc() is not cc
 
 
-def test_closing_does_not_wait_for_a_node_that_hangs(fragile_node: NodeProcess, connect: Connect) -> None:
+def test_closing_does_not_wait_for_a_node_that_hangs(
+    fragile_node: NodeProcess, connect: Connect, calls_take_a_minute: float
+) -> None:
     cc = connect(fragile_node)
     cc.register_kvcache(make_caches())
     cc.get_result(cc.async_save(range(4), [1], [4], OPTION))
@@ -334,7 +336,7 @@ def test_closing_does_not_wait_for_a_node_that_hangs(fragile_node: NodeProcess, 
     future = cc.async_load(range(4), [1], [4], CcKvOption(write_rcache=True, read_local_only=False, timeout=60_000))
     begin = time.monotonic()
     Ems.close()
-    assert time.monotonic() - begin < 4.5, "it waited for a call to the node"
+    assert time.monotonic() - begin < calls_take_a_minute, "it waited for a call to the node"
     with pytest.raises(EmsException):
         cc.get_result(future)
 

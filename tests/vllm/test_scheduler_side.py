@@ -288,7 +288,7 @@ def test_an_ill_pool_is_left_alone(make: Make, node: Node, store: Callable[[int]
 def test_the_scheduler_waits_for_no_call_to_the_pool(make: Make, node: Node, store: Callable[[int], None]) -> None:
     """A hundred requests in the queue of an engine whose node hangs: arrivals, looks, an end."""
     store(3)
-    side = make(lookup_timeout_ms=100)
+    side = make(lookup_timeout_ms=1000)
     ready = request("ready")
     side.on_new_request(ready)
     assert side.found(ready) == 48
@@ -301,7 +301,7 @@ def test_the_scheduler_waits_for_no_call_to_the_pool(make: Make, node: Node, sto
                 begun = time.perf_counter()
                 call(one)
                 took.append(time.perf_counter() - begun)
-        assert statistics.median(took) < 0.02, "a call waited for the node"
+        assert statistics.median(took) < 0.2, "a call waited for the node"
         wait_for(lambda: side.match(queue[0], 0) == (0, False), "a lookup that is not answered is a miss")
         for one in queue:
             side.finished(one, ([1],))

@@ -48,16 +48,11 @@ def home() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_it_listens_within_a_second_whatever_the_pool_size() -> None:
+def test_it_listens_before_its_memory_is_touched() -> None:
+    """So its start takes the same whatever the pool's size; benchmarks/restart.py measures it."""
     with NodeProcess("--size", "8GB", "--http-port", "0") as node:
-        assert node.seconds_to_listen - seconds_without_processor(node.pid) < 1.0
         assert node.figures()["bytes_total"] == 8 << 30
         assert node.figures()["bytes_touched"] < 8 << 30, "the pool was touched before the node listened"
-
-
-def seconds_without_processor(pid: int) -> float:
-    """How long the main thread of a process was ready to run while others had the processors."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def test_only_its_user_can_reach_it(make_node: MakeNode) -> None:
