@@ -104,10 +104,14 @@ class Comparison:
 
         tell("starting")
         contender.start(stack)
-        (base,) = self._start(stack, Contender(self._folder, self._pool_gib), [0])
-        first, *others = self._start(stack, contender, [1] if life else [1, 2])
-        second = others[0] if others else None
-        return Bench(first, second, base, contender.processes, contender.pooled, self._sizes, tell)
+        groups = [(Contender(self._folder, self._pool_gib), [0]), (contender, [1] if life else [1, 2])]
+        if life % 2:
+            # Who starts later may get worse memory for as long as it lives.
+            groups.reverse()
+        engines: dict[int, VllmServer] = {}
+        for kind, numbers in groups:
+            engines |= zip(numbers, self._start(stack, kind, numbers), strict=True)
+        return Bench(engines[1], engines.get(2), engines[0], contender.processes, contender.pooled, self._sizes, tell)
 
     def _start(self, stack: ExitStack, contender: Contender, numbers: list[int]) -> list[VllmServer]:
         """Start engines at the same time; ``stack`` stops them."""

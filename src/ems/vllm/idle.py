@@ -71,6 +71,11 @@ class IdleWorker:
     def start_loads(self) -> None:
         """Nothing is loaded."""
 
+    @property
+    def in_layers(self) -> bool:
+        """Nothing is done layer by layer."""
+        return False
+
     def wait_for_layer(self, name: str) -> None:
         """Nothing is waited for."""
 

@@ -202,6 +202,11 @@ class WorkerSide:
         if not job.progress.wait(layer, LOAD_SECONDS)[0]:
             raise TimeoutError(f"EMS did not load the blocks of request {job.load.request_id} in {LOAD_SECONDS:.0f} s")
 
+    @property
+    def in_layers(self) -> bool:
+        """Whether the layers of the step under way have to wait for loads, or are stored one by one."""
+        return bool(self._joined) or (self._batch is not None and self._batch.by_layer)
+
     def wait_for_layer(self, name: str) -> None:
         """VLLM's ``wait_for_layer_load``."""
         for job in self._joined:
