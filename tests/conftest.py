@@ -40,8 +40,9 @@ def calls_take_a_minute(monkeypatch: pytest.MonkeyPatch) -> float:
         monkeypatch.setattr(f"ems.pool.client.{module}.CALL_SECONDS", 60.0)
     for verb in vars(PoolClient).values():
         named = getattr(verb, "__defaults__", None)
-        if named and named[-1] == CALL_SECONDS:
-            monkeypatch.setattr(verb, "__defaults__", (*named[:-1], 60.0))
+        if named:
+            longer = tuple(60.0 if default == CALL_SECONDS else default for default in named)
+            monkeypatch.setattr(verb, "__defaults__", longer)
         by_name = getattr(verb, "__kwdefaults__", None)
         if by_name and "timeout" in by_name:
             monkeypatch.setitem(by_name, "timeout", 60.0)

@@ -21,8 +21,7 @@ import asyncio
 import os
 import random
 import sys
-import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 
@@ -47,6 +46,9 @@ BLOCK = 128
 WARM_UPS = 9
 """Hits of the pool before any counts: an engine touches its memory for the first time when it first writes there."""
 START_SECONDS = 600.0
+
+
+Counters = Callable[[], Mapping[str, int]]
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,32 +87,34 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Measurement:
     """Requests to the one engine; ``without`` is the file that takes its connector out.
 
-    ``lookups`` tells how often the node was asked.
+    ``counters`` are those of the node.
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, without: Path, lookups: Callable[[], int], sizes: Sizes
+        self, session: aiohttp.ClientSession, url: str, without: Path, counters: Counters, sizes: Sizes
     ) -> None:
         self._session = session
         self._client = CompletionClient(session, url)
         self._without = without
-        self._lookups = lookups
+        self._counters = counters
         self._sizes = sizes
         self._random = random.Random(sizes.seed)
 
     async def check(self) -> None:
-        """See that the connector comes and goes.
+        """See that the connector comes and goes, in scheduler and worker.
 
         Raises:
             EmsError: it does not, with this release of vLLM.
         """
         for connected in (True, False, True):
-            before = self._lookups()
+            before = self._counters()
             await self.cold(connected)
-            if (self._lookups() > before) is not connected:
+            after = self._counters()
+            asked, stored = (after[name] - before[name] for name in ("lookups", "pages_committed"))
+            if (asked > 0, stored > 0) != (connected, connected):
                 raise EmsError(
-                    f"a request {'with' if connected else 'without'} the connector asked the pool "
-                    f"{self._lookups() - before} times, so this release of vLLM cannot be measured like this"
+                    f"a request {'with' if connected else 'without'} the connector asked the pool {asked} times and "
+                    f"stored {stored} pages, so this release of vLLM cannot be measured like this"
                 )
 
     async def cold(self, connected: bool) -> float:
@@ -156,8 +160,7 @@ class Measurement:
         for number in range(self._sizes.warm_pairs):
             say("hits", number, self._sizes.warm_pairs)
             took = [0.0] * len(kinds)
-            for turn in range(len(kinds)):
-                kind = (number + turn) % len(kinds)
+            for kind in self._random.sample(range(len(kinds)), len(kinds)):
                 took[kind] = await kinds[kind]()
             measured.append(took)
         return compare([(one[0], one[1]) for one in measured]), compare([(one[0], one[2]) for one in measured])
@@ -185,10 +188,10 @@ class Measurement:
         await asyncio.sleep(QUIET_SECONDS)
 
 
-async def measure(url: str, without: Path, lookups: Callable[[], int], sizes: Sizes) -> list[Row]:
+async def measure(url: str, without: Path, counters: Counters, sizes: Sizes) -> list[Row]:
     """All comparisons on the engine at ``url``."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-        one = Measurement(session, url, without, lookups, sizes)
+        one = Measurement(session, url, without, counters, sizes)
         await one.check()
         cold = await one.pairs("cold", sizes.cold_pairs, one.cold)
         decode = await one.pairs("further tokens", sizes.decode_pairs, one.further_token)
@@ -217,6 +220,7 @@ def run(sizes: Sizes, folder: Path) -> list[Row]:
             "EMS_DIR": str(node.directory),
             "EMS_AUTOSTART": "0",
             "EMS_BENCH_WITHOUT": str(without),
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one keeps its connector elsewhere
         }
         engine = VllmServer(
             model,
@@ -229,7 +233,7 @@ def run(sizes: Sizes, folder: Path) -> list[Row]:
         try:
             engine.start()
             engine.wait_ready(START_SECONDS)
-            return asyncio.run(measure(engine.url, without, lambda: node.figures()["counters"]["lookups"], sizes))
+            return asyncio.run(measure(engine.url, without, lambda: node.figures()["counters"], sizes))
         finally:
             engine.stop()
 
@@ -268,6 +272,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=120, help="pairs of requests with further tokens")
     parser.add_argument("--warm", type=int, default=80, help="rounds of hits")
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
+    parser.add_argument("--folder", type=Path, default=Path(".run/overhead"), help="model and log")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     arguments = parser.parse_args()
     for name in ("cold", "decode", "warm"):
@@ -276,8 +281,8 @@ def main() -> int:
     sizes = Sizes(
         cold_pairs=arguments.cold, decode_pairs=arguments.decode, warm_pairs=arguments.warm, seed=arguments.seed
     )
-    with tempfile.TemporaryDirectory(prefix="ems-overhead-") as folder:
-        rows = run(sizes, Path(folder))
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    rows = run(sizes, arguments.folder)
     if arguments.output == "json":
         sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
     else:

@@ -277,10 +277,10 @@ class TestCopiesThatGoWrong:
 
         def slow(copy: int) -> None:
             copied.append(copy)
-            time.sleep(0.12)  # longer than the whole load may take, begun after it was asked for
+            time.sleep(1.1)  # longer than the whole load may take, begun after it was asked for
 
         meddle(cc, slow)
-        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=100)
+        option = CcKvOption(write_rcache=True, read_local_only=False, timeout=1000)
         future = cc.async_load(range(256), hashes, offsets, option)
         with contextlib.suppress(EmsException):  # the one block may count or not
             assert cc.get_result(future).success == 1

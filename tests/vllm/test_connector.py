@@ -11,13 +11,37 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ems.errors import ConfigError
 from ems.vllm.connector import EmsStoreConnector
+from ems.vllm.idle import IdleWorker
 from ems.vllm.metadata import StepMetadata
+
+
+class WaitsInLayers(IdleWorker):
+    """A worker side in a step whose layers wait for loads."""
+
+    in_layers = True
 
 
 def make(role: KVConnectorRole, **extra: object) -> EmsStoreConnector:
     transfer = SimpleNamespace(kv_role="kv_both", kv_connector_extra_config=extra, kv_load_failure_policy="recompute")
     config: Any = SimpleNamespace(kv_transfer_config=transfer)
     return EmsStoreConnector(config, role, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "piecewise"), [(True, True), ("true", True), (False, False), (None, False), ("?", False)]
+)
+def test_layers_that_are_waited_for_need_graphs_in_pieces(said: object, piecewise: bool) -> None:
+    assert EmsStoreConnector.requires_piecewise_for_cudagraph({"use_layerwise": said}) is piecewise
+
+
+def test_layers_have_hooks_only_where_there_is_something_to_do_in_them() -> None:
+    worker = make(KVConnectorRole.WORKER, pool_size="many", on_error="serve_without")
+    worker.bind_connector_metadata(StepMetadata())
+    assert not worker.has_connector_metadata()
+    worker._worker = WaitsInLayers()
+    assert worker.has_connector_metadata()
+    worker.clear_connector_metadata()
+    assert not worker.has_connector_metadata()
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))

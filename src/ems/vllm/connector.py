@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 from ems.errors import ConfigError
 from ems.pool.client.pool_client import PoolClient
 from ems.vllm import compat
-from ems.vllm.configuration.settings import read_settings
+from ems.vllm.configuration.settings import read_settings, reads_by_layer
 from ems.vllm.idle import IdleScheduler, IdleWorker
 from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, group_kinds, publishes_events
 from ems.vllm.metadata import StepMetadata, StepReport
@@ -107,6 +107,11 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A save that is dropped is a later miss, nothing more."""
         return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of the whole model has no hooks between its layers, and would read blocks before they are loaded."""
+        return reads_by_layer(extra_config)
 
     # Scheduler side
 

@@ -49,7 +49,7 @@ def home() -> Iterator[Path]:
 
 
 def test_it_listens_before_its_memory_is_touched() -> None:
-    """So its start takes the same whatever the pool's size; benchmarks/restart.py measures it."""
+    """So its start takes the same whatever the pool's size; benchmarks/start.py measures it."""
     with NodeProcess("--size", "8GB", "--http-port", "0") as node:
         assert node.figures()["bytes_total"] == 8 << 30
         assert node.figures()["bytes_touched"] < 8 << 30, "the pool was touched before the node listened"

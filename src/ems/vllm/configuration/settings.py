@@ -133,6 +133,18 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def reads_by_layer(extra: Mapping[str, Any]) -> bool:
+    """Whether ``extra`` asks for blocks to be moved layer by layer; a wrong value is refused where all are read."""
+    try:
+        return _layerwise(SettingReader(extra, {}))
+    except ConfigError:
+        return False
+
+
+def _layerwise(reader: SettingReader) -> bool:
+    return reader.boolean("use_layerwise", default=False)
+
+
 def read_settings(
     kv_role: str | None, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> tuple[ConnectorSettings, list[str]]:
@@ -147,7 +159,7 @@ def read_settings(
     saves, loads = _directions(reader, kv_role)
     directory = Path(reader.text("directory") or default_directory())
     inside = directory / "node.sock" if extra.get("directory") else default_socket()
-    layerwise = reader.boolean("use_layerwise", default=False)
+    layerwise = _layerwise(reader)
     settings = ConnectorSettings(
         saves=saves,
         loads=loads,
