@@ -22,7 +22,6 @@ import os
 import random
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
 from pathlib import Path
 
 import aiohttp
@@ -31,7 +30,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.comparison.procedure import QUIET_SECONDS, RESET_SECONDS
+from benchmarks.comparison.procedure import QUIET_SECONDS, empty_own_cache
 from benchmarks.comparison.report import COLD, DECODE, WARM_SECONDS
 from ems.bench.completions import Completion, CompletionClient
 from ems.bench.pairs import Comparison, compare
@@ -146,7 +145,7 @@ class Measurement:
         await self._ask(prefix, 1, connected=True)
 
         async def pool() -> float:
-            await self._forget()
+            await empty_own_cache(self._session, self._client.url)
             return await self.hit(prefix, connected=True)
 
         for _ in range(WARM_UPS):
@@ -176,16 +175,6 @@ class Measurement:
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(range(300, 1000), k=tokens)
-
-    async def _forget(self) -> None:
-        """Empty the engine's own prefix cache, and leave the pool alone."""
-        async with asyncio.timeout(RESET_SECONDS):
-            while True:
-                async with self._session.post(f"{self._client.url}/reset_prefix_cache") as answer:
-                    if answer.status == HTTPStatus.OK and (await answer.json())["success"]:
-                        break
-                await asyncio.sleep(0.1)  # blocks may still be in use, and the engine gives no sign
-        await asyncio.sleep(QUIET_SECONDS)
 
 
 async def measure(url: str, without: Path, counters: Counters, sizes: Sizes) -> list[Row]:

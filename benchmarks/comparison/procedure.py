@@ -275,7 +275,7 @@ class Pairs:
         def hit(client: CompletionClient, *, forget: bool) -> Timed:
             async def timed() -> float:
                 if forget:
-                    await self._forget(client)
+                    await empty_own_cache(self._session, client.url)
                 return (await self._ask(client, prefix + self._prompt(self._sizes.new_tokens), 1)).first_token
 
             return timed
@@ -314,15 +314,22 @@ class Pairs:
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(range(300, 1000), k=tokens)
 
-    async def _forget(self, client: CompletionClient) -> None:
-        """Empty the engine's own prefix cache, and leave the pool alone."""
-        async with asyncio.timeout(RESET_SECONDS):
-            while not await self._reset(client):  # noqa: ASYNC110 - the engine gives no sign when it could
-                await asyncio.sleep(LOOK_SECONDS)
-        await asyncio.sleep(QUIET_SECONDS)
 
-    async def _reset(self, client: CompletionClient) -> bool:
-        async with self._session.post(f"{client.url}/reset_prefix_cache") as answer:
-            if answer.status != HTTPStatus.OK:
-                raise ServerError(f"{client.url} does not reset its prefix cache: status {answer.status}")
-            return bool((await answer.json())["success"])
+async def empty_own_cache(session: aiohttp.ClientSession, url: str) -> None:
+    """Empty the engine's own prefix cache, and leave the pool alone.
+
+    Raises:
+        ServerError: the engine refuses.
+        TimeoutError: blocks are still in use after :data:`RESET_SECONDS`.
+    """
+    async with asyncio.timeout(RESET_SECONDS):
+        while not await _reset(session, url):  # noqa: ASYNC110 - the engine gives no sign when it could
+            await asyncio.sleep(LOOK_SECONDS)
+    await asyncio.sleep(QUIET_SECONDS)
+
+
+async def _reset(session: aiohttp.ClientSession, url: str) -> bool:
+    async with session.post(f"{url}/reset_prefix_cache") as answer:
+        if answer.status != HTTPStatus.OK:
+            raise ServerError(f"{url} does not reset its prefix cache: status {answer.status}")
+        return bool((await answer.json())["success"])
