@@ -25,6 +25,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     options: EngineOptions = msgspec.structs.replace(OPTIONS, gpu_blocks=300)
     first: tuple[str, ...] = ()
     second: tuple[str, ...] = ()
+    load_async: bool | None = None
+    """Whether loads are made between steps or within them; None is the default, each where it costs less."""
 
 
 _LATENT = msgspec.structs.replace(
@@ -35,8 +37,8 @@ where their beginning is kept: the same two with the engine's own cache as with 
 
 LAYOUTS = {
     "grouped": Layout(model="test"),
-    "mha": Layout(model="mha"),
-    "latent": Layout(model="mla", options=_LATENT),
+    "mha": Layout(model="mha", load_async=True),
+    "latent": Layout(model="mla", options=_LATENT, load_async=False),
     "hybrid": Layout(model="hybrid"),
 }
 
@@ -87,7 +89,7 @@ def running_pair(layout: Layout, folder: Path, reference: Reference | None = Non
             VllmServer(
                 model,
                 log=folder / f"{name}.log",
-                kv_transfer_config=connector("kv_both", call_timeout_ms=CALL_TIMEOUT_MS),
+                kv_transfer_config=connector("kv_both", call_timeout_ms=CALL_TIMEOUT_MS, load_async=layout.load_async),
                 options=msgspec.structs.replace(options, prefix_caching=name == "first", arguments=common + arguments),
                 environment=node.environment,
             )

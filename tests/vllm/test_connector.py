@@ -40,8 +40,6 @@ def test_layers_have_hooks_only_where_there_is_something_to_do_in_them() -> None
     assert not worker.has_connector_metadata()
     worker._worker = WaitsInLayers()
     assert worker.has_connector_metadata()
-    worker.clear_connector_metadata()
-    assert not worker.has_connector_metadata()
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))

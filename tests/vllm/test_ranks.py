@@ -53,7 +53,7 @@ class Ranks:
             self.tensors.append(mine)
             self.clients.append(client)
             self.savers.append(Saver(client, rows, CpuDevice(), logger, 2.0, by_layer=by_layer))
-            self.loaders.append(Loader(client, rows, CpuDevice(), logger, 2.0))
+            self.loaders.append(Loader(client, rows, CpuDevice(), logger, 2.0, by_layer=True))
 
     def whole(self, block: int) -> list[torch.Tensor]:
         """All heads of one block, layer by layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import statistics
 import time
@@ -17,16 +18,17 @@ from ems.errors import PoolTimeout
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
+from ems.pool.movement.speed import LEAST_SAMPLES
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.looking import LookupAnswer
 from ems.vllm.lookups import Lookups
-from ems.vllm.metadata import StepReport
+from ems.vllm.metadata import QUIET, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import Plane
 from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.reporting.transferred import Transferred
 from ems.vllm.requests import EAGER_LEASES
-from ems.vllm.scheduler import ANSWER_BLOCKS, ANSWER_SECONDS, MAX_OFFERS, SchedulerSide
+from ems.vllm.scheduler import ANSWER_BLOCKS, ANSWER_SECONDS, JOIN_SECONDS, MAX_OFFERS, SchedulerSide
 from tests.e2e.engines import Node, running_node, wait_for
 
 BLOCK = 16
@@ -526,6 +528,71 @@ def test_nobody_is_computed_behind_blocks_that_a_step_is_loading(make: Make, sto
     assert side.matched(other) == (0, False), "it shares nothing"
     side.received([], (), set(), StepReport({"r": 1}, [], {}))
     assert side.matched(shares, BLOCK) == (3 * BLOCK - 1, False)
+
+
+def taught(side: Side, seconds: float) -> Side:
+    """An engine that has loaded some prompts of four blocks, each in so many ``seconds``, and can join loads."""
+    side.block_pool = BlockPool()
+    loads = [Transferred(load=True, leading=True, blocks=4, failed=0, bytes=1024, seconds=seconds)] * LEAST_SAMPLES
+    side.received([], (), set(), StepReport({}, loads, {}))
+    return side
+
+
+def test_an_engine_with_nothing_else_to_do_loads_within_the_step(make: Make, store: Callable[[int], None]) -> None:
+    store(4)
+    side, one = taught(make(), 0.001), request()
+    side.on_new_request(one)
+    assert side.matched(one) == (4 * BLOCK - 1, False)
+    side.allocated(one, Blocks([1, 2, 3, 4]), 4 * BLOCK - 1)
+    assert [load.joined for load in side.build_metadata(step(one, 1)).loads] == [True]
+    side.received([], (), set(), StepReport({"r": 1}, [], {}))
+
+    other = request("other")
+    side.on_new_request(other)
+    assert side.matched(other) == (4 * BLOCK, True), "the first one runs"
+
+
+@pytest.mark.parametrize("why", ["another waits", "it takes long", "not known how long", "asked for", "several ranks"])
+def test_a_load_that_would_keep_somebody_waiting_is_made_between_steps(
+    make: Make, node: Node, store: Callable[[int], None], why: str
+) -> None:
+    store(4)
+    if why == "several ranks":
+        settings, _ = read_settings("kv_both", {"socket": str(node.socket), "autostart": False}, {})
+        side = Side(settings, MODEL, 2)
+    else:
+        side = make(**({"load_async": True} if why == "asked for" else {}))
+    if why == "not known how long":
+        side.block_pool = BlockPool()
+    else:
+        taught(side, 2 * JOIN_SECONDS if why == "it takes long" else JOIN_SECONDS / 2)
+    one = request()
+    side.on_new_request(one)
+    if why == "another waits":
+        side.on_new_request(request("another", [7] * 64))
+    assert side.matched(one) == (4 * BLOCK, True)
+    side.close()
+
+
+def test_most_steps_have_nothing_to_tell_and_say_so_briefly(make: Make) -> None:
+    side, one = make(), request("quiet", [11] * 64)
+    side.on_new_request(one)
+    assert side.matched(one) == (0, False)
+    side.allocated(one, Blocks([1, 2, 3, 4]), 0)
+    first = side.build_metadata(step(one, 64))
+    assert first.saves
+    assert side.take_stats() is not None
+
+    cached = SimpleNamespace(req_ids=["quiet"], new_block_ids=[None], num_computed_tokens=[64], resumed_req_ids=set())
+    decodes = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={"quiet": 1}, preempted_req_ids=None
+    )
+    assert side.build_metadata(decodes) is QUIET
+    assert side.build_metadata(empty_step()) is not QUIET, "the worker waits a moment where nothing is computed"
+    assert side.take_stats() is None
+    for sent in (first, QUIET):
+        assert pickle.loads(pickle.dumps(sent)) == sent  # noqa: S301 - what vLLM does with it
+    assert pickle.loads(pickle.dumps(QUIET)) is QUIET  # noqa: S301
 
 
 def resumed(one: Any, tokens: int) -> Any:

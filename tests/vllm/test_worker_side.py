@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from ems.cc_v1.tensors import CpuDevice
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.segments.layout import REF_BYTES
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.loads import Loader, LoadJob
-from ems.vllm.metadata import StepMetadata
+from ems.vllm.metadata import QUIET, StepMetadata
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Load, LoadPart, Save
@@ -96,6 +98,59 @@ def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, 
     worker.end()
 
 
+def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None:
+    chain = KeyChain(NAME, BLOCK)
+    chain.extend(list(range(2 * BLOCK)))
+    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]))
+    assert not worker.has_results
+    worker.computed()
+    worker.end()
+    wait_for(lambda: worker.has_results, "the save has ended")
+
+    worker.begin(QUIET)
+    worker.computed()
+    assert worker.results() == (set(), set(), set())
+    report, stats = worker.take_report(), worker.take_stats()
+    assert report is not None
+    assert stats is not None
+    assert [one.blocks for one in report.transfers] == [2]
+    assert len(stats.data["transfers"]) == 1
+    assert not worker.has_results
+    assert (worker.take_report(), worker.take_stats()) == (None, None)
+
+
+def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
+    node: Node, worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the engine's own thread: waking another one takes longer than a small load."""
+    threads: list[threading.Thread] = []
+    copy_in = CpuDevice.copy_in
+
+    def noted(*arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        copy_in(*arguments)
+
+    monkeypatch.setattr(CpuDevice, "copy_in", noted)
+    chain = KeyChain(NAME, BLOCK)
+    chain.extend(list(range(2 * BLOCK)))
+    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]))
+    worker.computed()
+    wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
+    client = PoolClient(node.socket, "test")
+    lease = client.lookup(Namespace(NAME, 0), chain.joined(0, 2), lease=True).lease
+    assert lease is not None
+    part = LoadPart(0, [1, 2], chain.joined(0, 2), lease.packed_refs)
+    worker.begin(StepMetadata(loads=[Load("s", lease.node, [part], joined=True)]))
+    assert threads == [threading.current_thread()] * 2
+    worker.computed()
+    assert worker.results() == (set(), set(), set())
+    report = worker.take_report()
+    assert report is not None
+    assert report.joined == {"s": 1}
+    assert worker.take_invalid_blocks() == set()
+    client.close()
+
+
 @pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layer-by-layer"])
 def test_layers_are_stopped_at_only_where_a_step_has_work_in_them(worker: WorkerSide, layerwise: bool) -> None:
     chain = KeyChain(NAME, BLOCK)
@@ -113,7 +168,8 @@ def test_layers_are_stopped_at_only_where_a_step_has_work_in_them(worker: Worker
         worker.computed()
         worker.end()
 
-    assert asked == [False, layerwise, True, False]
+    assert asked == [False, layerwise, layerwise, False]
+    assert not worker.in_layers
 
 
 @pytest.mark.parametrize("window", [0, 8])

@@ -199,6 +199,9 @@ class Device(ABC):
     Copies may still run when a verb returns; they are over when :meth:`synchronise` has returned.
     """
 
+    at_once = False
+    """Whether a copy is over when its verb returns."""
+
     @abstractmethod
     def pin(self, buffer: memoryview) -> None:
         """Make pool memory known to the accelerator's driver, once a segment."""
@@ -238,6 +241,8 @@ class Device(ABC):
 
 class CpuDevice(Device):
     """Engine memory is host memory: a copy is a copy, and it is over at once."""
+
+    at_once = True
 
     def __init__(self) -> None:
         self._arrays: weakref.WeakKeyDictionary[BlockRows, list[Any]] = weakref.WeakKeyDictionary()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import msgspec
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -42,12 +41,15 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = compat.HOST_HIT
     """What was loaded came from this host's memory."""
 
+    _scheduler: SchedulerSide | IdleScheduler
+    _worker: WorkerSide | IdleWorker
+    _side: SchedulerSide | IdleScheduler | WorkerSide | IdleWorker
+    """The one of these that is here; hooks are called in each step, so nothing is asked on the way to it."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        self._scheduler: SchedulerSide | IdleScheduler | None = None
-        self._worker: WorkerSide | IdleWorker | None = None
         try:
             settings, warnings = read_settings(transfer.kv_role, extra)
             model = describe(vllm_config, kv_cache_config, settings)
@@ -58,9 +60,9 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 raise
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("EMS cannot be used, serving without it: %s", error)
-                self._scheduler = IdleScheduler()
+                self._side = self._scheduler = IdleScheduler()
             else:
-                self._worker = IdleWorker()
+                self._side = self._worker = IdleWorker()
             return
         if role is KVConnectorRole.SCHEDULER:
             for warning in filter(None, (compat.untested_release(), *warnings)):
@@ -70,13 +72,13 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.info("EMS sets kv_load_failure_policy to recompute")
                 transfer.kv_load_failure_policy = "recompute"
             parallel = vllm_config.parallel_config
-            if not settings.load_async and compat.runs_on_v2(vllm_config):
-                # vllm#49250: it goes on behind such a load as if that had not failed.
+            # vllm#49250: it goes on behind a load that failed within a step as if that had not failed.
+            may_join = not compat.runs_on_v2(vllm_config)
+            if settings.load_async is False and not may_join:
                 logger.warning(
                     "EMS: load_async is false, but vLLM's Model Runner V2 computes wrong tokens behind a load that "
                     "fails within a step, so loads are made between steps"
                 )
-                settings = msgspec.structs.replace(settings, load_async=True)
             workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             events = None
@@ -85,12 +87,13 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 feed = ChangeFeed(client, model.namespaces, logger)
                 tokens = partial(compat.hash_tokens, kv_cache_config, model.block_size)
                 events = BlockEvents(model, group_kinds(kv_cache_config), tokens, feed)
-            self._scheduler = SchedulerSide(
+            self._side = self._scheduler = SchedulerSide(
                 settings,
                 model,
                 workers,
                 step_tokens=step_tokens,
                 steps_overlap=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
+                may_join=may_join,
                 events=events,
             )
         else:
@@ -101,7 +104,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 get_tensor_model_parallel_rank(),
                 get_pp_group().rank_in_group,
             )
-            self._worker = WorkerSide(settings, model, planes)
+            self._side = self._worker = WorkerSide(settings, model, planes)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -115,53 +118,47 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side
 
-    @property
-    def _in_scheduler(self) -> SchedulerSide | IdleScheduler:
-        assert self._scheduler is not None, "called on a worker-side connector"
-        return self._scheduler
-
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._in_scheduler.block_pool = gpu_block_pool
+        self._scheduler.block_pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        self._in_scheduler.on_new_request(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._in_scheduler.match(request, num_computed_tokens)
+        return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._in_scheduler.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._in_scheduler.build_metadata(scheduler_output)
+        return self._scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._in_scheduler.received(
-            connector_output.finished_recving or (),
-            compat.failed_receives(connector_output),
-            connector_output.invalid_block_ids,
-            getattr(connector_output, "kv_connector_worker_meta", None),
-        )
+        received = connector_output.finished_recving or ()
+        invalid = connector_output.invalid_block_ids
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
+        if received or invalid or report is not None:
+            self._scheduler.received(received, compat.failed_receives(connector_output), invalid, report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request, (block_ids,))
+        return self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request, block_ids)
+        return self._scheduler.finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        self._in_scheduler.reset()
+        self._scheduler.reset()
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
-        return self._in_scheduler.take_events()
+        return self._scheduler.take_events()
 
     # Both sides
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._scheduler.take_stats() if self._scheduler is not None else self._in_worker.take_stats()
+        return self._side.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -179,62 +176,56 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker side
 
-    @property
-    def _in_worker(self) -> WorkerSide | IdleWorker:
-        assert self._worker is not None, "called on a scheduler-side connector"
-        return self._worker
-
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._in_worker.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._in_worker.preempted(kv_connector_metadata)
+        self._worker.preempted(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
-        self._in_worker.begin(connector_metadata)
+        self._worker.begin(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
-        self._in_worker.end()
+        self._worker.end()
 
     def has_connector_metadata(self) -> bool:
         """VLLM asks before it calls the hooks of each layer: only where this step has something to do in them."""
-        return super().has_connector_metadata() and (self._worker is None or self._worker.in_layers)
+        return self._worker.in_layers
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._in_worker.start_loads()
+        self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._in_worker.wait_for_layer(layer_name)
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self._in_worker.computed_layer(layer_name)
+        self._worker.computed_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Saves begin now and hold their blocks; the step does not wait for them."""
-        self._in_worker.computed()
+        self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received, _ = self._in_worker.results()
+        sent, received, _ = self._worker.results()
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        sent, received, failed = self._in_worker.results()
+        if not self._worker.has_results:
+            return compat.KVConnectorTransferResults()
+        sent, received, failed = self._worker.results()
         return compat.KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return self._in_worker.take_report()
+        return self._worker.take_report()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._in_worker.take_invalid_blocks()
+        return self._worker.take_invalid_blocks()
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
+        self._side.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ems.vllm.metadata import StepMetadata, StepReport
+from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 
 
 class IdleScheduler:
@@ -28,7 +28,7 @@ class IdleScheduler:
 
     def build_metadata(self, _output: Any) -> StepMetadata:
         """Nothing is to be done in any step."""
-        return StepMetadata()
+        return QUIET
 
     def received(
         self, finished: Iterable[str], failed: Collection[str], invalid: set[int], report: object = None
@@ -56,6 +56,9 @@ class IdleScheduler:
 class IdleWorker:
     """The worker side: nothing is ever copied."""
 
+    in_layers = False
+    has_results = False
+
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """The engine's memory is not looked at."""
 
@@ -70,11 +73,6 @@ class IdleWorker:
 
     def start_loads(self) -> None:
         """Nothing is loaded."""
-
-    @property
-    def in_layers(self) -> bool:
-        """Nothing is done layer by layer."""
-        return False
 
     def wait_for_layer(self, name: str) -> None:
         """Nothing is waited for."""

@@ -21,6 +21,8 @@ class Lane(Generic[Job, Result]):
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self.news = False
+        """Whether something may have ended since the last look; costs nothing to ask in each step."""
         self._thread = threading.Thread(target=work, name=name, daemon=True)
 
     def start(self) -> None:
@@ -47,9 +49,12 @@ class Lane(Generic[Job, Result]):
     def ended(self, result: Result) -> None:
         """What became of a job."""
         self._results.put(result)
+        self.news = True
 
     def results(self, wait: float = 0.0) -> list[Result]:
         """What became of jobs since the last call; waits at most ``wait`` seconds until there is something."""
+        # Before the look: what ends from now on is news again.
+        self.news = False
         results = []
         if wait:
             with contextlib.suppress(queue.Empty):

@@ -1,4 +1,4 @@
-"""Copies pool pages into engine blocks, in a thread beside the engine's compute.
+"""Copies pool pages into engine blocks, in a thread beside the engine's compute or for a step that waits for it.
 
 What always holds: a loaded block is reported good only if the headers of all its pages said the same before and
 after the copy, and their bytes were right as far as these are checked; every load ends, whatever fails, and its end
@@ -68,7 +68,10 @@ class Loader:
         device: Device,
         logger: Logger,
         call_timeout: float,
+        *,
+        by_layer: bool = False,
     ) -> None:
+        self._by_layer = by_layer
         self._call_timeout = call_timeout
         self._client = client
         self._planes = planes
@@ -80,11 +83,23 @@ class Loader:
         self._lane: Lane[LoadJob, LoadResult] = Lane("ems-load", self._run)
         self._lane.start()
 
+    @property
+    def news(self) -> bool:
+        """Whether loads may have ended since :meth:`results`."""
+        return self._lane.news
+
     def start(self, load: Load, mark: object, *, joined: bool = False) -> LoadJob:
         """Queue a load, to begin once the engine's work up to ``mark`` is over: that may write into the same blocks."""
         job = LoadJob(load, mark, joined=joined)
         self._under_way += 1
         self._lane.put(job)
+        return job
+
+    def make(self, load: Load, mark: object) -> LoadJob:
+        """A load on the caller's thread, which would wait for it all the same; its end is reported as any other's."""
+        job = LoadJob(load, mark, joined=True)
+        self._under_way += 1
+        self._make(job)
         return job
 
     def results(self, wait: float = 0.0) -> list[LoadResult]:
@@ -99,23 +114,26 @@ class Loader:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            load = job.load
-            begin = time.perf_counter()
-            lost: dict[int, set[int]] | None = None
-            failure = ""
-            try:
-                lost = self._load(job)
-            except EmsError as error:
-                failure = type(error).__name__
-                self._logger.warning("EMS load for request %s failed, it is computed: %s", load.request_id, error)
-            except Exception as error:  # the root of what this thread does, see below
-                # Root of this thread: a defect here must cost a recompute, never the engine.
-                failure = type(error).__name__
-                self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
-            result = self._result(job, lost, time.perf_counter() - begin, failure)
-            job.sound = result.sound
-            self._lane.ended(result)
-            job.progress.finish()
+            self._make(job)
+
+    def _make(self, job: LoadJob) -> None:
+        load = job.load
+        begin = time.perf_counter()
+        lost: dict[int, set[int]] | None = None
+        failure = ""
+        try:
+            lost = self._load(job)
+        except EmsError as error:
+            failure = type(error).__name__
+            self._logger.warning("EMS load for request %s failed, it is computed: %s", load.request_id, error)
+        except Exception as error:  # the root of a load, see below
+            # Root of a load: a defect here must cost a recompute, never the engine.
+            failure = type(error).__name__
+            self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
+        result = self._result(job, lost, time.perf_counter() - begin, failure)
+        job.sound = result.sound
+        self._lane.ended(result)
+        job.progress.finish()
 
     def _result(self, job: LoadJob, lost: dict[int, set[int]] | None, seconds: float, error: str) -> LoadResult:
         load = job.load
@@ -167,7 +185,7 @@ class Loader:
                 readers[position].suspect(page.ref, page.key)
         self._device.wait_for(job.mark)
         try:
-            if job.joined:
+            if job.joined and self._by_layer:
                 self._copy_by_layer(readers, wanted, job.progress)
             else:
                 for position, pages in wanted.items():
@@ -177,7 +195,8 @@ class Loader:
             self._device.synchronise()
         lost: dict[int, set[int]] = {}
         for position, part, pages in parts:
-            good = len(self._whole(readers[position], wanted[position]))
+            copied = wanted[position]
+            good = len(copied if self._device.at_once else self._whole(readers[position], copied))
             first_lost = pages[good].position if good < len(pages) else len(part.block_ids)
             # What follows a block that is missing is of no use either.
             lost[part.plane] = set(part.block_ids[first_lost:])

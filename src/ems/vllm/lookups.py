@@ -73,6 +73,8 @@ class Lookups:
         self._said: str | None = None
         self._inbox: queue.Queue[LookupJob | Lease | None] = queue.Queue()
         self._answers: queue.SimpleQueue[tuple[LookupJob, LookupAnswer]] = queue.SimpleQueue()
+        self.news = False
+        """Whether there may be an answer; costs nothing to ask in each step."""
         self._jobs: dict[str, LookupJob] = {}
         """Those of requests that wait; the scheduler's thread alone uses it."""
         hooks = Hooks(
@@ -112,6 +114,8 @@ class Lookups:
 
     def answers(self, wait: float = 0.0) -> list[LookupAnswer]:
         """What was found since the last call; waits at most ``wait`` seconds until there is something."""
+        # Before the look: what is answered from now on is news again.
+        self.news = False
         told = []
         if wait:
             with contextlib.suppress(queue.Empty):
@@ -127,6 +131,7 @@ class Lookups:
 
     def _tell(self, job: LookupJob, answer: LookupAnswer) -> None:
         self._answers.put((job, answer))
+        self.news = True
 
     def close(self) -> None:
         """End the thread once what it does now is done."""

@@ -30,6 +30,16 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = False
     """Nothing is computed in this step."""
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """What is sent to each worker in each step is short."""
+        if self is QUIET:
+            return "QUIET"
+        return StepMetadata, (self.loads, self.saves, self.preempted, self.awaited, self.idle)
+
+
+QUIET = StepMetadata()
+"""The step in which this connector has nothing to do, as most of an engine that decodes; nobody changes it."""
+
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):

@@ -221,6 +221,11 @@ class RequestBook:
         return self._leases
 
     @property
+    def unasked(self) -> bool:
+        """Whether requests wait that are not looked up yet."""
+        return bool(self._unasked)
+
+    @property
     def loading(self) -> bool:
         """Whether a load is under way."""
         return any(request.phase is Phase.LOADING for request in self._requests.values())

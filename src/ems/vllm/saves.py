@@ -144,6 +144,11 @@ class Saver:
         self._lane.put(batch)
         return batch
 
+    @property
+    def news(self) -> bool:
+        """Whether saves may have ended since :meth:`results`."""
+        return self._lane.news
+
     def results(self) -> list[SaveResult]:
         """Saves that ended since the last call; never waits."""
         return self._lane.results()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from ems.vllm.gate.admission import Offer
 from ems.vllm.kv_events.events import BlockEvents
 from ems.vllm.looking import LookupJob
 from ems.vllm.lookups import Lookups
-from ems.vllm.metadata import StepMetadata, StepReport
+from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
@@ -42,6 +42,9 @@ slow core, where it may miss this; a step in which nothing is computed takes lon
 MAX_OFFERS = 200
 """How often in a row a hit is offered to an engine that runs nothing and does not take it: a load must leave blocks
 free that computing need not, so one of nearly all blocks may never be taken."""
+JOIN_SECONDS = 0.02
+"""How long a step of an engine that has one request only waits for that one's load; a request that comes in meanwhile
+waits as long.  Between steps the load would take another step, in which nothing is computed, of some milliseconds."""
 ANSWER_BLOCKS = 256
 """Lookups of more blocks take longer than that, and are not waited for."""
 
@@ -57,12 +60,16 @@ class SchedulerSide:
         *,
         step_tokens: int = 0,
         steps_overlap: bool = False,
+        may_join: bool = True,
         events: BlockEvents | None = None,
     ) -> None:
         self._settings = settings
         self._model = model
         # A load that is part of a step can report its failure by block only.
-        self._joins = not settings.load_async and not model.fails_whole
+        self._joins = settings.load_async is False and may_join and not model.fails_whole
+        self._joins_alone = (
+            settings.load_async is None and may_join and not model.fails_whole and not steps_overlap and workers == 1
+        )
         self.block_pool: Any = None
         """VLLM's own, for what it must not find again; without it all loads are made between steps."""
         self._joining: set[str] = set()
@@ -106,6 +113,10 @@ class SchedulerSide:
         self._workers = workers
         self._running: set[str] = set()
         """Requests that the engine computes."""
+        self._measured = False
+        """Whether transfers were measured that nothing was learned from yet."""
+        self._usable = True
+        """Whether the pool may be asked, as of the last step."""
         self._waited = False
         """Whether this step has waited for an answer."""
         self._reported: Counter[str] = Counter()
@@ -158,7 +169,7 @@ class SchedulerSide:
         self._take_answers(self._patience(request))
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
-        joined = self._joins and self.block_pool is not None
+        joined = self.block_pool is not None and (self._joins or self._loads_alone(request.num_tokens - local, now))
         found, effects = self._book.match(request_id, request.num_tokens, local, now, joined=joined)
         self._do(effects)
         self._lookups.hurry(request_id)
@@ -172,6 +183,13 @@ class SchedulerSide:
                 found = 0
         self._observer.matched(request_id, local, found)
         return found, bool(found) and not joined
+
+    def _loads_alone(self, tokens: int, now: float) -> bool:
+        """Whether a load of at most ``tokens`` tokens would keep nobody waiting but the request that it is for."""
+        if not self._joins_alone or self._running or len(self._vllm_requests) > 1:
+            return False
+        seconds = self._observer.load_seconds(tokens, now)
+        return seconds is not None and seconds <= JOIN_SECONDS
 
     def _not_taken(self, request_id: str) -> bool:
         """Whether an engine that could have taken this offer long ago will never do so."""
@@ -249,45 +267,52 @@ class SchedulerSide:
 
     def build_metadata(self, output: Any) -> StepMetadata:
         """VLLM's ``build_connector_meta``."""
-        self._take_answers()
-        self._observer.step_began(output.num_scheduled_tokens, time.monotonic())
-        self._book.paused = not self._observer.usable
-        step = StepMetadata(
-            loads=self._loads,
-            saves=self._saves,
-            awaited=self._awaited,
-            preempted=set(getattr(output, "preempted_req_ids", None) or ()),
-            idle=not output.num_scheduled_tokens,
-        )
-        self._loads, self._saves, self._awaited = [], [], set()
-        self._running -= step.preempted
-        self._running.update(output.num_scheduled_tokens)
+        tokens = output.num_scheduled_tokens
+        if self._lookups.news:
+            self._take_answers()
+        now = time.monotonic()
+        self._observer.step_began(tokens, now)
+        if self._measured and not output.scheduled_new_reqs:
+            self._measured = False
+            self._observer.at_leisure(now)
+        usable = self._usable = self._observer.usable
+        self._book.paused = not usable
+        preempted = getattr(output, "preempted_req_ids", None)
+        self._running.update(tokens)
         self._waited = False
-        for request_id in step.preempted:
-            self._book.preempted(request_id)
-            if request_id in output.num_scheduled_tokens:
-                # It goes on in this very step (a reset of the cache does that): nothing is looked up for it.
-                self._do(self._book.decline(request_id))
-        if self._observer.usable:
+        if preempted:
+            self._preempted(preempted, tokens)
+        if usable and self._book.unasked:
             self._do(self._book.look_ahead())
         for data in output.scheduled_new_reqs:
-            self._plan_save(step, output, data.req_id, data.block_ids, data.num_computed_tokens, replace=True)
+            self._plan_save(output, data.req_id, data.block_ids, data.num_computed_tokens, replace=True)
         cached = output.scheduled_cached_reqs
         for position, request_id in enumerate(cached.req_ids):
             new_ids = cached.new_block_ids[position]
             self._plan_save(
-                step,
                 output,
                 request_id,
                 new_ids or (),
                 cached.num_computed_tokens[position],
                 replace=request_id in cached.resumed_req_ids,
             )
-        return step
+        if tokens and not (self._loads or self._saves or self._awaited or preempted):
+            return QUIET
+        loads, saves, awaited = self._loads, self._saves, self._awaited
+        self._loads, self._saves, self._awaited = [], [], set()
+        return StepMetadata(loads, saves, set(preempted or ()), awaited, idle=not tokens)
+
+    def _preempted(self, request_ids: Iterable[str], scheduled: Container[str]) -> None:
+        for request_id in request_ids:
+            self._book.preempted(request_id)
+            if request_id in scheduled:
+                # It goes on in this very step (a reset of the cache does that): nothing is looked up for it.
+                self._do(self._book.decline(request_id))
+            else:
+                self._running.discard(request_id)
 
     def _plan_save(
         self,
-        step: StepMetadata,
         output: Any,
         request_id: str,
         block_ids: Sequence[Sequence[int]],
@@ -298,7 +323,7 @@ class SchedulerSide:
         after = computed + output.num_scheduled_tokens.get(request_id, 0)
         span = self._book.scheduled(request_id, block_ids, after, replace=replace)
         if span is not None:
-            step.saves.append(self._named(self._vllm_requests[request_id], span))
+            self._saves.append(self._named(self._vllm_requests[request_id], span))
 
     def _named(self, request: Any, span: Span) -> Save:
         """The save of ``span`` with the names of its pages."""
@@ -332,6 +357,7 @@ class SchedulerSide:
         self._invalid |= invalid
         if isinstance(report, StepReport):
             self._observer.transferred(report.transfers, report.errors, time.monotonic())
+            self._measured = True
         for request_id in [*finished, *self._joined_loads(report)]:
             known = self._book.get(request_id)
             filled = set(known.loading) if known is not None else set()
@@ -376,7 +402,7 @@ class SchedulerSide:
 
     def take_stats(self) -> EmsStats | None:
         """VLLM's ``get_kv_connector_stats``."""
-        return self._observer.take_stats(time.monotonic())
+        return self._observer.take_stats(time.monotonic()) if self._observer.has_stats(self._usable) else None
 
     def close(self) -> None:
         """The engine stops."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ems.errors import EmsError
-from ems.pool.client.answers import Hits, Lease, Namespace, TailHit
+from ems.pool.client.answers import NO_TAIL, Hits, Lease, Namespace, TailHit
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
 from ems.pool.reasons.words import Reason
@@ -25,8 +25,6 @@ ATTEMPTS = 8
 
 MANY = 64
 """Blocks from which on it is worth while to look for the first of their pages alone at first."""
-
-_NO_TAIL = TailHit(0, b"", pending=False, lease=None)
 
 
 class Prompt(msgspec.Struct):
@@ -99,22 +97,24 @@ class Search:
             return None
         return Found(tokens, reach.blocks, tuple(taken), tuple(leases))
 
-    # One plane that needs all blocks: found and promised in one call, and the tail behind it
+    # One plane that needs all blocks: found and promised in one call, with the tail behind them
 
     def _take_leading(self, prompt: Prompt) -> Found:
         shards = self._planes[0].shards
         leases: list[Lease] = []
         try:
-            wanted = page_keys(prompt.chain.joined(0, len(prompt.chain)), shards)
-            keys, refs = self._hold(wanted, leases)
+            keys, refs, tail = self._hold_leading(prompt, leases)
             blocks = len(keys) // (shards * KEY_BYTES)
             # A block of which some pages are missing counts for nothing.
             keys, refs = keys[: blocks * shards * KEY_BYTES], refs[: blocks * shards * REF_BYTES]
-            tail = self._tail(prompt, blocks, lease=shards == 1)
+            if blocks < len(prompt.chain):
+                self._give_back([tail.lease] if tail.lease is not None else [])
+                tail = self._tail(prompt, blocks, lease=shards == 1)
             leases += [tail.lease] if tail.lease is not None else []
             tail_keys, tail_refs = tail.key, tail.lease.packed_refs if tail.lease is not None else b""
             if tail.tokens and shards > 1:
-                tail_keys, tail_refs = self._hold(page_keys(tail.key, shards), leases)
+                wanted = page_keys(tail.key, shards)
+                tail_keys, tail_refs = self._hold(wanted, self._ask(0, wanted, lease=True), leases)
         except EmsError:
             self._give_back(leases)
             raise
@@ -129,11 +129,33 @@ class Search:
         pages = Pages(0, 0, keys + (tail_keys if whole else b""), refs + (tail_refs if whole else b""))
         return Found(tokens, blocks, (pages,), tuple(leases))
 
-    def _hold(self, keys: bytes, leases: list[Lease]) -> tuple[bytes, bytes]:
-        """The leading ones of ``keys`` that are there, and where; a lease on them is added to ``leases``."""
-        if not keys:
-            return b"", b""
-        hits = self._ask(0, keys, lease=True)
+    def _hold_leading(self, prompt: Prompt, leases: list[Lease]) -> tuple[bytes, bytes, TailHit]:
+        """Pages of the leading blocks, and the tail behind all blocks, which means something if all are there."""
+        shards, whole = self._planes[0].shards, len(prompt.chain)
+        rest = self._rest(prompt, whole)
+        if not whole:
+            return b"", b"", self._tail(prompt, 0, lease=shards == 1)
+        keys = page_keys(prompt.chain.joined(0, whole), shards)
+        if not len(rest):
+            return *self._hold(keys, self._ask(0, keys, lease=True), leases), NO_TAIL
+        hits, tail = self._client.lookup_with_tail(
+            self._namespaces[0],
+            keys,
+            self._tail_name(prompt, whole, rest),
+            lease_keys=True,
+            lease_tail=shards == 1,
+            timeout=self._timeout,
+            request=self._request,
+            compute=self._seconds_a_page(),
+        )
+        self._see_rising(0, hits.below)
+        held = self._hold(keys, hits, leases)
+        if len(held[0]) == len(keys):
+            self.rising = max(self.rising, int(tail.below))
+        return *held, tail
+
+    def _hold(self, keys: bytes, hits: Hits, leases: list[Lease]) -> tuple[bytes, bytes]:
+        """The leading ones of ``keys`` that are there, and where; the lease on them is added to ``leases``."""
         self.reason = self.reason or hits.reason
         if hits.lease is None:
             return b"", b""
@@ -141,18 +163,24 @@ class Search:
         return keys[: hits.count * KEY_BYTES], hits.lease.packed_refs
 
     def _ask(self, number: int, keys: bytes, *, lease: bool = False) -> Hits:
-        """Look ``keys`` up in plane ``number``; a block's computing is shared by its pages of all planes."""
-        pages_a_block = sum(plane.shards for plane in self._planes)
+        """Look ``keys`` up in plane ``number``."""
         hits = self._client.lookup(
             self._namespaces[number],
             keys,
             lease=lease,
             timeout=self._timeout,
             request=self._request,
-            compute=self.computing / pages_a_block,
+            compute=self._seconds_a_page(),
         )
-        self.rising = max(self.rising, -(-hits.below // self._planes[number].shards))
+        self._see_rising(number, hits.below)
         return hits
+
+    def _seconds_a_page(self) -> float:
+        """A block's computing is shared by its pages of all planes."""
+        return self.computing / sum(plane.shards for plane in self._planes)
+
+    def _see_rising(self, number: int, pages: int) -> None:
+        self.rising = max(self.rising, -(-pages // self._planes[number].shards))
 
     # Several
 
@@ -170,7 +198,7 @@ class Search:
                 return Reach(blocks, tail, pending)
             # Up to the gap some of the window may be there; a tail at a gap is none.
             blocks = min(gap, blocks)
-        return Reach(0, _NO_TAIL, pending)
+        return Reach(0, NO_TAIL, pending)
 
     def _leading(self, number: int, keys: bytes) -> tuple[int, bool]:
         """How many leading blocks of ``keys`` a plane has all pages of, and whether the next is being written."""
@@ -205,14 +233,17 @@ class Search:
 
     def _tail(self, prompt: Prompt, blocks: int, *, lease: bool) -> TailHit:
         """The part of block number ``blocks`` that some page of the first plane holds."""
-        start = blocks * self._block_size
-        rest = prompt.tokens[start : start + self._block_size]
+        rest = self._rest(prompt, blocks)
         if not len(rest):
-            return _NO_TAIL
+            return NO_TAIL
         name = self._tail_name(prompt, blocks, rest)
         hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease, timeout=self._timeout)
         self.rising = max(self.rising, int(hit.below))
         return hit
+
+    def _rest(self, prompt: Prompt, blocks: int) -> Sequence[int]:
+        """Tokens of the block number ``blocks``, none where the prompt ends before it."""
+        return prompt.tokens[blocks * self._block_size : (blocks + 1) * self._block_size]
 
     @staticmethod
     def _tail_name(prompt: Prompt, blocks: int, rest: Sequence[int]) -> Tail:

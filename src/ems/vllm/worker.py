@@ -19,7 +19,7 @@ from ems.pool.segments.touch import warm
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.layers import LayerOrder
 from ems.vllm.loads import LOAD_SECONDS, Loader, LoadJob
-from ems.vllm.metadata import StepMetadata, StepReport
+from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.reporting.stats import EmsStats
@@ -52,9 +52,12 @@ class WorkerSide:
         self._load_device: Device = CpuDevice()
         self._save_device: Device = CpuDevice()
         self._order = LayerOrder(())
+        self._windowed = False
         self._batch: SaveBatch | None = None
         self._step: StepMetadata | None = None
         self._loads_started = False
+        self.in_layers = False
+        """Whether the layers of the step under way have to wait for loads, or are stored one by one."""
         self._joined: list[LoadJob] = []
         self._warmed = 0
         self._awaited: set[str] = set()
@@ -63,6 +66,8 @@ class WorkerSide:
         self._refused: set[str] = set()
         self._report: Counter[str] = Counter()
         self._transfers = TransferLog()
+        self._for_stats = self._for_report = False
+        """Whether there may be something in it for either reader."""
         self._leading = any(plane.leading and not plane.portion.replica for plane in planes)
 
     # Set-up
@@ -81,11 +86,14 @@ class WorkerSide:
             logger.warning("EMS cannot be used, serving without it: %s", error)
             return
         self._order = LayerOrder(self._rows)
+        self._windowed = any(rows.windowed for rows in self._rows)
         first = kv_caches[self._planes[0].layers[0]]
         self._load_device, self._save_device = device_of(first), device_of(first)
         self._start_node()
         timeout = self._settings.call_timeout
-        self._loader = Loader(self._client, self._rows, self._load_device, logger, timeout)
+        self._loader = Loader(
+            self._client, self._rows, self._load_device, logger, timeout, by_layer=self._settings.layerwise
+        )
         if self._settings.saves:
             self._saver = Saver(
                 self._client, self._rows, self._save_device, logger, timeout, by_layer=self._settings.layerwise
@@ -141,7 +149,7 @@ class WorkerSide:
 
     def preempted(self, step: StepMetadata) -> None:
         """Some requests' blocks go to others once this returns (vLLM's ``handle_preemptions``)."""
-        if self._saver is not None:
+        if step.preempted and self._saver is not None:
             for request_id in step.preempted:
                 self._saver.cancel(request_id)
 
@@ -150,16 +158,20 @@ class WorkerSide:
         if self._batch is not None:
             # All stages but the last of a pipeline are not told that a step with drafts was computed.
             self.computed()
-        self._warm_once()
         self._step = step
         self._joined = []
-        self._loads_started = False
-        self._awaited |= step.awaited
-        if self._saver is not None:
+        self._loads_started = step is QUIET
+        self.in_layers = False
+        if self._saver is not None and self._windowed:
             self._saver.leave_windows()
-            if step.saves:
-                self._batch = self._saver.start(step.saves)
-        if isinstance(self._load_device, CpuDevice):
+        if step is QUIET:
+            return
+        self._warm_once()
+        self._awaited |= step.awaited
+        if self._saver is not None and step.saves:
+            self._batch = self._saver.start(step.saves)
+            self.in_layers = self._batch.by_layer
+        if self._load_device.at_once:
             # Nothing of an earlier step still runs on this device, so loads need not wait for the launch.
             self.start_loads()
 
@@ -181,6 +193,9 @@ class WorkerSide:
                 rest, last = load.split()
                 urgent.append(self._loader.start(last, mark, joined=True))
                 self._joined.append(self._loader.start(rest, mark, joined=True))
+                self.in_layers = True
+            elif self._load_device.at_once:
+                urgent.append(self._loader.make(load, mark))
             else:
                 urgent.append(self._loader.start(load, mark, joined=True))
         for job in urgent:
@@ -201,11 +216,6 @@ class WorkerSide:
     def _wait(self, job: LoadJob, layer: str | None) -> None:
         if not job.progress.wait(layer, LOAD_SECONDS)[0]:
             raise TimeoutError(f"EMS did not load the blocks of request {job.load.request_id} in {LOAD_SECONDS:.0f} s")
-
-    @property
-    def in_layers(self) -> bool:
-        """Whether the layers of the step under way have to wait for loads, or are stored one by one."""
-        return bool(self._joined) or (self._batch is not None and self._batch.by_layer)
 
     def wait_for_layer(self, name: str) -> None:
         """VLLM's ``wait_for_layer_load``."""
@@ -234,8 +244,21 @@ class WorkerSide:
         if self._batch is not None:
             self.computed()
         self._step = None
+        self.in_layers = False
 
     # Results
+
+    @property
+    def has_results(self) -> bool:
+        """Whether :meth:`results` may have something to say; False in most steps."""
+        return bool(
+            self._joined
+            or self._awaited
+            or self._refused
+            or (self._step is not None and self._step.idle)
+            or (self._loader is not None and self._loader.news)
+            or (self._saver is not None and self._saver.news)
+        )
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose saves are done and that the engine waits for, those whose loads ended, those whose failed.
@@ -244,6 +267,9 @@ class WorkerSide:
         """
         for job in self._joined:
             self._wait(job, None)
+        # After a call that reached another node than before.
+        self._warm_once()
+        self._for_stats = self._for_report = True
         received, self._refused = self._refused, set()
         wait = IDLE_SECONDS if self._step is not None and self._step.idle else 0.0
         for result in self._loader.results(wait) if self._loader is not None else ():
@@ -300,6 +326,9 @@ class WorkerSide:
 
     def take_stats(self) -> EmsStats | None:
         """Loads and saves that :meth:`results` saw, for vLLM's log and metrics."""
+        if not self._for_stats:
+            return None
+        self._for_stats = False
         return EmsStats.of_worker(self._transfers.take_for_stats())
 
     def take_invalid_blocks(self) -> set[int]:
@@ -309,6 +338,9 @@ class WorkerSide:
 
     def take_report(self) -> StepReport | None:
         """What the scheduler side is to hear of this step beside :meth:`results`."""
+        if not self._for_report and not self._report:
+            return None
+        self._for_report = False
         joined, self._report = self._report, Counter()
         transfers, errors = self._transfers.take_for_report()
         if not joined and not transfers and not errors:

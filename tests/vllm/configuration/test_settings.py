@@ -153,7 +153,7 @@ def test_a_model_id_of_another_program_is_not_taken_for_a_namespace() -> None:
 def test_nothing_is_held_back_unless_asked_for() -> None:
     settings, _ = read_settings("kv_both", {})
 
-    assert (settings.saves, settings.loads, settings.load_async, settings.save_answers) == (True, True, True, True)
+    assert (settings.saves, settings.loads, settings.load_async, settings.save_answers) == (True, True, None, True)
     assert (settings.min_reuse_tokens, settings.min_load_blocks) == (0, 0)
     assert (settings.cost_model, settings.health_gate, settings.save_tails) == (True, True, True)
     assert (settings.layerwise, settings.explain) == (False, False)
@@ -234,7 +234,9 @@ def test_no_key_is_both_used_and_without_meaning() -> None:
 def test_null_counts_as_absent() -> None:
     settings, _ = read_settings("kv_both", {"load_async": None, "pool_size": None, "tenant": None})
 
-    assert (settings.load_async, settings.pool_size, settings.tenant) == (True, 0, "default")
+    assert (settings.load_async, settings.pool_size, settings.tenant) == (None, 0, "default")
+    assert read_settings("kv_both", {"use_layerwise": True})[0].load_async is False
+    assert read_settings("kv_both", {"load_async": "true"})[0].load_async is True
 
 
 @pytest.mark.parametrize(("declared", "mla"), [("", True), ("", False), ("MHA", False), ("MLA", True)])

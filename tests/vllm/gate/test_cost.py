@@ -161,6 +161,7 @@ def test_a_pool_that_became_fast_is_used_again() -> None:
             model.loaded(1000, load.seconds(1000), now)
         else:
             model.computed(1000, 0.105, now)
+        model.learn(now)
         now += 0.5
 
     slow = [yes for at, yes in advised if at < 100]

@@ -62,8 +62,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pool_size: int = 0
     """Bytes of a pool that is started from here, 0 for the node's default; ``pool_size`` or ``EMS_POOL_SIZE``."""
 
-    load_async: bool = True
-    """Load between steps while the request waits, not in the step that needs it; False by itself with ``layerwise``."""
+    load_async: bool | None = None
+    """Load between steps while the request waits, or (False, by itself with ``layerwise``) in the step that needs it.
+
+    None is between steps, but for a short load of an engine that has nothing else to do."""
 
     layerwise: bool = False
     """Move a block layer by layer beside compute, instead of whole; ``use_layerwise``."""
@@ -145,6 +147,12 @@ def _layerwise(reader: SettingReader) -> bool:
     return reader.boolean("use_layerwise", default=False)
 
 
+def _load_async(reader: SettingReader, *, layerwise: bool) -> bool | None:
+    if reader.find("load_async")[1] is None:
+        return False if layerwise else None
+    return reader.boolean("load_async", default=True)
+
+
 def read_settings(
     kv_role: str | None, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> tuple[ConnectorSettings, list[str]]:
@@ -167,7 +175,7 @@ def read_settings(
         directory=directory,
         autostart=reader.boolean("autostart", "EMS_AUTOSTART", default=True),
         pool_size=reader.size("pool_size", "EMS_POOL_SIZE"),
-        load_async=reader.boolean("load_async", default=not layerwise),
+        load_async=_load_async(reader, layerwise=layerwise),
         layerwise=layerwise,
         save_answers=reader.boolean("save_decode_cache", default=True),
         save_tails=not reader.boolean("discard_partial_chunks", default=False),

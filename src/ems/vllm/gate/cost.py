@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ems.pool.movement.speed import Reluctance, Samples
+from ems.pool.movement.speed import Line, Reluctance, Samples
 
 LOADS_LAST_SECONDS = 60.0
 """How long the measurement of a load counts.  Those of computing are made all the time and do not grow old."""
@@ -44,13 +44,26 @@ class CostModel:
         """The state of ``tokens`` tokens was loaded in ``seconds``, without the time that the load had to wait."""
         self._loaded.add(tokens, seconds, now)
 
+    def learn(self, now: float) -> None:
+        """Take account of what was measured since; takes a moment, so it is not done while a request waits for it."""
+        self._computed.line(now)
+        self._loaded.line(now)
+
+    def _lines(self, now: float) -> tuple[Line | None, Line | None]:
+        return self._computed.line(now, draw=False), self._loaded.line(now, draw=False)
+
     def worth_loading(self, tokens: int, now: float) -> bool:
         """Whether the state of ``tokens`` tokens should be loaded rather than computed."""
         return self._reluctance.allows(not self._enabled or self.saving(tokens, now) >= 0)
 
+    def load_seconds(self, tokens: int, now: float) -> float | None:
+        """How long a load of ``tokens`` tokens takes; None while that is not known."""
+        loaded = self._loaded.line(now, draw=False)
+        return None if loaded is None else loaded.seconds(tokens)
+
     def saving(self, tokens: int, now: float) -> float:
         """Seconds that loading ``tokens`` tokens saves, negative where it costs some; 0 while nothing is known."""
-        computed, loaded = self._computed.line(now), self._loaded.line(now)
+        computed, loaded = self._lines(now)
         if computed is None or loaded is None:
             return 0.0
         # The step that computes the rest of the prompt is needed in any case: only further ones count whole.
@@ -59,7 +72,7 @@ class CostModel:
 
     def figures(self, now: float) -> CostFigures:
         """What is known now."""
-        computed, loaded = self._computed.line(now), self._loaded.line(now)
+        computed, loaded = self._lines(now)
         return CostFigures(
             1 / computed.per_unit if computed is not None and computed.per_unit > 0 else 0.0,
             1 / loaded.per_unit if loaded is not None and loaded.per_unit > 0 else 0.0,

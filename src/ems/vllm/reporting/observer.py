@@ -109,6 +109,10 @@ class Observer:
             self._admitted.add(request_id)
         return reason
 
+    def load_seconds(self, tokens: int, now: float) -> float | None:
+        """How long a load of ``tokens`` tokens takes; None while that is not known."""
+        return self._cost.load_seconds(tokens, now)
+
     def matched(self, request_id: str, local: int, external: int | None) -> None:
         """The engine was told how much can be loaded."""
         self._explanations.matched(request_id, local, external)
@@ -143,6 +147,10 @@ class Observer:
         """The engine begins a step that computes so many ``tokens`` of each request."""
         self._steps.began(sum(tokens.values()), max(tokens.values(), default=0), now)
 
+    def at_leisure(self, now: float) -> None:
+        """No request waits for its first token in this step."""
+        self._cost.learn(now)
+
     def step_ended(self, now: float) -> None:
         """The oldest step under way ended."""
         if (computed := self._steps.ended(now)) is not None:
@@ -159,6 +167,11 @@ class Observer:
                 )
                 if one.load and not one.failed:
                     self._cost.loaded(one.blocks * self._block_size, one.seconds, now)
+
+    def has_stats(self, usable: bool) -> bool:
+        """Whether :meth:`take_stats` has something to tell of a pool that is ``usable`` or not; False in most steps."""
+        tally = self._explanations.tally
+        return bool(tally.decided or tally.misses) or usable is not self._told_usable
 
     def take_stats(self, now: float) -> EmsStats | None:
         """What vLLM is to know since the last call."""
