@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ems.errors import PoolRefused, PoolUnavailable, ProtocolError, StaleReference
-from ems.pool.client.answers import Namespace
-from ems.pool.client.frames import receive_frame
+from ems.errors import EmsError, PoolRefused, PoolUnavailable, ProtocolError, StaleReference
+from ems.pool.client.answers import NO_TAIL, Namespace
+from ems.pool.client.frames import receive_frames
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import Tail
 from ems.pool.protocol import coding, framing, messages
 from ems.testing.waiting import until
 from tests.pool.brain import chain
@@ -106,14 +107,49 @@ def test_an_interrupted_call_does_not_leave_its_answer_to_the_next(
     epoch = client.epoch
 
     def interrupted(*arguments: object, **options: object) -> bytes:
-        monkeypatch.setattr("ems.pool.client.line.receive_frame", receive_frame)
+        monkeypatch.setattr("ems.pool.client.line.receive_frames", receive_frames)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ems.pool.client.line.receive_frame", interrupted)
+    monkeypatch.setattr("ems.pool.client.line.receive_frames", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.lookup(namespace, KEYS[:16])
     assert client.lookup(namespace, KEYS).count == 3
     assert client.epoch != epoch
+
+
+def test_keys_and_the_tail_behind_them_are_looked_up_together(client: PoolClient, namespace: Namespace) -> None:
+    keys = chain("tail", 2)
+    tail = Tail(keys[1], struct.pack("<3I", 5, 6, 7))
+    client.commit(client.reserve(namespace, bytes(16), [*keys, tail.key], tail=tail))
+    wanted = Tail(keys[1], struct.pack("<3I", 5, 6, 8))
+
+    hits, shared = client.lookup_with_tail(namespace, b"".join(keys), wanted, lease_keys=True, lease_tail=True)
+
+    assert (hits.count, shared.tokens, shared.key) == (2, 2, tail.key)
+    for lease in (hits.lease, shared.lease):
+        assert lease is not None
+        client.release(lease)
+    elsewhere = Tail(keys[0], wanted.tokens)
+    plain, none = client.lookup_with_tail(namespace, keys[0], elsewhere, lease_keys=False, lease_tail=False)
+    assert (plain.count, plain.lease, none.tokens, none.lease) == (1, None, 0, None)
+    assert client.stats()["leases"] == 0
+    nowhere = Namespace("nobody/stored/here", 0)
+    hits, none = client.lookup_with_tail(nowhere, keys[0], tail, lease_keys=True, lease_tail=True)
+    assert (hits.count, hits.lease, none) == (0, None, NO_TAIL)
+
+
+def test_of_requests_that_are_sent_together_one_that_is_refused_leaves_no_lease(
+    client: PoolClient, namespace: Namespace
+) -> None:
+    keys = chain("together", 2)
+    client.commit(client.reserve(namespace, bytes(16), keys))
+    with client._line.turn(5.0) as turn:
+        number = turn.connection.namespaces[namespace]
+        leased = messages.Lookup(number, b"".join(keys), lease=True)
+        with pytest.raises(EmsError):
+            turn.ask_all([leased, messages.Commit(12345)], messages.Hits)
+    assert client.stats()["leases"] == 0
+    assert client.lookup(namespace, b"".join(keys)).count == 2
 
 
 def test_many_threads_share_a_client(client: PoolClient, namespace: Namespace) -> None:

@@ -57,6 +57,10 @@ class TailHit(msgspec.Struct, frozen=True):
     below: bool = False
 
 
+NO_TAIL = TailHit(0, b"", pending=False, lease=None)
+"""Nothing is known of any tail."""
+
+
 class Place(msgspec.Struct, frozen=True):
     """How far a client has read of a node's changes."""
 

@@ -1,9 +1,10 @@
-"""One frame off a socket, before a deadline."""
+"""Frames off a socket, before a deadline."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 
 from ems.pool.protocol.framing import FrameReader
 
@@ -13,6 +14,11 @@ _READ_SIZE = 64 << 10
 
 def receive_frame(sock: socket.socket, deadline: float, descriptors: list[int] | None = None) -> bytes:
     """One frame's body, with the file descriptors that came beside it."""
+    return next(receive_frames(sock, deadline, descriptors))
+
+
+def receive_frames(sock: socket.socket, deadline: float, descriptors: list[int] | None = None) -> Iterator[bytes]:
+    """The bodies of the frames that come, one by one; what came behind the last one that was taken is lost."""
     reader = FrameReader()
     while True:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -24,5 +30,4 @@ def receive_frame(sock: socket.socket, deadline: float, descriptors: list[int] |
         if not data:
             raise ConnectionResetError("the node closed the connection")
         reader.feed(data)
-        for body in reader.frames():
-            return body
+        yield from reader.frames()

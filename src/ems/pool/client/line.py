@@ -13,12 +13,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference, Unauthorised
 from ems.pool.client.answers import Namespace
-from ems.pool.client.frames import receive_frame
+from ems.pool.client.frames import receive_frame, receive_frames
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.retry import Retry
 from ems.pool.client.segments import SegmentMap
@@ -66,7 +67,15 @@ class Turn:
         Raises:
             EmsError: the node refuses, or there is no (sound) answer before the deadline.
         """
-        return self._line.ask(self.connection, request, expected, self._deadline)
+        return self.ask_all([request], expected)[0]
+
+    def ask_all(self, requests: Sequence[messages.Request], expected: type[Answer]) -> list[Answer]:
+        """The node's answers to requests that are sent together.
+
+        Raises:
+            EmsError: as :meth:`ask`; a node that refuses one of several has lost the connection.
+        """
+        return self._line.ask(self.connection, requests, expected, self._deadline)
 
 
 class Line:
@@ -137,13 +146,16 @@ class Line:
         self.connection = Connection(sock, epoch, welcome, segments, tenant)
         return self.connection
 
-    def ask(self, connection: Connection, request: messages.Request, expected: type[Answer], deadline: float) -> Answer:
-        """One request and its answer; only :class:`Turn` calls this."""
-        frame = coding.encode_request(request)
+    def ask(
+        self, connection: Connection, requests: Sequence[messages.Request], expected: type[Answer], deadline: float
+    ) -> list[Answer]:
+        """Requests and their answers; only :class:`Turn` calls this."""
+        frames = b"".join(map(coding.encode_request, requests))
         try:
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.sock.sendall(frame)
-            answer = coding.decode_answer(receive_frame(connection.sock, deadline))
+            connection.sock.sendall(frames)
+            bodies = islice(receive_frames(connection.sock, deadline), len(requests))
+            answers = [coding.decode_answer(body) for body in bodies]
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
             self.drop()
@@ -156,14 +168,18 @@ class Line:
             # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
             self.drop()
             raise
-        if isinstance(answer, messages.Refused):
-            if answer.code == "unauthorised":
-                self.drop()  # the node has ended the connection
-            refusals.raise_refusal(answer)
-        if not isinstance(answer, expected):
-            self.drop()
-            raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
-        return answer
+        for answer in answers:
+            if isinstance(answer, messages.Refused):
+                if answer.code == "unauthorised" or len(answers) > 1:
+                    self.drop()  # the node has ended it; or nobody learns of the leases in the other answers
+                refusals.raise_refusal(answer)
+        found: list[Answer] = []
+        for answer in answers:
+            if not isinstance(answer, expected):
+                self.drop()
+                raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
+            found.append(answer)
+        return found
 
     def tell(self, request: messages.Release | messages.Withdraw, epoch: int) -> None:
         """Send what has no answer, if the connection ``epoch`` is still there."""

@@ -16,6 +16,7 @@ from typing import Any
 from ems.errors import PoolRefused, PoolUnavailable, ProtocolError
 from ems.pool.administration.acts import Acts
 from ems.pool.client.answers import (
+    NO_TAIL,
     Announcement,
     Hits,
     Lease,
@@ -191,21 +192,41 @@ class PoolClient:
         is how many seconds a page takes to be computed again, 0 when that is not known.
         """
         with self._line.turn(timeout) as turn:
-            connection, number = turn.connection, self._opened(turn, namespace)
-            if not connection.tells_reasons:
-                request = ""
-            if number is not None:
-                micros = min(round(compute * 1e6), _MOST_MICROS) if connection.tells_tiers else 0
-                message = messages.Lookup(number, keys, lease, None, request, micros)
-                answer = turn.ask(message, messages.Hits)
-            elif connection.tells_reasons:
-                missed = messages.Miss(namespace.name, len(keys) // KEY_BYTES, request)
-                answer = turn.ask(missed, messages.Hits)
-            else:
-                return Hits(0, 0, None)
-            return Hits(
-                answer.count, answer.pending, _held(connection, answer), Reason.of_code(answer.code), answer.below
-            )
+            asked = self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute)
+            return Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
+
+    def lookup_with_tail(
+        self,
+        namespace: Namespace,
+        keys: bytes,
+        tail: Tail,
+        *,
+        lease_keys: bool,
+        lease_tail: bool,
+        timeout: float = CALL_SECONDS,
+        request: str = "",
+        compute: float = 0.0,
+    ) -> tuple[Hits, TailHit]:
+        """:meth:`lookup` and :meth:`lookup_tail` for the time of one of them."""
+        with self._line.turn(timeout) as turn:
+            asked = self._lookup(turn, namespace, keys, lease=lease_keys, request=request, compute=compute)
+            if not isinstance(asked, messages.Lookup):
+                found = Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
+                return found, NO_TAIL
+            both = turn.ask_all([asked, messages.Lookup(asked.namespace, b"", lease_tail, tail)], messages.Hits)
+            return _hits(turn.connection, both[0]), _tail_hit(turn.connection, both[1])
+
+    def _lookup(
+        self, turn: Turn, namespace: Namespace, keys: bytes, *, lease: bool, request: str, compute: float
+    ) -> messages.Lookup | messages.Miss | None:
+        """What to ask the node for; None: it has nothing in ``namespace`` and does not want to know of it."""
+        connection, number = turn.connection, self._opened(turn, namespace)
+        if number is not None:
+            micros = min(round(compute * 1e6), _MOST_MICROS) if connection.tells_tiers else 0
+            return messages.Lookup(number, keys, lease, None, request if connection.tells_reasons else "", micros)
+        if connection.tells_reasons:
+            return messages.Miss(namespace.name, len(keys) // KEY_BYTES, request)
+        return None
 
     def prefetch(self, namespace: Namespace, keys: bytes, timeout: float = CALL_SECONDS) -> int:
         """Have ``keys``, which will be needed soon, brought up from tiers below memory.
@@ -242,10 +263,8 @@ class PoolClient:
         with self._line.turn(timeout) as turn:
             number = self._opened(turn, namespace)
             if number is None:
-                return TailHit(0, b"", pending=False, lease=None)
-            answer = turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits)
-            held = _held(turn.connection, answer)
-            return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
+                return NO_TAIL
+            return _tail_hit(turn.connection, turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits))
 
     def release(self, lease: Lease) -> None:
         """End a lease; quietly does nothing when the connection that it was made on is gone."""
@@ -409,6 +428,15 @@ class PoolClient:
         first = random.randrange(SAMPLE)
         name = qualified(connection.tenant, namespace.name) if connection.tenant else namespace.name
         return PageReader(connection.segments.segment, name, namespace.page_size, trust, first)
+
+
+def _hits(connection: Connection, answer: messages.Hits) -> Hits:
+    return Hits(answer.count, answer.pending, _held(connection, answer), Reason.of_code(answer.code), answer.below)
+
+
+def _tail_hit(connection: Connection, answer: messages.Hits) -> TailHit:
+    held = _held(connection, answer)
+    return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
 
 
 def _held(connection: Connection, answer: messages.Hits) -> Lease | None:

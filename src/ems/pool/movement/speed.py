@@ -74,14 +74,14 @@ class Samples:
             self._samples.append((size, seconds, now))
             self._known = False
 
-    def line(self, now: float) -> Line | None:
-        """The line, None without enough fresh measurements."""
+    def line(self, now: float, *, draw: bool = True) -> Line | None:
+        """The line, None without enough fresh measurements; without ``draw`` the one that was drawn last, if any."""
         while self._lasts is not None and self._samples and self._samples[0][2] < now - self._lasts:
             self._samples.popleft()
             self._known = False
         if len(self._samples) < LEAST_SAMPLES:
             self._line = None
-        elif not self._known and (self._line is None or now >= self._next_fit):
+        elif not self._known and (self._line is None or (draw and now >= self._next_fit)):
             self._known = True
             self._next_fit = now + FIT_SECONDS
             self._line = self._fit()

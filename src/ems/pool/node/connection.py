@@ -80,6 +80,8 @@ class Connection:
         self._version = 0
         self._pending: Pending | None = None
         self._unsent = bytearray()
+        self._held = bytearray()
+        """Answers that leave with the next one."""
         self._descriptors_unread = 0
         """Descriptors that were sent since the client was known to have read all answers."""
         self.pid, self.uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -160,6 +162,7 @@ class Connection:
                 self._handle(coding.decode_request(body), body)
                 if self._sock.fileno() < 0:
                     return
+            self._send_held()
         except ProtocolError as error:
             self.refuse(error)
         except Exception:  # noqa: BLE001 - the root of what a client sets off, see below
@@ -235,13 +238,24 @@ class Connection:
 
     def refuse(self, error: EmsError) -> None:
         """Tell the client why, and end the connection."""
-        self.send(coding.encode(refusals.refusal(error)))
+        self._send_held()
+        self.send(coding.encode(refusals.refusal(error)), hold=False)
         self.close(str(error))
 
-    def send(self, data: bytes) -> None:
-        """Send ``data``, keeping what the socket does not take now."""
+    def send(self, data: bytes, *, hold: bool = True) -> None:
+        """Send ``data``, keeping what the socket does not take now.
+
+        With ``hold`` it may leave together with answers to requests that came with this one, so that who asked is
+        woken once: a client on a processor that the node needs for the second answer would delay that.
+        """
         if self._sock.fileno() < 0:
             return
+        if hold and self._reader.more and len(self._held) < READ_SIZE:
+            self._held += data
+            return
+        if self._held:
+            data = bytes(self._held) + data
+            self._held.clear()
         if not self._unsent:
             try:
                 sent = self._sock.send(data)
@@ -258,6 +272,10 @@ class Connection:
         if len(self._unsent) > MAX_UNSENT:
             self.close(f"it left {format_size(len(self._unsent))} of answers unread")
 
+    def _send_held(self) -> None:
+        if self._held:
+            self.send(b"", hold=False)
+
     def _on_writable(self) -> None:
         try:
             sent = self._sock.send(self._unsent)
@@ -272,6 +290,7 @@ class Connection:
 
     def _send_descriptor(self, answer: messages.SegmentAttached) -> None:
         data = coding.encode(answer)
+        self._send_held()
         if self._unsent:
             self.refuse(ProtocolError("a segment was asked for while earlier answers wait to be read"))
             return

@@ -36,6 +36,13 @@ class FrameReader:
         """The beginning of a frame that is not complete."""
         return bytes(self._buffer)
 
+    @property
+    def more(self) -> bool:
+        """Whether another whole frame is there."""
+        if len(self._buffer) < _LENGTH.size:
+            return False
+        return len(self._buffer) >= _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0])
+
     def frames(self) -> Iterator[bytes]:
         """Bodies of the frames that are complete by now.
 

@@ -255,7 +255,12 @@ def header_is_sound(buffer: memoryview | bytes | bytearray | mmap, offset: int) 
     return bool(zlib.crc32(raw[: _HEADER.size]) == _CHECK.unpack_from(raw, _HEADER.size)[0])
 
 
-def vouches(buffer: memoryview, slot: int, generation: int, key: bytes) -> bool:
-    """Whether the header of ``slot`` says that it holds the whole committed page of ``key`` in ``generation``."""
-    offset = HEADERS_OFFSET + slot * HEADER_BYTES
+def vouches(
+    buffer: memoryview | bytes, slot: int, generation: int, key: bytes, *, headers: int = HEADERS_OFFSET
+) -> bool:
+    """Whether the header of ``slot`` says that it holds the whole committed page of ``key`` in ``generation``.
+
+    ``headers`` is where the first header begins in ``buffer``.
+    """
+    offset = headers + slot * HEADER_BYTES
     return bytes(buffer[offset : offset + _VOUCH.size]) == _VOUCH.pack(SlotState.PRESENT, generation, key)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ems.pool.checksum import page_checksum
 from ems.pool.segments.layout import (
+    HEADER_BYTES,
     PageRef,
     belongs_to,
     carving_of,
@@ -67,10 +68,11 @@ class PageReader:
 
         For the moment after they were copied: they are in the processor's cache then.
         """
-        if not self.holds(ref, key):
-            return False
         segment, at = self._segment(ref.segment), header_offset(ref.slot)
-        header, whole = unpack_header(segment, at), header_is_sound(segment, at)
+        raw = bytes(segment[at : at + HEADER_BYTES])
+        if not vouches(raw, 0, ref.generation, key, headers=0) or not self._is_ours(ref.segment, segment):
+            return False
+        header, whole = unpack_header(raw, 0), header_is_sound(raw, 0)
         self._looked_at += 1
         # A header that is damaged itself may say of a damaged page that it has no checksum.
         if whole and not self._trust.due(header, self._looked_at):
