@@ -534,13 +534,19 @@ def taught(side: Side, seconds: float) -> Side:
     """An engine that has loaded some prompts of four blocks, each in so many ``seconds``, and can join loads."""
     side.block_pool = BlockPool()
     loads = [Transferred(load=True, leading=True, blocks=4, failed=0, bytes=1024, seconds=seconds)] * LEAST_SAMPLES
-    side.received([], (), set(), StepReport({}, loads, {}))
+    before = request("before")
+    side.on_new_request(before)
+    assert side.matched(before) == (4 * BLOCK, True)
+    side.allocated(before, Blocks([1, 2, 3, 4]), 4 * BLOCK)
+    side.received(["before"], (), set(), StepReport({}, loads, {}))
+    side.finished(before, ([1, 2, 3, 4],))
     return side
 
 
 def test_an_engine_with_nothing_else_to_do_loads_within_the_step(make: Make, store: Callable[[int], None]) -> None:
     store(4)
     side, one = taught(make(), 0.001), request()
+    side.build_metadata(empty_step())
     side.on_new_request(one)
     assert side.matched(one) == (4 * BLOCK - 1, False)
     side.allocated(one, Blocks([1, 2, 3, 4]), 4 * BLOCK - 1)
@@ -552,7 +558,10 @@ def test_an_engine_with_nothing_else_to_do_loads_within_the_step(make: Make, sto
     assert side.matched(other) == (4 * BLOCK, True), "the first one runs"
 
 
-@pytest.mark.parametrize("why", ["another waits", "it takes long", "not known how long", "asked for", "several ranks"])
+@pytest.mark.parametrize(
+    "why",
+    ["another waits", "it takes long", "not known how long", "asked for", "several ranks", "another node", "it failed"],
+)
 def test_a_load_that_would_keep_somebody_waiting_is_made_between_steps(
     make: Make, node: Node, store: Callable[[int], None], why: str
 ) -> None:
@@ -566,6 +575,16 @@ def test_a_load_that_would_keep_somebody_waiting_is_made_between_steps(
         side.block_pool = BlockPool()
     else:
         taught(side, 2 * JOIN_SECONDS if why == "it takes long" else JOIN_SECONDS / 2)
+    if why == "another node":
+        side._loaded_from = "a node of before"
+    if why == "it failed":
+        side._loaded_from = ""
+        failing = request("failing")
+        side.on_new_request(failing)
+        assert side.matched(failing) == (4 * BLOCK, True)
+        side.allocated(failing, Blocks([1, 2, 3, 4]), 4 * BLOCK)
+        side.received(["failing"], (), {2}, None)
+        side.finished(failing, ([1, 2, 3, 4],))
     one = request()
     side.on_new_request(one)
     if why == "another waits":

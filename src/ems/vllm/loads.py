@@ -168,7 +168,9 @@ class Loader:
         load = job.load
         if load.broken:
             raise StaleReference("the engine wants another part of the prompt than was looked up")
-        self._client.connect(self._call_timeout)
+        if self._client.node != load.node:
+            # A connection that is there need not wait for its turn behind a save's call.
+            self._client.connect(self._call_timeout)
         if self._client.node != load.node:
             # Slots of another node, or of the same one before it started again, are other memory.
             raise StaleReference("the pool node that promised the blocks is gone")

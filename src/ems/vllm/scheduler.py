@@ -113,12 +113,12 @@ class SchedulerSide:
         self._workers = workers
         self._running: set[str] = set()
         """Requests that the engine computes."""
-        self._measured = False
-        """Whether transfers were measured that nothing was learned from yet."""
         self._usable = True
         """Whether the pool may be asked, as of the last step."""
         self._waited = False
         """Whether this step has waited for an answer."""
+        self._loaded_from = ""
+        """The node that the last load which succeeded was from."""
         self._reported: Counter[str] = Counter()
         self._offered: Counter[str] = Counter()
         """Offers in a row that an engine without anything else to do did not take."""
@@ -169,7 +169,7 @@ class SchedulerSide:
         self._take_answers(self._patience(request))
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
-        joined = self.block_pool is not None and (self._joins or self._loads_alone(request.num_tokens - local, now))
+        joined = self.block_pool is not None and (self._joins or self._loads_alone(request_id, local, now))
         found, effects = self._book.match(request_id, request.num_tokens, local, now, joined=joined)
         self._do(effects)
         self._lookups.hurry(request_id)
@@ -184,11 +184,15 @@ class SchedulerSide:
         self._observer.matched(request_id, local, found)
         return found, bool(found) and not joined
 
-    def _loads_alone(self, tokens: int, now: float) -> bool:
-        """Whether a load of at most ``tokens`` tokens would keep nobody waiting but the request that it is for."""
+    def _loads_alone(self, request_id: str, local: int, now: float) -> bool:
+        """Whether the load of what was found would keep nobody waiting but the request, and not for long."""
         if not self._joins_alone or self._running or len(self._vllm_requests) > 1:
             return False
-        seconds = self._observer.load_seconds(tokens, now)
+        known = self._book.get(request_id)
+        if known is None or not known.found.leases or known.found.leases[0].node != self._loaded_from:
+            # The first load of a node's pages may have to reach the node, and to map its memory.
+            return False
+        seconds = self._observer.load_seconds(known.found.tokens - local, now)
         return seconds is not None and seconds <= JOIN_SECONDS
 
     def _not_taken(self, request_id: str) -> bool:
@@ -270,11 +274,9 @@ class SchedulerSide:
         tokens = output.num_scheduled_tokens
         if self._lookups.news:
             self._take_answers()
-        now = time.monotonic()
-        self._observer.step_began(tokens, now)
-        if self._measured and not output.scheduled_new_reqs:
-            self._measured = False
-            self._observer.at_leisure(now)
+        waits = any(load.joined for load in self._loads) if self._loads else False
+        leisure = not output.scheduled_new_reqs
+        self._observer.step_began(tokens, time.monotonic(), loads=waits, leisure=leisure)
         usable = self._usable = self._observer.usable
         self._book.paused = not usable
         preempted = getattr(output, "preempted_req_ids", None)
@@ -357,10 +359,11 @@ class SchedulerSide:
         self._invalid |= invalid
         if isinstance(report, StepReport):
             self._observer.transferred(report.transfers, report.errors, time.monotonic())
-            self._measured = True
         for request_id in [*finished, *self._joined_loads(report)]:
             known = self._book.get(request_id)
             filled = set(known.loading) if known is not None else set()
+            if known is not None and known.found.leases and request_id not in failed and not filled & self._invalid:
+                self._loaded_from = known.found.leases[0].node
             self._joining.discard(request_id)
             if known is not None and known.joined and filled & self._invalid:
                 self._forget(known.block_ids[0], self._invalid)

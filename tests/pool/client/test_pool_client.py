@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ems.errors import EmsError, PoolRefused, PoolUnavailable, ProtocolError, StaleReference
+from ems.errors import EmsError, PoolRefused, PoolUnavailable, ProtocolError, StaleReference, Unauthorised
 from ems.pool.client.answers import NO_TAIL, Namespace
 from ems.pool.client.frames import receive_frames
 from ems.pool.client.pool_client import PoolClient
@@ -150,6 +150,17 @@ def test_of_requests_that_are_sent_together_one_that_is_refused_leaves_no_lease(
             turn.ask_all([leased, messages.Commit(12345)], messages.Hits)
     assert client.stats()["leases"] == 0
     assert client.lookup(namespace, b"".join(keys)).count == 2
+
+
+def test_a_node_that_says_why_and_goes_is_quoted(tmp_path: Path) -> None:
+    """Also where it was asked for more: what it said comes before the end of the connection."""
+    refused = coding.encode(messages.Refused("unauthorised", "the key was revoked"))
+    with node_that_says(tmp_path / "s", WELCOME, coding.encode(messages.Opened(0)), refused):
+        client = PoolClient(tmp_path / "s")
+        tail = Tail(KEYS[:16], struct.pack("<I", 1))
+        with pytest.raises(Unauthorised, match="the key was revoked"):
+            client.lookup_with_tail(Namespace("a", PAGE), KEYS, tail, lease_keys=True, lease_tail=True)
+        assert not client.connected
 
 
 def test_many_threads_share_a_client(client: PoolClient, namespace: Namespace) -> None:

@@ -6,11 +6,12 @@ import asyncio
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ems.pool.node.connection import Connection
-from ems.pool.protocol import coding, messages
+from ems.pool.protocol import coding, framing, messages
 from ems.pool.protocol.framing import FrameReader
 from ems.pool.protocol.greeting import GREETING_SECONDS
 from ems.pool.tenants.gate import Guest, Peer, Pending
@@ -121,3 +122,62 @@ async def test_a_defect_costs_the_connection_that_found_it(
     assert "has a defect" in refused.reason
     assert desk.gone == [(7, refused.reason)]
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+class Registrar(Desk):
+    """A host that answers with figures, as far as it is asked for them."""
+
+    def answer(self, owner: int, request: messages.Request) -> messages.Answer | None:
+        return messages.Figures({"owner": owner}) if isinstance(request, messages.Stats) else None
+
+
+class Counting(socket.socket):
+    """Keeps what is sent, call by call."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(fileno=sock.detach())
+        self.sent: list[bytes] = []
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        self.sent.append(bytes(data))
+        return super().send(data, flags)
+
+
+def frames(data: bytes) -> int:
+    reader = FrameReader()
+    reader.feed(data)
+    return len(list(reader.frames()))
+
+
+async def test_answers_to_requests_that_came_together_leave_together(ends: tuple[socket.socket, socket.socket]) -> None:
+    """A client that is woken by the first answer may take the processor that the second one needs."""
+    mine, its = ends[0], Counting(ends[1])
+    connection = Connection(Registrar(), its, 7, now=100.0)
+    stats, quiet = coding.encode(messages.Stats()), coding.encode(messages.Release(1))
+    for requests, answers in (
+        ([coding.encode(messages.Hello(1, 1, "test", os.getpid()))], [1]),
+        ([stats] * 3, [3]),
+        ([stats, quiet], [1]),
+        ([quiet, stats, quiet, stats], [2]),
+        ([quiet], []),
+        ([stats, stats[:3]], [1]),
+        ([stats[3:]], [1]),
+    ):
+        its.sent.clear()
+        mine.sendall(b"".join(requests))
+        connection.on_readable()
+        assert [frames(data) for data in its.sent] == answers
+    its.close()
+
+
+async def test_what_was_asked_before_nonsense_is_answered_before_the_end(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    mine, its = ends
+    connection = Connection(Registrar(), its, 7, now=100.0)
+    mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())))
+    stats = coding.encode(messages.Stats())
+    mine.sendall(stats + stats + framing.frame(b"nonsense") + stats)
+    connection.on_readable()
+    kinds = [type(answer) for answer in received(mine)]
+    assert kinds == [messages.Welcome, messages.Figures, messages.Figures, messages.Refused]

@@ -151,11 +151,12 @@ class Line:
     ) -> list[Answer]:
         """Requests and their answers; only :class:`Turn` calls this."""
         frames = b"".join(map(coding.encode_request, requests))
+        answers: list[messages.Answer] = []
         try:
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.sock.sendall(frames)
             bodies = islice(receive_frames(connection.sock, deadline), len(requests))
-            answers = [coding.decode_answer(body) for body in bodies]
+            answers.extend(coding.decode_answer(body) for body in bodies)
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
             self.drop()
@@ -163,18 +164,22 @@ class Line:
             raise PoolTimeout("the pool node did not answer in time") from error
         except OSError as error:
             self.drop()
+            if answers and isinstance(answers[-1], messages.Refused):
+                refusals.raise_refusal(answers[-1])  # the node said why before it went
             raise PoolUnavailable(f"the pool node went away: {error.strerror or error}") from error
         except BaseException:
             # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
             self.drop()
             raise
+        return self._taken(answers, expected)
+
+    def _taken(self, answers: list[messages.Answer], expected: type[Answer]) -> list[Answer]:
+        found: list[Answer] = []
         for answer in answers:
             if isinstance(answer, messages.Refused):
                 if answer.code == "unauthorised" or len(answers) > 1:
                     self.drop()  # the node has ended it; or nobody learns of the leases in the other answers
                 refusals.raise_refusal(answer)
-        found: list[Answer] = []
-        for answer in answers:
             if not isinstance(answer, expected):
                 self.drop()
                 raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")

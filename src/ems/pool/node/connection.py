@@ -291,6 +291,8 @@ class Connection:
     def _send_descriptor(self, answer: messages.SegmentAttached) -> None:
         data = coding.encode(answer)
         self._send_held()
+        if self._sock.fileno() < 0:
+            return
         if self._unsent:
             self.refuse(ProtocolError("a segment was asked for while earlier answers wait to be read"))
             return

@@ -32,6 +32,9 @@ EXPLAIN = "ems_explain"
 NEVER_SECONDS = 1e9
 """Between two checks of a pool whose health does not matter."""
 
+LEARN_SECONDS = 1.0
+"""For so long what was measured waits for a step that keeps no first token waiting."""
+
 STATE_SECONDS = 1.0
 """How often the state of things is told to vLLM at most, changes of health apart."""
 
@@ -68,6 +71,9 @@ class Observer:
         """How long the engine computes a token, 0 while that is not known or does not matter."""
         self._explanations = Explanations(block_size)
         self._steps = StepTimes()
+        self._measured = False
+        """Whether something was measured that nothing was learned from yet."""
+        self._learn_by = 0.0
         self._admitted: set[str] = set()
         self._next_state = 0.0
         self._told_usable = True
@@ -143,18 +149,22 @@ class Observer:
 
     # Steps
 
-    def step_began(self, tokens: Mapping[str, int], now: float) -> None:
-        """The engine begins a step that computes so many ``tokens`` of each request."""
-        self._steps.began(sum(tokens.values()), max(tokens.values(), default=0), now)
+    def step_began(self, tokens: Mapping[str, int], now: float, *, loads: bool = False, leisure: bool = True) -> None:
+        """The engine begins a step that computes so many ``tokens`` of each request.
 
-    def at_leisure(self, now: float) -> None:
-        """No request waits for its first token in this step."""
-        self._cost.learn(now)
+        With ``loads`` it waits for loads, so its time says nothing of computing; with ``leisure`` no request waits for
+        its first token in it.
+        """
+        self._steps.began(0 if loads else sum(tokens.values()), max(tokens.values(), default=0), now)
+        if self._measured and (leisure or now >= self._learn_by):
+            self._measured, self._learn_by = False, now + LEARN_SECONDS
+            self._cost.learn(now)
 
     def step_ended(self, now: float) -> None:
         """The oldest step under way ended."""
         if (computed := self._steps.ended(now)) is not None:
             self._cost.computed(*computed, now)
+            self._measured = True
 
     def transferred(self, transfers: Sequence[Transferred], errors: Mapping[str, int], now: float) -> None:
         """Workers reported loads and saves that ended."""
@@ -166,6 +176,7 @@ class Observer:
                     Sample(Kind.LOAD if one.load else Kind.SAVE, one.blocks, one.blocks + one.failed, one.seconds)
                 )
                 if one.load and not one.failed:
+                    self._measured = True
                     self._cost.loaded(one.blocks * self._block_size, one.seconds, now)
 
     def has_stats(self, usable: bool) -> bool:
