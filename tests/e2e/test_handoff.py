@@ -77,7 +77,7 @@ def fleet(model: Path, logs: Path) -> Iterator[Fleet]:
             VllmServer(
                 model,
                 log=logs / f"{role}.log",
-                kv_transfer_config=connector(role),
+                kv_transfer_config=connector(role, load_async=None),
                 options=OPTIONS,
                 environment=node.environment,
             )
@@ -99,7 +99,8 @@ def test_completions_through_the_pair_say_what_one_engine_says(fleet: Fleet, ref
 
     assert complete_all(fleet.url, prompts) == expected
 
-    assert external_hits(fleet.decode) - before == sum(map(len, prompts))
+    tokens = sum(map(len, prompts))
+    assert tokens - len(prompts) <= external_hits(fleet.decode) - before <= tokens, "all but the last one of each"
 
 
 def test_a_chat_through_the_pair_says_what_one_engine_says(fleet: Fleet, reference: Reference) -> None:
