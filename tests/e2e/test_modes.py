@@ -32,7 +32,7 @@ def eight_bits() -> str:
 
 def test_layer_by_layer_with_eight_bit_values(model: Path, logs: Path, node: Node) -> None:
     options = msgspec.structs.replace(OPTIONS, arguments=("--kv-cache-dtype", eight_bits()))
-    config = connector("kv_both", use_layerwise=True)
+    config = connector("kv_both", use_layerwise=True, load_async=None)
     with VllmServer(
         model,
         log=logs / "layerwise.log",
