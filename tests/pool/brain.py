@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 
 from ems.pool.core.answers import Reserved
-from ems.pool.core.index import Page
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.room import Outcome
+from ems.pool.core.uncommitted import UncommittedLimits
 from ems.pool.keys import NO_PARENT
-from ems.pool.segments.layout import HEADER_BYTES, HEADERS_OFFSET, carve
+from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, PageRef, carve
+from ems.pool.pages import Outcome, Page
+from ems.pool.segments.recovery import Recovered, RecoveredPages, RecoveredSegment
 
 PAGE = 64 << 10
 """Bytes of a page that keeps segments small and page-aligned."""
@@ -24,9 +25,10 @@ def segment_for(slots: int, page_size: int = PAGE) -> int:
 
 
 def core_of(*slots: int, touched: bool = True, high_watermark: float = 1.0, eviction_ratio: float = 0.05) -> PoolCore:
-    """A core with one segment for each number of ``slots``; the watermark is out of the way unless given."""
+    """A core with one segment for each number of ``slots``; what bounds a writer is out of the way unless given."""
     sizes = [segment_for(count) for count in slots]
-    core = PoolCore(sizes, high_watermark=high_watermark, eviction_ratio=eviction_ratio)
+    limits = UncommittedLimits(share=1.0, together_share=1.0)
+    core = PoolCore(sizes, high_watermark=high_watermark, eviction_ratio=eviction_ratio, limits=limits)
     if touched:
         for number, size in enumerate(sizes):
             core.touched(number, size)
@@ -45,12 +47,12 @@ def chain(name: str, length: int) -> list[bytes]:
 
 
 def save(
-    core: PoolCore, namespace: int, keys: list[bytes], parent: bytes = bytes(NO_PARENT), owner: int = 1
+    core: PoolCore, namespace: int, keys: list[bytes], parent: bytes = bytes(NO_PARENT), client_id: int = 1
 ) -> Reserved:
     """Reserve and commit ``keys``."""
-    reserved = core.reserve(owner, namespace, parent, keys)
+    reserved = core.reserve(client_id, namespace, parent, keys)
     if reserved.granted:
-        core.commit(owner, reserved.reservation)
+        core.commit(client_id, reserved.reservation)
     return reserved
 
 
@@ -67,3 +69,38 @@ def outcomes(reserved: Reserved) -> list[Outcome]:
 def refs(pages: list[Page]) -> list[bytes]:
     """Where pages lie."""
     return [page.ref for page in pages]
+
+
+def restarted(core: PoolCore) -> PoolCore:
+    """A core that begins with what ``core`` left: its pages in the order in which recovery finds them."""
+    after = PoolCore([segment.size for segment in core.slots.segments], high_watermark=1.0)
+    for number, segment in enumerate(core.slots.segments):
+        after.touched(number, segment.size)
+    after.touching_ended()
+    namespaces = []
+    for namespace in core.namespaces:
+        told: dict[Page, bytes] = {}
+        for newest in reversed([page for page in namespace.index if page.present]):
+            path = [newest, *(one for one in newest.ancestors() if one.present)]
+            for page in reversed(path):
+                told.setdefault(page, NO_PARENT if page.parent is None else page.parent.key)
+        pages = [(page.key, page.ref, before) for page, before in told.items()][::-1]
+        namespaces.append(RecoveredPages(namespace.name, namespace.page_size, pages))
+    segments = [
+        RecoveredSegment(
+            segment.number,
+            core.namespaces[segment.namespace].name,
+            segment.geometry.page_size,
+            list(segment.generations),
+            [
+                ref.slot
+                for page in core.namespaces[segment.namespace].index
+                if page.present and (ref := PageRef.unpack(page.ref)).segment == segment.number
+            ],
+            [],
+        )
+        for segment in core.slots.segments
+        if segment.namespace is not None and segment.geometry is not None
+    ]
+    after.adopt(Recovered(namespaces, segments, [], [], 0, 1, 1), [], 0.0)
+    return after

@@ -9,7 +9,7 @@ import pytest
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.testing.node import NodeProcess
+from tests.kit.node import NodeProcess
 
 PAGE = 4096
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import ems.cli.node
 from ems.cli import main
+from ems.pool.node.connection import AnswerSteps
 from ems.pool.protocol import messages
-from ems.testing.faults.points import CrashingNode, Points
+from tests.faults.points import CrashingNode, Points
 
 MOMENT = "TEST_NODE_DIES_AT"
 
@@ -28,21 +29,21 @@ class Deadly(Points):
 class DyingNode(CrashingNode):
     """Counts from its first request on."""
 
-    def __init__(self, config: Any, inheritance: Any = None) -> None:
+    def __init__(self, config: Any, kept: Any = None) -> None:
         from time import monotonic
 
-        super().__init__(config, monotonic, Deadly(), inheritance)
+        super().__init__(config, monotonic, Deadly(), kept)
         self._armed = False
 
     def _reach(self, kind: str) -> None:
         self._points.write(kind, b"", lambda _: None)
 
-    def answer(self, owner: int, request: messages.Request) -> messages.Answer | None:
+    def answer(self, client_id: int, request: messages.Request) -> messages.Answer | AnswerSteps | None:
         if not self._armed:
             self._armed = True
             self._points.arm(int(os.environ.get(MOMENT, "-1")), 0.5)
         self._reach("request")
-        answer = super().answer(owner, request)
+        answer = super().answer(client_id, request)
         self._reach("done")
         return answer
 

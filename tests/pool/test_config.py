@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ems.cli import build_app
 from ems.config import NodeConfig, default_directory, default_socket, format_size, parse_size
 from ems.errors import ConfigError
 
@@ -40,6 +41,13 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 )
 def test_sizes_are_read_as_people_write_them(text: str | int, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["1", "16", "4095"])
+def test_a_small_number_without_a_unit_is_one_whose_unit_was_forgotten(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--size is '{text}', which means bytes, expected a unit such as {text}GB"):
+        parse_size(text, name="--size")
+    assert parse_size(f"{text}B") == parse_size(int(text)) == int(text)
 
 
 def test_a_number_is_a_size() -> None:
@@ -84,7 +92,7 @@ def test_a_number_longer_than_any_memory_is_refused(digits: int) -> None:
         parse_size("9" * digits)
 
 
-@given(st.integers(1, 1 << 60))
+@given(st.integers(4096, 1 << 60))
 def test_plain_bytes_are_exact(size: int) -> None:
     assert parse_size(str(size)) == parse_size(size) == size
 
@@ -119,7 +127,15 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], re
 
 
 def test_the_limits_themselves_are_settings() -> None:
-    NodeConfig(high_watermark=1.0, eviction_ratio=1.0, http_port=65535, socket=Path("/" + "x" * 106), size=1)
+    limits = {
+        "high_watermark": 1.0,
+        "eviction_ratio": 1.0,
+        "http_port": 65535,
+        "socket": Path("/" + "x" * 106),
+        "size": 1,
+    }
+    made = NodeConfig(**limits)  # type: ignore[arg-type]
+    assert {name: getattr(made, name) for name in limits} == limits
 
 
 def test_the_environment_names_folder_and_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +149,22 @@ def test_the_environment_names_folder_and_socket(monkeypatch: pytest.MonkeyPatch
     assert default_socket() == Path("/somewhere/node.sock")
     monkeypatch.setenv("EMS_SOCKET", "/else/s")
     assert (default_directory(), default_socket()) == (Path("/somewhere"), Path("/else/s"))
+
+
+@pytest.mark.parametrize("name", ["EMS_DIR", "EMS_SOCKET", "EMS_ALLOW_DISK"])
+def test_a_variable_that_is_set_to_nothing_is_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be the folder from which a node is started, with all that is in it."""
+    for one in ("EMS_DIR", "EMS_SOCKET", "EMS_ALLOW_DISK"):
+        monkeypatch.delenv(one, raising=False)
+    started: list[NodeConfig] = []
+
+    async def serve(config: NodeConfig, _kept: object) -> None:
+        started.append(config)
+
+    monkeypatch.setattr("ems.cli.node._serve", serve)
+    monkeypatch.setattr("ems.cli.node._run", lambda run: run())
+    for value in (None, ""):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        build_app()(["node", "--no-http"], result_action="return_value")
+    assert started[1] == started[0] == NodeConfig(http_port=None)

@@ -89,7 +89,7 @@ SCRIPT = """
 from ems.pool.keys import KeyChain, fingerprint, integer_key
 chain = KeyChain("tenant/model/x", 2)
 chain.extend([5, 6, 7, 8, 9], [("lora", {"b", "a", "c"}), {"y": 1, "x": frozenset("pq")}])
-print(chain.joined(0, 2).hex(), integer_key(-2**70, "n").hex(), fingerprint({"b": {"z", "y"}, "a": 1}))
+print(chain.packed(0, 2).hex(), integer_key(-2**70, "n").hex(), fingerprint({"b": {"z", "y"}, "a": 1}))
 """
 
 
@@ -142,7 +142,7 @@ def test_joined_keys_and_parents_agree_with_the_chain() -> None:
     chain = KeyChain("n", 2)
     chain.extend(list(range(7)))
     assert len(chain) == 3
-    assert chain.joined(1, 3) == b"".join(chain[1:3])
+    assert chain.packed(1, 3) == b"".join(chain[1:3])
     assert [chain.parent(index) for index in range(3)] == [NO_PARENT, *chain[0:2]]
     assert root_key("n") not in list(chain)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ems.pool.processes import process_lives
-from ems.testing.waiting import until
+from tests.kit.waiting import until
 
 WITHOUT_MAIN_THREAD = """
 import ctypes, sys, threading

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ BlockKey = NewType("BlockKey", bytes)
 
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
 """The parent of a prompt's first block."""
+
+MAX_TAIL = 64 << 10
+"""Bytes of the tokens of one tail."""
 
 _KEY = np.dtype(f"V{KEY_BYTES}")
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
@@ -56,8 +59,8 @@ class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     tokens hold the same state for these tokens.
     """
 
-    directory: bytes
-    tokens: bytes
+    directory: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
+    tokens: Annotated[bytes, msgspec.Meta(max_length=MAX_TAIL)]
 
     @property
     def key(self) -> BlockKey:
@@ -98,7 +101,7 @@ class KeyChain:
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._keys)
 
-    def joined(self, start: int, end: int) -> bytes:
+    def packed(self, start: int, end: int) -> bytes:
         """The keys of blocks ``[start, end)`` as one byte string, the form in which they travel."""
         return b"".join(self._keys[start:end])
 

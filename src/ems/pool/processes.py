@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
+
+from ems.pool.writer import Writer
+
+_STATE, _THREADS, _START = 0, 17, 19
+"""Places in /proc/PID/stat behind the name of the program."""
 
 
 def process_lives(pid: int) -> bool:
@@ -12,11 +19,62 @@ def process_lives(pid: int) -> bool:
     """
     if pid <= 0:
         return True
+    fields = _stat(pid)
+    return _exists(pid) if fields is None else _runs(fields)
+
+
+def may_write(writer: Writer) -> bool:
+    """Whether the process of ``writer`` may still be there; also where that cannot be known."""
+    if not writer.pid or writer.pid_namespace != pid_namespace():
+        return True
+    fields = _stat(writer.pid)
+    if fields is None:
+        return _exists(writer.pid)
+    return _runs(fields) and writer.start in (0, _start(fields))
+
+
+def writer_at(pid: int, instance: bytes) -> Writer:
+    """The client ``instance`` of the process ``pid``, as it is to be remembered."""
+    if pid <= 0:
+        return Writer(instance=instance)
+    fields = _stat(pid)
+    return Writer(pid, 0 if fields is None else _start(fields), instance, pid_namespace())
+
+
+@functools.cache
+def pid_namespace() -> int:
+    """The number of the namespace that process ids are of here; 0 where the system does not say."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino & 0xFFFFFFFF
+    except OSError:
+        return 0
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What the system says of a process; None where it says nothing, which need not mean that there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
-    fields = stat.rpartition(")")[2].split()
-    state, threads = fields[0], int(fields[17])
+        return None
+    return stat.rpartition(")")[2].split()
+
+
+def _runs(fields: list[str]) -> bool:
     # The state is that of the main thread; the others may go on without it, or be a moment behind when killed.
-    return state not in ("Z", "X") or threads > 1
+    return fields[_STATE] not in ("Z", "X") or int(fields[_THREADS]) > 1
+
+
+def _start(fields: list[str]) -> int:
+    return int(fields[_START]) & 0xFFFFFFFF
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, where /proc hides those of other users."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    # It may have ended in between: what is this user's own is not hidden.
+    return _stat(pid) is not None

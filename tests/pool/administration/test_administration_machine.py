@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ems.errors import PoolRefused
-from ems.pool.administration.acts import Clear, Drain, Pin, Resize
-from ems.pool.administration.desk import Desk
 from ems.pool.administration.passes import PATIENCE, RETRY_SECONDS
+from ems.pool.administration.service import AdminService
+from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.rest import LIMBO_SECONDS
+from ems.pool.protocol.acts import CancelResize, Clear, Drain, Pin, Resize
 from tests.pool.brain import key, segment_for
 
 SIZE = segment_for(2, 8192)
@@ -27,9 +27,9 @@ class AdministeredHistory(RuleBasedStateMachine):
     @initialize(watermark=st.sampled_from([1.0, 0.6]))
     def start(self, watermark: float) -> None:
         self.core = PoolCore([SIZE] * 3, high_watermark=watermark, eviction_ratio=0.3)
-        self.desk = Desk(self.core)
+        self.service = AdminService(self.core)
         self.now = 0.0
-        self.owners = [1, 2]
+        self.client_ids = [1, 2]
         self.numbers = {name: self.core.open_namespace(name, size) for name, size in SPACES.items()}
         self.writing: dict[int, int] = {}
         self.reading: dict[int, tuple[int, str, dict[bytes, bytes]]] = {}
@@ -37,32 +37,32 @@ class AdministeredHistory(RuleBasedStateMachine):
             self.core.touched(number, SIZE)
         self.core.touching_ended()
 
-    @rule(seat=st.integers(0, 1), name=st.sampled_from(sorted(SPACES)), run=st.sampled_from(RUNS), end=st.booleans())
-    def store(self, seat: int, name: str, run: list[str], end: bool) -> None:
-        owner = self.owners[seat]
-        reserved = self.core.reserve(owner, self.numbers[name], bytes(16), [key(path) for path in run])
+    @rule(client=st.integers(0, 1), name=st.sampled_from(sorted(SPACES)), run=st.sampled_from(RUNS), end=st.booleans())
+    def store(self, client: int, name: str, run: list[str], end: bool) -> None:
+        client_id = self.client_ids[client]
+        reserved = self.core.reserve(client_id, self.numbers[name], bytes(16), [key(path) for path in run])
         assert not (self.core.draining and reserved.granted)
         if reserved.reservation and end:
-            self.core.commit(owner, reserved.reservation)
+            self.core.commit(client_id, reserved.reservation)
         elif reserved.reservation:
-            self.writing[reserved.reservation] = owner
+            self.writing[reserved.reservation] = client_id
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), commit=st.booleans())
     def finish(self, data: st.DataObject, commit: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.writing)))
-        owner = self.writing.pop(number)
+        client_id = self.writing.pop(number)
         if commit:
-            self.core.commit(owner, number)
+            self.core.commit(client_id, number)
         else:
-            self.core.abort(owner, number)
+            self.core.abort(client_id, number)
 
-    @rule(seat=st.integers(0, 1), name=st.sampled_from(sorted(SPACES)), run=st.sampled_from(RUNS))
-    def read(self, seat: int, name: str, run: list[str]) -> None:
-        owner = self.owners[seat]
-        found = self.core.lookup(owner, self.numbers[name], [key(path) for path in run], lease=True)
+    @rule(client=st.integers(0, 1), name=st.sampled_from(sorted(SPACES)), run=st.sampled_from(RUNS))
+    def read(self, client: int, name: str, run: list[str]) -> None:
+        client_id = self.client_ids[client]
+        found = self.core.lookup(client_id, self.numbers[name], [key(path) for path in run], lease=True)
         if found.lease:
-            self.reading[found.lease] = (owner, name, {page.key: page.ref for page in found.pages})
+            self.reading[found.lease] = (client_id, name, {page.key: page.ref for page in found.pages})
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
@@ -70,18 +70,18 @@ class AdministeredHistory(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.reading)))
         self.core.release(self.reading.pop(number)[0], number)
 
-    @rule(seat=st.integers(0, 1), alive=st.booleans())
-    def leave(self, seat: int, alive: bool) -> None:
-        owner, self.owners[seat] = self.owners[seat], max(self.owners) + 1
-        self.core.disconnect(owner, self.now, alive=alive)
-        self.writing = {number: who for number, who in self.writing.items() if who != owner}
-        self.reading = {number: held for number, held in self.reading.items() if held[0] != owner}
+    @rule(client=st.integers(0, 1), alive=st.booleans())
+    def leave(self, client: int, alive: bool) -> None:
+        client_id, self.client_ids[client] = self.client_ids[client], max(self.client_ids) + 1
+        self.core.disconnect(client_id, self.now, alive=alive)
+        self.writing = {number: who for number, who in self.writing.items() if who != client_id}
+        self.reading = {number: held for number, held in self.reading.items() if held[0] != client_id}
 
     @rule(name=st.sampled_from([None, *sorted(SPACES)]), dry_run=st.booleans())
     def clear(self, name: str | None, dry_run: bool) -> None:
         held = self.present()
         try:
-            report = self.desk.do(Clear(namespace=name, everything=name is None), self.now, dry_run=dry_run)
+            report = self.service.do(Clear(namespace=name, everything=name is None), self.now, dry_run=dry_run)
         except PoolRefused:
             return
         assert report["matched"] == len([one for one in held if name in (None, one[0])])
@@ -91,44 +91,52 @@ class AdministeredHistory(RuleBasedStateMachine):
     @rule(segments=st.integers(1, 5), dry_run=st.booleans())
     def resize(self, segments: int, dry_run: bool) -> None:
         try:
-            self.desk.do(Resize(segments * SIZE), self.now, dry_run=dry_run)
+            self.service.do(Resize(segments * SIZE), self.now, dry_run=dry_run)
         except PoolRefused:
-            assert self.desk.busy
+            assert self.service.busy
         self.carry_out()
+
+    @rule(dry_run=st.booleans())
+    def cancel_resize(self, dry_run: bool) -> None:
+        with contextlib.suppress(PoolRefused):
+            kept = self.service.do(CancelResize(), self.now, dry_run=dry_run)["kept"]
+            closing = sum(segment.closing for segment in self.core.slots.segments)
+            assert closing == (kept if dry_run else 0)
 
     @rule(name=st.sampled_from(sorted(SPACES)), pinned=st.booleans(), seconds=st.sampled_from([0.0, 1.0, 40.0]))
     def pin(self, name: str, pinned: bool, seconds: float) -> None:
         with contextlib.suppress(PoolRefused):
-            self.desk.do(Pin(name, pinned=pinned, seconds=seconds), self.now)
+            self.service.do(Pin(name, pinned=pinned, seconds=seconds), self.now)
 
     @rule(draining=st.booleans())
     def drain(self, draining: bool) -> None:
-        self.desk.do(Drain(draining), self.now)
+        self.service.do(Drain(draining), self.now)
 
     @rule(seconds=st.sampled_from([0.0, RETRY_SECONDS, 1.0, PATIENCE]))
     def go_on(self, seconds: float) -> None:
         self.now += seconds
         self.core.tick(self.now)
-        self.desk.step(self.now)
+        self.service.step(self.now)
         self.carry_out()
 
     def carry_out(self) -> None:
-        while self.desk.effects:
-            effect = self.desk.effects.pop(0)
+        while self.service.effects:
+            effect = self.service.effects.pop(0)
             if effect.size:
                 self.core.touched(effect.segment, effect.size)
             else:
-                self.desk.freed(effect.segment)
+                self.service.freed(effect.segment)
         self.core.touching_ended()
 
     def present(self) -> set[tuple[str, bytes]]:
-        """Pages that may be cleared."""
-        return {
-            (space.name, page.key)
-            for space in self.core.namespaces
-            for page in space.index
-            if page.present and page.key not in space.kept.pinned
+        """Pages that may be cleared: none that is pinned, or on which such a one hangs."""
+        staying = {
+            one
+            for ns in self.core.namespaces
+            for page in filter(None, map(ns.index.get, ns.pins.pinned))
+            for one in (page, *page.ancestors())
         }
+        return {(ns.name, page.key) for ns in self.core.namespaces for page in ns.index if page not in staying}
 
     @invariant()
     def nothing_is_lost_track_of(self) -> None:
@@ -147,18 +155,18 @@ class AdministeredHistory(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "numbers"):
             return
-        for owner in self.owners:
-            self.core.disconnect(owner, self.now, alive=False)
+        for client_id in self.client_ids:
+            self.core.disconnect(client_id, self.now, alive=False)
         for name in SPACES:
             with contextlib.suppress(PoolRefused):
-                self.desk.do(Pin(name, pinned=False), self.now)
-        self.now += LIMBO_SECONDS
+                self.service.do(Pin(name, pinned=False), self.now)
+        self.now += REPLACE_SECONDS
         for _ in range(50):
             self.go_on(1.0)
-        assert not self.desk.busy, "with nobody left everything comes to its end"
-        assert not self.core._doomed
+        assert not self.service.busy, "with nobody left everything comes to its end"
+        assert not self.core._pending_deletes
         assert self.core.check() == []
-        assert not any(segment.closing for segment in self.core.space.segments)
+        assert not any(segment.closing for segment in self.core.slots.segments)
 
 
 AdministeredHistory.TestCase.settings = settings(

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from ems.errors import PoolRefused
-from ems.pool.administration.acts import Clear, Resize
-from ems.pool.administration.desk import MAX_RUNNING, Desk, Tiers
+from ems.pool.administration.service import MAX_RUNNING, AdminService, Tiers
+from ems.pool.protocol.acts import Clear, Resize
 from tests.pool.brain import PAGE, chain, core_of, save, segment_for
 
 
@@ -17,13 +17,13 @@ from tests.pool.brain import PAGE, chain, core_of, save, segment_for
 def test_an_act_does_not_do_a_step_of_what_is_under_way(dry_run: bool) -> None:
     """It would count what left meanwhile, and an act that only says what it would do would change something."""
     core = core_of(2, 2, 2)
-    desk, space = Desk(core), core.open_namespace("a", PAGE)
+    service, ns = AdminService(core), core.open_namespace("a", PAGE)
     other = core.open_namespace("b", PAGE)
-    save(core, space, chain("x", 3))
+    save(core, ns, chain("x", 3))
     save(core, other, chain("y", 2))
-    assert not desk.do(Resize(segment_for(2)), 0.0)["done"]
+    assert not service.do(Resize(segment_for(2)), 0.0)["done"]
     before = core.pages()
-    report = desk.do(Clear(everything=True), 0.0, dry_run=dry_run)
+    report = service.do(Clear(everything=True), 0.0, dry_run=dry_run)
     assert (report["matched"], report["removed"]) == (before, 0 if dry_run else before)
     assert core.pages() == (before if dry_run else 0)
     assert core.check() == []
@@ -51,14 +51,14 @@ class Doors:
 
 def test_what_is_refused_for_want_of_passes_has_begun_nothing() -> None:
     core, doors = core_of(2, 2), Doors()
-    desk = Desk(core, tiers=cast("Tiers", doors))
-    space = core.open_namespace("a", PAGE)
-    save(core, space, chain("x", 1))
-    core.lookup(1, space, chain("x", 1), lease=True)
+    service = AdminService(core, tiers=cast("Tiers", doors))
+    ns = core.open_namespace("a", PAGE)
+    save(core, ns, chain("x", 1))
+    core.lookup(1, ns, chain("x", 1), lease=True)
     for _ in range(MAX_RUNNING):
-        assert not desk.do(Clear(everything=True, memory_only=True), 0.0)["done"]
+        assert not service.do(Clear(everything=True, memory_only=True), 0.0)["done"]
     for act in (Clear(everything=True), Resize(segment_for(2))):
         with pytest.raises(PoolRefused, match="passes are running"):
-            desk.do(act, 0.0)
+            service.do(act, 0.0)
     assert doors.shut == 0, "nothing would move between memory and tiers any more"
-    assert not any(segment.closing for segment in core.space.segments)
+    assert not any(segment.closing for segment in core.slots.segments)

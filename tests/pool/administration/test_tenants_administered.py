@@ -11,14 +11,14 @@ import pytest
 
 from ems.cli import run
 from ems.errors import PoolRefused
-from ems.pool.administration.acts import List
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.node.audit import NAME
+from ems.pool.protocol.acts import List
 from ems.pool.tenants.credentials import Credentials
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.tenants.people import ANN, BOB, registry_of, save
 
 pytestmark = pytest.mark.process
@@ -62,7 +62,7 @@ def test_an_administrator_sees_and_clears_what_is_whose(
         with pytest.raises(PoolRefused):
             ann.administer(List())
         assert run(["list", "--by", "tenant", "-o", "json"]) == 0
-        rows = json.loads(capsys.readouterr().out)["tenants"]
+        rows = json.loads(capsys.readouterr().out)["items"]
         assert {row["tenant"]: row["pages"] for row in rows} == {"ann": 3, "bob": 1}
 
         file = folder / "ids"
@@ -78,8 +78,8 @@ def test_an_administrator_sees_and_clears_what_is_whose(
         assert json.loads(capsys.readouterr().out)["removed"] == 3
         keys = KeyChain(IDENTITY, 16)
         keys.extend(IDS)
-        assert ann.lookup(SPACE, keys.joined(0, 1)).count == 0
-        assert bob.lookup(SPACE, keys.joined(0, 1)).count == 1
+        assert ann.lookup(SPACE, keys.packed(0, 1)).count == 0
+        assert bob.lookup(SPACE, keys.packed(0, 1)).count == 1
     audit = folder / NAME
     until(lambda: audit.is_file() and "clear" in audit.read_text(), "it is written down")
     (line,) = [json.loads(line) for line in audit.read_text().splitlines() if "clear" in line]

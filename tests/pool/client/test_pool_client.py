@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import struct
 import warnings
 from collections.abc import Callable
@@ -12,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from ems.errors import EmsError, PoolRefused, PoolUnavailable, ProtocolError, StaleReference, Unauthorised
+from ems.errors import EmsError, PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference, Unauthorised
 from ems.pool.client.answers import NO_TAIL, Namespace
 from ems.pool.client.frames import receive_frames
+from ems.pool.client.introduction import Introduction
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.pool.protocol import coding, framing, messages
-from ems.testing.waiting import until
+from ems.pool.tenants.credentials import Credentials
+from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.client.scripted import WELCOME, node_that_says
 from tests.pool.conftest import PAGE
@@ -63,6 +66,16 @@ def test_a_reservation_that_does_not_add_up_is_refused(tmp_path: Path, granted: 
         with pytest.raises(ProtocolError, match="does not match the request"):
             client.reserve(Namespace("a", PAGE), bytes(16), chain("x", 3))
         assert not client.connected
+
+
+def test_who_finds_many_others_before_the_door_waits(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(0)
+        other.connect(str(tmp_path / "s"))
+        introduction = Introduction(tmp_path / "s", "late", Credentials(), administers=False)
+        with pytest.raises(PoolTimeout, match="did not greet in time"):
+            introduction.reach(0.0, 0.0)
 
 
 def test_a_node_that_hangs_up_is_unavailable(tmp_path: Path) -> None:

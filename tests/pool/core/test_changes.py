@@ -10,9 +10,10 @@ from ems.errors import PoolRefused
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.core import changes
-from ems.pool.core.changes import ASKED_SECONDS, FROM_NOW, ChangeLog, Run
+from ems.pool.core.changes import ASKED_SECONDS, ChangeLog
 from ems.pool.keys import NO_PARENT
 from ems.pool.protocol import greeting
+from ems.pool.protocol.changes import FROM_NOW, ChangeRun
 from tests.e2e.engines import running_node, wait_for
 from tests.pool.brain import PAGE, chain, core_of, key, save
 
@@ -28,7 +29,7 @@ def test_nothing_is_recorded_before_somebody_asks() -> None:
     assert (lost, runs) == (False, [])
     assert log.recording()
     log.stored("a", [TWO])
-    assert log.since(place, ["a"], 0.0)[1:] == (False, [Run(0, True, TWO)])
+    assert log.since(place, ["a"], 0.0)[1:] == (False, [ChangeRun(0, True, TWO)])
 
 
 def test_changes_of_one_kind_travel_together_and_only_those_asked_for() -> None:
@@ -41,7 +42,7 @@ def test_changes_of_one_kind_travel_together_and_only_those_asked_for() -> None:
     _, lost, runs = log.since(place, ["b", "a"], 0.0)
 
     assert not lost
-    assert runs == [Run(1, True, ONE + TWO), Run(1, False, TWO), Run(0, True, ONE)]
+    assert runs == [ChangeRun(1, True, ONE + TWO), ChangeRun(1, False, TWO), ChangeRun(0, True, ONE)]
 
 
 def test_when_nobody_asks_any_more_recording_ends_and_who_comes_back_is_told_so() -> None:
@@ -96,7 +97,7 @@ def test_the_core_tells_what_was_committed_and_evicted() -> None:
     _, _, runs = core.changes.since(place, ["a"], 0.0)
 
     # What is promised to a writer is not there yet; what had to leave for it is gone.
-    assert runs == [Run(0, True, b"".join(first)), Run(0, False, first[1])]
+    assert runs == [ChangeRun(0, True, b"".join(first)), ChangeRun(0, False, first[1])]
     core.abort(1, held.reservation)
     assert core.changes.since(place, ["a"], 0.0)[2] == runs
 
@@ -110,7 +111,7 @@ def test_a_segment_that_is_taken_away_tells_of_every_page() -> None:
     save(core, poor, [ONE])
     _, _, runs = core.changes.since(place, ["rich", "poor"], 0.0)
 
-    assert runs == [Run(0, False, keys[3] + keys[2]), Run(1, True, ONE)]
+    assert runs == [ChangeRun(0, False, keys[3] + keys[2]), ChangeRun(1, True, ONE)]
 
 
 @pytest.mark.process
@@ -122,7 +123,7 @@ def test_a_client_reads_on_where_it_was_and_learns_of_a_restart() -> None:
         assert (told.lost, told.runs) == (False, ())
         client.commit(client.reserve(namespace, NO_PARENT, [ONE, TWO]))
         told = client.changes(told.place, ["a"])
-        assert (told.lost, told.runs) == (False, (Run(0, True, ONE + TWO),))
+        assert (told.lost, told.runs) == (False, (ChangeRun(0, True, ONE + TWO),))
 
         node.kill()
         node.start()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ems.config import DEFAULT_POLICY, PolicyName
-from ems.pool.core.changes import FROM_NOW
-from ems.pool.core.handover import CoreState
-from ems.pool.core.index import Index, Page
+from ems.errors import StaleReference
+from ems.pool.core.deferred_frees import REPLACE_SECONDS
+from ems.pool.core.index import Index
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.rest import LIMBO_SECONDS
-from ems.pool.core.room import Outcome
-from ems.pool.core.soundness import faults
+from ems.pool.core.uncommitted import LIMITS, UncommittedLimits
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.segments.layout import PageRef
+from ems.pool.layout import PageRef
+from ems.pool.pages import Outcome, Page
+from ems.pool.protocol.changes import FROM_NOW
+from ems.pool.writer import writer_of
 from tests.pool.brain import key, segment_for
 
 SEGMENTS = [segment_for(3, 8192), segment_for(2, 8192), segment_for(2, 8192)]
@@ -28,6 +29,7 @@ SEATS = (0, 1, 2)
 # Two trees of blocks: each path continues its prefix, some paths share theirs.
 PATHS = ["a", "ab", "abc", "abcd", "abx", "abxy", "k", "kl", "klm"]
 KEYS = {path: key(path) for path in PATHS}
+TIGHT = UncommittedLimits(share=0.0, step_pages=0, least_pages=2, together=1.5, together_share=1.0, seconds=20.0)
 PREFIX = {KEYS[path]: KEYS.get(path[:-1], bytes(16)) for path in PATHS}
 
 
@@ -37,13 +39,14 @@ class Slot(NamedTuple):
 
 
 class Writing(NamedTuple):
-    owner: int
+    client_id: int
     namespace: str
     pages: dict[int, bytes]
+    until: float
 
 
 class Reading(NamedTuple):
-    owner: int
+    client_id: int
     namespace: str
     refs: dict[bytes, bytes]
 
@@ -77,13 +80,13 @@ class PoolHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.owners = [1, 2, 3]
+        self.client_ids = [1, 2, 3]
         self.numbers: dict[str, int] = {}
         self.writing: dict[int, Writing] = {}
         self.reading: dict[int, Reading] = {}
         self.listed: dict[str, dict[bytes, Tail]] = {name: {} for name in PAGE_SIZES}
         self.committed: dict[str, dict[bytes, bytes]] = {name: {} for name in PAGE_SIZES}
-        self.resting: dict[int, tuple[float, set[Slot]]] = {}
+        self.resting: dict[int, set[Slot]] = {}
         self.generations: dict[Slot, int] = {}
         self.touched = [0] * len(SEGMENTS)
         self.told: dict[str, set[bytes]] = {name: set() for name in PAGE_SIZES}
@@ -95,10 +98,14 @@ class PoolHistory(RuleBasedStateMachine):
         watermark=st.sampled_from([1.0, 0.95, 0.5]),
         ratio=st.sampled_from([0.05, 0.5, 1.0]),
         touched=st.sampled_from([True, True, False]),
+        limits=st.sampled_from([LIMITS, TIGHT]),
     )
-    def start(self, watermark: float, ratio: float, touched: bool) -> None:
+    def start(self, watermark: float, ratio: float, touched: bool, limits: UncommittedLimits) -> None:
         self.settings = (watermark, ratio)
-        self.core = PoolCore(SEGMENTS, high_watermark=watermark, eviction_ratio=ratio, policy=self.policy)
+        self.limits = limits
+        self.core = PoolCore(
+            SEGMENTS, high_watermark=watermark, eviction_ratio=ratio, policy=self.policy, limits=limits
+        )
         for name, size in PAGE_SIZES.items():
             self.numbers[name] = self.core.open_namespace(name, size)
         if touched:
@@ -125,16 +132,19 @@ class PoolHistory(RuleBasedStateMachine):
 
     # Rules
 
-    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
-    def reserve(self, seat: int, name: str, run: list[str], partial: bool) -> None:
-        owner = self.owners[seat]
+    @rule(client=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
+    def reserve(self, client: int, name: str, run: list[str], partial: bool) -> None:
+        client_id = self.client_ids[client]
         tail = tail_of(run[-1]) if partial else None
         keys = [KEYS[path] for path in run]
         before = self.pages(name)
         out = {slot_of(page.ref) for other in PAGE_SIZES for page in self.pages(other).values()}
-        kept = {slot for _, slots in self.resting.values() for slot in slots}
-        reserved = self.core.reserve(owner, self.numbers[name], PREFIX[keys[0]], keys, tail)
+        kept = {slot for slots in self.resting.values() for slot in slots}
+        reserved = self.core.reserve(client_id, self.numbers[name], PREFIX[keys[0]], keys, tail)
         self.see_evictions()
+        for assigned in reserved.assigned:
+            if assigned.renewed:
+                self.memory_replaced(assigned.segment)
         assert len(reserved.outcomes) == len(keys)
         waiting = {}
         granted = iter(reserved.granted)
@@ -157,7 +167,26 @@ class PoolHistory(RuleBasedStateMachine):
         assert all(one in self.pages(name) for one in {*keys, PREFIX[keys[0]]} & before.keys()), "it evicted its own"
         assert (reserved.reservation != 0) == bool(waiting)
         if waiting:
-            self.writing[reserved.reservation] = Writing(owner, name, waiting)
+            until = self.now + self.limits.seconds
+            self.writing[reserved.reservation] = Writing(client_id, name, waiting, until)
+            pool, size = sum(SEGMENTS), PAGE_SIZES[name]
+            assert self.uncommitted({client_id}) <= self.limits.of_process(pool, size)
+            assert self.uncommitted(None) <= self.limits.of_tenant(pool, size)
+        if Outcome.OVER_SHARE in reserved.outcomes:
+            assert self.limits is TIGHT
+
+    def uncommitted(self, client_ids: set[int] | None) -> int:
+        """Bytes that these clients, or all, hold and have not committed."""
+        sizes = [
+            len(one.pages) * PAGE_SIZES[one.namespace]
+            for one in self.writing.values()
+            if client_ids is None or one.client_id in client_ids
+        ]
+        for client_id, slots in self.resting.items():
+            if client_ids is None or client_id in client_ids:
+                geometries = [self.core.slots.segments[slot.segment].geometry for slot in slots]
+                sizes += [one.slot_stride for one in geometries if one is not None]
+        return sum(sizes)
 
     def slots_out_before_grant(self, granted: list[Page]) -> set[Slot]:
         """Slots that came free within the call: those of evicted pages."""
@@ -173,10 +202,10 @@ class PoolHistory(RuleBasedStateMachine):
         self.generations[slot] = ref.generation
         assert ref.offset + PAGE_SIZES[name] <= self.touched[ref.segment], "untouched memory was handed out"
 
-    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
-    def save(self, seat: int, name: str, run: list[str], partial: bool) -> None:
+    @rule(client=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
+    def save(self, client: int, name: str, run: list[str], partial: bool) -> None:
         before = set(self.writing)
-        self.reserve(seat, name, run, partial)
+        self.reserve(client, name, run, partial)
         for number in set(self.writing) - before:
             self.publish(number, None)
 
@@ -189,7 +218,7 @@ class PoolHistory(RuleBasedStateMachine):
 
     def publish(self, number: int, positions: list[int] | None) -> None:
         held = self.writing[number]
-        pages = self.core.commit(held.owner, number, positions).pages
+        pages = self.core.commit(held.client_id, number, positions).pages
         wanted = sorted(held.pages if positions is None else positions)
         assert [page.key for page in pages] == [held.pages.pop(position) for position in wanted]
         for page in pages:
@@ -201,13 +230,13 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.writing)))
-        self.core.abort(self.writing.pop(number).owner, number)
+        self.core.abort(self.writing.pop(number).client_id, number)
 
-    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), lease=st.booleans())
-    def lookup(self, seat: int, name: str, run: list[str], lease: bool) -> None:
-        owner = self.owners[seat]
+    @rule(client=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), lease=st.booleans())
+    def lookup(self, client: int, name: str, run: list[str], lease: bool) -> None:
+        client_id = self.client_ids[client]
         keys = [KEYS[path] for path in run]
-        found = self.core.lookup(owner, self.numbers[name], keys, lease=lease)
+        found = self.core.lookup(client_id, self.numbers[name], keys, lease=lease)
         committed = self.committed[name]
         expected = next((at for at, one in enumerate(keys) if one not in committed), len(keys))
         assert [page.key for page in found.pages] == keys[:expected]
@@ -217,17 +246,17 @@ class PoolHistory(RuleBasedStateMachine):
         )
         assert (found.lease != 0) == (lease and expected > 0)
         if found.lease:
-            self.reading[found.lease] = Reading(owner, name, {page.key: page.ref for page in found.pages})
+            self.reading[found.lease] = Reading(client_id, name, {page.key: page.ref for page in found.pages})
 
     @rule(
-        seat=st.sampled_from(SEATS),
+        client=st.sampled_from(SEATS),
         name=st.sampled_from(sorted(PAGE_SIZES)),
         path=st.sampled_from(PATHS),
         lease=st.booleans(),
     )
-    def lookup_tail(self, seat: int, name: str, path: str, lease: bool) -> None:
-        owner, tail = self.owners[seat], tail_of(path)
-        shared, found = self.core.lookup_tail(owner, self.numbers[name], tail, lease=lease)
+    def lookup_tail(self, client: int, name: str, path: str, lease: bool) -> None:
+        client_id, tail = self.client_ids[client], tail_of(path)
+        shared, found = self.core.lookup_tail(client_id, self.numbers[name], tail, lease=lease)
         known = self.pages(name)
         listed = {
             one: other.common(tail.tokens)
@@ -240,18 +269,18 @@ class PoolHistory(RuleBasedStateMachine):
         assert found.pending == (max((listed[one] for one in listed if one in known), default=0) > shared)
         assert (found.lease != 0) == (lease and shared > 0)
         if found.lease:
-            self.reading[found.lease] = Reading(owner, name, {page.key: page.ref for page in found.pages})
+            self.reading[found.lease] = Reading(client_id, name, {page.key: page.ref for page in found.pages})
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.reading)))
-        self.core.release(self.reading.pop(number).owner, number)
+        self.core.release(self.reading.pop(number).client_id, number)
 
     @rule(name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), seconds=st.sampled_from([1.0, 20.0]))
     def pin(self, name: str, run: list[str], seconds: float) -> None:
         keys = [KEYS[path] for path in run]
-        pins = self.core._namespaces[self.numbers[name]].kept.pinned
+        pins = self.core._namespaces[self.numbers[name]].pins.pinned
         count = self.core.pin(self.numbers[name], keys, self.now + seconds)
         assert count <= len([one for one in keys if one in self.committed[name]])
         self.pinned[name] = {one: until for one, until in pins.items() if one in self.committed[name]}
@@ -262,11 +291,11 @@ class PoolHistory(RuleBasedStateMachine):
         for path in run:
             self.pinned[name].pop(KEYS[path], None)
 
-    @rule(seat=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
-    def announce(self, seat: int, name: str, run: list[str]) -> None:
-        owner = self.owners[seat]
-        number = self.core.announce(owner, self.numbers[name], [KEYS[path] for path in run], self.now)
-        self.announced[number] = owner
+    @rule(client=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
+    def announce(self, client: int, name: str, run: list[str]) -> None:
+        client_id = self.client_ids[client]
+        number = self.core.announce(client_id, self.numbers[name], [KEYS[path] for path in run], self.now)
+        self.announced[number] = client_id
 
     @precondition(lambda self: self.announced)
     @rule(data=st.data())
@@ -274,30 +303,47 @@ class PoolHistory(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.announced)))
         self.core.withdraw(self.announced.pop(number), number)
 
-    @rule(seat=st.sampled_from(SEATS), alive=st.booleans())
-    def leave(self, seat: int, alive: bool) -> None:
-        owner, self.owners[seat] = self.owners[seat], max(self.owners) + 1
-        held = [number for number, writing in self.writing.items() if writing.owner == owner]
+    @rule(client=st.sampled_from(SEATS), alive=st.booleans())
+    def leave(self, client: int, alive: bool) -> None:
+        client_id, self.client_ids[client] = self.client_ids[client], max(self.client_ids) + 1
+        held = [number for number, writing in self.writing.items() if writing.client_id == client_id]
         slots = {
             slot_of(self.pages(self.writing[number].namespace)[one].ref)
             for number in held
             for one in self.writing[number].pages.values()
         }
-        self.core.disconnect(owner, self.now, alive=alive)
+        self.core.disconnect(client_id, self.now, alive=alive)
         for number in held:
             del self.writing[number]
-        for number in [number for number, reading in self.reading.items() if reading.owner == owner]:
+        for number in [number for number, reading in self.reading.items() if reading.client_id == client_id]:
             del self.reading[number]
-        assert self.core.rests(owner) == bool(slots and alive)
+        assert self.core.awaits(writer_of(client_id)) == bool(alive and (slots or self.resting.get(client_id)))
         if slots and alive:
-            self.resting[owner] = (self.now + LIMBO_SECONDS, slots)
+            self.resting.setdefault(client_id, set()).update(slots)
+        elif not alive:
+            self.resting.pop(client_id, None)
 
     @precondition(lambda self: self.resting)
     @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from(sorted(self.resting)))
-        self.core.died(owner)
-        del self.resting[owner]
+    def stop(self, data: st.DataObject) -> None:
+        """A writer that was cut off stops writing into some of its slots, or ends."""
+        client_id = data.draw(st.sampled_from(sorted(self.resting)))
+        slots = self.resting.pop(client_id)
+        still = set(data.draw(st.lists(st.sampled_from(sorted(slots)), unique=True)) if slots else [])
+        refs = [self.packed(slot) for slot in still]
+        assert self.core.stopped(writer_of(client_id), refs) == len(slots) - len(still)
+        if still:
+            self.resting[client_id] = still
+
+    def packed(self, slot: Slot) -> bytes:
+        geometry = self.core.slots.segments[slot.segment].geometry
+        assert geometry is not None
+        return PageRef(slot.segment, slot.number, self.generations[slot], geometry.slot_offset(slot.number)).pack()
+
+    def memory_replaced(self, segment: int) -> None:
+        """Nobody who was there can write into ``segment`` any more."""
+        self.touched[segment] = 0
+        self.resting = {one: {slot for slot in slots if slot[0] != segment} for one, slots in self.resting.items()}
 
     @rule(segment=st.integers(0, len(SEGMENTS) - 1), share=st.sampled_from([0.3, 0.7, 1.0]))
     def touch(self, segment: int, share: float) -> None:
@@ -308,8 +354,8 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(segment=st.integers(0, len(SEGMENTS) - 1))
     def cut(self, segment: int) -> None:
         """Somebody cut the file of a segment: what was there is gone, whoever holds it, and the segment begins anew."""
-        counted = self.core.forfeit(segment)
-        assert self.core.space.segments[segment].used == 0
+        counted = self.core.drop_segment(segment)
+        assert self.core.slots.segments[segment].used == 0
         gone = 0
         for committed in self.committed.values():
             for one in [one for one, ref in committed.items() if PageRef.unpack(ref).segment == segment]:
@@ -327,50 +373,35 @@ class PoolHistory(RuleBasedStateMachine):
                 del self.writing[number]
         for name, pins in self.pinned.items():
             self.pinned[name] = {one: until for one, until in pins.items() if one in self.pages(name)}
-        self.resting = {
-            owner: (until, {slot for slot in slots if slot[0] != segment})
-            for owner, (until, slots) in self.resting.items()
-        }
-        if self.core.space.settled(self.core.space.segments[segment]):
+        if self.core.slots.settled(self.core.slots.segments[segment]):
             self.core.renew(segment)
         else:
             self.core.lose(segment)
-            self.core.space.regain(segment)
-        self.touched[segment] = 0
+            self.core.slots.regain(segment)
+        self.memory_replaced(segment)
 
     @rule()
     def end_touching(self) -> None:
         self.core.touching_ended()
 
-    @rule(seconds=st.sampled_from([0.5, 11.0, LIMBO_SECONDS]))
+    @rule(seconds=st.sampled_from([0.5, 11.0, REPLACE_SECONDS]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
         for name, pins in self.pinned.items():
             self.pinned[name] = {one: until for one, until in pins.items() if until > self.now}
+        expired = {number: one for number, one in self.writing.items() if one.until <= self.now}
+        for one in expired.values():
+            pages = self.pages(one.namespace)
+            late = {slot_of(pages[name].ref) for name in one.pages.values()}
+            self.resting.setdefault(one.client_id, set()).update(late)
         self.core.tick(self.now)
-        self.resting = {owner: rest for owner, rest in self.resting.items() if rest[0] > self.now}
+        for number in expired:
+            with pytest.raises(StaleReference):
+                self.core.commit(self.writing.pop(number).client_id, number)
+        for segment in self.core.replace_memory():
+            assert any(slot.segment == segment for slots in self.resting.values() for slot in slots)
+            self.memory_replaced(segment)
         self.see_evictions()
-
-    @rule()
-    def hand_over(self) -> None:
-        """Another process goes on from here, and nobody notices."""
-        watermark, ratio = self.settings
-        state = self.core.snapshot()
-        assert faults(state) == []
-        raw = msgspec.msgpack.encode(state)
-        awaited = [namespace.kept.awaited for namespace in self.core.namespaces]
-        orders = {name: self.order(name) for name in PAGE_SIZES}
-        stats = self.core.stats()
-        self.core = PoolCore(SEGMENTS, high_watermark=watermark, eviction_ratio=ratio, policy=self.policy)
-        self.core.resume(msgspec.msgpack.decode(raw, type=CoreState))
-        assert {name: self.order(name) for name in PAGE_SIZES} == orders
-        assert self.core.stats() == stats
-        assert [namespace.kept.awaited for namespace in self.core.namespaces] == awaited
-
-    def order(self, name: str) -> list[bytes]:
-        """Present keys in the order in which they would leave; only LRU has no more to it than that."""
-        keys = [page.key for page in self.index(name).policy]
-        return keys if self.policy == "lru" else sorted(keys)
 
     def index(self, name: str) -> Index:
         return self.core._namespaces[self.numbers[name]].index
@@ -414,15 +445,17 @@ class PoolHistory(RuleBasedStateMachine):
     @invariant()
     def no_two_pages_share_a_slot(self) -> None:
         slots = [slot_of(page.ref) for name in PAGE_SIZES for page in self.pages(name).values()]
-        slots += [slot for _, resting in self.resting.values() for slot in resting]
+        slots += [slot for resting in self.resting.values() for slot in resting]
+        assert self.core.stats()["slots_resting"] == sum(map(len, self.resting.values()))
         assert len(slots) == len(set(slots))
 
     def teardown(self) -> None:
         if not self.numbers:
             return
-        for owner in self.owners:
-            self.core.disconnect(owner, self.now, alive=False)
-        self.core.tick(self.now + LIMBO_SECONDS)
+        for client_id in self.client_ids:
+            self.core.disconnect(client_id, self.now, alive=False)
+        for client_id in self.resting:
+            self.core.stopped(writer_of(client_id))
         figures = self.core.stats()
         assert (figures["leases"], figures["reservations"], figures["slots_resting"]) == (0, 0, 0)
         assert not any(page.leases for name in PAGE_SIZES for page in self.pages(name).values())

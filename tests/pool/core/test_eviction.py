@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.core.eviction import PATIENCE, evict, evict_segment, oldest_segment
-from ems.pool.core.index import Index, Page
-from ems.pool.core.kept import Kept
+from ems.pool.core.index import Index
+from ems.pool.core.pins import PinSet
 from ems.pool.keys import NO_PARENT
-from ems.pool.segments.layout import PageRef
+from ems.pool.layout import PageRef
+from ems.pool.pages import Page
 from tests.pool.brain import chain, key
 
 
@@ -18,7 +19,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.index = Index()
-        self.kept = Kept()
+        self.pins = PinSet()
         self.freed: list[bytes] = []
         self._next = 0
 
@@ -37,7 +38,7 @@ class Pool:
         self.freed.append(page.key)
 
     def evict(self, count: int) -> int:
-        return evict(self.index, count, self.free, self.kept)
+        return evict(self.index, count, self.free, self.pins)
 
 
 def test_the_oldest_leave_first_and_no_more_than_asked() -> None:
@@ -94,10 +95,10 @@ def test_pinned_pages_stay() -> None:
     pool = Pool()
     for name in "abc":
         pool.add([key(name)])
-    pool.kept.pin([key("a"), key("b")], 10.0, most=1)
+    pool.pins.pin([key("a"), key("b")], 10.0, most=1)
     assert pool.evict(9) == 2
     assert pool.freed == [key("b"), key("c")]
-    pool.kept.tick(10.0)
+    pool.pins.tick(10.0)
     assert pool.evict(9) == 1
 
 
@@ -105,7 +106,7 @@ def test_what_a_waiting_request_needs_leaves_last() -> None:
     pool = Pool()
     for name in "abcd":
         pool.add([key(name)])
-    pool.kept.awaited.update([key("a"), key("b")])
+    pool.pins.awaited.update([key("a"), key("b")])
     assert pool.evict(2) == 2
     assert pool.freed == [key("c"), key("d")]
     assert pool.evict(1) == 1
@@ -152,14 +153,14 @@ PATHS = ["a", "ab", "abc", "abd", "abde", "f", "fg", "fh", "i"]
 
 @given(st.lists(st.integers(0, 3), min_size=len(PATHS), max_size=len(PATHS)), st.integers(0, 3), st.permutations(PATHS))
 def test_emptying_a_segment_discards_its_pages_and_their_suffixes_only(
-    segments: list[int], doomed: int, arrival: list[str]
+    segments: list[int], leaving: int, arrival: list[str]
 ) -> None:
     pool, home = Pool(), dict(zip(PATHS, segments, strict=True))
     for path in arrival:
         before = key(path[:-1]) if len(path) > 1 else bytes(NO_PARENT)
         pool.add([key(path)], before, [home[path]])
-    fallen = {path for path in PATHS if any(home[path[:end]] == doomed for end in range(1, len(path) + 1))}
-    assert evict_segment(pool.index, doomed, pool.free) == len(fallen)
+    fallen = {path for path in PATHS if any(home[path[:end]] == leaving for end in range(1, len(path) + 1))}
+    assert evict_segment(pool.index, leaving, pool.free) == len(fallen)
     assert set(pool.freed) == {key(path) for path in fallen}
     place = {one: at for at, one in enumerate(pool.freed)}
     assert all(place[key(path)] < place[key(path[:-1])] for path in fallen if path[:-1] in fallen), (

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ems.errors import StaleReference
-from ems.pool.core.index import Page
 from ems.pool.core.leases import Leases
 from ems.pool.core.namespaces import NamespacePages
 from ems.pool.core.reservations import Reservations
+from ems.pool.pages import Page
 from tests.pool.brain import chain
 
 KEYS = chain("x", 4)
 
 
-def space(*, present: bool = True) -> tuple[NamespacePages, list[Page]]:
+def ns(*, present: bool = True) -> tuple[NamespacePages, list[Page]]:
     namespace = NamespacePages(0, "a", 64, 0.0, "lru")
     before, pages = bytes(16), []
     for number, key in enumerate(KEYS):
@@ -28,7 +28,7 @@ def space(*, present: bool = True) -> tuple[NamespacePages, list[Page]]:
 
 
 def test_a_page_counts_the_leases_that_promise_it() -> None:
-    namespace, pages = space()
+    namespace, pages = ns()
     leases = Leases()
     leases.promise(1, 7, namespace, pages[:3], use=True)
     leases.promise(2, 8, namespace, pages[:1], use=False)
@@ -46,7 +46,7 @@ def test_a_page_counts_the_leases_that_promise_it() -> None:
 
 
 def test_uses_are_settled_once() -> None:
-    namespace, pages = space()
+    namespace, pages = ns()
     leases = Leases()
     leases.promise(1, 7, namespace, pages[:2], use=True)
     leases.promise(2, 7, namespace, pages[2:], use=False)
@@ -56,7 +56,7 @@ def test_uses_are_settled_once() -> None:
 
 
 def test_leases_that_do_not_add_up_are_noticed() -> None:
-    namespace, pages = space()
+    namespace, pages = ns()
     leases = Leases()
     leases.promise(1, 7, namespace, pages[:1], use=False)
     pages[3].leases += 1
@@ -67,7 +67,7 @@ def test_leases_that_do_not_add_up_are_noticed() -> None:
 
 
 def test_a_commit_takes_all_that_it_names_or_nothing() -> None:
-    namespace, pages = space(present=False)
+    namespace, pages = ns(present=False)
     reservations = Reservations()
     reservations.promise(1, 7, namespace, dict(enumerate(pages)))
     with pytest.raises(StaleReference, match="no page 9"):
@@ -79,21 +79,3 @@ def test_a_commit_takes_all_that_it_names_or_nothing() -> None:
     assert reservations.take(7, 1, None) == (namespace, [1, 3], [pages[1], pages[3]])
     assert (len(reservations), reservations.of(7)) == (0, [])
     assert reservations.check([namespace]) == ["a page is being written that no reservation holds"]
-
-
-def test_another_process_goes_on() -> None:
-    namespace, pages = space()
-    leases, reservations = Leases(), Reservations()
-    leases.promise(1, 7, namespace, pages[:2], use=False)
-    reservations.promise(2, 7, namespace, {3: pages[3]})
-    other, other_pages = space()
-    their_leases, their_reservations = Leases(), Reservations()
-    their_leases.resume(leases.snapshot(), [other])
-    their_reservations.resume(reservations.snapshot(), [other])
-    assert their_leases.pages(7, 1) == other_pages[:2]
-    assert their_reservations.end(7, 2).waiting == {3: other_pages[3]}
-    empty = NamespacePages(0, "a", 64, 0.0, "lru")
-    with pytest.raises(StaleReference):
-        Leases().resume(leases.snapshot(), [empty])
-    with pytest.raises(StaleReference):
-        Reservations().resume(reservations.snapshot(), [empty])

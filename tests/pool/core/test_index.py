@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.core.index import Index, Page
+from ems.pool.core.index import Index
 from ems.pool.keys import NO_PARENT
-from ems.pool.segments.layout import PageRef
+from ems.pool.layout import PageRef
+from ems.pool.pages import Page
 from tests.pool.brain import chain, key
 
 REF = PageRef(0, 0, 1, 0).pack()

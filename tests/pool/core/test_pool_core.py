@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import NoSpace, PoolRefused, StaleReference
+from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.rest import LIMBO_SECONDS
-from ems.pool.core.room import Outcome
 from ems.pool.keys import Tail, split_keys
+from ems.pool.pages import Outcome
 from ems.pool.policy.queue import PageQueue
+from ems.pool.writer import writer_of
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
 
 
@@ -110,7 +109,7 @@ def test_an_aborted_prefix_leaves_its_suffix_evictable() -> None:
     namespace = core.open_namespace("a", PAGE)
     first, second = chain("x", 2)
     prefix = core.reserve(1, namespace, bytes(16), [first])
-    save(core, namespace, [second], parent=first, owner=2)
+    save(core, namespace, [second], parent=first, client_id=2)
     core.abort(1, prefix.reservation)
     assert core.check() == []
     assert outcomes(save(core, namespace, chain("new", 2))) == [Outcome.GRANTED, Outcome.GRANTED]
@@ -122,8 +121,9 @@ def test_a_pool_full_of_leases_refuses_at_once(monkeypatch: pytest.MonkeyPatch) 
     namespace = core.open_namespace("a", 64)
     slots = core.stats()["bytes_total"] // 128  # type: ignore[operator]
     keys = chain("x", slots)
-    saved = save(core, namespace, keys)
-    leased = keys[: len(saved.granted)]
+    half = len(save(core, namespace, keys[: slots // 2]).granted)
+    more = len(save(core, namespace, keys[half:], keys[half - 1]).granted)
+    leased = keys[: half + more]
     assert len(core.lookup(1, namespace, leased, lease=True).pages) == len(leased) > 50_000
     core.settle()
     touched = 0
@@ -167,7 +167,7 @@ def test_a_namespace_takes_no_more_than_its_share() -> None:
     assert core.check() == []
 
 
-def test_no_segment_is_emptied_in_vain_while_a_slot_of_it_rests() -> None:
+def test_a_segment_with_slots_that_wait_for_writers_is_emptied_last_and_gets_other_memory() -> None:
     core = core_of(2, 2)
     first, second = core.open_namespace("a", PAGE), core.open_namespace("b", PAGE)
     young, old, other = key("young"), key("old"), key("other")
@@ -176,12 +176,16 @@ def test_no_segment_is_emptied_in_vain_while_a_slot_of_it_rests() -> None:
     save(core, first, [young])
     core.reserve(3, first, bytes(16), [key("other half")])
     core.disconnect(2, 1.0, alive=True)
-    core.disconnect(3, 1.0, alive=True)
-    assert outcomes(core.reserve(4, second, bytes(16), [other])) == [Outcome.NO_SPACE]
-    assert present(core, first, [old, young]) == [old, young]
-    core.tick(1.0 + LIMBO_SECONDS)
-    assert outcomes(core.reserve(4, second, bytes(16), [other])) == [Outcome.GRANTED]
-    assert present(core, first, [old, young]) == [young]
+    core.disconnect(3, 1.0, alive=False)
+    reserved = core.reserve(4, second, bytes(16), [other])
+    assert outcomes(reserved) == [Outcome.GRANTED]
+    assert present(core, first, [old, young]) == [old], "the other one had to get other memory"
+    core.abort(4, reserved.reservation)
+    save(core, second, [key("b0"), key("b1")])
+    third = core.open_namespace("c", PAGE)
+    core.tick(100.0)
+    (assigned,) = core.reserve(5, third, bytes(16), [key("c")]).assigned
+    assert assigned.renewed == (assigned.segment == 0)
     assert core.check() == []
 
 
@@ -371,9 +375,9 @@ def test_the_slots_of_a_cut_off_writer_rest_until_it_is_dead() -> None:
     namespace = core.open_namespace("a", PAGE)
     core.reserve(1, namespace, bytes(16), [key("x")])
     core.disconnect(1, 0.0, alive=True)
-    assert core.rests(1)
+    assert core.awaits(writer_of(1))
     assert outcomes(core.reserve(2, namespace, bytes(16), [key("y")])) == [Outcome.NO_SPACE]
-    core.died(1)
+    core.stopped(writer_of(1))
     assert outcomes(core.reserve(2, namespace, bytes(16), [key("y")])) == [Outcome.GRANTED]
 
 
@@ -443,10 +447,10 @@ def test_slots_of_a_writer_that_hangs_rest_until_it_is_back() -> None:
     core = core_of(segment_for(2))
     namespace = core.open_namespace("n", PAGE)
     core.reserve(1, namespace, key(0), [key(1)])
-    core.disconnect(1, 0.0, alive=True, rest=math.inf)
-    for now in (1.0, LIMBO_SECONDS + 2, 1e6):
+    core.disconnect(1, 0.0, alive=True)
+    for now in (1.0, REPLACE_SECONDS + 2, 1e6):
         core.tick(now)
-    assert core.rests(1), "its thread may still write into them"
-    core.died(1)
+    assert core.awaits(writer_of(1)), "its thread may still write into them"
+    core.stopped(writer_of(1))
     assert core.check() == []
     assert core.stats()["slots_resting"] == 0

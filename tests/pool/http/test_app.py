@@ -10,13 +10,15 @@ from urllib.parse import urlencode
 
 import pytest
 
-from ems.pool.administration.acts import List, Show
-from ems.pool.administration.desk import Desk
+from ems.pool.administration.service import AdminService
 from ems.pool.http.app import build_app
+from ems.pool.protocol.acts import List, Show
+from ems.pool.service.measured import Measured
 from tests.pool.brain import PAGE, chain, core_of, save
 
 NAMES = "acme/model/01/0.0", "acme/model/01/0.1", "other/mo del/02/0.0"
-PAGES = ["/admin/list", "/admin/show", "/admin/health"]
+TOKEN = "the token"
+PAGES = ["/admin/list", "/admin/show", "/admin/health", "/status"]
 
 
 class Held:
@@ -26,17 +28,26 @@ class Held:
         self.core = core_of(4, 4, 4, 4)
         for count, name in enumerate(NAMES, 1):
             save(self.core, self.core.open_namespace(name, PAGE), chain(name, count))
-        self.desk = Desk(self.core)
+        self.service = AdminService(self.core)
+        self.measured = Measured(())
         self.asked = 0
         self.ill: dict[str, object] = {}
 
     def figures(self) -> Mapping[str, Any]:
         self.asked += 1
-        return {"pid": 1, "release": "1.0", "tiers": (), **self.core.stats(), **self.ill}
+        return {
+            "pid": 1,
+            "release": "1.0",
+            "tiers": (),
+            "clients": 0,
+            "uptime_seconds": 0.0,
+            **self.core.stats(),
+            **self.ill,
+        }
 
     def look(self, act: List | Show) -> Mapping[str, Any]:
         self.asked += 1
-        return self.desk.do(act, 7.0)
+        return self.service.do(act, 7.0)
 
 
 @pytest.fixture
@@ -45,7 +56,14 @@ def held() -> Held:
 
 
 def get(
-    held: Held, path: str, *, method: str = "GET", private: bool = False, token: str = "", given: str = "", **query: str
+    held: Held,
+    path: str,
+    *,
+    method: str = "GET",
+    private: bool = False,
+    token: str = TOKEN,
+    given: str = f"Bearer {TOKEN}",
+    **query: str,
 ) -> tuple[int, Any]:
     """Status of the answer, and its body: JSON by its keys, or a text."""
     headers = [(b"authorization", given.encode())] if given else []
@@ -73,13 +91,13 @@ def get(
 def test_the_list_says_what_the_pool_holds(held: Held) -> None:
     status, body = get(held, "/admin/list")
     assert status == 200
-    assert [(row["namespace"], row["pages"]) for row in body["namespaces"]] == [
+    assert [(row["namespace"], row["pages"]) for row in body["items"]] == [
         (NAMES[2], 3),
         (NAMES[1], 2),
         (NAMES[0], 1),
     ]
     status, body = get(held, "/admin/list", by="tenant")
-    assert [(row["tenant"], row["pages"], row["bytes"]) for row in body["tenants"]] == [
+    assert [(row["tenant"], row["pages"], row["bytes"]) for row in body["items"]] == [
         ("acme", 3, 3 * PAGE),
         ("other", 3, 3 * PAGE),
     ]
@@ -126,8 +144,15 @@ def test_health_is_a_status_for_scripts_too(held: Held) -> None:
 @pytest.mark.parametrize("path", PAGES)
 @pytest.mark.parametrize("token", ["", "the token"], ids=["no token", "a token"])
 @pytest.mark.parametrize("given", ["", "Bearer ", "Bearer wrong", "the token", "Bearer the tokenn"])
-def test_on_a_node_with_tenants_strangers_see_nothing(held: Held, path: str, token: str, given: str) -> None:
-    status, body = get(held, path, private=True, token=token, given=given, what=NAMES[0])
+@pytest.mark.parametrize("private", [False, True], ids=["open", "tenants"])
+def test_who_does_not_know_the_token_sees_nothing(
+    held: Held,
+    path: str,
+    token: str,
+    given: str,
+    private: bool,
+) -> None:
+    status, body = get(held, path, private=private, token=token, given=given, what=NAMES[0])
     assert status == 401
     assert "bearers of the token" in body
     assert held.asked == 0
@@ -137,6 +162,16 @@ def test_on_a_node_with_tenants_strangers_see_nothing(held: Held, path: str, tok
 def test_the_bearer_of_the_token_sees_it(held: Held, path: str) -> None:
     given = "Bearer the token"
     assert get(held, path, private=True, token="the token", given=given, what=NAMES[0])[0] == 200
+
+
+@pytest.mark.parametrize("given", ["", "Bearer wrong"])
+def test_metrics_without_the_token_have_figures_and_no_names(held: Held, given: str) -> None:
+    status, body = get(held, "/metrics", given=given)
+    assert status == 200
+    assert "ems_pool_namespaces 3.0" in body
+    assert not any(name in body for name in (*NAMES, "acme", "namespace=", "tier="))
+    assert all(name in get(held, "/metrics")[1] for name in NAMES)
+    assert get(held, "/metrics", given=given, private=True)[0] == 401
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ems.pool.client.answers import Namespace
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
+from tests.metric_rules import broken_rules
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE
 from tests.pool.tenants.people import ANN, registry_of, save
 
 pytestmark = pytest.mark.process
 
+BEARER = {"Authorization": "Bearer secret"}
+
 
 @pytest.fixture(scope="module")
-def web() -> Iterator[str]:
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a node that holds three pages."""
-    with NodeProcess("--size", "1MB", "--segment-size", "256KB", "--http-port", "0") as node:
+    token = tmp_path_factory.mktemp("http") / "token"
+    token.write_text("secret\n")
+    token.chmod(0o600)
+    flags = ["--size", "1MB", "--segment-size", "256KB", "--http-port", "0", "--http-token-file", str(token)]
+    with NodeProcess(*flags) as node:
         node.wait_touched()
         client, namespace = node.client(), Namespace('a "quoted" \\ name', PAGE)
         client.commit(client.reserve(namespace, bytes(16), chain("x", 3)))
@@ -58,29 +68,28 @@ def test_it_says_its_version_and_its_figures(web: str) -> None:
     from ems import __version__
 
     assert json.loads(get(web, "/version")[2]) == {"version": __version__}
-    figures = json.loads(get(web, "/status")[2])
+    figures = json.loads(get(web, "/status", **BEARER)[2])
     assert figures["leases"] == 1
     assert figures["counters"]["keys_hit"] == 3
-    (row,) = json.loads(get(web, "/admin/list")[2])["namespaces"]
+    (row,) = json.loads(get(web, "/admin/list", **BEARER)[2])["items"]
     assert (row["pages"], row["leases"]) == (3, 1)
-    assert json.loads(get(web, f"/admin/show?what={chain('x', 1)[0].hex()}")[2])["kind"] == "key"
-    assert json.loads(get(web, "/admin/health")[2])["well"]
+    assert json.loads(get(web, f"/admin/show?what={chain('x', 1)[0].hex()}", **BEARER)[2])["kind"] == "key"
+    assert json.loads(get(web, "/admin/health", **BEARER)[2])["well"]
 
 
 def test_metrics_are_in_the_usual_form(web: str) -> None:
-    status, kind, body = get(web, "/metrics")
+    status, kind, body = get(web, "/metrics", **BEARER)
     assert (status, kind) == (200, "text/plain")
     samples = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in body.splitlines() if line[0] != "#"}
-    assert samples["ems_pool_bytes_total"] == 1 << 20
-    assert samples["ems_pool_bytes_used"] >= 3 * PAGE
+    assert samples["ems_pool_capacity_bytes"] == 1 << 20
+    assert samples["ems_pool_used_bytes"] >= 3 * PAGE
     assert samples["ems_pool_clients"] == 1
     assert samples["ems_pool_keys_looked_up_total"] == 4
     assert samples["ems_pool_keys_hit_total"] == 3
     assert samples["ems_pool_pages_committed_total"] == 3
     assert samples["ems_pool_pages_evicted_total"] == 0
     assert samples['ems_pool_namespace_pages{namespace="a \\"quoted\\" \\\\ name"}'] == 3
-    described = {line.split()[2] for line in body.splitlines() if line.startswith("# HELP")}
-    assert {name.split("{")[0] for name in samples} <= described
+    assert broken_rules(body, prefix="ems_") == []
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/metrics/../../etc/passwd"])
@@ -97,6 +106,7 @@ def test_it_cannot_be_written_to(web: str, method: str) -> None:
 def test_a_node_with_tenants_shows_its_figures_to_bearers_of_its_token_only(tmp_path: Path, token: str) -> None:
     save(tmp_path / "tenants.json", registry_of(ANN))
     (tmp_path / "token").write_text(f"{token}\n")
+    (tmp_path / "token").chmod(0o600)
     flags = ["--size", "1MB", "--http-port", "0", "--tenants", str(tmp_path / "tenants.json")]
     if token:
         flags += ["--http-token-file", str(tmp_path / "token")]
@@ -110,3 +120,30 @@ def test_a_node_with_tenants_shows_its_figures_to_bearers_of_its_token_only(tmp_
                 assert "bearers of the token" in body
             assert get(address, path, Authorization=f"Bearer {token}")[0] == (200 if token else 401)
         assert get(address, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o602], ids=oct)
+def test_a_token_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(mode)
+    node = NodeProcess("--size", "1MB", "--http-port", "0", "--http-token-file", str(tmp_path / "token"))
+    with pytest.raises(AssertionError, match="can be read or changed by others"), node:
+        pass
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"GET /health HTTP/1.1\r\n\r\n"])
+def test_who_connects_and_says_half_keeps_nobody_out(said: bytes) -> None:
+    """More connections than the node may have open files: engines come in, and so does who asks something."""
+    with NodeProcess("--size", "1MB", "--http-port", "0") as node, contextlib.ExitStack() as stack:
+        until(lambda: "http=http://" in node.log, "the node says where it serves HTTP")
+        host, _, port = node.log.split("http=http://")[1].split()[0].rpartition(":")
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (128, 128))
+        for _ in range(200):
+            half = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            half.sendall(said)
+        client = node.client()
+        stack.callback(client.close)
+        client.connect()
+        assert get(f"{host}:{port}", "/health")[0] == 200
+        assert len(list(Path(f"/proc/{node.pid}/fd").iterdir())) < 100
+        client.stats()

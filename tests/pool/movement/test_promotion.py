@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ems.pool.movement.promotion import MAX_WANTS, PATIENCE, Portion, Promotions
+from ems.pool.movement.promotion import MAX_WANTED_TENANT, MAX_WANTS, PATIENCE, Portion, Promotions
 
 LIMIT, BATCH, PAGE = 100, 40, 10
 ROOT = bytes(16)
@@ -55,6 +55,17 @@ def test_nothing_more_is_wanted_of_a_namespace_that_is_forgotten() -> None:
     assert second is not None
     assert second.namespace == 7
     assert promotions.next(0.0) is None
+    assert promotions.check() == []
+
+
+def test_one_tenants_wants_are_bounded_and_leave_room_for_anothers() -> None:
+    promotions = Promotions(LIMIT, BATCH, lambda namespace: "ann" if namespace < 100 else "bob")
+    run = [number.to_bytes(16, "big") for number in range(65_536)]
+    asked = [promotions.ask(0, number, PAGE, ROOT, run, 0.0, urgent=False) for number in range(10)]
+    assert asked.count(True) == MAX_WANTED_TENANT // 65_536
+    assert promotions.ask(0, 100, PAGE, ROOT, run, 0.0, urgent=False)
+    promotions.forget(0)
+    assert promotions.ask(0, 9, PAGE, ROOT, run, 0.0, urgent=False)
     assert promotions.check() == []
 
 

@@ -13,12 +13,9 @@ from ems.pool.protocol import coding, messages
 from tests.pool.brain import chain
 from tests.pool.client.scripted import WELCOME, node_that_says
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
+from tests.pool.stored_pages import store_unwritten
 
 KEYS = b"".join(chain("x", 3))
-
-
-def store(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
-    client.commit(client.reserve(namespace, bytes(16), keys))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -29,15 +26,15 @@ def test_what_is_announced_stays_until_it_is_withdrawn(
     node.wait_touched()
     client = make_client(node)
     awaited = chain("awaited", 3)
-    store(client, namespace, awaited)
+    store_unwritten(client, namespace, awaited)
     announcement = client.announce(namespace, b"".join(awaited))
     assert announcement is not None
     for name in range(40):
-        store(client, namespace, chain(f"before {name}", 8))
+        store_unwritten(client, namespace, chain(f"before {name}", 8))
     assert client.lookup(namespace, b"".join(awaited)).count == 3
     client.withdraw(announcement)
     for name in range(40):
-        store(client, namespace, chain(f"after {name}", 8))
+        store_unwritten(client, namespace, chain(f"after {name}", 8))
     assert client.lookup(namespace, b"".join(awaited)).count == 0
     client.withdraw(announcement)
 

@@ -13,27 +13,39 @@ import pytest
 from ems.pool.node.connection import Connection
 from ems.pool.protocol import coding, framing, messages
 from ems.pool.protocol.framing import FrameReader
-from ems.pool.protocol.greeting import GREETING_SECONDS
-from ems.pool.tenants.gate import Guest, Peer, Pending
+from ems.pool.protocol.greeting import FRAME_SECONDS, GREETING_SECONDS
+from ems.pool.tenants.gate import Peer, Pending, Principal
 
 
-class Desk:
+class AdminService:
     """A host whose every answer is a defect."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.gone: list[tuple[int, str | None]] = []
+        self.time = 100.0
+        self.pins: list[int] = []
 
-    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Guest | Pending:
-        return Guest()
+    def now(self) -> float:
+        return self.time
 
-    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Guest, bytes]:
+    def keeps(self, client_id: int, size: int) -> None:
+        self.pins.append(size)
+
+    def has_work(self, connection: Connection) -> None:
+        while connection.busy:
+            connection.turn()
+
+    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Principal | Pending:
+        return Principal()
+
+    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Principal, bytes]:
         raise AssertionError
 
-    def welcome(self, owner: int, guest: Guest, version: int, signature: bytes) -> messages.Welcome:
+    def welcome(self, client_id: int, principal: Principal, version: int, signature: bytes) -> messages.Welcome:
         return messages.Welcome(version, "node", "1.0", autostarted=False, segments=0)
 
-    def answer(self, owner: int, request: messages.Request) -> messages.Answer | None:
+    def answer(self, client_id: int, request: messages.Request) -> messages.Answer | None:
         raise ZeroDivisionError
 
     def opened(self, segment: int) -> int:
@@ -42,16 +54,16 @@ class Desk:
     def answered(self) -> None:
         pass
 
-    def known(self, owner: int) -> Guest:
-        return Guest()
+    def known(self, client_id: int) -> Principal:
+        return Principal()
 
-    def forget(self, owner: int, reason: str | None) -> None:
-        self.gone.append((owner, reason))
+    def forget(self, client_id: int, reason: str | None) -> None:
+        self.gone.append((client_id, reason))
 
 
 @pytest.fixture
-async def desk() -> Desk:
-    return Desk()
+async def service() -> AdminService:
+    return AdminService()
 
 
 @pytest.fixture
@@ -72,63 +84,90 @@ def received(sock: socket.socket) -> list[messages.Answer]:
 
 
 async def test_who_does_not_greet_in_time_is_told_and_let_go(
-    desk: Desk, ends: tuple[socket.socket, socket.socket]
+    service: AdminService, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     mine, its = ends
-    connection = Connection(desk, its, 7, now=100.0)
-    connection.check_greeting(100.0 + GREETING_SECONDS - 0.01)
-    assert desk.gone == []
-    connection.check_greeting(100.0 + GREETING_SECONDS)
+    connection = Connection(service, its, 7, now=100.0)
+    connection.check_deadlines(100.0 + GREETING_SECONDS - 0.01)
+    assert service.gone == []
+    connection.check_deadlines(100.0 + GREETING_SECONDS)
     (refused,) = received(mine)
     assert refused == messages.Refused("protocol", "the client did not greet within 5 s")
-    assert desk.gone == [(7, "the client did not greet within 5 s")]
+    assert service.gone == [(7, "the client did not greet within 5 s")]
 
 
-async def test_who_is_to_greet_may_take_its_time_anew_when_the_process_changed(
-    desk: Desk, ends: tuple[socket.socket, socket.socket]
+async def test_who_has_greeted_may_stay_for_ever(
+    service: AdminService, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    _, its = ends
-    state = Connection(desk, its, 7, now=100.0).snapshot()
-    connection = Connection(desk, its, 7, now=100.0 + 3 * GREETING_SECONDS)
-    connection.resume(state)
-    connection.check_greeting(100.0 + 4 * GREETING_SECONDS - 0.01)
-    assert desk.gone == []
-    connection.check_greeting(100.0 + 4 * GREETING_SECONDS)
-    assert len(desk.gone) == 1
-
-
-async def test_who_has_greeted_may_stay_for_ever(desk: Desk, ends: tuple[socket.socket, socket.socket]) -> None:
     mine, its = ends
-    connection = Connection(desk, its, 7, now=0.0)
+    connection = Connection(service, its, 7, now=0.0)
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())))
     connection.on_readable()
-    connection.check_greeting(1e9)
-    assert desk.gone == []
+    connection.check_deadlines(1e9)
+    assert service.gone == []
     mine.close()
     connection.on_readable()
-    assert desk.gone == [(7, None)]
+    assert service.gone == [(7, None)]
 
 
 async def test_a_defect_costs_the_connection_that_found_it(
-    desk: Desk, ends: tuple[socket.socket, socket.socket], capsys: pytest.CaptureFixture[str]
+    service: AdminService, ends: tuple[socket.socket, socket.socket], capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine, its = ends
-    connection = Connection(desk, its, 7, now=0.0)
+    connection = Connection(service, its, 7, now=0.0)
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())) + coding.encode(messages.Stats()))
     connection.on_readable()
     welcome, refused = received(mine)
     assert isinstance(welcome, messages.Welcome)
     assert isinstance(refused, messages.Refused)
     assert "has a defect" in refused.reason
-    assert desk.gone == [(7, refused.reason)]
+    assert service.gone == [(7, refused.reason)]
     assert "ZeroDivisionError" in capsys.readouterr().out
 
 
-class Registrar(Desk):
+async def test_a_frame_that_is_begun_has_to_end_in_time(
+    service: AdminService, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    mine, its = ends
+    connection = Connection(service, its, 7, now=100.0)
+    mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())))
+    connection.on_readable()
+    for at in (103.0, 109.0):  # coming in drops does not help
+        service.time = at
+        mine.sendall((framing.MAX_FRAME).to_bytes(4, "big"))
+        connection.on_readable()
+    assert service.pins == [4, 8]
+    connection.check_deadlines(103.0 + FRAME_SECONDS - 0.01)
+    assert service.gone == []
+    connection.check_deadlines(103.0 + FRAME_SECONDS)
+    _, refused = received(mine)
+    assert refused == messages.Refused("protocol", "a frame was begun and not finished within 10 s")
+    assert service.gone == [(7, "a frame was begun and not finished within 10 s")]
+
+
+async def test_whole_frames_have_no_deadline_together(ends: tuple[socket.socket, socket.socket]) -> None:
+    mine, its = ends
+    registrar = Registrar()
+    connection = Connection(registrar, its, 7, now=100.0)
+    stats = coding.encode(messages.Stats())
+    mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())) + stats[:3])
+    for _ in range(5):
+        connection.on_readable()
+        registrar.time += FRAME_SECONDS - 1
+        connection.check_deadlines(registrar.time)
+        mine.sendall(stats[3:] + stats[:3])
+    assert registrar.gone == []
+    mine.sendall(stats[3:])
+    connection.on_readable()
+    connection.check_deadlines(1e9)
+    assert registrar.gone == []
+
+
+class Registrar(AdminService):
     """A host that answers with figures, as far as it is asked for them."""
 
-    def answer(self, owner: int, request: messages.Request) -> messages.Answer | None:
-        return messages.Figures({"owner": owner}) if isinstance(request, messages.Stats) else None
+    def answer(self, client_id: int, request: messages.Request) -> messages.Answer | None:
+        return messages.Figures({"owner": client_id}) if isinstance(request, messages.Stats) else None
 
 
 class Counting(socket.socket):

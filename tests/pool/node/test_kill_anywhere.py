@@ -12,11 +12,11 @@ from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, Tail
-from ems.testing.node import NodeProcess
+from tests.kit.node import NodeProcess
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
 from tests.pool.dying_node import MOMENT
-from tests.pool.node.test_survival import back, content, load
+from tests.pool.stored_pages import back, content, load
 
 MOST_MOMENTS = 200
 FLAGS = ("--size", "8MB", "--segment-size", "64KB", "--verify", "always")

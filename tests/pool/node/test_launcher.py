@@ -22,7 +22,7 @@ from ems.pool.node import launcher
 from ems.pool.node.launcher import ensure_node, node_listens
 from ems.pool.processes import process_lives
 from ems.pool.segments.folder import starting
-from ems.testing.waiting import until
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 

@@ -15,9 +15,9 @@ import pytest
 from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.core.room import Outcome
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from ems.pool.pages import Outcome
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
 
@@ -106,8 +106,14 @@ def test_nobody_reads_what_was_overwritten(make_node: MakeNode, make_client: Mak
     assert not segments.holds(ref, chain("new", 1)[0])
     assert not segments.holds(ref._replace(generation=ref.generation + 1), chain("old", 1)[0])
     reader.release(lease)
-    reserved = client.reserve(namespace, bytes(16), chain("new", 1000))
-    assert any(slot[:2] == ref[:2] for slot in reserved.granted.values()), "the slot was never used again"
+    used, before = set(), bytes(16)
+    for part in range(10):
+        keys = chain(f"new {part}", 100)
+        reserved = client.reserve(namespace, before, keys)
+        client.commit(reserved)
+        used |= {slot[:2] for slot in reserved.granted.values()}
+        before = keys[-1]
+    assert ref[:2] in used, "the slot was never used again"
     assert not segments.holds(ref, chain("old", 1)[0])
 
 
@@ -121,9 +127,14 @@ def test_a_pool_full_of_leases_refuses_pages_and_no_call(make_node: MakeNode, ma
     keys = chain("x", 500)
     reserved = client.reserve(namespace, bytes(16), keys)
     client.commit(reserved)
-    fit = len(reserved.granted)
-    assert 0 < fit < 500
-    assert set(reserved.outcomes[fit:]) == {Outcome.NO_SPACE}
+    half = len(reserved.granted)
+    assert 0 < half < 500
+    assert set(reserved.outcomes[half:]) == {Outcome.OVER_SHARE}, "nobody holds more than half of a small pool"
+    reserved = client.reserve(namespace, keys[half - 1], keys[half:])
+    client.commit(reserved)
+    fit = half + len(reserved.granted)
+    assert half < fit < 500
+    assert set(reserved.outcomes[fit - half :]) == {Outcome.NO_SPACE}
     lease = client.lookup(namespace, b"".join(keys), lease=True).lease
     assert lease is not None
     assert len(lease.refs) == fit

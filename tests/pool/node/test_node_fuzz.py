@@ -16,8 +16,8 @@ from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.protocol import coding, framing, greeting, limits, messages
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE
 from tests.pool.tenants.people import ANN, registry_of, save

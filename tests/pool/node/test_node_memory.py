@@ -18,12 +18,13 @@ import pytest
 from ems.config import NodeConfig
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.core.room import Outcome
 from ems.pool.node.pool_node import Node
-from ems.testing.waiting import until
+from ems.pool.pages import Outcome
+from tests.kit.waiting import until
 from tests.pool.brain import key
 from tests.pool.conftest import MakeClient, MakeNode
 from tests.pool.mounts import tmpfs
+from tests.pool.stored_pages import store_unwritten
 
 MIB = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,15 +47,10 @@ def in_memory(view: memoryview) -> bool:
     return all(byte & 1 for byte in found)
 
 
-def store(client: PoolClient, namespace: Namespace, chains: int, length: int) -> int:
+def store_prompts(client: PoolClient, namespace: Namespace, chains: int, length: int) -> int:
     """Store ``chains`` prompts of ``length`` blocks; how many pages found room."""
-    stored = 0
-    for number in range(chains):
-        keys = [key((number, block)) for block in range(length)]
-        reserved = client.reserve(namespace, bytes(16), keys)
-        client.commit(reserved)
-        stored += len(reserved.granted)
-    return stored
+    prompts = ([key((number, block)) for block in range(length)] for number in range(chains))
+    return sum(store_unwritten(client, namespace, keys) for keys in prompts)
 
 
 def test_a_node_is_small_at_its_start(make_node: MakeNode) -> None:
@@ -79,7 +75,7 @@ def test_a_page_costs_the_node_little(make_node: MakeNode, make_client: MakeClie
     node.wait_touched()
     client, namespace = make_client(node), Namespace("tiny", 64)
     before = resident(node.pid, "RssAnon")
-    stored = store(client, namespace, 200, 1000)
+    stored = store_prompts(client, namespace, 200, 1000)
     assert stored == 200_000
     assert (resident(node.pid, "RssAnon") - before) / stored < 400
     for number in range(200):

@@ -19,8 +19,8 @@ from ems.cli import run
 from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
 from ems.pool.segments.folder import Folder
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
 from tests.pool.mounts import tmpfs
@@ -155,8 +155,8 @@ def test_a_node_of_an_engine_takes_another_port_where_its_own_is_taken(make_node
     ("flags", "reason"),
     [
         (("--size", "9999TB"), "does not fit in"),
-        (("--size", "4095"), "smaller than a memory page"),
-        (("--size", "1MB", "--segment-size", "4000"), "smaller than a memory page"),
+        (("--size", "3KB"), "smaller than a memory page"),
+        (("--size", "1MB", "--segment-size", "3KB"), "smaller than a memory page"),
         (("--size", "1GB", "--segment-size", "4KB"), "expected at most 4096"),
     ],
 )
@@ -172,6 +172,7 @@ def test_a_pool_that_cannot_be_made_is_refused(home: Path, flags: tuple[str, ...
     [
         (("--size", "huge"), "expected bytes or a number with a unit"),
         (("--size", "0"), "expected a positive number"),
+        (("--size", "4095"), "expected a unit such as"),
         (("--size", "1MB", "--segment-size", "2MB"), "is larger than the pool"),
         (("--high-watermark", "1.5"), "expected a share above 0 and at most 1"),
         (("--eviction-ratio", "0"), "expected a share above 0 and at most 1"),

@@ -15,7 +15,7 @@ import pytest
 from ems.cli.status import summary_rows
 from ems.pool.client.answers import Namespace
 from ems.pool.protocol import coding, messages
-from ems.testing.node import NodeProcess
+from tests.kit.node import NodeProcess
 from tests.pool.brain import chain
 from tests.pool.client.scripted import node_that_says
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
@@ -95,6 +95,7 @@ EMPTY = {
     "bytes_total": 0,
     "bytes_touched": 0,
     "bytes_used": 0,
+    "bytes_reserved": 0,
     "slots_resting": 0,
     "segments": 0,
     "segments_assigned": 0,
@@ -109,6 +110,8 @@ EMPTY = {
             "pages_evicted",
             "refused_no_space",
             "refused_not_touched",
+            "refused_share",
+            "reservations_expired",
         ],
         0,
     ),

@@ -2,63 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
-from ems.errors import PoolError
-from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.segments.layout import HEADERS_OFFSET, header_offset
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from ems.pool.keys import Tail
+from ems.pool.layout import HEADERS_OFFSET, header_offset
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode
+from tests.pool.stored_pages import NAMESPACE, back, content, load, store
 
-NAMESPACE = Namespace("test/survival", PAGE)
 FLAGS = ("--size", "4MB", "--segment-size", "512KB")
-
-
-def content(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest() * (PAGE // 32)
-
-
-def store(client: PoolClient, keys: Sequence[bytes], parent: bytes = NO_PARENT, tail: Tail | None = None) -> int:
-    """Store pages with their checksums; how many were granted."""
-    reserved = client.reserve(NAMESPACE, parent, keys, tail=tail)
-    segments = client.segments(reserved.epoch)
-    checksums = []
-    for position, ref in sorted(reserved.granted.items()):
-        page = segments.page(ref, PAGE)
-        page[:] = content(keys[position])
-        checksums.append(page_checksum(page))
-    client.commit(reserved, sorted(reserved.granted), checksums=checksums)
-    return len(reserved.granted)
-
-
-def load(client: PoolClient, keys: Sequence[bytes], namespace: Namespace = NAMESPACE) -> tuple[int, int]:
-    """How many leading pages are present, and how many of these have their bytes; wrong ones are an error."""
-    hits = client.lookup(namespace, b"".join(keys), lease=True)
-    if hits.lease is None:
-        return 0, 0
-    reader = client.reader(namespace, hits.lease.epoch)
-    good = 0
-    for key, ref in zip(keys, hits.lease.refs, strict=False):
-        data = bytes(reader.page(ref))
-        if not reader.sound(ref, key):
-            break
-        assert data == content(key), "a wrong byte was served"
-        good += 1
-    client.report(namespace, reader)
-    client.release(hits.lease)
-    return hits.count, good
 
 
 @pytest.fixture
@@ -67,18 +29,6 @@ def node(make_node: MakeNode) -> Iterator[NodeProcess]:
     running.wait_touched()
     yield running
     assert "Traceback" not in running.log, running.log
-
-
-def back(node: NodeProcess, client: PoolClient) -> None:
-    """Wait until the client reached the node that was started again."""
-
-    def reached() -> bool:
-        try:
-            return bool(client.stats())
-        except PoolError:
-            return False
-
-    until(reached, "the client is back")
 
 
 @pytest.mark.process
@@ -123,7 +73,7 @@ from pathlib import Path
 from ems.errors import PoolError
 from ems.pool.client.pool_client import PoolClient
 from tests.pool.brain import chain
-from tests.pool.node.test_survival import store
+from tests.pool.stored_pages import store
 
 client = PoolClient(Path(sys.argv[1]), "writer")
 print("ready", flush=True)
@@ -337,5 +287,5 @@ def test_a_stop_keeps_the_files_private(node: NodeProcess, make_client: MakeClie
     left = {entry.name: entry.stat() for entry in node.directory.iterdir()}
     assert {status.st_mode & 0o777 for status in left.values()} == {0o600}
     segments = {f"segment-{number:05d}" for number in range(8)}
-    assert segments <= set(left) <= segments | {"marks", "experience"}
+    assert segments <= set(left) <= segments | {"marks"}
     assert all(left[segment].st_size > HEADERS_OFFSET for segment in segments)

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import ProtocolError
-from ems.pool.core.changes import CAPACITY, Run
+from ems.pool.core.changes import CAPACITY
 from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.protocol import coding, framing, limits, messages, refusals
+from ems.pool.protocol.changes import ChangeRun
 from ems.pool.protocol.messages import Message
-from ems.pool.segments.layout import REF_BYTES
 
 U32 = st.integers(0, 2**32 - 1)
 TAILS = st.none() | st.builds(
@@ -40,8 +41,6 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(messages.Stats),
     st.builds(messages.Changes, st.integers(-1, 2**62), st.lists(NAMES, max_size=3)),
     st.builds(messages.Commit, U32, st.just([1, 2]), st.binary(min_size=8, max_size=8)),
-    st.builds(messages.TakeOver, U32, U32, NAMES),
-    st.builds(messages.Taken),
     st.builds(
         messages.Corrupt,
         U32,
@@ -57,8 +56,9 @@ ANSWERS: st.SearchStrategy[Any] = st.one_of(
     st.builds(messages.Hits, U32, U32, U32, st.binary(max_size=40)),
     st.builds(messages.Done, U32),
     st.builds(messages.Figures, st.dictionaries(NAMES, U32 | NAMES | st.lists(U32, max_size=3), max_size=4)),
-    st.builds(messages.Changed, U32, st.booleans(), st.lists(st.builds(Run, U32, st.booleans(), KEYS), max_size=3)),
-    st.builds(messages.Handing, U32, U32),
+    st.builds(
+        messages.Changed, U32, st.booleans(), st.lists(st.builds(ChangeRun, U32, st.booleans(), KEYS), max_size=3)
+    ),
     st.builds(messages.Refused, NAMES, NAMES),
 )
 
@@ -146,7 +146,7 @@ def test_limits_hold_on_both_ends() -> None:
     largest = messages.Reserve(2**32, bytes(16), bytes(16 * most))
     assert coding.decode_request(body_of(largest)) == largest
     assert len(coding.encode(messages.Granted(2**32, bytes(most), bytes(20 * most)))) < framing.MAX_FRAME
-    each_for_itself = messages.Changed(2**62, lost=False, runs=[Run(2**31, True, bytes(16))] * CAPACITY)
+    each_for_itself = messages.Changed(2**62, lost=False, runs=[ChangeRun(2**31, True, bytes(16))] * CAPACITY)
     assert len(coding.encode(each_for_itself)) < framing.MAX_FRAME
     for message in (
         messages.Lookup(1, bytes(16 * (most + 1))),
@@ -156,7 +156,7 @@ def test_limits_hold_on_both_ends() -> None:
         messages.Commit(1, [0] * (most + 1)),
         messages.Changes(0, [""] * (most + 1)),
     ):
-        with pytest.raises(ProtocolError, match="expected"):
+        with pytest.raises(ProtocolError, match=r"(?i)expected"):
             coding.decode_request(body_of(message))
         with pytest.raises(ProtocolError, match="expected"):
             coding.encode_request(message)
@@ -169,8 +169,7 @@ def test_the_page_on_the_wire_names_every_field_of_every_message() -> None:
         fields = [field.name for field in msgspec.structs.fields(message)]
         named = re.findall(r"(?:^|, )(\w+)(?=:| = nil)", rows[message.__name__].split("; ")[0])
         assert named == fields, message.__name__
-    for limit in (framing.MAX_GREETING, limits.MAX_KEYS, limits.MAX_TAIL // limits.TOKEN_BYTES):
-        assert f"| {limit:,}" in page
+    assert f"| {framing.MAX_GREETING:,}" in page
     assert coding.encode(messages.Release(42)).hex(" ") in " ".join(page.replace("│", " ").split()).lower()
     assert all(f"| `{code}` |" in page for code in refusals.REFUSALS)
 
@@ -182,7 +181,6 @@ def test_the_page_on_the_wire_names_every_field_of_every_message() -> None:
         messages.Commit(1, [1], b"12345"),
         messages.Corrupt(1, b"", b""),
         messages.Corrupt(1, bytes(KEY_BYTES), bytes(REF_BYTES + 1)),
-        messages.Corrupt(1, bytes(65 * KEY_BYTES), bytes(65 * REF_BYTES)),
     ],
 )
 def test_checksums_and_reports_that_do_not_add_up_are_refused(message: Message) -> None:

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from ems.errors import ProtocolError
-from ems.pool.administration.acts import Clear, Show
+from ems.pool.facts import Difference
 from ems.pool.keys import KEY_BYTES
 from ems.pool.protocol import coding, limits, messages
-from ems.pool.reasons.layouts import Difference
+from ems.pool.protocol.acts import Clear, Show
 
 
 def fields(message: messages.Message) -> list[object]:

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.rest import LIMBO_SECONDS
-from ems.pool.core.room import Outcome
+from ems.pool.pages import Outcome
 from ems.pool.reasons.words import Reason
 from tests.pool.brain import key, segment_for
 
@@ -28,7 +28,7 @@ class ReasonHistory(RuleBasedStateMachine):
     def start(self, watermark: float, touched: bool) -> None:
         self.core = PoolCore(SEGMENTS, high_watermark=watermark, eviction_ratio=0.3)
         self.now = 0.0
-        self.owners = [1, 2]
+        self.client_ids = [1, 2]
         self.numbers = {name: self.core.open_namespace(name, 8192) for name in SPACES}
         self.writing: dict[int, tuple[int, str]] = {}
         self.leases: list[tuple[int, int]] = []
@@ -52,45 +52,45 @@ class ReasonHistory(RuleBasedStateMachine):
 
     @rule(seat=st.integers(0, 1), name=st.sampled_from(SPACES), run=st.sampled_from(RUNS), commit=st.booleans())
     def reserve(self, seat: int, name: str, run: list[str], commit: bool) -> None:
-        owner, before = self.owners[seat], self.pages()
+        client_id, before = self.client_ids[seat], self.pages()
         keys = [KEYS[path] for path in run]
-        reserved = self.core.reserve(owner, self.numbers[name], bytes(16), keys)
+        reserved = self.core.reserve(client_id, self.numbers[name], bytes(16), keys)
         for one, outcome in zip(keys, reserved.outcomes, strict=True):
             if Outcome(outcome) in REFUSED:
                 self.happened[name, one] = ({REFUSED[Outcome(outcome)]}, self.now)
         self.gone(before, EVICTED)
         if reserved.reservation and commit:
-            self.core.commit(owner, reserved.reservation)
+            self.core.commit(client_id, reserved.reservation)
         elif reserved.reservation:
-            self.writing[reserved.reservation] = (owner, name)
+            self.writing[reserved.reservation] = (client_id, name)
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), commit=st.booleans())
     def finish(self, data: st.DataObject, commit: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.writing)))
-        owner, _ = self.writing.pop(number)
+        client_id, _ = self.writing.pop(number)
         before = self.pages()
         if commit:
-            self.core.commit(owner, number)
+            self.core.commit(client_id, number)
         else:
-            self.core.abort(owner, number)
+            self.core.abort(client_id, number)
         self.gone(before, {Reason.UNFINISHED})
 
     @rule(seat=st.integers(0, 1), alive=st.booleans())
     def leave(self, seat: int, alive: bool) -> None:
         before = self.pages()
-        owner, self.owners[seat] = self.owners[seat], max(self.owners) + 1
-        self.core.disconnect(owner, self.now, alive=alive)
-        self.writing = {number: held for number, held in self.writing.items() if held[0] != owner}
-        self.leases = [lease for lease in self.leases if lease[0] != owner]
+        client_id, self.client_ids[seat] = self.client_ids[seat], max(self.client_ids) + 1
+        self.core.disconnect(client_id, self.now, alive=alive)
+        self.writing = {number: held for number, held in self.writing.items() if held[0] != client_id}
+        self.leases = [lease for lease in self.leases if lease[0] != client_id]
         self.gone(before, {Reason.UNFINISHED})
 
     @rule(seat=st.integers(0, 1), name=st.sampled_from(SPACES), run=st.sampled_from(RUNS), lease=st.booleans())
     def lookup(self, seat: int, name: str, run: list[str], lease: bool) -> None:
-        owner = self.owners[seat]
-        found = self.core.lookup(owner, self.numbers[name], [KEYS[path] for path in run], lease=lease)
+        client_id = self.client_ids[seat]
+        found = self.core.lookup(client_id, self.numbers[name], [KEYS[path] for path in run], lease=lease)
         if found.lease:
-            self.leases.append((owner, found.lease))
+            self.leases.append((client_id, found.lease))
         assert (found.code != 0) == (len(found.pages) < len(run))
         if found.code:
             reason = Reason.of_code(found.code)
@@ -104,7 +104,7 @@ class ReasonHistory(RuleBasedStateMachine):
         position = data.draw(st.integers(0, len(self.leases) - 1))
         self.core.release(*self.leases.pop(position))
 
-    @rule(seconds=st.sampled_from([1.0, 11.0, LIMBO_SECONDS]))
+    @rule(seconds=st.sampled_from([1.0, 11.0, REPLACE_SECONDS]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
         before = self.pages()

@@ -16,12 +16,7 @@ import pytest
 
 from ems.config import NodeConfig, default_pool_size, pick_segment_size
 from ems.errors import ConfigError
-from ems.pool.core.index import Page
-from ems.pool.core.room import Assigned
-from ems.pool.node.listener import Listener, refuse_if_taken
-from ems.pool.segments.arena import Arena, InheritedArena
-from ems.pool.segments.folder import Folder, make_folder, starting
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     HEADERS_OFFSET,
     Description,
     PageRef,
@@ -32,11 +27,15 @@ from ems.pool.segments.layout import (
     unpack_description,
     unpack_header,
 )
-from ems.pool.segments.marks import MarkFile
+from ems.pool.node.listener import Listener, refuse_if_taken
+from ems.pool.pages import Assigned, Page
+from ems.pool.segments.arena import Arena
+from ems.pool.segments.folder import Folder, make_folder, starting
 from ems.pool.segments.plan import plan_segments
-from ems.pool.segments.recovery import MOST, recover
+from ems.pool.segments.recovery import recover
 from ems.pool.segments.touch import TOUCH_STEP, warm, yield_to_others
-from ems.testing.waiting import until
+from ems.pool.writer import UNKNOWN
+from tests.kit.waiting import until
 
 MIB = 1 << 20
 NODE_ID = bytes(range(16))
@@ -84,7 +83,7 @@ def test_a_header_says_writing_before_it_says_present(arena: Arena) -> None:
     assert header(arena, 0, 3) == (SlotState.FREE, 0, bytes(16), 0)
     ref = PageRef(0, 3, 7, 0).pack()
     page = Page(b"k" * 16, ref)
-    arena.headers.begin_writing([page], ref, 8192)
+    arena.headers.begin_writing([page], ref, 8192, UNKNOWN)
     assert header(arena, 0, 3) == (SlotState.WRITING, 7, b"k" * 16, 8192)
     arena.headers.publish([page], 8192)
     assert header(arena, 0, 3) == (SlotState.PRESENT, 7, b"k" * 16, 8192)
@@ -98,7 +97,7 @@ def test_no_old_header_vouches_for_bytes_of_a_new_page(arena: Arena) -> None:
     assert header_offset(last) > large.data_offset, "the old header must lie where new pages will"
     ref = PageRef(0, last, 7, 0).pack()
     page = Page(b"k" * 16, ref)
-    arena.headers.begin_writing([page], ref, 1024)
+    arena.headers.begin_writing([page], ref, 1024, UNKNOWN)
     arena.headers.publish([page], 1024)
     arena.headers.describe(assigned(0, 256 << 10, "b"))
     assert header(arena, 0, last) == (SlotState.FREE, 0, bytes(16), 0)
@@ -286,23 +285,6 @@ def test_memory_that_was_being_given_back_when_the_node_ended_is_touched_again(h
     arena.close()
 
 
-def test_a_successor_keeps_marks_that_an_earlier_release_did_not(home: Path) -> None:
-    earlier = Arena(config(home, segment_size=MIB), NODE_ID)
-    earlier.headers.publish([Page(b"k" * 16, PageRef(0, 3, 7, 0).pack())], 8192)
-    marks = home / "pool" / "marks"
-    marks.unlink()
-    inherited = InheritedArena(earlier.snapshot(), os.dup(earlier.lock), [os.dup(one) for one in earlier.files], [0, 0])
-    successor = Arena(config(home, segment_size=MIB), NODE_ID, inherited)
-    assert not marks.exists(), "it is not the node yet"
-    successor.sign()
-    known = MarkFile(marks)
-    assert known.segment == MIB
-    assert earlier.headers.stamp <= known.stamps < MOST
-    known.close()
-    successor.leave()
-    earlier.close()
-
-
 # The folder
 
 
@@ -317,12 +299,6 @@ def test_a_folder_for_everybody_is_refused(home: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder for everybody"):
         make_folder(home)
     assert home.stat().st_mode & 0o7777 == 0o1777
-
-
-def test_a_folder_that_others_may_write_to_is_closed_to_them(home: Path) -> None:
-    home.chmod(0o777)
-    make_folder(home)
-    assert home.stat().st_mode & 0o7777 == 0o700
 
 
 def test_a_folder_that_others_may_read_stays_as_it_is(home: Path) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.administration.acts import Follow, Resize
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.protocol.acts import Follow, Resize
 from ems.pool.segments.given_up import GivenUp, lay_out
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.conftest import MakeClient, MakeNode
-from tests.pool.node.test_survival import load, store
+from tests.pool.stored_pages import load, store
 
 KIB = 1 << 10
 SIZE = ("--size", "1MB", "--segment-size", "256KB")
@@ -102,9 +100,7 @@ def test_the_last_size_counts_where_none_is_given_and_the_given_one_where_it_is(
 
 
 @pytest.mark.process
-def test_a_pool_that_was_made_smaller_goes_along_to_another_process(
-    make_node: MakeNode, make_client: MakeClient
-) -> None:
+def test_a_pool_that_was_made_smaller_stays_so_over_an_upgrade(make_node: MakeNode, make_client: MakeClient) -> None:
     node = make_node(*SIZE)
     node.wait_touched()
     client = make_client(node)
@@ -112,17 +108,10 @@ def test_a_pool_that_was_made_smaller_goes_along_to_another_process(
     store(client, keys)
     resize(node, 512 * KIB)
     there = [key for key in keys if load(client, [key]) == (1, 1)]
-    node.send(signal.SIGHUP)
-    until(lambda: "took over" in node.log or "ERROR" in node.log, "another process is the node")
-    successor = node.figures()["pid"]
-    try:
-        assert [key for key in keys if load(client, [key]) == (1, 1)] == there
-        assert node.figures()["bytes_total"] == 512 * KIB
-        resize(node, 1024 * KIB)
-        node.wait_touched()
-        assert store(client, chain("y", 30)) == 30
-        assert load(client, chain("y", 30)) == (30, 30)
-        assert client.epoch == 1
-    finally:
-        os.kill(successor, signal.SIGTERM)
-        until(lambda: not node.socket.exists(), "the new process ended")
+    node.upgrade()
+    assert [key for key in keys if load(client, [key]) == (1, 1)] == there
+    assert node.figures()["bytes_total"] == 512 * KIB
+    resize(node, 1024 * KIB)
+    node.wait_touched()
+    assert store(client, chain("y", 30)) == 30
+    assert load(client, chain("y", 30)) == (30, 30)

@@ -19,12 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ems.config import NodeConfig
 from ems.pool.checksum import page_checksum
+from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.rest import LIMBO_SECONDS
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.node.pool_node import Node
-from ems.pool.protocol import messages
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     HEADER_BYTES,
     HEADERS_OFFSET,
     Description,
@@ -38,6 +36,8 @@ from ems.pool.segments.layout import (
     unpack_refs,
     write_header,
 )
+from ems.pool.node.pool_node import Node
+from ems.pool.protocol import messages
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.recovery import MOST, Recovered, SegmentImage, header_checksums, recover
 from ems.pool.segments.verify import Trust, Verify
@@ -228,7 +228,7 @@ class Restarts(RuleBasedStateMachine):
                 count += 1
         assert self.node.core.stats()["slots_quarantined"] == quarantined + count
 
-    @rule(seconds=st.sampled_from([1.0, 11.0, LIMBO_SECONDS]))
+    @rule(seconds=st.sampled_from([1.0, 11.0, REPLACE_SECONDS]))
     def tick(self, seconds: float) -> None:
         self.now[0] += seconds
         self.node.core.tick(self.now[0])
@@ -264,7 +264,7 @@ class Restarts(RuleBasedStateMachine):
     @rule(data=st.data(), garbage=st.binary(min_size=1, max_size=HEADER_BYTES))
     def crash_with_a_torn_header(self, data: st.DataObject, garbage: bytes) -> None:
         segment = data.draw(st.integers(0, len(self.node.arena.sizes) - 1))
-        geometry = self.node.core._space.segments[segment].geometry
+        geometry = self.node.core._slots.segments[segment].geometry
         slot = data.draw(st.integers(0, geometry.slot_count - 1)) if geometry else 0
         hurt = {
             (namespace.name, page.key)
@@ -310,7 +310,8 @@ class Restarts(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "node"):
             self.node.core.disconnect(1, self.now[0], alive=False)
-            self.tick(LIMBO_SECONDS)
+            for writer in self.node.core.awaited_writers:
+                self.node.core.stopped(writer)
             figures = self.node.core.stats()
             assert (figures["leases"], figures["reservations"], figures["slots_resting"]) == (0, 0, 0)
             assert self.node.core.check() == []
@@ -376,8 +377,12 @@ def test_slots_of_writers_that_may_live_rest(home: Path) -> None:
     assert isinstance(taken, messages.Granted)
     slots = {ref[:2] for ref in unpack_refs(taken.refs)}
     assert not slots & {ref[:2] for ref in unpack_refs(granted.refs)}
-    now[0] += LIMBO_SECONDS
-    again.core.tick(now[0])
+    for _ in range(2):
+        now[0] += REPLACE_SECONDS
+        again.core.tick(now[0])
+    assert again.core.stats()["slots_resting"] == 3, "time frees nothing"
+    (writer,) = again.core.awaited_writers
+    again.core.stopped(writer)
     assert again.core.stats()["slots_resting"] == 0
     again.arena.close(keep=False)
 
@@ -393,8 +398,8 @@ def test_generations_go_on(home: Path) -> None:
     found = PageRef.unpack(next(iter(again.core._namespaces[0].index)).ref)
     assert found == before
     again.core._namespaces[0].index.discard(again.core._namespaces[0].index.get(chain("x", 1)[0]))  # type: ignore[arg-type]
-    again.core._space.give_back(found)
-    ref = again.core._space.take(0)
+    again.core._slots.give_back(found)
+    ref = again.core._slots.take(0)
     assert ref is not None
     assert ref[:2] == before[:2]
     assert ref.generation == before.generation + 1

@@ -14,13 +14,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from ems.pool.segments import touch
-from ems.pool.segments.marks import CARVINGS_AHEAD, STAMPS_AHEAD, MarkFile
+from ems.pool.segments.node_state import CARVINGS_AHEAD, STAMPS_AHEAD, NodeStateFile
 from ems.pool.segments.recovery import MOST
-from ems.pool.segments.segment_file import Place, SegmentFile
+from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.passage import Leaving, load, store
+from ems.pool.tiers.pass_through import Leaving, load, store
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers import MemoryBlobs
+from ems.testing.tiers import KEYS
+from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 SIZE = 1 << 20
 
@@ -84,7 +85,7 @@ def test_each_client_has_a_description_of_its_own(file: SegmentFile) -> None:
 
 
 def test_the_file_is_open_as_long_as_a_thread_may_use_it(file: SegmentFile) -> None:
-    place = Place(file, 0, 4, mapped=False)
+    place = FileRange(file, 0, 4, mapped=False)
     del file
     assert place.write(memoryview(b"abcd"))
     into = bytearray(4)
@@ -147,7 +148,7 @@ PAGE = 4096
 
 
 def pages(file: SegmentFile, *, mapped: bool) -> list[Leaving]:
-    places = [Place(file, number * PAGE, PAGE, mapped=mapped) for number in range(4)]
+    places = [FileRange(file, number * PAGE, PAGE, mapped=mapped) for number in range(4)]
     return [Leaving(bytes([number]) * 16, bytes(16), None, place) for number, place in enumerate(places)]
 
 
@@ -155,7 +156,7 @@ def pages(file: SegmentFile, *, mapped: bool) -> list[Leaving]:
 def test_pages_go_down_and_come_up(file: SegmentFile, mapped: bool) -> None:
     for number in range(4):
         file.write(number * PAGE, bytes([number + 1]) * PAGE)
-    tier = PackTier("test", MemoryBlobs())
+    tier = PackTier("test", MemoryBlobs(), KEYS)
     leaving = pages(file, mapped=mapped)
     assert store(tier, "a/b/c", leaving) == [Outcome.DONE] * 4
     file.write(0, bytes(4 * PAGE))
@@ -167,14 +168,14 @@ def test_pages_go_down_and_come_up(file: SegmentFile, mapped: bool) -> None:
 
 def test_pages_of_a_file_that_was_cut_are_missing_and_the_others_are_stored(file: SegmentFile) -> None:
     os.ftruncate(file.descriptor, 2 * PAGE + 100)
-    tier = PackTier("test", MemoryBlobs())
+    tier = PackTier("test", MemoryBlobs(), KEYS)
     outcomes = store(tier, "a/b/c", pages(file, mapped=False))
     assert outcomes == [Outcome.DONE, Outcome.DONE, Outcome.MISSING, Outcome.MISSING]
     assert tier.holds("a/b/c", [bytes([number]) * 16 for number in range(4)]) == 2
 
 
 def test_a_page_whose_segment_takes_nothing_more_is_missing(file: SegmentFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = PackTier("test", MemoryBlobs())
+    tier = PackTier("test", MemoryBlobs(), KEYS)
     leaving = pages(file, mapped=False)
     store(tier, "a/b/c", leaving)
     monkeypatch.setattr(file, "write", lambda *_: False)
@@ -186,12 +187,12 @@ def test_a_page_whose_segment_takes_nothing_more_is_missing(file: SegmentFile, m
 
 
 def test_marks_are_ahead_of_all_numbers_that_were_given(home: Path) -> None:
-    marks = MarkFile(home / "marks")
+    marks = NodeStateFile(home / "marks")
     assert (marks.segment, marks.stamps, marks.carvings) == (0, MOST, MOST)
     marks.keep(SIZE)
     for stamp in (1, STAMPS_AHEAD, STAMPS_AHEAD + 2, 5 * STAMPS_AHEAD):
         marks.cover(stamp, stamp >> 8)
-        again = MarkFile(home / "marks")
+        again = NodeStateFile(home / "marks")
         assert (again.segment, again.stamps, again.carvings) == (SIZE, marks.stamps, marks.carvings)
         assert stamp <= again.stamps <= stamp + STAMPS_AHEAD
         assert stamp >> 8 <= again.carvings <= (stamp >> 8) + CARVINGS_AHEAD
@@ -202,11 +203,11 @@ def test_marks_are_ahead_of_all_numbers_that_were_given(home: Path) -> None:
 @pytest.mark.parametrize("raw", [b"", b"EMSMARK1", bytes(100), b"EMSMARK1" + bytes(24) + b"abcd"])
 def test_marks_that_cannot_be_read_say_nothing(home: Path, raw: bytes) -> None:
     (home / "marks").write_bytes(raw)
-    marks = MarkFile(home / "marks")
+    marks = NodeStateFile(home / "marks")
     assert (marks.segment, marks.stamps, marks.carvings) == (0, MOST, MOST)
     assert marks.limits == (MOST >> 1, MOST >> 1), "a node goes on from below these"
     marks.keep(SIZE)
     marks.cover(1, 1)
     assert marks.limits == (marks.stamps, marks.carvings)
     marks.close()
-    assert MarkFile(home / "marks").segment == SIZE
+    assert NodeStateFile(home / "marks").segment == SIZE

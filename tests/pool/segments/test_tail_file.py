@@ -64,7 +64,7 @@ def test_it_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
     assert again.read() == [entry("a", 1), entry("b", 2), entry("a", 3)]
     again.close()
     third = TailFile(tmp_path / "tails")
-    third.resume()
+    third.read()
     third.add(*entry("c", 4))
     third.close()
     assert (tmp_path / "tails").stat().st_mode & 0o777 == 0o600

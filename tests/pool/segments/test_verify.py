@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.checksum import page_checksum
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     Description,
     Header,
     PageFlag,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from ems.pool.core.quota import Quota
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import store
 from ems.pool.tenants.credentials import Credentials
-from ems.pool.tenants.quota import Quota
 from ems.pool.tenants.registry import Registry
 
 ANN = Credentials("ann", "ems_key of ann")

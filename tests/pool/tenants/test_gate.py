@@ -9,7 +9,7 @@ from ems.pool.protocol import coding, greeting, messages
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram
 from ems.pool.tenants.credentials import Credentials
-from ems.pool.tenants.gate import Gate, Guest, Peer, Pending
+from ems.pool.tenants.gate import Gate, Peer, Pending, Principal
 from ems.pool.tenants.limiter import FREE_FAILURES, MAX_PEERS, SECONDS_EACH, FailureLimiter
 from ems.pool.tenants.registry import Registry
 from tests.pool.tenants.people import ANN, BOB, registry_of
@@ -28,22 +28,22 @@ def hello(who: Credentials, *features: str) -> tuple[messages.Hello, bytes]:
     return message, coding.body(message)
 
 
-def enter(gate: Gate, who: Credentials, peer: Peer = PEER, now: float = 0.0, wall: float = 1.0) -> Guest:
+def enter(gate: Gate, who: Credentials, peer: Peer = PEER, now: float = 0.0, wall: float = 1.0) -> Principal:
     greeting, body = hello(who)
     pending = gate.greet(greeting, body, peer, now)
     assert isinstance(pending, Pending)
     challenge = pending.challenge
     signed = scram.transcript(body, coding.body(challenge))
     made = scram.prove(who.access_key, challenge.salt, challenge.iterations, signed)
-    guest, signature = gate.prove(pending, made.proof, peer, now, wall)
+    principal, signature = gate.prove(pending, made.proof, peer, now, wall)
     assert signature == made.signature
-    return guest
+    return principal
 
 
 def test_an_open_node_lets_everybody_in() -> None:
     gate = gate_of(None)
-    assert gate.greet(*hello(Credentials()), PEER, 0.0) == Guest()
-    assert gate.greet(*hello(ANN), Peer(1, NODE_USER), 0.0) == Guest(administers=True)
+    assert gate.greet(*hello(Credentials()), PEER, 0.0) == Principal()
+    assert gate.greet(*hello(ANN), Peer(1, NODE_USER), 0.0) == Principal(administers=True)
 
 
 def test_a_tenant_is_let_in_as_itself() -> None:
@@ -90,7 +90,7 @@ def test_only_the_nodes_own_user_administers_and_stores_nothing() -> None:
     gate = gate_of(registry_of(ANN))
     asked = hello(Credentials(), greeting.ADMINISTERS)
     for uid in (NODE_USER, 0):
-        assert gate.greet(*asked, Peer(1, uid), 0.0) == Guest(administers=True, stores=False)
+        assert gate.greet(*asked, Peer(1, uid), 0.0) == Principal(administers=True, stores=False)
     with pytest.raises(Unauthorised):
         gate.greet(*asked, PEER, 0.0)
     with pytest.raises(Unauthorised):

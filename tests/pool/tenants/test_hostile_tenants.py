@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import resource
-import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,12 +18,9 @@ from pathlib import Path
 import pytest
 
 from ems.errors import EmsError
-from ems.pool.administration.acts import Resize
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.protocol import coding, messages
-from ems.pool.reasons.words import Reason
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     HEADERS_OFFSET,
     Description,
     SlotState,
@@ -34,13 +30,17 @@ from ems.pool.segments.layout import (
     unpack_header,
     write_header,
 )
+from ems.pool.protocol import coding, messages
+from ems.pool.protocol.acts import Resize
+from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import MOST
 from ems.pool.segments.touch import punch
 from ems.pool.tenants.credentials import Credentials
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.mounts import tmpfs
+from tests.pool.stored_pages import first_bytes, store_filled
 from tests.pool.tenants.people import ANN, BOB, registry_of, save
 
 pytestmark = pytest.mark.process
@@ -88,31 +88,6 @@ def connect(node: NodeProcess) -> Iterator[Connect]:
         yield make
 
 
-def store(client: PoolClient, payload: bytes, keys: list[bytes] = KEYS) -> int:
-    """Store pages; how many.  A mapping of memory that was cut is not looked at: that would end this process."""
-    reserved = client.reserve(SPACE, bytes(16), keys)
-    segments = client.segments(client.epoch)
-    for ref in reserved.granted.values():
-        segments.page(ref, PAGE)[:] = payload * PAGE
-    client.commit(reserved)
-    return len(reserved.granted)
-
-
-def load(client: PoolClient, keys: list[bytes] = KEYS) -> list[bytes]:
-    """The first byte of each page that its reader believes."""
-    hits = client.lookup(SPACE, b"".join(keys), lease=True)
-    if hits.lease is None:
-        return []
-    reader = client.reader(SPACE, client.epoch)
-    found = [
-        bytes(reader.page(ref)[:1])
-        for key, ref in zip(keys, hits.lease.refs, strict=False)
-        if reader.holds(ref, key) and reader.sound(ref, key)
-    ]
-    client.release(hits.lease)
-    return found
-
-
 def segment_of(client: PoolClient) -> int:
     """The segment of the client's pages."""
     hits = client.lookup(SPACE, JOINED, lease=True)
@@ -133,8 +108,8 @@ def taken(client: PoolClient, number: int) -> int:
 
 def memory_of_his_own(client: PoolClient) -> Callable[[], bool]:
     def stored() -> bool:
-        store(client, b"b")
-        return load(client) == [b"b"] * 3
+        store_filled(client, SPACE, KEYS, b"b")
+        return first_bytes(client, SPACE, KEYS) == [b"b"] * 3
 
     return stored
 
@@ -159,7 +134,7 @@ def fresh(node: NodeProcess, connect: Connect) -> None:
     assert told.codes[0] == Reason.CHECKSUM.code
 
     def stored() -> bool:
-        return bool(store(again, b"n")) and load(again) == [b"n"] * 3
+        return bool(store_filled(again, SPACE, KEYS, b"n")) and first_bytes(again, SPACE, KEYS) == [b"n"] * 3
 
     until(stored, "ann has memory again", PATIENCE)
 
@@ -169,17 +144,17 @@ def fresh(node: NodeProcess, connect: Connect) -> None:
 
 def test_a_cut_file_costs_its_pages_and_nothing_else(node: NodeProcess, connect: Connect, bob: PoolClient) -> None:
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     os.ftruncate(taken(ann, segment_of(ann)), 0)
-    assert load(bob) == [b"b"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
     fresh(node, connect)
-    assert load(bob) == [b"b"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
     assert node.log.count("begins anew") == 1
 
 
 def test_the_node_writes_headers_into_a_file_that_is_gone(node: NodeProcess, connect: Connect, bob: PoolClient) -> None:
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     descriptor = taken(ann, segment_of(ann))
     half = ann.reserve(SPACE, KEYS[-1], chain("half", 2))
     os.ftruncate(descriptor, 0)
@@ -192,11 +167,11 @@ def test_the_node_writes_headers_into_a_file_that_is_gone(node: NodeProcess, con
         reader = ann.reader(SPACE, ann.epoch)
         reader.corrupt = list(zip(KEYS, hits.lease.refs, strict=True))
         ann.report(SPACE, reader)
-    assert load(bob) == [b"b"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
     fresh(node, connect)
     with contextlib.suppress(EmsError):
         ann.commit(half)
-    assert load(bob) == [b"b"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
 
 
 def test_cutting_again_and_again_hurts_nobody(node: NodeProcess, connect: Connect, bob: PoolClient) -> None:
@@ -204,7 +179,7 @@ def test_cutting_again_and_again_hurts_nobody(node: NodeProcess, connect: Connec
         ann = connect(ANN)
 
         def stored(client: PoolClient = ann) -> bool:
-            return bool(store(client, b"a"))
+            return bool(store_filled(client, SPACE, KEYS, b"a"))
 
         until(stored, "ann has memory again", PATIENCE)
         descriptor = taken(ann, segment_of(ann))
@@ -212,27 +187,21 @@ def test_cutting_again_and_again_hurts_nobody(node: NodeProcess, connect: Connec
             os.ftruncate(descriptor, size)
         until(lambda turn=turn: node.log.count("begins anew") > turn, "it is noticed", PATIENCE)  # type: ignore[misc]
         os.close(descriptor)
-        assert load(bob) == [b"b"] * 3
+        assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
     assert node.figures()["slots_resting"] == 0
 
 
-def test_a_cut_file_is_handed_over(node: NodeProcess, connect: Connect, bob: PoolClient) -> None:
+def test_a_cut_file_is_upgraded(node: NodeProcess, connect: Connect, bob: PoolClient) -> None:
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     os.ftruncate(taken(ann, segment_of(ann)), 0)
-    node.send(signal.SIGHUP)
-    until(lambda: "took over" in node.log or "ERROR" in node.log, "another process is the node", PATIENCE)
-    successor = node.figures()["pid"]
-    try:
-        assert successor != node.pid
-        assert load(bob) == [b"b"] * 3
-        fresh(node, connect)
-        assert load(bob) == [b"b"] * 3
-    finally:
-        os.kill(successor, signal.SIGTERM)
-        until(lambda: not node.socket.exists(), "the new process ended", PATIENCE)
-        node.wait()
-        node.start()
+    node.upgrade()
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
+    again = connect(ANN)
+    assert again.lookup(SPACE, JOINED).count == 0
+    until(lambda: store_filled(again, SPACE, KEYS, b"n"), "ann has memory again", PATIENCE)
+    assert first_bytes(again, SPACE, KEYS) == [b"n"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
 
 
 @pytest.mark.parametrize("size", [0, 100, HEADERS_OFFSET, HEADERS_OFFSET + 100, 2 * SEGMENT])
@@ -240,7 +209,7 @@ def test_a_file_that_is_cut_while_no_node_runs_costs_its_pages_only(
     node: NodeProcess, connect: Connect, bob: PoolClient, size: int
 ) -> None:
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     mine = segment_of(bob)
     others = [number for number in range(4) if number != mine]
     descriptors = [taken(ann, segment_of(ann))]
@@ -251,15 +220,15 @@ def test_a_file_that_is_cut_while_no_node_runs_costs_its_pages_only(
         os.truncate(node.directory / f"segment-{number:05d}", size)
     node.start()
     node.wait_touched()
-    assert load(connect(BOB)) == [b"b"] * 3
+    assert first_bytes(connect(BOB), SPACE, KEYS) == [b"b"] * 3
     assert "files of another size" in node.log
     assert node.figures()["segments"] == 4
-    assert load(connect(ANN)) == []
+    assert first_bytes(connect(ANN), SPACE, KEYS) == []
 
 
 def test_a_cut_segment_that_is_given_up_comes_back_whole(node: NodeProcess, connect: Connect, bob: PoolClient) -> None:
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     descriptor = taken(ann, segment_of(ann))
     with contextlib.closing(PoolClient(node.socket, "test", administers=True)) as administrator:
         os.ftruncate(descriptor, 0)
@@ -298,8 +267,14 @@ def test_a_tier_works_on_while_a_tenant_cuts_what_it_is_to_write(path: Path, tmp
                     os.ftruncate(descriptor, 0)
                     os.close(descriptor)
             ann.close()
-            assert load(bob) == [b"b"] * 3
-        until(lambda: store(bob, b"c", chain("later", 3)) + load(bob, chain("later", 3)).count(b"c"), "bob stores on")
+            assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
+        until(
+            lambda: (
+                store_filled(bob, SPACE, chain("later", 3), b"c")
+                + first_bytes(bob, SPACE, chain("later", 3)).count(b"c")
+            ),
+            "bob stores on",
+        )
         figures = node.figures()["tiers"][0]
         assert figures["write_failures"] == 0
         assert "Traceback" not in node.log, node.log
@@ -315,7 +290,7 @@ def test_pages_of_a_tier_come_back_beside_a_file_that_is_cut(path: Path, tmp_pat
         node.wait_touched()
         for who, payload in ((ANN, b"a"), (BOB, b"b")):
             client = node.client("test", who)
-            assert store(client, payload, keys) == 40
+            assert store_filled(client, SPACE, keys, payload) == 40
             client.close()
         until(lambda: node.figures()["tiers"][0]["pages_written"] == 80, "all was written", PATIENCE)
         node.stop()
@@ -343,7 +318,7 @@ def test_pages_of_a_tier_come_back_beside_a_file_that_is_cut(path: Path, tmp_pat
 
         until(cut, "ann cut something", PATIENCE)
         until(lambda: bob.lookup(SPACE, b"".join(keys)).count == 40, "bob's pages came up", PATIENCE)
-        assert load(bob, keys) == [b"b"] * 40
+        assert first_bytes(bob, SPACE, keys) == [b"b"] * 40
         assert node.returncode is None
         assert "Traceback" not in node.log, node.log
         ann.close()
@@ -357,14 +332,14 @@ def test_a_file_that_is_made_longer_is_cut_back_and_keeps_its_pages(
     node: NodeProcess, connect: Connect, bob: PoolClient
 ) -> None:
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     number = segment_of(ann)
     descriptor = taken(ann, number)
     for _ in range(3):
         os.posix_fallocate(descriptor, 0, 16 << 20)
         until(lambda: os.fstat(descriptor).st_size == SEGMENT, "it is cut back", PATIENCE)
-    assert load(ann) == [b"a"] * 3
-    assert load(bob) == [b"b"] * 3
+    assert first_bytes(ann, SPACE, KEYS) == [b"a"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
     assert node.log.count("made a segment's file longer") == 1
 
 
@@ -372,17 +347,17 @@ def test_flags_of_a_descriptor_do_not_change_what_the_node_writes(
     node: NodeProcess, connect: Connect, bob: PoolClient
 ) -> None:
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     descriptor = taken(ann, segment_of(ann))
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     os.lseek(descriptor, 12345, os.SEEK_SET)
-    store(ann, b"a", chain("more", 3))
-    assert load(ann, chain("more", 3)) == [b"a"] * 3
+    store_filled(ann, SPACE, chain("more", 3), b"a")
+    assert first_bytes(ann, SPACE, chain("more", 3)) == [b"a"] * 3
     assert os.fstat(descriptor).st_size == SEGMENT
     assert "longer" not in node.log
     fcntl.fcntl(taken(ann, segment_of(ann)), fcntl.F_GETFL)
-    assert load(bob) == [b"b"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
 
 
 def test_descriptors_that_nobody_takes_do_not_use_up_the_systems(path: Path) -> None:
@@ -393,7 +368,7 @@ def test_descriptors_that_nobody_takes_do_not_use_up_the_systems(path: Path) -> 
         resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (128, hard))
         ann, bob = node.client("test", ANN), node.client("test", BOB)
         until(memory_of_his_own(bob), "bob is served", PATIENCE)
-        store(ann, b"a")
+        store_filled(ann, SPACE, KEYS, b"a")
         number = segment_of(ann)
         greedy = [node.client("test", ANN) for _ in range(8)]
         for client in greedy:
@@ -403,7 +378,7 @@ def test_descriptors_that_nobody_takes_do_not_use_up_the_systems(path: Path) -> 
                 for _ in range(100):
                     sock.sendall(coding.encode(messages.Attach(number)))
         again = node.client("test", BOB)
-        until(lambda: load(again) == [b"b"] * 3, "bob maps his segments", PATIENCE)
+        until(lambda: first_bytes(again, SPACE, KEYS) == [b"b"] * 3, "bob maps his segments", PATIENCE)
         assert "were asked for and none was taken" in node.log
         for client in (*greedy, ann, bob, again):
             client.close()
@@ -428,18 +403,18 @@ def test_numbers_that_no_node_gave_cost_nobody_else_a_page(
 ) -> None:
     """Nodes go on from the largest: after one that is as large as can be, all later ones were taken for damage."""
     ann = connect(ANN)
-    store(ann, b"a")
+    store_filled(ann, SPACE, KEYS, b"a")
     forge_stamps(ann, segment_of(ann), MOST - 1, carving)
     for turn in range(3):
         node.kill()
         node.start()
         bob = connect(BOB)
-        assert load(bob) == [b"b"] * 3
+        assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
         for before in range(turn):
-            assert load(bob, chain(f"turn {before}", 3)) == [b"c"] * 3
+            assert first_bytes(bob, SPACE, chain(f"turn {before}", 3)) == [b"c"] * 3
 
         def stored(client: PoolClient = bob, keys: list[bytes] = chain(f"turn {turn}", 3)) -> bool:  # noqa: B008
-            return bool(store(client, b"c", keys))
+            return bool(store_filled(client, SPACE, keys, b"c"))
 
         until(stored, "bob stores on", PATIENCE)
 
@@ -447,7 +422,7 @@ def test_numbers_that_no_node_gave_cost_nobody_else_a_page(
 def test_a_segment_for_very_many_pages_is_not_believed(node: NodeProcess, connect: Connect, bob: PoolClient) -> None:
     with pytest.raises(EmsError):
         connect(ANN).reserve(Namespace("default/tiny/layout", 0), bytes(16), KEYS)
-    assert load(bob) == [b"b"] * 3
+    assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
 
 
 # Memory that is used up
@@ -465,7 +440,7 @@ def test_memory_that_a_tenant_fills_and_punches_ends_nobody(path: Path) -> None:
         bob = node.client("test", BOB)
         until(memory_of_his_own(bob), "bob is served", PATIENCE)
         ann = node.client("test", ANN)
-        store(ann, b"a")
+        store_filled(ann, SPACE, KEYS, b"a")
         descriptor = taken(ann, segment_of(ann))
         half = ann.reserve(SPACE, KEYS[-1], chain("half", 2))
         punch(descriptor, SEGMENT)
@@ -476,16 +451,20 @@ def test_memory_that_a_tenant_fills_and_punches_ends_nobody(path: Path) -> None:
             ann.commit(half)
         with contextlib.suppress(EmsError):
             ann.reserve(SPACE, bytes(16), chain("other", 2))
-        assert load(bob) == [b"b"] * 3
-        store(bob, b"c", chain("more", 3))
-        assert load(bob, chain("more", 3)) == [b"c"] * 3
+        assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
+        store_filled(bob, SPACE, chain("more", 3), b"c")
+        assert first_bytes(bob, SPACE, chain("more", 3)) == [b"c"] * 3
         until(lambda: "begins anew" in node.log, "the segment is set aside", PATIENCE)
         (memory / "balloon").unlink()
         os.close(descriptor)
         ann.close()
         again = node.client("test", ANN)
-        until(lambda: store(again, b"n") and load(again) == [b"n"] * 3, "ann has memory again", PATIENCE)
-        assert load(bob) == [b"b"] * 3
+        until(
+            lambda: store_filled(again, SPACE, KEYS, b"n") and first_bytes(again, SPACE, KEYS) == [b"n"] * 3,
+            "ann has memory again",
+            PATIENCE,
+        )
+        assert first_bytes(bob, SPACE, KEYS) == [b"b"] * 3
         assert "Traceback" not in node.log, node.log
         again.close()
         bob.close()

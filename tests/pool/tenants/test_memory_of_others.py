@@ -15,14 +15,14 @@ from unittest.mock import Mock
 import pytest
 
 from ems.config import NodeConfig
-from ems.pool.administration.acts import Resize
-from ems.pool.core.room import Outcome
+from ems.pool.core.quota import Bounds, Quota
+from ems.pool.layout import HEADER_BYTES, header_offset, pack_header, unpack_header
+from ems.pool.names import qualified
 from ems.pool.node.pool_node import Node
-from ems.pool.segments.layout import HEADER_BYTES, PageFlag, header_offset, pack_header, unpack_header
+from ems.pool.pages import Outcome
+from ems.pool.protocol.acts import Resize
 from ems.pool.segments.recovery import MOST
-from ems.pool.tenants.gate import Guest, Peer
-from ems.pool.tenants.names import qualified
-from ems.pool.tenants.quota import Bounds, Quota
+from ems.pool.tenants.gate import Peer, Principal
 from tests.pool.brain import PAGE, chain, key, outcomes, segment_for
 from tests.pool.tenants.people import ANN, BOB, registry_of, save
 
@@ -49,7 +49,7 @@ def start(home: Path, tenants: Path | None, segments: int = 2, segment: int = SE
         return Node(NodeConfig(directory=home / "pool", socket=home / "s", tenants=tenants, **values))
 
     node = asyncio.run(make())
-    for one in node.core.space.segments:
+    for one in node.core.slots.segments:
         if one.size:
             touch(node, one.number)
     node.core.touching_ended()
@@ -68,7 +68,7 @@ def reserve(node: Node, name: str, keys: list[bytes]) -> list[Outcome]:
     number = node.core.open_namespace(name, PAGE)
     reserved = node.promise(1, number, bytes(16), keys)
     if reserved.granted:
-        node.published(node.core.commit(1, reserved.reservation), None, PageFlag(0))
+        node.applier.finish(node.storing.commit(1, reserved.reservation))
     return outcomes(reserved)
 
 
@@ -98,7 +98,7 @@ def resize(node: Node, size: int) -> None:
     loop = Mock()
     loop.call_later.side_effect = lambda _, call, *arguments: later.append(partial(call, *arguments))
     node.loop = loop
-    node._steward.do(Peer(1, os.geteuid()), Resize(size), dry_run=False)
+    node._admin.do(Peer(1, os.geteuid()), Resize(size), dry_run=False)
     while later:
         later.pop(0)()
 
@@ -175,25 +175,17 @@ def test_a_stamp_of_a_tenants_own_making_costs_nobody_else_a_page_where_no_marks
 # Another process
 
 
-def test_tenants_that_change_after_a_hand_over_are_the_other_processs_business(home: Path, tenants: Path) -> None:
-    node = start(home, tenants)
-    node._guests[1] = Guest("ann", registry_of(ANN).tenants["ann"].keys[0].id)
-    node._leave()
-    node._obey(registry_of(BOB))
-    node.close()
-
-
 # Quotas that do not fit
 
 
 def test_a_key_is_revoked_though_the_quotas_in_the_file_do_not_fit(home: Path, tenants: Path) -> None:
     node = start(home, tenants)
     try:
-        guest = Guest("ann", registry_of(ANN).tenants["ann"].keys[0].id)
-        assert node._tenancy.gate.admits(guest, 0.0)
+        principal = Principal("ann", registry_of(ANN).tenants["ann"].keys[0].id)
+        assert node._tenancy.gate.admits(principal, 0.0)
         before = node.core.shares.bounds("bob")
         node._obey(registry_of(BOB, bob=Quota(minimum="1GB")))
-        assert not node._tenancy.gate.admits(guest, 0.0)
+        assert not node._tenancy.gate.admits(principal, 0.0)
         assert node.core.shares.bounds("bob") == before
     finally:
         node.close()
@@ -219,7 +211,7 @@ def full(*_: object) -> NoReturn:
 def touched(node: Node) -> None:
     """All memory that is there is touched, as the threads of a node that runs do."""
     node.memory._touching = 0
-    for one in node.core.space.segments:
+    for one in node.core.slots.segments:
         touch(node, one.number)
     node.core.touching_ended()
 
@@ -236,7 +228,7 @@ def test_a_segment_that_cannot_be_replaced_costs_no_more_than_itself_and_comes_b
             assert reserve(node, qualified("bob", "m"), [key("y")]) != [Outcome.GRANTED]
             touched(node)
             (lost,) = node.memory.lost
-            assert node._tenancy.owners[lost] == "ann", "its memory is still the other's"
+            assert node._tenancy.segment_tenants[lost] == "ann", "its memory is still the other's"
             for block in chain("z", 8):
                 assert reserve(node, qualified("ann", "m"), [block]) == [Outcome.GRANTED]
             assert reserve(node, qualified("bob", "m"), [key("y")]) == [Outcome.NO_SPACE]
@@ -246,7 +238,7 @@ def test_a_segment_that_cannot_be_replaced_costs_no_more_than_itself_and_comes_b
         node.memory.renew_lost()
         touched(node)
         assert reserve(node, qualified("bob", "m"), [key("y")]) == [Outcome.GRANTED]
-        assert (node.memory.lost, node._tenancy.owners[lost]) == (set(), "bob")
+        assert (node.memory.lost, node._tenancy.segment_tenants[lost]) == (set(), "bob")
         assert node.core.check() == []
     finally:
         node.close()
@@ -261,10 +253,10 @@ def test_nothing_is_granted_in_a_segment_of_which_nobody_would_know_whose_it_is(
             patch.setattr(os, "replace", full)
             patch.setattr(Path, "replace", full)
             assert reserve(node, qualified("ann", "m"), [key("x")]) == [Outcome.NO_SPACE]
-            assert node._tenancy.owners == {}
+            assert node._tenancy.segment_tenants == {}
             assert node.core.check() == []
         assert reserve(node, qualified("ann", "m"), [key("x")]) == [Outcome.GRANTED]
-        assert set(node._tenancy.owners.values()) == {"ann"}
+        assert set(node._tenancy.segment_tenants.values()) == {"ann"}
         assert node.core.check() == []
     finally:
         node.close()
@@ -277,9 +269,9 @@ def test_segments_that_cannot_be_made_are_as_if_nobody_had_asked_for_them(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(node.arena, "_create", full)
-            node._steward.do(Peer(1, os.geteuid()), Resize(5 * node.arena.sizes[0]), dry_run=False)
+            node._admin.do(Peer(1, os.geteuid()), Resize(5 * node.arena.sizes[0]), dry_run=False)
         touched(node)
-        assert len(node.core.space.segments) == len(node.arena.sizes) == 2
+        assert len(node.core.slots.segments) == len(node.arena.sizes) == 2
         for block in chain("x", 5):
             assert reserve(node, "open", [block]) == [Outcome.GRANTED], "it evicts"
         assert node.core.check() == []

@@ -14,14 +14,15 @@ import pytest
 from ems.errors import PoolRefused, PoolUnavailable, StaleReference, Unauthorised
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.core.quota import Quota
 from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants.credentials import Credentials
-from ems.pool.tenants.quota import Quota
 from ems.pool.tenants.registry import Registry
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.brain import chain
+from tests.pool.stored_pages import first_bytes, store_filled
 from tests.pool.tenants.people import ANN, BOB, registry_of, save
 from tests.pool.wire import wire
 
@@ -32,7 +33,7 @@ JOINED = b"".join(KEYS)
 Connect = Callable[[Credentials | None], PoolClient]
 
 
-class Place:
+class TenantNode:
     """A node with tenants and the file that it reads."""
 
     def __init__(self, node: NodeProcess, path: Path, registry: Registry) -> None:
@@ -47,24 +48,24 @@ class Place:
 
 
 @contextlib.contextmanager
-def a_place(folder: Path, size: str, segment: str) -> Iterator[Place]:
+def a_place(folder: Path, size: str, segment: str) -> Iterator[TenantNode]:
     path = folder / "tenants.json"
     registry = save(path, registry_of(ANN, BOB))
     with NodeProcess("--size", size, "--segment-size", segment, "--tenants", str(path)) as node:
         node.wait_touched()
-        yield Place(node, path, registry)
+        yield TenantNode(node, path, registry)
         assert node.returncode is None, node.log
         assert "Traceback" not in node.log, node.log
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantNode]:
     with a_place(tmp_path_factory.mktemp("tenants"), "4MB", "64KB") as place:
         yield place
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TenantNode]:
     """A node that the tests share; one of its own for a test that changes the file or fills the pool."""
     if request.node.get_closest_marker("usefixtures"):
         with a_place(tmp_path, "1MB", "256KB") as own:
@@ -88,7 +89,7 @@ def space(request: pytest.FixtureRequest) -> Namespace:
 
 
 @pytest.fixture
-def connect(place: Place) -> Iterator[Connect]:
+def connect(place: TenantNode) -> Iterator[Connect]:
     with contextlib.ExitStack() as stack:
 
         def make(who: Credentials | None) -> PoolClient:
@@ -99,43 +100,17 @@ def connect(place: Place) -> Iterator[Connect]:
         yield make
 
 
-def store(client: PoolClient, namespace: Namespace, keys: list[bytes], payload: bytes) -> int:
-    """Store pages full of ``payload``; how many were granted."""
-    reserved = client.reserve(namespace, bytes(16), keys)
-    segments = client.segments(client.epoch)
-    for ref in reserved.granted.values():
-        segments.page(ref, PAGE)[:] = payload * PAGE
-    client.commit(reserved)
-    return len(reserved.granted)
-
-
-def load(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> list[bytes]:
-    """The first byte of each page that is there, checked as readers do."""
-    hits = client.lookup(namespace, b"".join(keys), lease=True)
-    if hits.lease is None:
-        return []
-    segments = client.segments(client.epoch)
-    found = []
-    for key, ref in zip(keys, hits.lease.refs, strict=False):
-        data = bytes(segments.page(ref, PAGE))
-        assert segments.holds(ref, key)
-        assert data == data[:1] * PAGE
-        found.append(data[:1])
-    client.release(hits.lease)
-    return found
-
-
 def nothing_in(mapped: memoryview) -> bool:
     return not any(mapped)
 
 
 def test_a_tenant_finds_its_own_pages_and_no_others(connect: Connect, space: Namespace) -> None:
     ann, bob = connect(ANN), connect(BOB)
-    store(ann, space, KEYS, b"a")
+    store_filled(ann, space, KEYS, b"a")
     assert bob.lookup(space, JOINED).count == 0
-    assert store(bob, space, KEYS[:2], b"b") == 2
-    assert load(connect(ANN), space, KEYS) == [b"a"] * 3
-    assert load(connect(BOB), space, KEYS) == [b"b"] * 2
+    assert store_filled(bob, space, KEYS[:2], b"b") == 2
+    assert first_bytes(connect(ANN), space, KEYS) == [b"a"] * 3
+    assert first_bytes(connect(BOB), space, KEYS) == [b"b"] * 2
 
 
 @pytest.mark.parametrize(
@@ -154,7 +129,7 @@ def test_without_a_key_there_is_unauthorised_and_nothing_else(
 
 
 def test_a_client_that_is_refused_does_not_ask_again_and_again(
-    place: Place, connect: Connect, space: Namespace
+    place: TenantNode, connect: Connect, space: Namespace
 ) -> None:
     client = connect(Credentials("ann", "wrong"))
     before = place.node.figures()["tenants"]["refused"]
@@ -164,7 +139,7 @@ def test_a_client_that_is_refused_does_not_ask_again_and_again(
     assert place.node.figures()["tenants"]["refused"] == before + 1
 
 
-def test_before_the_proof_nothing_is_answered(place: Place) -> None:
+def test_before_the_proof_nothing_is_answered(place: TenantNode) -> None:
     hello = messages.Hello(1, 1, "raw", 1, [], "ann", bytes(16))
     for message in (messages.Stats(), messages.Lookup(0, b""), messages.Open("a", 4096), messages.Attach(0)):
         with wire(place.node.socket, greeted=False) as one:
@@ -184,7 +159,7 @@ def test_before_the_proof_nothing_is_answered(place: Place) -> None:
             assert one.answer() is None
 
 
-def test_a_proof_cannot_be_used_twice(place: Place) -> None:
+def test_a_proof_cannot_be_used_twice(place: TenantNode) -> None:
     """The node's nonce is new each time, so what was overheard proves nothing."""
     hello = messages.Hello(1, 1, "raw", 1, [], "ann", bytes(16))
     asked = []
@@ -195,10 +170,10 @@ def test_a_proof_cannot_be_used_twice(place: Place) -> None:
 
 
 @own_node
-def test_segments_of_others_cannot_be_mapped(place: Place, connect: Connect, space: Namespace) -> None:
+def test_segments_of_others_cannot_be_mapped(place: TenantNode, connect: Connect, space: Namespace) -> None:
     ann, bob = connect(ANN), connect(BOB)
-    store(ann, space, KEYS, b"a")
-    store(bob, space, KEYS, b"b")
+    store_filled(ann, space, KEYS, b"a")
+    store_filled(bob, space, KEYS, b"b")
     reserved = ann.reserve(space, KEYS[-1], chain("y", 1))
     mine = {ref.segment for ref in reserved.granted.values()}
     ann.commit(reserved)
@@ -210,10 +185,10 @@ def test_segments_of_others_cannot_be_mapped(place: Place, connect: Connect, spa
 
 @own_node
 def test_a_number_of_a_namespace_means_something_to_its_tenant_only(
-    connect: Connect, place: Place, space: Namespace
+    connect: Connect, place: TenantNode, space: Namespace
 ) -> None:
     ann, bob = connect(ANN), connect(BOB)
-    store(ann, space, KEYS, b"a")
+    store_filled(ann, space, KEYS, b"a")
     bob.connect()
     for number in range(8):
         with pytest.raises(StaleReference, match=f"namespace {number} is not open"), bob._line.turn(5.0) as turn:
@@ -224,7 +199,7 @@ def test_a_number_of_a_namespace_means_something_to_its_tenant_only(
 
 def test_figures_are_the_tenants_own(connect: Connect, space: Namespace) -> None:
     ann, bob = connect(ANN), connect(BOB)
-    store(ann, space, KEYS, b"a")
+    store_filled(ann, space, KEYS, b"a")
     ann.lookup(space, JOINED)
     figures = bob.stats()
     assert space.name not in {row["name"] for row in figures["namespaces"]}  # type: ignore[attr-defined]
@@ -239,17 +214,17 @@ def test_figures_are_the_tenants_own(connect: Connect, space: Namespace) -> None
 def test_changes_are_the_tenants_own(connect: Connect, space: Namespace) -> None:
     ann, bob = connect(ANN), connect(BOB)
     start = bob.changes(None, [space.name]).place
-    store(ann, space, KEYS, b"a")
+    store_filled(ann, space, KEYS, b"a")
     told = bob.changes(start, [space.name])
     assert (told.place, told.lost, told.runs) == (start, False, ())
-    store(bob, space, KEYS[:1], b"b")
+    store_filled(bob, space, KEYS[:1], b"b")
     told = bob.changes(start, [space.name])
     assert [(run.namespace, run.stored, run.keys) for run in told.runs] == [(0, True, KEYS[0])]
 
 
 def test_numbers_of_leases_tell_nothing_of_others(connect: Connect, space: Namespace) -> None:
     ann = connect(ANN)
-    store(ann, space, KEYS, b"a")
+    store_filled(ann, space, KEYS, b"a")
     leases = [ann.lookup(space, JOINED, lease=True).lease for _ in range(3)]
     numbers = [lease.number for lease in leases if lease]
     assert len({second - first for first, second in pairwise(numbers)}) == 2
@@ -258,8 +233,8 @@ def test_numbers_of_leases_tell_nothing_of_others(connect: Connect, space: Names
         ann.release(lease)
 
 
-def test_administrators_see_all_and_store_nothing(place: Place, connect: Connect, space: Namespace) -> None:
-    store(connect(ANN), space, KEYS, b"a")
+def test_administrators_see_all_and_store_nothing(place: TenantNode, connect: Connect, space: Namespace) -> None:
+    store_filled(connect(ANN), space, KEYS, b"a")
     admin = PoolClient(place.node.socket, "admin", administers=True)
     with contextlib.closing(admin):
         assert f"//ann/{space.name}" in {row["name"] for row in admin.stats()["namespaces"]}  # type: ignore[attr-defined]
@@ -269,30 +244,30 @@ def test_administrators_see_all_and_store_nothing(place: Place, connect: Connect
 
 @own_node
 def test_a_revoked_key_ends_its_connections_at_once_and_nobody_elses(
-    place: Place, connect: Connect, space: Namespace
+    place: TenantNode, connect: Connect, space: Namespace
 ) -> None:
     ann, bob = connect(ANN), connect(BOB)
-    store(ann, space, KEYS, b"a")
-    store(bob, space, KEYS, b"b")
+    store_filled(ann, space, KEYS, b"a")
+    store_filled(bob, space, KEYS, b"b")
     assert ann.lookup(space, JOINED, lease=True).lease
     place.change(tenancy.revoke_key(place.registry, "ann", "all"))
     with pytest.raises((Unauthorised, PoolUnavailable)):
         ann.lookup(space, JOINED)
     with pytest.raises(Unauthorised):
         ann.lookup(space, JOINED)
-    assert load(bob, space, KEYS) == [b"b"] * 3
+    assert first_bytes(bob, space, KEYS) == [b"b"] * 3
     assert place.node.figures()["leases"] == 0
 
 
 @own_node
-def test_a_rotated_key_goes_on_for_the_overlap(place: Place, connect: Connect, space: Namespace) -> None:
+def test_a_rotated_key_goes_on_for_the_overlap(place: TenantNode, connect: Connect, space: Namespace) -> None:
     import time
 
     ann = connect(ANN)
-    store(ann, space, KEYS, b"a")
+    store_filled(ann, space, KEYS, b"a")
     place.change(tenancy.rotate_key(place.registry, "ann", "ems_new", time.time(), 1.0))
-    assert load(ann, space, KEYS) == [b"a"] * 3
-    assert load(connect(Credentials("ann", "ems_new")), space, KEYS) == [b"a"] * 3
+    assert first_bytes(ann, space, KEYS) == [b"a"] * 3
+    assert first_bytes(connect(Credentials("ann", "ems_new")), space, KEYS) == [b"a"] * 3
 
     def over() -> bool:
         try:
@@ -302,11 +277,11 @@ def test_a_rotated_key_goes_on_for_the_overlap(place: Place, connect: Connect, s
         return False
 
     until(over, "the old key is over")
-    assert load(connect(Credentials("ann", "ems_new")), space, KEYS) == [b"a"] * 3
+    assert first_bytes(connect(Credentials("ann", "ems_new")), space, KEYS) == [b"a"] * 3
 
 
 @own_node
-def test_a_file_that_makes_no_sense_changes_nothing(place: Place, connect: Connect, space: Namespace) -> None:
+def test_a_file_that_makes_no_sense_changes_nothing(place: TenantNode, connect: Connect, space: Namespace) -> None:
     place.path.write_text("{")
     until(lambda: "is no tenants file" in place.node.log, "the node says so")
     assert connect(ANN).lookup(space, JOINED).count == 0
@@ -314,14 +289,14 @@ def test_a_file_that_makes_no_sense_changes_nothing(place: Place, connect: Conne
 
 @own_node
 def test_memory_that_changes_hands_is_fresh_and_the_old_mapping_is_dead(
-    place: Place, connect: Connect, space: Namespace
+    place: TenantNode, connect: Connect, space: Namespace
 ) -> None:
     ann, bob = connect(ANN), connect(BOB)
     secret = chain("secret", 300)
-    assert store(ann, space, secret, b"s") > 100
+    assert store_filled(ann, space, secret, b"s") > 100
     old = {number: ann.segments(ann.epoch).segment(number) for number in range(4)}
     reserved = bob.reserve(space, bytes(16), KEYS)
-    until(lambda: bool(store(bob, space, KEYS, b"b")), "bob's memory was touched")
+    until(lambda: bool(store_filled(bob, space, KEYS, b"b")), "bob's memory was touched")
     assert reserved.granted == {}
     lease = bob.lookup(space, JOINED, lease=True).lease
     assert lease is not None
@@ -338,34 +313,34 @@ def test_memory_that_changes_hands_is_fresh_and_the_old_mapping_is_dead(
 
 
 @own_node
-def test_a_segment_that_comes_back_is_mapped_anew(place: Place, connect: Connect, space: Namespace) -> None:
+def test_a_segment_that_comes_back_is_mapped_anew(place: TenantNode, connect: Connect, space: Namespace) -> None:
     """Whoever kept an old mapping must not store into it: nobody would find the bytes."""
     ann, bob = connect(ANN), connect(BOB)
-    store(ann, space, chain("first", 300), b"a")
+    store_filled(ann, space, chain("first", 300), b"a")
     before = ann.segments(ann.epoch)
     old = {number: before.segment(number) for number in range(4)}
     place.change(tenancy.set_quota(place.registry, "ann", Quota(cap="50%")))
-    until(lambda: bool(store(bob, space, chain("bob", 300), b"b")), "bob has memory")
+    until(lambda: bool(store_filled(bob, space, chain("bob", 300), b"b")), "bob has memory")
     place.change(tenancy.remove_tenant(tenancy.set_quota(place.registry, "ann", Quota()), "bob"))
-    until(lambda: store(ann, space, [*chain("last", 300)], b"z") > 0, "ann has memory")
+    until(lambda: store_filled(ann, space, [*chain("last", 300)], b"z") > 0, "ann has memory")
     place.node.wait_touched()
-    store(ann, space, chain("very last", 200), b"y")
+    store_filled(ann, space, chain("very last", 200), b"y")
     assert ann.segments(ann.epoch) is before
-    assert set(load(connect(ANN), space, chain("very last", 200))) <= {b"y"}
-    assert len(load(connect(ANN), space, chain("very last", 200))) > 0
+    assert set(first_bytes(connect(ANN), space, chain("very last", 200))) <= {b"y"}
+    assert len(first_bytes(connect(ANN), space, chain("very last", 200))) > 0
     assert any(not any(mapped) for mapped in old.values())
 
 
 @own_node
-def test_the_quota_holds_over_the_wire(place: Place, connect: Connect, space: Namespace) -> None:
+def test_the_quota_holds_over_the_wire(place: TenantNode, connect: Connect, space: Namespace) -> None:
     place.change(tenancy.set_quota(place.registry, "ann", Quota(cap="25%")))
     ann = connect(ANN)
-    store(ann, space, chain("x", 300), b"a")
+    store_filled(ann, space, chain("x", 300), b"a")
     (row,) = ann.stats()["namespaces"]  # type: ignore[misc]
     assert row["capacity"] * PAGE <= 256 << 10  # type: ignore[has-type]
     place.change(tenancy.set_quota(place.registry, "bob", Quota(cap="10%")))
     with pytest.raises(PoolRefused, match="less than a segment"):
-        store(connect(BOB), space, KEYS, b"b")
+        store_filled(connect(BOB), space, KEYS, b"b")
 
 
 def test_an_impostor_that_knows_no_key_is_found_out(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from ems.errors import ConfigError
+from ems.pool.core.quota import Quota
+from ems.pool.names import own_name, qualified, tenant_of
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram
 from ems.pool.tenants.credentials import Credentials
-from ems.pool.tenants.names import own_name, qualified, tenant_of
-from ems.pool.tenants.quota import Quota
 from ems.pool.tenants.registry import MAX_KEYS, Registry
 from tests.pool.tenants.people import ANN, BOB, SALT, registry_of
 
@@ -18,7 +18,7 @@ MESSAGE = b"what was said"
 
 
 def proof(registry: Registry, who: Credentials) -> bytes:
-    question = registry.question(who.access_id)
+    question = registry.salt_for(who.access_id)
     return scram.prove(who.access_key, question, registry.iterations, MESSAGE).proof
 
 
@@ -36,7 +36,7 @@ def test_a_tenant_is_recognised_by_its_key_and_by_no_other() -> None:
 
 def test_the_node_proves_that_it_knows_the_key_too() -> None:
     registry = registry_of(ANN)
-    made = scram.prove(ANN.access_key, registry.question("ann"), registry.iterations, MESSAGE)
+    made = scram.prove(ANN.access_key, registry.salt_for("ann"), registry.iterations, MESSAGE)
     found = registry.recognise("ann", MESSAGE, made.proof, 1.0)
     assert found is not None
     assert found[1] == made.signature
@@ -50,10 +50,10 @@ def test_no_key_is_in_what_is_stored() -> None:
 
 def test_an_unknown_access_id_is_asked_the_same_question_each_time() -> None:
     registry = registry_of(ANN)
-    first = registry.question("nobody")
-    assert first == registry_of(BOB).question("nobody")
-    assert len(first) == len(registry.question("ann"))
-    assert first != registry.question("somebody")
+    first = registry.salt_for("nobody")
+    assert first == registry_of(BOB).salt_for("nobody")
+    assert len(first) == len(registry.salt_for("ann"))
+    assert first != registry.salt_for("somebody")
 
 
 def test_all_ids_cost_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:

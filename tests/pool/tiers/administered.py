@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from ems.pool.administration.acts import Acts, Follow
 from ems.pool.keys import NO_PARENT
+from ems.pool.protocol.acts import Acts, Follow
 from ems.pool.tenants.gate import Peer
 from ems.pool.tiers.administered import AdministeredTiers
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Stored
-from ems.testing.tiers import page
-from tests.pool.tiers.test_carrier import NAME, Bench
+from ems.testing.tiers import KEYS, page
+from tests.pool.tiers.node_with_tier import NAME, Bench
 
 ME = Peer(os.getpid(), os.geteuid())
 OTHER = "tenant/other/layout"
@@ -27,16 +27,16 @@ class Administered(Bench):
 
     def __init__(self, folder: Path, **settings: object) -> None:
         super().__init__(folder, **settings)
-        self.node._steward.use_tiers(AdministeredTiers(self.carrier))
+        self.node._admin.use_tiers(AdministeredTiers(self.tier_manager))
 
     async def do(self, act: Acts, *, dry_run: bool = False) -> dict[str, Any]:
         """The report at the end of what ``act`` began."""
-        report = self.node._steward.do(ME, act, dry_run=dry_run)
+        report = self.node._admin.do(ME, act, dry_run=dry_run)
 
         def done() -> bool:
             nonlocal report
             if not report.get("done", True):
-                report = report | self.node._steward.do(ME, Follow(report["job"]), dry_run=False)
+                report = report | self.node._admin.do(ME, Follow(report["job"]), dry_run=False)
             return bool(report.get("done", True))
 
         await self.until(done)
@@ -44,7 +44,7 @@ class Administered(Bench):
 
     def in_tier(self, keys: list[bytes], name: str = NAME) -> int:
         """How many of ``keys`` the tier's place has, seen by a node that starts now."""
-        fresh = PackTier("fresh", FolderBlobs(self.folder))
+        fresh = PackTier("fresh", FolderBlobs(self.folder), KEYS)
         fresh.maintain()
         return sum(fresh.holds(name, [one]) for one in keys)
 
@@ -53,7 +53,7 @@ def below(folder: Path, name: str, keys: list[bytes], parent: bytes = bytes(NO_P
     """Another node stores pages of the namespace ``name``, unknown to this one, behind the block ``parent``."""
     parents = [parent, *keys]
     pages = [Stored(one, before, None, memoryview(page(one))) for one, before in zip(keys, parents, strict=False)]
-    PackTier("other", FolderBlobs(folder)).store(name, pages)
+    PackTier("other", FolderBlobs(folder), KEYS).store(name, pages)
 
 
 @asynccontextmanager
@@ -70,5 +70,5 @@ async def administered(folder: Path) -> AsyncIterator[Callable[..., Administered
         one.tier.gate.set()
         await one.until(one.nothing_is_held)
         assert one.node.core.check() == []
-        assert not one.carrier.held_back
+        assert not one.tier_manager.held_back
         one.node.close()

@@ -6,7 +6,7 @@ from ems.pool.client.answers import Hits, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT
 from ems.testing.tiers import page
-from ems.testing.waiting import until
+from tests.kit.waiting import until
 
 
 def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> int:

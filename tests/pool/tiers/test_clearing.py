@@ -11,13 +11,16 @@ import pytest
 import pytest_asyncio
 
 from ems.errors import PoolRefused
-from ems.pool.administration.acts import Clear, Pin
-from ems.pool.administration.desk import MAX_RUNNING
 from ems.pool.administration.passes import PATIENCE
+from ems.pool.administration.service import MAX_RUNNING
+from ems.pool.protocol.acts import Clear, Pin
 from ems.pool.tiers.directory import FolderBlobs
+from ems.pool.tiers.pack_seal import SealKeys
 from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.seam import Stored
+from ems.testing.tiers import KEYS, key, page
 from tests.pool.tiers.administered import OTHER, Administered, administered, below
-from tests.pool.tiers.test_carrier import NAME, PAGE, chain, stored
+from tests.pool.tiers.node_with_tier import NAME, PAGE, chain, stored
 
 
 @pytest_asyncio.fixture
@@ -50,6 +53,21 @@ async def test_what_only_the_tier_has_is_cleared_too(bench: Callable[..., Admini
     assert (did["matched"], [tier["pages"] for tier in did["tiers"]]) == (0, [3])
     assert (one.in_tier(chain("b", 3), OTHER), one.in_tier(keys)) == (0, 4)
     assert [tier["pages"] for tier in (await one.do(Clear(everything=True)))["tiers"]] == [4]
+
+
+async def test_packs_that_the_node_does_not_understand_stay_and_are_named(bench: Callable[..., Administered]) -> None:
+    one, keys = bench(), chain("a", 4)
+    await stored(one, keys)
+    others = PackTier("other", FolderBlobs(one.folder), SealKeys(b"the secret of somebody else", encrypts=False))
+    for name in (NAME, OTHER):
+        others.store(name, [Stored(key("x"), key("y"), None, memoryview(page("x")))])
+    acts = {Clear(namespace=NAME): [NAME], Clear(tenant="tenant"): [OTHER], Clear(everything=True): [NAME, OTHER]}
+    for act, names in acts.items():
+        (tier,) = (await one.do(act))["tiers"]
+        assert tier["remaining"] == names
+        assert tier["reason"].startswith(f"{len(names)} packs ")
+        assert one.in_tier(keys) == 0
+    assert len(list(one.folder.glob("*/*.pack"))) == 2
 
 
 async def test_a_tier_can_be_left_alone(bench: Callable[..., Administered]) -> None:
@@ -91,7 +109,7 @@ async def test_only_what_is_old_in_both_is_cleared(bench: Callable[..., Administ
     await one.until(lambda: one.in_tier(young) == 4)
     for path in one.folder.glob("*/*.pack"):
         os.utime(path, (1, 1))
-    one.tier._tier = PackTier("dir", FolderBlobs(one.folder))
+    one.tier._tier = PackTier("dir", FolderBlobs(one.folder), KEYS)
     core = one.node.core
     for number, name in enumerate((*old, *young)):
         page_of = core.page(one.namespace, name)
@@ -108,13 +126,13 @@ async def test_what_waits_to_be_written_is_not_written(bench: Callable[..., Admi
     await stored(one, first)
     one.tier.gate.clear()
     one.save(later)
-    await one.until(lambda: one.level.writes)
+    await one.until(lambda: one.state.writes)
     waiting = chain("c", 4)
     one.save(waiting)
-    assert one.level.behind.size == 8 * PAGE
+    assert one.state.write_back.size == 8 * PAGE
     clearing = asyncio.ensure_future(one.do(Clear(everything=True)))
-    await one.until(lambda: one.carrier.held_back)
-    assert one.level.behind.size == 4 * PAGE, "what waits is let go of at once"
+    await one.until(lambda: one.tier_manager.held_back)
+    assert one.state.write_back.size == 4 * PAGE, "what waits is let go of at once"
     await one.until(lambda: one.present(waiting) == 0)
     one.tier.gate.set()
     report = await clearing
@@ -129,10 +147,10 @@ async def test_what_is_being_fetched_is_cleared_when_it_is_there(bench: Callable
     one.forget()
     one.tier.gate.clear()
     assert one.look(keys) == 8
-    await one.until(lambda: one.level.fetches)
+    await one.until(lambda: one.state.fetches)
     clearing = asyncio.ensure_future(one.do(Clear(everything=True)))
-    await one.until(lambda: one.carrier.held_back)
-    assert one.carrier.prefetch(one.namespace, chain("b", 1)) == 0
+    await one.until(lambda: one.tier_manager.held_back)
+    assert one.tier_manager.prefetch(one.namespace, chain("b", 1)) == 0
     one.tier.gate.set()
     report = await clearing
     assert report["removed"] == 8, "the ninth never came up"
@@ -147,12 +165,12 @@ async def test_what_is_being_fetched_is_cleared_with_its_prefix_in_memory(
     await stored(one, keys)
     one.forget()
     assert one.save(keys[:4]) == 4
-    await one.until(lambda: not one.level.writes)
+    await one.until(lambda: not one.state.writes)
     one.tier.gate.clear()
     one.look(keys)
-    await one.until(lambda: one.level.fetches)
+    await one.until(lambda: one.state.fetches)
     clearing = asyncio.ensure_future(one.do(Clear(everything=True)))
-    await one.until(lambda: one.carrier.held_back)
+    await one.until(lambda: one.tier_manager.held_back)
     one.tier.gate.set()
     report = await asyncio.wait_for(clearing, PATIENCE / 2)
     assert (report["removed"], report["kept"]) == (8, 0)
@@ -162,25 +180,25 @@ async def test_what_is_being_fetched_is_cleared_with_its_prefix_in_memory(
 async def test_a_clear_that_is_refused_closes_no_doors(bench: Callable[..., Administered]) -> None:
     one, keys = bench(), chain("a", 8)
     await stored(one, keys)
-    await one.until(lambda: one.level._keeping is None)
+    await one.until(lambda: one.state._keeping is None)
     one.tier.gate.clear()
     clearing = [asyncio.ensure_future(one.do(Clear(namespace=f"none{number}"))) for number in range(MAX_RUNNING)]
-    await one.until(lambda: len(one.carrier.held_back) == MAX_RUNNING)
+    await one.until(lambda: len(one.tier_manager.held_back) == MAX_RUNNING)
     with pytest.raises(PoolRefused, match="8 passes are running"):
         await one.do(Clear(namespace=NAME))
     one.tier.gate.set()
     await asyncio.gather(*clearing)
-    assert not one.carrier.held_back
+    assert not one.tier_manager.held_back
     assert (one.present(keys), one.in_tier(keys)) == (8, 8)
 
 
 async def test_what_is_stored_meanwhile_stays_and_is_written(bench: Callable[..., Administered]) -> None:
     one, old, new = bench(), chain("a", 4), chain("b", 4)
     await stored(one, old)
-    await one.until(lambda: one.level._keeping is None)
+    await one.until(lambda: one.state._keeping is None)
     one.tier.gate.clear()
     clearing = asyncio.ensure_future(one.do(Clear(everything=True)))
-    await one.until(lambda: one.level._keeping is not None)
+    await one.until(lambda: one.state._keeping is not None)
     assert one.save(new) == 4
     one.tier.gate.set()
     await clearing
@@ -195,28 +213,28 @@ async def test_a_tier_that_fails_says_so_and_memory_is_cleared(
     monkeypatch.setattr("ems.pool.movement.gate.FIRST_PAUSE", 0.05)
     one, keys = bench(), chain("a", 4)
     await stored(one, keys)
-    await one.until(lambda: one.level._keeping is None)
+    await one.until(lambda: one.state._keeping is None)
     one.tier.failing = True
     report = await one.do(Clear(everything=True))
     (tier,) = report["tiers"]
     assert (report["removed"], tier["pages"], tier["remaining"]) == (4, 0, [NAME])
     assert tier["reason"] == "the test lets this tier fail"
-    assert not one.level.writing.open
+    assert not one.state.writing.open
     again = (await one.do(Clear(everything=True)))["tiers"][0]
     assert again["reason"] == "it is left alone because it does not work: the test lets this tier fail"
     assert again["remaining"] == [NAME]
     one.tier.failing = False
-    await one.until(lambda: one.level.writing.open and one.level.reading.open)
+    await one.until(lambda: one.state.writing.open and one.state.reading.open)
     assert (await one.do(Clear(everything=True)))["tiers"][0]["pages"] == 4
 
 
 async def test_nobody_waits_for_a_tier_that_hangs(
     bench: Callable[..., Administered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ems.pool.tiers.level.KEEPER_PATIENCE", 1)
+    monkeypatch.setattr("ems.pool.tiers.tier_state.KEEPER_PATIENCE", 1)
     one, keys = bench(timeout=0.2), chain("a", 4)
     await stored(one, keys)
-    await one.until(lambda: one.level._keeping is None)
+    await one.until(lambda: one.state._keeping is None)
     one.tier.gate.clear()
     report = await one.do(Clear(everything=True))
     (tier,) = report["tiers"]

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from ems.errors import ConfigError, TierFailed
-from ems.pool.tenants.names import qualified
+from ems.pool.names import qualified
 from ems.pool.tiers.blobs import Blobs
-from ems.pool.tiers.cipher import Secrets
 from ems.pool.tiers.codec import Compressor
 from ems.pool.tiers.directory import FolderBlobs
+from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome, Tier
-from ems.testing.tiers import NAMESPACE, PAGE, TierConformance, chain, fetch, key
+from ems.testing.tiers import KEYS, NAMESPACE, PAGE, TierConformance, chain, fetch, key
 from tests.pool.mounts import tmpfs
 
 
@@ -28,7 +28,7 @@ class TestFolder(TierConformance):
         return FolderBlobs(self.folder)
 
     def open(self, blobs: Blobs) -> Tier:
-        return PackTier("dir", blobs)
+        return PackTier("dir", blobs, KEYS)
 
 
 class TestSyncedFolder(TestFolder):
@@ -44,11 +44,11 @@ class TestEncryptedAndCompressedFolder(TestFolder):
         self.secret.chmod(0o600)
 
     def open(self, blobs: Blobs) -> Tier:
-        return PackTier("dir", blobs, compressor=Compressor(2), secrets_=Secrets(self.secret))
+        return PackTier("dir", blobs, read_keys(self.secret, encrypts=True), compressor=Compressor(2))
 
 
 def test_files_and_folders_are_for_the_node_alone(tmp_path: Path) -> None:
-    tier = PackTier("dir", FolderBlobs(tmp_path / "tier"))
+    tier = PackTier("dir", FolderBlobs(tmp_path / "tier"), KEYS)
     tier.store(NAMESPACE, chain("a", 2))
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "tier").rglob("*") if path.is_file()}
     assert modes == {0o600}
@@ -57,7 +57,7 @@ def test_files_and_folders_are_for_the_node_alone(tmp_path: Path) -> None:
 
 def test_a_folder_for_everybody_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match="chmod o-w"):
+    with pytest.raises(ConfigError, match="chmod go-w"):
         FolderBlobs(tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
 
 def test_what_a_dead_writer_left_is_swept_and_never_seen(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
-    tier = PackTier("dir", blobs)
+    tier = PackTier("dir", blobs, KEYS)
     tier.store(NAMESPACE, chain("a", 1))
     folder = next(path for path in tmp_path.iterdir() if path.is_dir())
     left = folder / ".new-0123456789abcdef"
@@ -77,7 +77,7 @@ def test_what_a_dead_writer_left_is_swept_and_never_seen(tmp_path: Path) -> None
     fresh = folder / ".new-fedcba9876543210"
     fresh.write_bytes(b"being written now")
     os.utime(left, (1, 1))
-    again = PackTier("dir", FolderBlobs(tmp_path))
+    again = PackTier("dir", FolderBlobs(tmp_path), KEYS)
     again.maintain()
     assert not left.exists()
     assert fresh.exists()
@@ -86,7 +86,7 @@ def test_what_a_dead_writer_left_is_swept_and_never_seen(tmp_path: Path) -> None
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
-    tier = PackTier("dir", blobs)
+    tier = PackTier("dir", blobs, KEYS)
     tier.store(NAMESPACE, chain("a", 1))
     (pack,) = tmp_path.glob("*/*.pack")
     elsewhere = tmp_path / "elsewhere"
@@ -99,8 +99,8 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount; the suite covers a full place with made-up faults")
 def test_a_full_disk_makes_room_or_says_so(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "small", "size=256k") as folder:
-        tier = PackTier("dir", FolderBlobs(folder))
+    with tmpfs(tmp_path / "small", "size=256k,mode=700") as folder:
+        tier = PackTier("dir", FolderBlobs(folder), KEYS)
         for number in range(12):
             assert tier.store(NAMESPACE, chain(str(number), 8)) == [Outcome.DONE] * 8
         found = [tier.holds(NAMESPACE, [one.key for one in chain(str(number), 8)]) for number in range(12)]
@@ -115,7 +115,7 @@ def test_a_full_disk_makes_room_or_says_so(tmp_path: Path) -> None:
 
 
 def test_many_small_pages_take_several_calls(tmp_path: Path) -> None:
-    tier = PackTier("dir", FolderBlobs(tmp_path))
+    tier = PackTier("dir", FolderBlobs(tmp_path), KEYS)
     pages = chain("a", 2500, 64)
     assert set(tier.store(NAMESPACE, pages)) == {Outcome.DONE}
     found = fetch(tier, [one.key for one in pages], size=64)
@@ -127,9 +127,13 @@ def test_many_small_pages_take_several_calls(tmp_path: Path) -> None:
 def test_a_tenants_secret_is_that_of_its_namespaces(namespace: str, tmp_path: Path) -> None:
     (tmp_path / "acme.key").write_bytes(b"a secret of thirty-two bytes or so")
     (tmp_path / "acme.key").chmod(0o600)
-    ciphers = Secrets(tmp_path)
-    cipher = ciphers.new(namespace)
-    assert cipher is not None
-    assert ciphers.unseal_tails(cipher.seal_tails(b"tails"), namespace, cipher.salt) == b"tails"
-    assert ciphers.new(qualified("other", "default/m/0123")) is None
-    assert ciphers.new(qualified("other", "acme/m/0123")) is None
+    keys = read_keys(tmp_path, encrypts=True)
+    seal = keys.new_pack(namespace)
+    assert seal is not None
+    nonce, tag, stored = seal.seal(b"a page", b"its name")
+    again = keys.pack(namespace, seal.salt)
+    assert again is not None
+    assert again.open(stored, nonce, tag, b"its name") == b"a page"
+    assert again.open(stored, nonce, tag, b"another name") is None
+    assert keys.new_pack(qualified("other", "default/m/0123")) is None
+    assert keys.new_pack(qualified("other", "acme/m/0123")) is None

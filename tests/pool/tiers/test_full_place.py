@@ -10,7 +10,8 @@ import pytest
 from ems.errors import TierFailed
 from ems.pool.tiers.packs import SNAPSHOT_SECONDS, PackTier
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers import NAMESPACE, MemoryBlobs, chain, fetch
+from ems.testing.tiers import KEYS, NAMESPACE, chain, fetch
+from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 
 class Small(MemoryBlobs):
@@ -18,21 +19,21 @@ class Small(MemoryBlobs):
 
     def __init__(self, room: int) -> None:
         super().__init__()
-        self._room = room
+        self._reclaimer = room
 
     def fill(self) -> None:
         """There is room for what is there, and no more."""
-        self._room = sum(map(len, self.contents.values()))
+        self._reclaimer = sum(map(len, self.contents.values()))
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        if sum(map(len, (*self.contents.values(), *parts))) > self._room:
+        if sum(map(len, (*self.contents.values(), *parts))) > self._reclaimer:
             raise TierFailed("no space left on device") from OSError(errno.ENOSPC, "no space left on device")
         super().put(name, parts)
 
 
 @pytest.fixture
 def blobs() -> Small:
-    return Small(4 * 8192)
+    return Small(4 * (8192 + 139))
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def now() -> list[float]:
 @pytest.fixture
 def tier(blobs: Small, now: list[float]) -> PackTier:
     """A tier that has filled its place."""
-    one = PackTier("full", blobs, clock=lambda: now[0])
+    one = PackTier("full", blobs, KEYS, clock=lambda: now[0])
     one.maintain()
     for number in range(4):
         one.store(NAMESPACE, chain(str(number), 1))
@@ -65,7 +66,7 @@ def test_the_catalogue_is_written_to_a_full_place(tier: PackTier, now: list[floa
 
 def test_what_is_good_of_a_bad_pack_is_kept_in_a_full_place(blobs: Small) -> None:
     blobs.contents.clear()
-    tier = PackTier("full", blobs)
+    tier = PackTier("full", blobs, KEYS)
     tier.maintain()
     for name in "abc":
         tier.store(NAMESPACE, chain(name, 1))
@@ -73,7 +74,7 @@ def test_what_is_good_of_a_bad_pack_is_kept_in_a_full_place(blobs: Small) -> Non
     tier.store(NAMESPACE, chain("d", 2))
     (bad_pack,) = set(blobs.contents) - bad
     raw = blobs.contents[bad_pack]
-    blobs.contents[bad_pack] = raw[:-1] + bytes([raw[-1] ^ 1])
+    blobs.contents[bad_pack] = raw[:-500] + bytes([raw[-500] ^ 1]) + raw[-499:]
     blobs.fill()
     assert [outcome for outcome, _ in fetch(tier, [page.key for page in chain("d", 2)])][1] is Outcome.CORRUPT
     tier.maintain()

@@ -6,39 +6,44 @@ import pytest
 
 from ems.errors import TierFailed
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Meant, Outcome
-from ems.testing.faults.place import Place
-from ems.testing.faults.points import Points
-from ems.testing.faults.times import Times
-from ems.testing.tiers import NAMESPACE, FaultyBlobs, MemoryBlobs, chain, fetch
+from ems.pool.tiers.seam import ForgetRequest, Outcome
+from ems.testing.tiers import KEYS, NAMESPACE, FaultyBlobs, chain, fetch
+from tests.faults.faulty_store import FaultyStore
+from tests.faults.points import Points
+from tests.faults.times import Times
+from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 
 @pytest.mark.timeout(20)
 def test_a_place_that_gives_the_bytes_of_another_blob_is_not_mended_for_ever() -> None:
     times, points = Times(), Points()
-    place = Place(times, points, "dir")
+    place = FaultyStore(times, points, "dir")
     for number in (2, 3):
-        PackTier("lies", place, clock=times.wall).store(NAMESPACE, chain(str(number), number))
+        PackTier("lies", place, KEYS, clock=times.wall).store(NAMESPACE, chain(str(number), number))
     last = list(place.contents)[-1]
-    place.contents[last] = place.contents[last][:-1] + bytes([place.contents[last][-1] ^ 1])
+    place.contents[last] = (
+        place.contents[last][:-500] + bytes([place.contents[last][-500] ^ 1]) + place.contents[last][-499:]
+    )
     written = points.seen["dir's blob"]
     place.wrong.add("gives another's bytes")
-    PackTier("lies", place, clock=times.wall).maintain()
+    PackTier("lies", place, KEYS, clock=times.wall).maintain()
     assert points.seen["dir's blob"] - written <= 3
 
 
 def test_a_cleared_pack_that_could_not_be_removed_is_not_mended() -> None:
     place = MemoryBlobs()
     faulty, pages = FaultyBlobs(place), chain("a", 3)
-    tier = PackTier("dir", faulty)
+    tier = PackTier("dir", faulty, KEYS)
     tier.maintain()
     tier.store(NAMESPACE, pages)
     (name,) = place.contents
-    place.contents[name] = place.contents[name][:-1] + bytes([place.contents[name][-1] ^ 1])
+    place.contents[name] = (
+        place.contents[name][:-500] + bytes([place.contents[name][-500] ^ 1]) + place.contents[name][-499:]
+    )
     assert [outcome for outcome, _ in fetch(tier, [page.key for page in pages])][-1] is Outcome.CORRUPT
     faulty.failing = True
     with pytest.raises(TierFailed):
-        tier.forget(Meant(NAMESPACE))
+        tier.forget(ForgetRequest(NAMESPACE))
     faulty.failing = False
     tier.maintain()
     assert tier.holds(NAMESPACE, [pages[0].key]) == 0

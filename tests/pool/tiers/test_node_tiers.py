@@ -14,14 +14,14 @@ import pytest
 
 from ems.cli import run
 from ems.errors import PoolRefused
-from ems.pool.administration.acts import Show, Warm
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
+from ems.pool.protocol.acts import Show, Warm
 from ems.pool.reasons.words import Reason
-from ems.testing.node import NodeProcess
 from ems.testing.tiers import key, page
-from ems.testing.waiting import until
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.conftest import MakeClient, MakeNode
 from tests.pool.tiers.pages import look, read, save, wait_for
 
@@ -215,24 +215,16 @@ def test_a_wrong_tier_is_one_sentence(flag: str, said: str, tmp_path: Path) -> N
         node.close()
 
 
-def test_a_hand_over_keeps_the_tier(make_node: MakeNode, make_client: MakeClient, tmp_path: Path) -> None:
+def test_an_upgrade_keeps_the_tier(make_node: MakeNode, make_client: MakeClient, tmp_path: Path) -> None:
     node = make_node(*SIZE, "--tier", f"dir:{tmp_path}/tier")
     node.wait_touched()
     client = make_client(node)
     save(client, MEMORY, chain("a", 50))
-    upgraded = subprocess.run(
-        [sys.executable, "-m", "ems.cli", "upgrade", "--socket", str(node.socket)], capture_output=True, check=False
-    )
-    assert upgraded.returncode == 0, upgraded.stderr
+    node.upgrade()
     assert read(client, MEMORY, chain("a", 50)) == [page(one, PAGE) for one in chain("a", 50)]
     save(client, MEMORY, chain("b", 50))
-    until(written(node, 50), "the successor writes too", 45)
+    until(written(node, 50), "it writes as before", 45)
     until(lambda: node.figures()["leases"] == 0, "nothing stays held", 45)
-    client.close()
-    stopped = subprocess.run(
-        [sys.executable, "-m", "ems.cli", "stop", "--socket", str(node.socket)], capture_output=True, check=False
-    )
-    assert stopped.returncode == 0, stopped.stderr
 
 
 def test_a_miss_says_that_a_tier_has_it_and_warm_brings_it(
@@ -301,7 +293,7 @@ def test_a_model_is_brought_up_whole(
     lose_memory(node)
     until(lambda: tier(node).get("tier_pages") == 20, "the tier is known again", 20)
     assert run(["list", "-o", "json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["namespaces"]
+    (row,) = json.loads(capsys.readouterr().out)["items"]
     assert (row["namespace"], row["pages"], row["tiers"][0]["pages"]) == (MEMORY.name, 0, 20)
     assert run(["show", keys[3].hex()]) == 0
     assert f"dir:{tmp_path / 'tier'}" in capsys.readouterr().out

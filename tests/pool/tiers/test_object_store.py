@@ -16,7 +16,7 @@ from ems.pool.tiers.object_store import BucketBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome, Tier
 from ems.pool.tiers.settings import TierConfig
-from ems.testing.tiers import NAMESPACE, TierConformance, chain, fetch
+from ems.testing.tiers import KEYS, NAMESPACE, TierConformance, chain, fetch
 from tests.pool.tiers.lying import LyingProxy, Mood, lying_proxy
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's libraries
@@ -59,7 +59,7 @@ class TestBucket(TierConformance):
         return BucketBlobs(self.config)
 
     def open(self, blobs: Blobs) -> Tier:
-        return PackTier("s3", blobs)
+        return PackTier("s3", blobs, KEYS)
 
 
 def test_reading_beyond_the_end_reads_nothing(endpoint: str) -> None:
@@ -85,7 +85,7 @@ def proxy(endpoint: str) -> Iterator[LyingProxy]:
 @pytest.mark.parametrize("mood", ["wrong bytes", "other bytes", "500", "hang", "cut"])
 def test_a_server_that_lies_or_fails_never_serves_a_wrong_byte(proxy: LyingProxy, mood: Mood) -> None:
     # A machine with much else to do may stand still for a second or two; only what hangs is waited for.
-    tier = PackTier("s3", BucketBlobs(config(proxy.address, timeout=2.0 if mood == "hang" else 15.0)))
+    tier = PackTier("s3", BucketBlobs(config(proxy.address, timeout=2.0 if mood == "hang" else 15.0)), KEYS)
     pages = chain("a", 3)
     assert tier.store(NAMESPACE, pages) == [Outcome.DONE] * 3
     proxy.mood = mood

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ems.config import parse_duration
 from ems.errors import ConfigError
-from ems.pool.tiers.settings import TierConfig, parse_duration, parse_tier
+from ems.pool.tiers.settings import TierConfig, parse_tier
 
 
 def test_a_folder_with_settings() -> None:
@@ -70,9 +71,11 @@ def test_a_mistake_is_one_sentence(text: str, said: str) -> None:
 def test_any_text_is_a_tier_or_a_sentence(text: str) -> None:
     for one in (text, f"dir:/x?{text}", f"s3://b/{text}"):
         try:
-            parse_tier(one)
+            tier = parse_tier(one)
         except ConfigError:
             continue
+        assert tier.kind in ("dir", "s3")
+        assert tier.place
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5", 5), ("1.5s", 1.5), ("2m", 120), ("3h", 10800), ("1w", 604800)])

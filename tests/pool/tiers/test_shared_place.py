@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ems.pool.keys import NO_PARENT
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Meant, Outcome, Stored
-from ems.testing.tiers import MemoryBlobs, fetch, forget, key, page
+from ems.pool.tiers.seam import ForgetRequest, Outcome, Stored
+from ems.testing.tiers import KEYS, fetch, forget, key, page
+from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 NAMESPACE = "t/m/l"
 SIZE = 256
@@ -21,7 +22,7 @@ def packs(place: MemoryBlobs) -> list[str]:
 
 def written_twice(place: MemoryBlobs) -> tuple[PackTier, str]:
     """A node that knows "a" to be in two packs, and the name of the one in which it finds it."""
-    one, other = PackTier("one", place), PackTier("other", place)
+    one, other = PackTier("one", place, KEYS), PackTier("other", place, KEYS)
     one.store(NAMESPACE, [stored("a")])
     (first,) = packs(place)
     other.store(NAMESPACE, [stored("a"), stored("b")])
@@ -56,8 +57,8 @@ def test_what_is_spared_stays_in_the_other_pack_when_the_first_one_has_left() ->
     tier, first = written_twice(place)
     del place.contents[first]
     tier.maintain()
-    forget(tier, Meant(NAMESPACE, 0.0, [key("a")]))
-    fresh = PackTier("fresh", place)
+    forget(tier, ForgetRequest(NAMESPACE, 0.0, [key("a")]))
+    fresh = PackTier("fresh", place, KEYS)
     fresh.maintain()
     assert outcomes(fresh, "a", "b") == [Outcome.DONE, Outcome.MISSING]
     assert tier.holds(NAMESPACE, [key("a")]) == 1
@@ -65,7 +66,7 @@ def test_what_is_spared_stays_in_the_other_pack_when_the_first_one_has_left() ->
 
 def test_what_is_also_in_a_pack_that_was_used_lately_is_not_counted() -> None:
     place, time = MemoryBlobs(), 1000.0
-    tier, other = PackTier("one", place, clock=lambda: time), PackTier("other", place, clock=lambda: time)
+    tier, other = PackTier("one", place, KEYS, clock=lambda: time), PackTier("other", place, KEYS, clock=lambda: time)
     tier.store(NAMESPACE, [stored("a"), stored("c")])
     (first,) = packs(place)
     place.modified[first] = 1000.0
@@ -74,7 +75,7 @@ def test_what_is_also_in_a_pack_that_was_used_lately_is_not_counted() -> None:
     (second,) = set(packs(place)) - {first}
     place.modified[second] = 2000.0
     tier.maintain()
-    meant = Meant(NAMESPACE, 500.0, [])
+    meant = ForgetRequest(NAMESPACE, 500.0, [])
     assert tier.forget(meant, dry_run=True).pages == 1
     assert forget(tier, meant).pages == 1
     assert [tier.holds(NAMESPACE, [key(name)]) for name in "abc"] == [1, 1, 0]
@@ -83,6 +84,6 @@ def test_what_is_also_in_a_pack_that_was_used_lately_is_not_counted() -> None:
 def test_a_second_copy_of_what_is_spared_goes() -> None:
     place = MemoryBlobs()
     tier, first = written_twice(place)
-    gone = forget(tier, Meant(NAMESPACE, 0.0, [key("a")]))
+    gone = forget(tier, ForgetRequest(NAMESPACE, 0.0, [key("a")]))
     assert (gone.pages, packs(place)) == (1, [first])
     assert tier.holds(NAMESPACE, [key("a")]) == 1

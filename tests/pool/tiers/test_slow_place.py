@@ -9,8 +9,9 @@ import pytest
 from ems.pool.tiers.blobs import Blob
 from ems.pool.tiers.forgetting import PORTION_SECONDS
 from ems.pool.tiers.packs import SCAN_SECONDS, PackTier
-from ems.pool.tiers.seam import Meant
-from ems.testing.tiers import NAMESPACE, MemoryBlobs, chain
+from ems.pool.tiers.seam import ForgetRequest
+from ems.testing.tiers import KEYS, NAMESPACE, chain
+from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 
 class Slow(MemoryBlobs):
@@ -38,7 +39,7 @@ class Slow(MemoryBlobs):
         super().delete(names)
 
     def filled(self, packs: int) -> Slow:
-        writer = PackTier("writer", self, clock=self.clock)
+        writer = PackTier("writer", self, KEYS, clock=self.clock)
         for number in range(packs):
             writer.store(NAMESPACE, chain(str(number), 2))
         return self
@@ -47,7 +48,7 @@ class Slow(MemoryBlobs):
 @pytest.mark.parametrize("seconds", [SCAN_SECONDS / 10, 2 * SCAN_SECONDS])
 def test_all_packs_are_learned_however_long_listing_them_takes(seconds: float) -> None:
     place = Slow(seconds).filled(30)
-    tier = PackTier("slow", place, clock=place.clock)
+    tier = PackTier("slow", place, KEYS, clock=place.clock)
     for _ in range(30):
         tier.maintain()
     assert tier.figures()["scanned"]
@@ -57,10 +58,10 @@ def test_all_packs_are_learned_however_long_listing_them_takes(seconds: float) -
 @pytest.mark.parametrize("spared", [0, 3])
 def test_all_that_is_meant_is_forgotten_however_long_one_piece_takes(spared: int) -> None:
     place = Slow(2 * PORTION_SECONDS).filled(5)
-    tier = PackTier("slow", place, clock=place.clock)
+    tier = PackTier("slow", place, KEYS, clock=place.clock)
     while not tier.figures()["scanned"]:
         tier.maintain()
-    meant = Meant(NAMESPACE, 0.0, frozenset(chain(str(number), 1)[0].key for number in range(spared)))
+    meant = ForgetRequest(NAMESPACE, 0.0, frozenset(chain(str(number), 1)[0].key for number in range(spared)))
     calls = 1
     while tier.forget(meant).more:
         calls += 1

@@ -15,17 +15,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ems.errors import TierFailed
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.tiers.cipher import Secrets
 from ems.pool.tiers.codec import Compressor
+from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.repair import mend
-from ems.pool.tiers.seam import Meant, Outcome, Stored
-from ems.testing.tiers import FaultyBlobs, MemoryBlobs, fetch, forget, key, page
+from ems.pool.tiers.repair import Quarantine, mend
+from ems.pool.tiers.seam import ForgetRequest, Outcome, Stored
+from ems.testing.tiers import FaultyBlobs, fetch, forget, key, page
+from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 PAGE = 256
 NAMESPACES = ("t/m/l", "u/m/l")
 NAMES = st.integers(0, 11)
 HISTORIES = int(os.environ.get("EMS_TIER_HISTORIES", "60"))
+
+
+def lies(place: FaultyBlobs) -> bool:
+    """What is read may not be what was written."""
+    return place.flip_reads or place.cut_reads or place.torn_writes
 
 
 def content(namespace: str, name: int) -> bytes:
@@ -52,24 +58,25 @@ class Histories(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.home.cleanup()
 
-    @initialize(sealed=st.booleans(), small=st.booleans(), limit=st.sampled_from([0, 20_000]))
-    def begin(self, sealed: bool, small: bool, limit: int) -> None:
-        self.sealed, self.small, self.limit = sealed, small, limit
+    @initialize(encrypted=st.booleans(), small=st.booleans(), limit=st.sampled_from([0, 20_000]))
+    def begin(self, encrypted: bool, small: bool, limit: int) -> None:
+        self.keys = read_keys(self.secret, encrypts=encrypted)
+        self.small, self.limit = small, limit
         self.place = MemoryBlobs()
         self.faults = FaultyBlobs(self.place)
         self.nodes = [self.open(), self.open()]
         self.hurt = False
         self.stored: set[tuple[str, int]] = set()
-        self.kept: set[tuple[str, int]] = set()
+        self.pins: set[tuple[str, int]] = set()
         """What was stored and not forgotten since."""
 
     def open(self) -> PackTier:
         return PackTier(
             "memory",
             self.faults,
+            self.keys,
             limit=self.limit,
             compressor=Compressor(2) if self.small else None,
-            secrets_=Secrets(self.secret) if self.sealed else None,
         )
 
     @rule(node=st.integers(0, 1), namespace=st.sampled_from(NAMESPACES), names=st.lists(NAMES, min_size=1, max_size=5))
@@ -83,7 +90,7 @@ class Histories(RuleBasedStateMachine):
         self.stored.update((namespace, name) for name in names)
         # A node that has not looked since another one forgot a page takes it for present.
         done = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.DONE]
-        self.kept.update((namespace, name) for name in done)
+        self.pins.update((namespace, name) for name in done)
 
     @rule(node=st.integers(0, 1), namespace=st.sampled_from(NAMESPACES), names=st.lists(NAMES, min_size=1, max_size=8))
     def load(self, node: int, namespace: str, names: list[int]) -> None:
@@ -110,22 +117,22 @@ class Histories(RuleBasedStateMachine):
         try:
             self.nodes[node].maintain(probe=probe)
         except TierFailed:
-            assert self.faults.failing or self.faults.full or self.faults.lies
+            assert self.faults.failing or self.faults.full or lies(self.faults)
 
     @rule(node=st.integers(0, 1), namespace=st.sampled_from(NAMESPACES), spared=st.sets(NAMES, max_size=6))
     def forget(self, node: int, namespace: str, spared: set[int]) -> None:
-        meant = Meant(namespace, 0.0, [key(name) for name in spared])
-        self.kept = {(of, name) for of, name in self.kept if of != namespace or name in spared}
+        meant = ForgetRequest(namespace, 0.0, [key(name) for name in spared])
+        self.pins = {(of, name) for of, name in self.pins if of != namespace or name in spared}
         try:
             self.nodes[node].maintain()
             would = self.nodes[node].forget(meant, dry_run=True)
             did = forget(self.nodes[node], meant)
         except TierFailed:
-            assert self.faults.failing or self.faults.full or self.faults.lies
+            assert self.faults.failing or self.faults.full or lies(self.faults)
             return
         left = {name for name in range(12) if self.nodes[node].holds(namespace, [key(name)])}
         assert left <= spared, "what was forgotten is still known"
-        if not self.faults.lies and not self.hurt:
+        if not lies(self.faults) and not self.hurt:
             assert did.pages == would.pages
 
     @rule(node=st.integers(0, 1), clean=st.booleans())
@@ -182,7 +189,7 @@ class Histories(RuleBasedStateMachine):
         before = dict(self.place.contents)
         for name in sorted(before):
             if name.endswith(".pack"):
-                mend(self.faults, name, Secrets(self.secret) if self.sealed else None, dry_run=dry_run)
+                mend(self.faults, name, self.keys, Quarantine(self.faults, self.limit), dry_run=dry_run)
         assert not dry_run or self.place.contents == before
 
     @invariant()
@@ -196,7 +203,7 @@ class Histories(RuleBasedStateMachine):
             return
         fresh = self.open()
         fresh.maintain()
-        for namespace, name in self.kept:
+        for namespace, name in self.pins:
             ((outcome, raw),) = fetch(fresh, [key(name)], namespace, PAGE)
             assert outcome is Outcome.DONE
             assert raw == content(namespace, name)

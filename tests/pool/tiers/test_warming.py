@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 
 from ems.errors import PoolRefused
-from ems.pool.administration.acts import List, Refill, Show
 from ems.pool.administration.refilling import LIMIT, NO_ROOM
+from ems.pool.protocol.acts import List, Refill, Show
 from tests.pool.tiers.administered import OTHER, Administered, administered, below
-from tests.pool.tiers.test_carrier import NAME, PAGE, chain, stored
+from tests.pool.tiers.node_with_tier import NAME, PAGE, chain, stored
 
 
 @pytest_asyncio.fixture
@@ -26,7 +26,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Callable[..., Administered]]:
 async def ready(one: Administered, pages: int) -> None:
     """Memory is touched and the tier has looked around."""
     await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
-    await one.until(lambda: one.tier.figures()["pages"] == pages and one.level._keeping is None)
+    await one.until(lambda: one.tier.figures()["pages"] == pages and one.state._keeping is None)
 
 
 async def test_a_whole_namespace_comes_up(bench: Callable[..., Administered]) -> None:
@@ -53,7 +53,7 @@ async def test_a_namespace_that_only_a_tier_knows_comes_up(bench: Callable[..., 
     assert one.node.core.find_namespace(OTHER) == -1
     assert (await one.do(Refill(model="other")))["pages"] == 8
     assert len(one.node.core.namespaces[one.node.core.find_namespace(OTHER)].index) == 8
-    with pytest.raises(PoolRefused, match="no tier has pages"):
+    with pytest.raises(PoolRefused, match="below memory there is no model"):
         await one.do(Refill(model="nobody's"))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from ems.pool.reasons.words import Reason
-from ems.pool.tiers.whereabouts import revised, why
+from ems.pool.tiers.locations import revised, why
 from tests.pool.brain import chain
 
 KEYS = chain("x", 6)
@@ -24,7 +24,7 @@ class Shelf:
 
 
 @pytest.mark.parametrize(
-    ("tiers", "rising", "reason"),
+    ("tiers", "promoting", "reason"),
     [
         ([], False, None),
         ([Shelf(1)], False, None),
@@ -34,8 +34,8 @@ class Shelf:
         ([Shelf(0, reads=False), Shelf(0)], False, Reason.DEAR),
     ],
 )
-def test_a_page_that_a_tier_has_is_not_simply_gone(tiers: list[Shelf], rising: bool, reason: Reason | None) -> None:
-    assert why(tiers, "a", KEYS[0], rising=rising) is reason
+def test_a_page_that_a_tier_has_is_not_simply_gone(tiers: list[Shelf], promoting: bool, reason: Reason | None) -> None:
+    assert why(tiers, "a", KEYS[0], promoting=promoting) is reason
 
 
 def test_what_tiers_have_takes_the_place_of_what_memory_knows() -> None:

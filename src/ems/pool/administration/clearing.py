@@ -12,14 +12,14 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ems.pool.administration.passes import PATIENCE, Clearing
-from ems.pool.tiers.seam import Forgotten, Holding, Meant
+from ems.pool.administration.passes import Clearing
+from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ems.pool.core.index import Page
     from ems.pool.core.namespaces import NamespacePages
+    from ems.pool.pages import Page
 
 STEP = 2048
 """Pages whose keys are noted in one step; less than a millisecond's work."""
@@ -30,7 +30,7 @@ MAX_NAMED = 32
 class Errand(Protocol):
     """Something that a tier was asked to do."""
 
-    def outcome(self) -> Forgotten | str | None:
+    def outcome(self) -> ForgetResult | str | None:
         """What it did, or why it did not do it; None while it is under way."""
 
 
@@ -40,11 +40,14 @@ class Clearable(Protocol):
     def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
         """The name of each tier, and what it has of each namespace."""
 
-    def hold_back(self, meant: Callable[[str], bool]) -> Callable[[], None]:
-        """Nothing of the namespaces that are ``meant`` goes up or down, until what is returned is called."""
+    def left_alone(self, tier: int) -> set[str]:
+        """The namespaces of which ``tier`` has packs that this node does not understand."""
 
-    def take_back(self, namespace: int, wanted: Callable[[Page], bool]) -> list[bytes]:
-        """Let go of what waits to be written or fetched of ``namespace``; returns the keys that are being fetched."""
+    def hold_back(self, matches: Callable[[str], bool]) -> Callable[[], None]:
+        """Nothing of the namespaces that are ``matches`` goes up or down, until what is returned is called."""
+
+    def take_back(self, namespace: int, wanted: Callable[[Page], bool]) -> None:
+        """Let go of what waits to be written or fetched of ``namespace``."""
 
     def offer(self, namespace: int, pages: list[Page]) -> None:
         """Have ``pages`` written, which were stored while nothing went down."""
@@ -52,8 +55,8 @@ class Clearable(Protocol):
     def look(self, tier: int) -> Errand:
         """Have ``tier`` see what is there; with ``more`` it has not seen all yet."""
 
-    def forget(self, tier: int, meant: Meant, *, dry_run: bool) -> Errand:
-        """Have ``tier`` take out a portion of what is ``meant``, or count it."""
+    def forget(self, tier: int, matches: ForgetRequest, *, dry_run: bool) -> Errand:
+        """Have ``tier`` take out a portion of what is ``matches``, or count it."""
 
     def settle(self, tier: int) -> None:
         """What was done to ``tier`` is to be written down soon."""
@@ -68,12 +71,14 @@ class _OneTier:
         self.errand = errand
         self.left: list[str] | None = None
         """Namespaces to be cleared, the next one last; None before it has seen what is there."""
-        self.meant: Meant | None = None
+        self.matches: ForgetRequest | None = None
         self.sparing: Iterator[Page] | None = None
         """What memory has of the next namespace, as far as it was not looked at."""
         self.spared: set[bytes] = set()
         self.pages = 0
         self.bytes = 0
+        self.not_understood = 0
+        """Packs of what is cleared, which stay."""
         self.reason = ""
         self.remaining: list[str] = []
 
@@ -87,33 +92,30 @@ class _OneTier:
 
 
 class DeepClearing:
-    """Clears what ``meant`` says of the namespaces in ``spaces``, which grows, and of those that only ``tiers`` know.
+    """Clears what ``matches`` says of ``namespaces``, which grows, and of those that only ``tiers`` know.
 
-    ``wanted`` says which pages in memory are meant, ``unused_for`` is the age in seconds that is meant (0: any).
+    ``unused_for`` is the age in seconds that is meant (0: any); ``unmatched`` says why nothing is, as far as is known.
     """
 
     def __init__(
         self,
         memory: Clearing,
-        spaces: Sequence[NamespacePages],
+        namespaces: Sequence[NamespacePages],
         tiers: Clearable,
-        meant: Callable[[str], bool],
-        wanted: Callable[[NamespacePages, Page], bool],
+        matches: Callable[[str], bool],
         unused_for: float,
-        now: float,
+        unmatched: Callable[[], str],
         *,
         dry_run: bool,
     ) -> None:
+        self._unmatched = unmatched
         self._memory = memory
-        self._spaces = spaces
+        self._namespaces = namespaces
         self._tiers = tiers
-        self._meant = meant
-        self._wanted = wanted
+        self._matches = matches
         self._unused_for = unused_for
         self._dry_run = dry_run
-        self._until = now + PATIENCE
         self._let_in: Callable[[], None] | None = None
-        self._coming: list[tuple[NamespacePages, bytes]] = []
         self._new: list[tuple[NamespacePages, Iterator[Page]]] = []
         """What is offered to the tiers at the end."""
         if not dry_run:
@@ -121,13 +123,12 @@ class DeepClearing:
         self._below = [_OneTier(at, name, None) for at, (name, _) in enumerate(tiers.holdings())]
 
     def _close_doors(self) -> None:
-        for space in self._spaces:
-            if self._meant(space.name):
-                keys = self._tiers.take_back(space.number, partial(self._wanted, space))
-                self._coming += [(space, key) for key in keys]
+        for ns in self._namespaces:
+            if self._matches(ns.name):
+                self._tiers.take_back(ns.number, partial(self._memory.matches, ns))
         if not self._unused_for:
             # With an age nothing is held back: what is fetched now is not old any more.
-            self._let_in = self._tiers.hold_back(self._meant)
+            self._let_in = self._tiers.hold_back(self._matches)
 
     @property
     def done(self) -> bool:
@@ -136,27 +137,11 @@ class DeepClearing:
 
     def step(self, now: float) -> bool:
         """Go on; whether there is something to be done right away."""
-        # First: what is being fetched hangs on pages for which memory waits.
-        if self._coming:
-            self._look_what_came()
         if not self._memory.done:
             return self._memory.step(now)
-        if self._coming and now < self._until:
-            return False
         if at_work := [one for one in self._below if not one.done]:
             return sum(self._go_on(one) for one in at_work) > 0
         return self._open_doors()
-
-    def _look_what_came(self) -> None:
-        """What was being fetched when this began is cleared once it is there."""
-        waiting = []
-        for space, key in self._coming:
-            page = space.index.get(key)
-            if page is not None and page.present:
-                self._memory.also(space, page)
-            elif page is not None:
-                waiting.append((space, key))
-        self._coming = waiting
 
     def _go_on(self, one: _OneTier) -> bool:
         if one.errand is None:
@@ -174,23 +159,32 @@ class DeepClearing:
             one.pages += outcome.pages
             one.bytes += outcome.bytes
             if not outcome.more:
-                one.left.pop()
-                one.meant = None
+                self._end(one, one.left.pop(), outcome)
         if one.done:
             self._tiers.settle(one.number)
         return True
 
+    def _end(self, one: _OneTier, name: str, outcome: ForgetResult) -> None:
+        """``one`` is done with the namespace ``name``."""
+        one.matches = None
+        if outcome.left:
+            one.not_understood += outcome.left
+            one.remaining.append(name)
+        if not one.left and one.not_understood:
+            one.reason = f"{one.not_understood} packs stay that this node does not understand, 'ems fsck' says why"
+
     def _ask(self, one: _OneTier) -> bool:
         if one.left is None:
             one.errand = self._tiers.look(one.number)
-        elif one.meant is not None or self._spare(one, one.left[-1]):
-            one.meant = one.meant or Meant(one.left[-1], self._unused_for, frozenset(one.spared))
+        elif one.matches is not None or self._spare(one, one.left[-1]):
+            one.matches = one.matches or ForgetRequest(one.left[-1], self._unused_for, frozenset(one.spared))
             one.sparing = None
-            one.errand = self._tiers.forget(one.number, one.meant, dry_run=self._dry_run)
+            one.errand = self._tiers.forget(one.number, one.matches, dry_run=self._dry_run)
         return True
 
     def _names_in(self, one: _OneTier) -> list[str]:
-        return [name for name in self._tiers.holdings()[one.number][1] if self._meant(name)]
+        known = {*self._tiers.holdings()[one.number][1], *self._tiers.left_alone(one.number)}
+        return [name for name in known if self._matches(name)]
 
     def _give_up(self, one: _OneTier, reason: str) -> None:
         one.reason = reason
@@ -198,34 +192,33 @@ class DeepClearing:
 
     def _spare(self, one: _OneTier, name: str) -> bool:
         """Note what memory still has of the namespace ``name``; whether all of it was noted."""
-        space = next((space for space in self._spaces if space.name == name), None)
+        ns = next((ns for ns in self._namespaces if ns.name == name), None)
         if one.sparing is None:
-            one.sparing = iter([] if space is None else list(space.index))
+            one.sparing = iter([] if ns is None else list(ns.index))
             one.spared.clear()
         looked = list(islice(one.sparing, STEP))
-        if space is not None:
-            one.spared.update(page.key for page in looked if self._stays(space, page))
+        if ns is not None:
+            one.spared.update(page.key for page in looked if self._stays(ns, page))
         return len(looked) < STEP
 
-    def _stays(self, space: NamespacePages, page: Page) -> bool:
-        return not self._wanted(space, page) if self._dry_run else space.index.get(page.key) is page
+    def _stays(self, ns: NamespacePages, page: Page) -> bool:
+        return not self._memory.matches(ns, page) if self._dry_run else ns.index.get(page.key) is page
 
     def _open_doors(self) -> bool:
         """Let pages move again, and offer what memory has of what was cleared: it could not be written meanwhile."""
         if self._let_in is not None:
             self._let_in()
             self._let_in = None
-            self._new = [(space, iter(list(space.index))) for space in self._spaces if self._meant(space.name)]
+            self._new = [(ns, iter(list(ns.index))) for ns in self._namespaces if self._matches(ns.name)]
         if self._new:
-            space, pages = self._new[-1]
+            ns, pages = self._new[-1]
             looked = list(islice(pages, STEP))
-            self._tiers.offer(
-                space.number, [page for page in looked if space.index.get(page.key) is page and page.present]
-            )
+            self._tiers.offer(ns.number, [page for page in looked if ns.index.get(page.key) is page and page.present])
             if len(looked) < STEP:
                 self._new.pop()
         return bool(self._new)
 
     def report(self) -> dict[str, Any]:
         """How far it is."""
-        return {**self._memory.report(), "tiers": [one.report() for one in self._below]}
+        unmatched = self._unmatched() if self.done else ""  # tiers may not have seen before what they have
+        return {**self._memory.report(), "tiers": [one.report() for one in self._below], "unmatched": unmatched}

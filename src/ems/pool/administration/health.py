@@ -7,10 +7,18 @@ from typing import Any
 
 import msgspec
 
+from ems.config import format_size
+
 SCARCE = 0.5
 """Share of the offered pages refused for want of room from which on a node is too small."""
 ENOUGH = 1000
 """Pages that must have been offered before that is judged."""
+_LEFT_ALONE = (
+    ("tier_wrong_key", "packs left alone that were sealed with another key"),
+    ("tier_unreadable", "packs left alone that this release does not read"),
+    ("tier_not_believed", "files left alone that others may have written"),
+)
+"""What a tier may have that the node does not serve."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -30,7 +38,7 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
     damaged = figures.get("misses", {}).get("checksum", 0)
     checks = [
         Check("node", well=True, seen=f"process {figures['pid']} answers"),
-        Check("memory", well=total > 0, seen=f"{touched} of {total} bytes touched"),
+        Check("memory", well=total > 0, seen=f"{format_size(touched)} of {format_size(total)} touched"),
         Check("draining", well=not figures.get("draining", False), seen="yes" if figures.get("draining") else "no"),
         Check(
             "room",
@@ -41,7 +49,7 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
     ]
     for tier in figures.get("tiers", ()):
         well = bool(tier["reading"] and tier["writing"])
-        checks.append(
-            Check(f"tier {tier['name']}", well=well, seen="works" if well else f"left alone: {tier['reason']}")
-        )
+        seen = "works" if well else f"left alone: {tier['reason']}"
+        left = [f"{tier[figure]} {text}" for figure, text in _LEFT_ALONE if tier.get(figure)]
+        checks.append(Check(f"tier {tier['name']}", well=well, seen="; ".join([seen, *left])))
     return checks

@@ -38,7 +38,7 @@ class Pinning:
         known = map(self._namespace.index.get, keys)
         present = [page.key for page in known if page is not None and page.present]
         if self._until is None:
-            pinned = [key for key in keys if key in self._namespace.kept.pinned]
+            pinned = [key for key in keys if key in self._namespace.pins.pinned]
             self.pages += len(pinned) if self._dry_run else self._keeper.unpin(self._namespace.number, pinned)
         elif self._dry_run:
             self.pages += len(present)
@@ -55,4 +55,4 @@ class Pinning:
 
     def report(self) -> dict[str, object]:
         """How far it is."""
-        return {"pages": self.pages, "refused": self.refused, "pinned": len(self._namespace.kept.pinned)}
+        return {"pages": self.pages, "refused": self.refused, "pinned": len(self._namespace.pins.pinned)}

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from ems.config import MIB
 from ems.errors import EmsError
-from ems.pool.core.index import Page
 from ems.pool.keys import NO_PARENT
-from ems.pool.tiers.seam import Holding, Run
+from ems.pool.pages import Page
+from ems.pool.tiers.seam import Holding, KeyRun
 
 STEP = 512
 """Keys that one step looks at, about a millisecond's work."""
@@ -52,10 +52,10 @@ class Liftable(Protocol):
     def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
         """The name of each tier, and what it has of each namespace."""
 
-    def recent(self, tier: int, name: str) -> Iterator[Run]:
+    def recent(self, tier: int, name: str) -> Iterator[KeyRun]:
         """What ``tier`` has of the namespace ``name``, what was used last first, a prefix before its suffix."""
 
-    def bring(self, tier: int, namespace: int, run: Run) -> bool:
+    def bring(self, tier: int, namespace: int, run: KeyRun) -> bool:
         """Fetch ``run``; False when too much waits already."""
 
     def comes(self, namespace: int, keys: Sequence[bytes]) -> bool:
@@ -104,15 +104,15 @@ class Refilling:
         self._dry_run = dry_run
         self._bytes = 0
         self._under_way: list[tuple[_Space, list[bytes]]] = []
-        self._spaces: dict[str, _Space] = {}
-        self._turns: deque[tuple[int, _Space, Iterator[Run]]] = deque()
+        self._namespaces: dict[str, _Space] = {}
+        self._turns: deque[tuple[int, _Space, Iterator[KeyRun]]] = deque()
         """The tiers from the top; the namespaces of one take turns, because a block has pages in several."""
-        self._next: tuple[int, _Space, Run] | None = None
+        self._next: tuple[int, _Space, KeyRun] | None = None
         self._reasons: list[dict[str, str]] = []
         holdings = tiers.holdings()
         for name in names:
             size = next((held[name].page_size for _, held in holdings if name in held), 0)
-            self._spaces[name] = _Space(name, size, memory.find_namespace(name))
+            self._namespaces[name] = _Space(name, size, memory.find_namespace(name))
         self._left = deque((tier, [one for one in names if one in held]) for tier, (_, held) in enumerate(holdings))
         self._names = [name for name, _ in holdings]
 
@@ -127,12 +127,12 @@ class Refilling:
         budget = STEP
         while budget > 0 and (self._next is not None or self._take()):
             assert self._next is not None
-            tier, space, run = self._next
+            tier, ns, run = self._next
             budget -= len(run.keys) + 1
-            rest = self._bring(tier, space, run)
+            rest = self._bring(tier, ns, run)
             if rest is run:
                 return False
-            self._next = None if rest is None else (tier, space, rest)
+            self._next = None if rest is None else (tier, ns, rest)
         return not self.done and budget <= 0
 
     def _take(self) -> bool:
@@ -140,11 +140,11 @@ class Refilling:
         while True:
             if not self._turns and not self._next_tier():
                 return False
-            tier, space, runs = self._turns.popleft()
-            run = None if space.reason else next(runs, None)  # what ended it ends it for all tiers
+            tier, ns, runs = self._turns.popleft()
+            run = None if ns.reason else next(runs, None)  # what ended it ends it for all tiers
             if run is not None:
-                self._turns.append((tier, space, runs))
-                self._next = (tier, space, run)
+                self._turns.append((tier, ns, runs))
+                self._next = (tier, ns, run)
                 return True
 
     def _next_tier(self) -> bool:
@@ -153,45 +153,45 @@ class Refilling:
             return False
         tier, names = self._left.popleft()
         if names and not self._ends(tier):
-            self._turns.extend((tier, self._spaces[name], self._tiers.recent(tier, name)) for name in names)
+            self._turns.extend((tier, self._namespaces[name], self._tiers.recent(tier, name)) for name in names)
         return bool(self._turns) or self._next_tier()
 
-    def _bring(self, tier: int, space: _Space, run: Run) -> Run | None:
+    def _bring(self, tier: int, ns: _Space, run: KeyRun) -> KeyRun | None:
         """Ask for the beginning of ``run`` that memory lacks; what is left of it, all of it when that must wait."""
-        here = sum(1 for _ in takewhile(lambda key: self._is_here(space, key), run.keys))
+        here = sum(1 for _ in takewhile(lambda key: self._is_here(ns, key), run.keys))
         if here:
-            space.in_memory += here
-            return Run(run.keys[here - 1], run.keys[here:], run.tail) if here < len(run.keys) else None
-        if run.parent != NO_PARENT and not self._is_here(space, run.parent):
-            space.without_prefix += len(run.keys)
+            ns.in_memory += here
+            return KeyRun(run.keys[here - 1], run.keys[here:], run.tail) if here < len(run.keys) else None
+        if run.parent != NO_PARENT and not self._is_here(ns, run.parent):
+            ns.without_prefix += len(run.keys)
             return None
-        keys = list(takewhile(lambda key: not self._is_here(space, key), run.keys))
-        keys = keys[: max(WINDOW // 2 // space.page_size, 1)]
-        keys = keys[: self._fitting(space, len(keys))]
+        keys = list(takewhile(lambda key: not self._is_here(ns, key), run.keys))
+        keys = keys[: max(WINDOW // 2 // ns.page_size, 1)]
+        keys = keys[: self._fitting(ns, len(keys))]
         if not keys:
             # What is on its way may have its room already, and be counted twice.
-            return run if self._under_way and space.reason == NO_ROOM else None
-        if not self._dry_run and not self._ask(tier, space, Run(run.parent, keys, run.tail)):
-            return None if space.reason or self._ends(tier) else run
-        space.pages += len(keys)
-        self._bytes += len(keys) * space.page_size
-        space.coming.update(keys)
-        return Run(keys[-1], run.keys[len(keys) :]) if len(keys) < len(run.keys) else None
+            return run if self._under_way and ns.reason == NO_ROOM else None
+        if not self._dry_run and not self._ask(tier, ns, KeyRun(run.parent, keys, run.tail)):
+            return None if ns.reason or self._ends(tier) else run
+        ns.pages += len(keys)
+        self._bytes += len(keys) * ns.page_size
+        ns.coming.update(keys)
+        return KeyRun(keys[-1], run.keys[len(keys) :]) if len(keys) < len(run.keys) else None
 
-    def _fitting(self, space: _Space, count: int) -> int:
-        """How many of ``count`` pages may come; when none may, ``space`` has the reason."""
-        space.reason = ""
+    def _fitting(self, ns: _Space, count: int) -> int:
+        """How many of ``count`` pages may come; when none may, ``ns`` has the reason."""
+        ns.reason = ""
         if self._limit:
-            count = min(count, (self._limit - self._bytes) // space.page_size)
+            count = min(count, (self._limit - self._bytes) // ns.page_size)
             if count <= 0:
-                space.reason = LIMIT
+                ns.reason = LIMIT
                 return 0
-        own, more = self._memory.spare(space.name, space.page_size)
+        own, more = self._memory.spare(ns.name, ns.page_size)
         # A segment that nobody has goes to one namespace: what others asked for may need it.
-        alone = all(one is space for one, _ in self._under_way)
-        count = min(count, (more if alone else own) - (space.pages if self._dry_run else space.asked))
+        alone = all(one is ns for one, _ in self._under_way)
+        count = min(count, (more if alone else own) - (ns.pages if self._dry_run else ns.asked))
         if count <= 0:
-            space.reason = NO_ROOM
+            ns.reason = NO_ROOM
         return max(count, 0)
 
     def _ends(self, tier: int) -> bool:
@@ -202,47 +202,47 @@ class Refilling:
             self._turns.clear()
         return bool(reason)
 
-    def _is_here(self, space: _Space, key: bytes) -> bool:
-        return key in space.coming or (space.number >= 0 and self._memory.page(space.number, key) is not None)
+    def _is_here(self, ns: _Space, key: bytes) -> bool:
+        return key in ns.coming or (ns.number >= 0 and self._memory.page(ns.number, key) is not None)
 
-    def _ask(self, tier: int, space: _Space, run: Run) -> bool:
+    def _ask(self, tier: int, ns: _Space, run: KeyRun) -> bool:
         if len(self._under_way) >= MOST_RUNS:
             return False
         on_their_way = sum(len(keys) * one.page_size for one, keys in self._under_way)
-        if on_their_way and on_their_way + len(run.keys) * space.page_size > WINDOW:
+        if on_their_way and on_their_way + len(run.keys) * ns.page_size > WINDOW:
             return False
-        if space.number < 0:
+        if ns.number < 0:
             try:
-                space.number = self._memory.open_namespace(space.name, space.page_size)
+                ns.number = self._memory.open_namespace(ns.name, ns.page_size)
             except EmsError as error:
-                space.reason = str(error)
+                ns.reason = str(error)
                 return False
-        if not self._tiers.bring(tier, space.number, run):
+        if not self._tiers.bring(tier, ns.number, run):
             return False
-        self._under_way.append((space, run.keys))
-        space.asked += len(run.keys)
+        self._under_way.append((ns, run.keys))
+        ns.asked += len(run.keys)
         return True
 
     def _look_what_came(self) -> None:
         still = []
-        for space, keys in self._under_way:
-            if self._tiers.comes(space.number, keys):
-                still.append((space, keys))
+        for ns, keys in self._under_way:
+            if self._tiers.comes(ns.number, keys):
+                still.append((ns, keys))
                 continue
-            lost = sum(self._memory.page(space.number, key) is None for key in keys)
-            space.asked -= len(keys)
-            space.pages -= lost
-            self._bytes -= lost * space.page_size
-            space.coming.difference_update(keys)
+            lost = sum(self._memory.page(ns.number, key) is None for key in keys)
+            ns.asked -= len(keys)
+            ns.pages -= lost
+            self._bytes -= lost * ns.page_size
+            ns.coming.difference_update(keys)
         self._under_way = still
 
     def report(self) -> dict[str, Any]:
         """How far it is."""
-        spaces = list(self._spaces.values())
+        namespaces = list(self._namespaces.values())
         return {
-            "namespaces": [space.report() for space in spaces],
-            "pages": sum(space.pages for space in spaces),
+            "namespaces": [ns.report() for ns in namespaces],
+            "pages": sum(ns.pages for ns in namespaces),
             "bytes": self._bytes,
-            "on_their_way": sum(space.asked for space in spaces),
+            "on_their_way": sum(ns.asked for ns in namespaces),
             "tiers": self._reasons,
         }

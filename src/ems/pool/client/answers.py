@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ems.pool.core.changes import Run
+from ems.pool.layout import PageRef, unpack_refs
+from ems.pool.protocol.changes import ChangeRun
 from ems.pool.reasons.words import Reason
-from ems.pool.segments.layout import PageRef, unpack_refs
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ NO_TAIL = TailHit(0, b"", pending=False, lease=None)
 """Nothing is known of any tail."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class PageLocation(msgspec.Struct, frozen=True):
     """How far a client has read of a node's changes."""
 
     node: str
@@ -74,9 +74,9 @@ class PoolChanges(msgspec.Struct, frozen=True):
     A run's ``namespace`` is a position in the list that was asked for.
     """
 
-    place: Place
+    place: PageLocation
     lost: bool
-    runs: tuple[Run, ...]
+    runs: tuple[ChangeRun, ...]
 
 
 class Reservation(msgspec.Struct, frozen=True):

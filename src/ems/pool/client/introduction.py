@@ -1,11 +1,12 @@
 """How a client is let in: reaches a node, greets it, proves who it is where that is asked for.
 
-What always holds: a client with an access key talks to no node but one that knows that key, or one that this user or
-root runs.
+What always holds: a client talks to no node but one that this user or root runs, or one that proves to know the
+client's access key; of anybody else nothing is believed, mapped or asked.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 import struct
@@ -13,20 +14,18 @@ from pathlib import Path
 
 from ems.errors import EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.frames import receive_frame
+from ems.pool.client.retry import ConnectionEnded
+from ems.pool.ownership import foreign_owner, is_foreign, peer_of, stranger
 from ems.pool.protocol import coding, framing, greeting, messages, refusals
 from ems.pool.tenants import scram
 from ems.pool.tenants.credentials import Credentials
+from ems.pool.writer import INSTANCE_BYTES
 
-_ROOT = 0
-_FEATURES = [greeting.TELLS_REASONS, greeting.TELLS_TIERS, greeting.SERVES_TENANTS]
+_FEATURES = [greeting.TELLS_REASONS, greeting.TELLS_TIERS, greeting.SERVES_TENANTS, greeting.NAMES_USER]
 """What this client understands of what nodes tell."""
-_UCRED = struct.Struct("3i")
 
 
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Process and user that listen on the other side, as the kernel says; the process is 0 if it cannot be seen."""
-    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return pid, uid
+_TIMEVAL = struct.Struct("@ll")
 
 
 class Introduction:
@@ -36,6 +35,7 @@ class Introduction:
         self.path = path
         self._name = name
         self._credentials = credentials
+        self._instance = os.urandom(INSTANCE_BYTES)
         self._features = [*_FEATURES, *([greeting.ADMINISTERS] if administers else [])]
 
     def reach(self, now: float, deadline: float) -> tuple[socket.socket, messages.Welcome, str]:
@@ -44,14 +44,23 @@ class Introduction:
         Raises:
             PoolUnavailable: no node answers.
             PoolTimeout: it did not greet before ``deadline``.
-            PoolRefused: it does not want this client, or is not to be trusted.
+            PoolRefused: it does not want this client.
+            Unauthorised: so, too; or it is somebody else's and does not prove that it knows this client's key.
         """
+        owner = foreign_owner(self.path)
+        self._refuse(owner, may_prove=bool(self._credentials.name))
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max(deadline - now, 0.001))
+            left = max(deadline - now, 0.001)
+            # A connect with a time-out of Python's fails at once where many others wait to be accepted.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
             sock.connect(str(self.path))
-            answer = self._introduce(sock, deadline)
-        except TimeoutError as error:
+            sock.settimeout(left)
+            listener = peer_of(sock)[1]
+            owner = listener if is_foreign(listener) else owner
+            self._refuse(owner, may_prove=bool(self._credentials.name))
+            answer = self._introduce(sock, deadline, owner)
+        except (TimeoutError, BlockingIOError) as error:
             sock.close()
             raise PoolTimeout(f"the pool node on {self.path} did not greet in time") from error
         except EmsError:
@@ -59,7 +68,8 @@ class Introduction:
             raise
         except OSError as error:
             sock.close()
-            raise PoolUnavailable(
+            kind = ConnectionEnded if isinstance(error, ConnectionResetError | BrokenPipeError) else PoolUnavailable
+            raise kind(
                 f"no pool node answers on {self.path} ({error.strerror or error}), start one with 'ems node' or name "
                 "another socket"
             ) from error
@@ -68,36 +78,49 @@ class Introduction:
             raise
         return sock, answer, self._credentials.name if answer.signature else ""
 
-    def _introduce(self, sock: socket.socket, deadline: float) -> messages.Welcome:
-        """Greet, and prove who this client is where that is asked for; the node's welcome."""
+    def _introduce(self, sock: socket.socket, deadline: float, owner: int | None) -> messages.Welcome:
+        """Greet a node, of the user ``owner`` if that is somebody else, and prove who this client is if asked to."""
         given = self._credentials
         nonce = os.urandom(greeting.NONCE_BYTES) if given.name else b""
         hello = messages.Hello(
-            greeting.OLDEST_VERSION, greeting.NEWEST_VERSION, self._name, os.getpid(), self._features, given.name, nonce
+            greeting.OLDEST_VERSION,
+            greeting.NEWEST_VERSION,
+            self._name,
+            os.getpid(),
+            self._features,
+            given.name,
+            nonce,
+            self._instance,
         )
         sent = coding.body(hello)
         sock.sendall(framing.frame(sent))
         body = receive_frame(sock, deadline)
         answer = coding.decode_answer(body)
         if isinstance(answer, messages.Challenge):
+            self._refuse_a_go_between(sock, answer)
             proof = scram.prove(given.access_key, answer.salt, answer.iterations, scram.transcript(sent, body))
             sock.sendall(coding.encode(messages.Prove(proof.proof)))
             answer = coding.decode_answer(receive_frame(sock, deadline))
-            if isinstance(answer, messages.Welcome) and not scram.same(answer.signature, proof.signature):
+            if isinstance(answer, messages.Welcome) and not hmac.compare_digest(answer.signature, proof.signature):
                 raise Unauthorised(f"the node on {self.path} does not know this access key, it may be an impostor")
-        elif given.name and isinstance(answer, messages.Welcome):
-            self._refuse_strangers(sock)
+        elif isinstance(answer, messages.Welcome):
+            self._refuse(owner, may_prove=False)
         if isinstance(answer, messages.Refused):
             refusals.raise_refusal(answer)
         if not isinstance(answer, messages.Welcome):
             raise ProtocolError(f"the node answered the greeting with {type(answer).__name__}")
         return answer
 
-    def _refuse_strangers(self, sock: socket.socket) -> None:
-        """A node that asks for no proof gives none: it is trusted only where this user, or root, runs it."""
-        _, uid = peer_of(sock)
-        if uid not in (os.geteuid(), _ROOT):
-            raise Unauthorised(
-                f"the node on {self.path} belongs to user {uid} and proves nothing, expected one that knows this "
-                "access key or one of this user"
-            )
+    def _refuse(self, owner: int | None, *, may_prove: bool) -> None:
+        if owner is not None and not may_prove:
+            raise stranger(self.path, owner)
+
+    def _refuse_a_go_between(self, sock: socket.socket, challenge: messages.Challenge) -> None:
+        """A stranger may pass on what the node says, and would be let in by the proof.
+
+        He cannot put in his own user: the proof is of the challenge as it came, which is not the node's then.
+        """
+        listener = peer_of(sock)[1]
+        if is_foreign(listener) and listener != challenge.user:
+            node = f"runs as user {challenge.user}" if challenge.user >= 0 else "does not say as whom it runs"
+            raise Unauthorised(f"user {listener} listens on {self.path}, but the node {node}: it may be an impostor")

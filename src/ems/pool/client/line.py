@@ -17,18 +17,32 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference, Unauthorised
+from ems.errors import (
+    PoolRefused,
+    PoolRestarting,
+    PoolTimeout,
+    PoolUnavailable,
+    ProtocolError,
+    StaleReference,
+    Unauthorised,
+)
 from ems.pool.client.answers import Namespace
 from ems.pool.client.frames import receive_frame, receive_frames
 from ems.pool.client.introduction import Introduction
-from ems.pool.client.retry import Retry
+from ems.pool.client.retry import ConnectionEnded, Retry
 from ems.pool.client.segments import SegmentMap
 from ems.pool.protocol import coding, greeting, messages, refusals
 
 CALL_SECONDS = 5.0
 """Deadline of a call that names none."""
 
+RESTART_SECONDS = 10.0
+"""How long a restart of a node, which takes about a second, may keep an engine's call waiting."""
+RESTART_PAUSE = 0.01
+"""Seconds between two questions to a node that is about to restart and takes in nothing new."""
+
 Answer = TypeVar("Answer", bound=messages.Message)
+Result = TypeVar("Result")
 
 
 class Connection:
@@ -90,10 +104,52 @@ class Line:
         self._epoch = 0
         self._retry = Retry()
         self._closed = False
+        self.restart_seconds = 0.0
+        """How long a call may take that waits out a restart, where its own time is shorter."""
+        self.waits_out = False
+        """Whether a call waits for a node that restarts."""
+
+    def call(self, timeout: float | None, work: Callable[[Turn], Result], *, again: bool = True) -> Result:
+        """Do ``work`` in a turn, and wait out a restart of the node for ``timeout`` seconds in all.
+
+        With ``again`` work whose connection ended is done once more on a new one: it may not rely on the old one, and
+        may have been done already.
+
+        Raises:
+            EmsError: as :meth:`turn`, and what ``work`` raises.
+        """
+        deadline = time.monotonic() + (CALL_SECONDS if timeout is None else timeout)
+        try:
+            if self._epoch and self.connection is None:
+                deadline = self._waiting(deadline)  # its end was noticed between two calls
+            while True:
+                try:
+                    with self.turn(deadline - time.monotonic()) as turn:
+                        return work(turn)
+                except PoolRestarting:
+                    deadline = self._waiting(deadline)
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(RESTART_PAUSE)  # bounded by the deadline of this loop
+                except ConnectionEnded:
+                    if not again:
+                        raise
+                    again, deadline = False, self._waiting(deadline)
+        finally:
+            self.waits_out = False
+
+    def _waiting(self, deadline: float) -> float:
+        """The node may be restarting: by when the call is to be over."""
+        if not self.waits_out:
+            self.waits_out = True
+            deadline = max(deadline, time.monotonic() + self.restart_seconds)
+        return deadline
 
     @contextlib.contextmanager
-    def turn(self, timeout: float, epoch: int = 0) -> Iterator[Turn]:
+    def turn(self, timeout: float | None, epoch: int = 0) -> Iterator[Turn]:
         """Make one call on the connection, which is made first where there is none.
+
+        Without a ``timeout`` it is :data:`CALL_SECONDS`.
 
         Raises:
             PoolUnavailable: no node answers, or it was tried a moment ago.
@@ -101,6 +157,7 @@ class Line:
             PoolRefused: the node does not want this client.
             StaleReference: there is another connection by now than ``epoch``, where that is named.
         """
+        timeout = CALL_SECONDS if timeout is None else timeout
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0)):
             raise PoolTimeout(f"another call kept the connection to the pool busy for {timeout:.1f} s")
@@ -136,6 +193,10 @@ class Line:
         except Unauthorised as error:
             self._retry.refused(time.monotonic(), error)
             raise
+        except ConnectionEnded:
+            if self.waits_out:
+                self._retry.failed(time.monotonic())
+            raise
         except BaseException:
             self._retry.failed(time.monotonic())
             raise
@@ -166,7 +227,7 @@ class Line:
             self.drop()
             if answers and isinstance(answers[-1], messages.Refused):
                 refusals.raise_refusal(answers[-1])  # the node said why before it went
-            raise PoolUnavailable(f"the pool node went away: {error.strerror or error}") from error
+            raise ConnectionEnded(f"the pool node went away: {error.strerror or error}") from error
         except BaseException:
             # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
             self.drop()

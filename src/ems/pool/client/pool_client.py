@@ -1,8 +1,9 @@
 """Every verb that an engine or an administrator has: blocking, with a deadline, safe for several threads at once.
 
 A client that lost its node says so at once on each call (:class:`~ems.errors.PoolUnavailable`) and tries to reach it
-again by itself; namespaces are opened again on the new connection.  Nothing of an old connection is used on a new one:
-reservations and leases carry the epoch of the connection that they were made on.
+again by itself; a restart of the node is waited out within the call.  Namespaces are opened again on the new
+connection.  Nothing else of an old connection is used on a new one: reservations and leases carry the epoch of the
+connection that they were made on.
 """
 
 from __future__ import annotations
@@ -14,32 +15,34 @@ from pathlib import Path
 from typing import Any
 
 from ems.errors import PoolRefused, PoolUnavailable, ProtocolError
-from ems.pool.administration.acts import Acts
 from ems.pool.client.answers import (
     NO_TAIL,
     Announcement,
     Hits,
     Lease,
     Namespace,
-    Place,
+    PageLocation,
     PoolChanges,
     Reservation,
     TailHit,
 )
-from ems.pool.client.introduction import Introduction, peer_of
-from ems.pool.client.line import CALL_SECONDS, Connection, Line, Turn
+from ems.pool.client.introduction import Introduction
+from ems.pool.client.line import Connection, Line, Turn
+from ems.pool.client.promised import PromisedSlots
 from ems.pool.client.segments import SegmentMap
-from ems.pool.core.changes import FROM_NOW
+from ems.pool.facts import check_facts
 from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import unpack_refs
+from ems.pool.names import qualified
+from ems.pool.ownership import peer_of
 from ems.pool.protocol import greeting, limits, messages
-from ems.pool.reasons.book import Explanation
-from ems.pool.reasons.layouts import check_facts
+from ems.pool.protocol.acts import Acts, Upgrade
+from ems.pool.protocol.changes import FROM_NOW
+from ems.pool.reasons.misses import Explanation
 from ems.pool.reasons.words import Reason
-from ems.pool.segments.layout import unpack_refs
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
 from ems.pool.tenants.credentials import Credentials
-from ems.pool.tenants.names import qualified
 
 _MOST_MICROS = 10**12
 
@@ -49,7 +52,8 @@ class PoolClient:
 
     ``name`` is what the node's log and ``ems status`` call this client.  ``let_go`` is called with each segment that
     was mapped when its connection ends, before the memory is unmapped.  ``credentials`` prove who this client is to a
-    node with tenants; one that ``administers`` looks after a node of its own user instead and stores nothing.
+    node with tenants; one that ``administers`` looks after a node of its own user instead and stores nothing.  A call
+    may take ``restart_seconds`` where it waits out a restart of the node and its own time is shorter.
     """
 
     def __init__(
@@ -60,11 +64,16 @@ class PoolClient:
         *,
         credentials: Credentials | None = None,
         administers: bool = False,
+        restart_seconds: float = 0.0,
     ) -> None:
-        introduction = Introduction(path, name, credentials or Credentials(), administers=administers)
+        introduction = Introduction(
+            path, name[: limits.MAX_TEXT], credentials or Credentials(), administers=administers
+        )
         self._path = path
         self._line = Line(introduction, let_go)
+        self._line.restart_seconds = restart_seconds
         self._facts: dict[str, Mapping[str, str]] = {}
+        self._promised = PromisedSlots()
 
     # Connection
 
@@ -78,6 +87,11 @@ class PoolClient:
     def connected(self) -> bool:
         """Whether the last call left a connection behind; no promise for the next."""
         return self._line.connection is not None
+
+    @property
+    def waits_out_restart(self) -> bool:
+        """Whether a call waits for a node that restarts."""
+        return self._line.waits_out
 
     @property
     def autostarted(self) -> bool | None:
@@ -109,7 +123,7 @@ class PoolClient:
         connection = self._line.connection
         return connection.welcome.segments if connection else 0
 
-    def connect(self, timeout: float = CALL_SECONDS) -> None:
+    def connect(self, timeout: float | None = None) -> None:
         """Make sure that there is a connection.
 
         Raises:
@@ -149,15 +163,14 @@ class PoolClient:
             turn.connection.namespaces[namespace] = number
         return number
 
-    def open(self, namespace: Namespace, timeout: float = CALL_SECONDS) -> None:
+    def open(self, namespace: Namespace, timeout: float | None = None) -> None:
         """Make sure that the node knows ``namespace``; the other verbs do this by themselves.
 
         Raises:
             NoSpace: a page of that size fits in no segment of the node.
             PoolRefused: the namespace exists with another page size.
         """
-        with self._line.turn(timeout) as turn:
-            self._opened(turn, namespace)
+        self._line.call(timeout, lambda turn: self._opened(turn, namespace))
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
         """Let nodes know what the namespace ``name`` means, in plain words by field; makes no call now.
@@ -182,7 +195,7 @@ class PoolClient:
         keys: bytes,
         *,
         lease: bool = False,
-        timeout: float = CALL_SECONDS,
+        timeout: float | None = None,
         request: str = "",
         compute: float = 0.0,
     ) -> Hits:
@@ -191,9 +204,12 @@ class PoolClient:
         ``request`` is the engine's id of what this is for, by which the node can be asked about it later.  ``compute``
         is how many seconds a page takes to be computed again, 0 when that is not known.
         """
-        with self._line.turn(timeout) as turn:
+
+        def look(turn: Turn) -> Hits:
             asked = self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute)
             return Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
+
+        return self._line.call(timeout, look)
 
     def lookup_with_tail(
         self,
@@ -203,18 +219,21 @@ class PoolClient:
         *,
         lease_keys: bool,
         lease_tail: bool,
-        timeout: float = CALL_SECONDS,
+        timeout: float | None = None,
         request: str = "",
         compute: float = 0.0,
     ) -> tuple[Hits, TailHit]:
         """:meth:`lookup` and :meth:`lookup_tail` for the time of one of them."""
-        with self._line.turn(timeout) as turn:
+
+        def look(turn: Turn) -> tuple[Hits, TailHit]:
             asked = self._lookup(turn, namespace, keys, lease=lease_keys, request=request, compute=compute)
             if not isinstance(asked, messages.Lookup):
                 found = Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
                 return found, NO_TAIL
             both = turn.ask_all([asked, messages.Lookup(asked.namespace, b"", lease_tail, tail)], messages.Hits)
             return _hits(turn.connection, both[0]), _tail_hit(turn.connection, both[1])
+
+        return self._line.call(timeout, look)
 
     def _lookup(
         self, turn: Turn, namespace: Namespace, keys: bytes, *, lease: bool, request: str, compute: float
@@ -223,29 +242,35 @@ class PoolClient:
         connection, number = turn.connection, self._opened(turn, namespace)
         if number is not None:
             micros = min(round(compute * 1e6), _MOST_MICROS) if connection.tells_tiers else 0
-            return messages.Lookup(number, keys, lease, None, request if connection.tells_reasons else "", micros)
+            return messages.Lookup(
+                number, keys, lease, None, request[: limits.MAX_ID] if connection.tells_reasons else "", micros
+            )
         if connection.tells_reasons:
-            return messages.Miss(namespace.name, len(keys) // KEY_BYTES, request)
+            return messages.Miss(namespace.name, len(keys) // KEY_BYTES, request[: limits.MAX_ID])
         return None
 
-    def prefetch(self, namespace: Namespace, keys: bytes, timeout: float = CALL_SECONDS) -> int:
+    def prefetch(self, namespace: Namespace, keys: bytes, timeout: float | None = None) -> int:
         """Have ``keys``, which will be needed soon, brought up from tiers below memory.
 
         Returns how many leading ones are in memory or on their way there; 0 from a node of an earlier release.
         """
-        with self._line.turn(timeout) as turn:
+
+        def ask(turn: Turn) -> int:
             number = self._opened(turn, namespace)
             if number is None or not turn.connection.tells_tiers:
                 return 0
             return turn.ask(messages.Prefetch(number, keys), messages.Done).count
 
-    def explain(self, name: str, keys: bytes, timeout: float = CALL_SECONDS) -> Explanation:
+        return self._line.call(timeout, ask)
+
+    def explain(self, name: str, keys: bytes, timeout: float | None = None) -> Explanation:
         """Why ``keys`` (16 bytes each, joined) of the namespace ``name`` are there or not; counts nothing.
 
         Raises:
             PoolRefused: the node is of an earlier release, which does not tell.
         """
-        with self._line.turn(timeout) as turn:
+
+        def ask(turn: Turn) -> Explanation:
             connection = turn.connection
             if not connection.tells_reasons:
                 raise PoolRefused(
@@ -253,35 +278,43 @@ class PoolClient:
                     "restart it with this release"
                 )
             self._describe(turn, name)
-            told = turn.ask(messages.Explain(name, keys), messages.Explained)
-            return Explanation(told.codes, told.seconds, told.winner, told.layouts)
+            explained = turn.ask(messages.Explain(name, keys), messages.Explained)
+            return Explanation(explained.codes, explained.seconds, explained.winner, explained.layouts)
+
+        return self._line.call(timeout, ask)
 
     def lookup_tail(
-        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float = CALL_SECONDS
+        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float | None = None
     ) -> TailHit:
         """The page that shares most leading tokens with ``tail``; with ``lease`` it stays until released."""
-        with self._line.turn(timeout) as turn:
+
+        def look(turn: Turn) -> TailHit:
             number = self._opened(turn, namespace)
             if number is None:
                 return NO_TAIL
             return _tail_hit(turn.connection, turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits))
 
+        return self._line.call(timeout, look)
+
     def release(self, lease: Lease) -> None:
         """End a lease; quietly does nothing when the connection that it was made on is gone."""
         self._line.tell(messages.Release(lease.number), lease.epoch)
 
-    def announce(self, namespace: Namespace, keys: bytes, timeout: float = CALL_SECONDS) -> Announcement | None:
+    def announce(self, namespace: Namespace, keys: bytes, timeout: float | None = None) -> Announcement | None:
         """A request waits and will ask for ``keys`` (16 bytes each, joined): they stay while anything else can leave.
 
         None where this means nothing: nobody stored anything in ``namespace``, or the node is of an earlier release.
         What was announced ends by :meth:`withdraw`, with the connection, or after some time.
         """
-        with self._line.turn(timeout) as turn:
+
+        def ask(turn: Turn) -> Announcement | None:
             number = self._opened(turn, namespace)
             if number is None or not turn.connection.has(greeting.TAKES_ANNOUNCEMENTS):
                 return None
             answer = turn.ask(messages.Announce(number, keys), messages.Announced)
             return Announcement(turn.connection.epoch, answer.announcement)
+
+        return self._line.call(timeout, ask)
 
     def withdraw(self, announcement: Announcement) -> None:
         """The request waits no longer; quietly does nothing when the connection is gone."""
@@ -292,19 +325,21 @@ class PoolClient:
         namespace: Namespace,
         parent: bytes,
         keys: Sequence[bytes],
-        timeout: float = CALL_SECONDS,
+        timeout: float | None = None,
         tail: Tail | None = None,
     ) -> Reservation:
         """Ask for slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
 
         With ``tail`` the last of them is its key: a block that is not full.
         """
-        with self._line.turn(timeout) as turn:
+
+        def ask(turn: Turn) -> Reservation:
             number = self._opened(turn, namespace)
             if number is None:
                 raise PoolRefused(
                     f"namespace {namespace.name} was opened without a page size, so nothing can be stored"
                 )
+            self._tell_what_is_written(turn)
             request = messages.Reserve(number, parent, b"".join(keys), tail)
             answer = turn.ask(request, messages.Granted)
             positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
@@ -313,13 +348,25 @@ class PoolClient:
                 self._line.drop()
                 raise ProtocolError("the node's answer to a reservation does not match the request")
             granted = dict(zip(positions, refs, strict=True))
-            return Reservation(turn.connection.epoch, answer.reservation, answer.outcomes, granted)
+            reservation = Reservation(turn.connection.epoch, answer.reservation, answer.outcomes, granted)
+            self._promised.promised(reservation)
+            return reservation
+
+        return self._line.call(timeout, ask)
+
+    def _tell_what_is_written(self, turn: Turn) -> None:
+        """On another connection, or after a commit or abort that failed: which slots this client still writes into."""
+        news = self._promised.news(turn.connection.epoch)
+        if news is not None and turn.connection.has(greeting.AWAITS_WRITERS):
+            refs, mark = news
+            turn.ask(messages.StillWriting(refs), messages.Done)
+            self._promised.was_told(mark)
 
     def commit(
         self,
         reservation: Reservation,
         positions: list[int] | None = None,
-        timeout: float = CALL_SECONDS,
+        timeout: float | None = None,
         checksums: Sequence[int] = (),
     ) -> None:
         """Publish pages of a reservation whose bytes are in their slots; no call when none were granted.
@@ -335,63 +382,90 @@ class PoolClient:
             if raw and positions is None:
                 positions = sorted(reservation.granted)
             request = messages.Commit(reservation.number, positions, raw)
-            with self._line.turn(timeout, reservation.epoch) as turn:
-                turn.ask(request, messages.Done)
+            told = False
+            try:
+                with self._line.turn(timeout, reservation.epoch) as turn:
+                    turn.ask(request, messages.Done)
+                told = True
+            finally:
+                self._promised.ended(reservation, positions, told=told)
 
-    def report(self, namespace: Namespace, reader: PageReader, timeout: float = CALL_SECONDS) -> int:
+    def report(self, namespace: Namespace, reader: PageReader, timeout: float | None = None) -> int:
         """Tell the node of pages that ``reader`` found corrupt; how many the node took out of the pool for that."""
         corrupt, reader.corrupt = reader.corrupt[: limits.MAX_CORRUPT], []
         if not corrupt or not self._has(greeting.KEEPS_CHECKSUMS):
             return 0
-        with self._line.turn(timeout) as turn:
+
+        def ask(turn: Turn) -> int:
             number = self._opened(turn, namespace)
             if number is None:
                 return 0
             keys, refs = b"".join(key for key, _ in corrupt), b"".join(ref.pack() for _, ref in corrupt)
             return turn.ask(messages.Corrupt(number, keys, refs), messages.Done).count
 
+        return self._line.call(timeout, ask)
+
     def _has(self, feature: str) -> bool:
         connection = self._line.connection
         return connection is not None and connection.has(feature)
 
-    def abort(self, reservation: Reservation, timeout: float = CALL_SECONDS) -> None:
+    def abort(self, reservation: Reservation, timeout: float | None = None) -> None:
         """Give back what of a reservation was not committed; no call when none were granted.
+
+        No copy into its slots may run any more, and none may run into those of a :meth:`commit`: both are to be called
+        when the connection was lost, too.  Until then, or until this process ends, nobody else gets the slots.
 
         Raises:
             StaleReference: the reservation ended with its connection already.
         """
         if reservation.granted:
-            with self._line.turn(timeout, reservation.epoch) as turn:
-                turn.ask(messages.Abort(reservation.number), messages.Done)
+            told = False
+            try:
+                self._line.at(reservation.epoch)  # a node that is gone need not be reached for that
+                with self._line.turn(timeout, reservation.epoch) as turn:
+                    turn.ask(messages.Abort(reservation.number), messages.Done)
+                told = True
+            finally:
+                self._promised.ended(reservation, None, told=told)
 
-    def stats(self, timeout: float = CALL_SECONDS) -> dict[str, object]:
+    def stats(self, timeout: float | None = None) -> dict[str, object]:
         """The node's figures."""
-        with self._line.turn(timeout) as turn:
-            return turn.ask(messages.Stats(), messages.Figures).figures
+        return self._line.call(timeout, lambda turn: turn.ask(messages.Stats(), messages.Figures).figures)
 
-    def administer(self, act: Acts, *, dry_run: bool = False, timeout: float = CALL_SECONDS) -> dict[str, Any]:
+    def administer(self, act: Acts, *, dry_run: bool = False, timeout: float | None = None) -> dict[str, Any]:
         """Let the node do ``act``; what it did, or would do with ``dry_run``, as plain figures.
 
         Raises:
             Unauthorised: the node belongs to another user.
             PoolRefused: it cannot be done; or the node is of an earlier release.
         """
-        with self._line.turn(timeout) as turn:
+
+        def ask(turn: Turn) -> dict[str, Any]:
             connection = turn.connection
             if not connection.has(greeting.DOES_ACTS):
                 raise PoolRefused(
                     f"the pool node (release {connection.welcome.release}) cannot be administered, restart it with "
                     "this release"
                 )
+            if isinstance(act, Upgrade) and not connection.has(greeting.RESTARTS):
+                raise PoolRefused(
+                    f"the pool node (release {connection.welcome.release}) cannot restart itself, stop it with 'ems "
+                    "stop' and start the new one; its pages stay"
+                )
             return turn.ask(messages.Administer(act, dry_run), messages.Reported).report
 
-    def changes(self, since: Place | None, namespaces: Sequence[str], timeout: float = CALL_SECONDS) -> PoolChanges:
+        return self._line.call(timeout, ask, again=False)
+
+    def changes(
+        self, since: PageLocation | None, namespaces: Sequence[str], timeout: float | None = None
+    ) -> PoolChanges:
         """What was stored and removed in ``namespaces`` since an earlier answer; None begins now and tells nothing.
 
         Raises:
             PoolRefused: the node is of an earlier release, which does not tell.
         """
-        with self._line.turn(timeout) as turn:
+
+        def ask(turn: Turn) -> PoolChanges:
             connection = turn.connection
             if not connection.has(greeting.TELLS_CHANGES):
                 raise PoolRefused(
@@ -403,7 +477,9 @@ class PoolClient:
             sequence = since.sequence if since is not None and known else FROM_NOW
             answer = turn.ask(messages.Changes(sequence, list(namespaces)), messages.Changed)
             lost = answer.lost or (since is not None and not known)
-            return PoolChanges(Place(node, answer.sequence), lost, tuple(answer.runs))
+            return PoolChanges(PageLocation(node, answer.sequence), lost, tuple(answer.runs))
+
+        return self._line.call(timeout, ask)
 
     # Memory
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ems.pool.segments.layout import MAGIC, PageRef, vouches
+from ems.errors import StaleReference
+from ems.pool.layout import MAGIC, PageRef, generation_of, vouches
 
 _MARKED = len(MAGIC)
 
@@ -47,8 +48,15 @@ class SegmentMap:
         return list(self._maps.values())
 
     def page(self, ref: PageRef, size: int) -> memoryview:
-        """The ``size`` bytes of a page's slot."""
-        return self.segment(ref.segment)[ref.offset : ref.offset + size]
+        """The ``size`` bytes of a page's slot, for who was promised it.
+
+        Raises:
+            StaleReference: the slot, or the segment's memory, is another's by now.
+        """
+        segment = self.segment(ref.segment)
+        if generation_of(segment, ref.slot) != ref.generation:
+            raise StaleReference(f"slot {ref.slot} of segment {ref.segment} is not promised any more, reserve again")
+        return segment[ref.offset : ref.offset + size]
 
     def holds(self, ref: PageRef, key: bytes) -> bool:
         """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key``."""

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from ems.pool.core.index import Page
-from ems.pool.core.room import Assigned
+from ems.pool.pages import Assigned, Outcome, Page
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """A reservation of which more is to come: its number, how many keys it has so far, why no more can be granted."""
+
+    reservation: int = 0
+    count: int = 0
+    refusal: Outcome | None = None
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -43,6 +50,15 @@ class Found(msgspec.Struct, frozen=True):
         return packed_refs(self.pages)
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """Who reads or writes some pages: how many of its leases and reservations have any, and how many these are."""
+
+    client_id: int
+    leases: int
+    reservations: int
+    pages: int
+
+
 class Counters(msgspec.Struct):
     """What happened since the node started."""
 
@@ -59,6 +75,8 @@ class Counters(msgspec.Struct):
     already_writing: int = 0
     leases_lost: int = 0
     reservations_lost: int = 0
+    reservations_expired: int = 0
+    refused_share: int = 0
     pages_corrupt: int = 0
     corrupt_unconfirmed: int = 0
 

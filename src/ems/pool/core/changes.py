@@ -10,27 +10,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 
-import msgspec
-
-from ems.pool.core.handover import ChangesState
+from ems.pool.protocol.changes import FROM_NOW, ChangeRun
 
 CAPACITY = 65536
 """Changes that are remembered; one page of a block is one."""
 ASKED_SECONDS = 60.0
 """Recording ends when nobody asked for so long."""
-FROM_NOW = -1
-"""Where a client begins that wants to know of nothing before."""
-
-
-class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Changes of one kind in a row: pages of ``keys`` were stored, or removed.
-
-    ``namespace`` is a position in the list of those that were asked for: a name a run would be too much.
-    """
-
-    namespace: int
-    stored: bool
-    keys: bytes
 
 
 class ChangeLog:
@@ -59,7 +44,7 @@ class ChangeLog:
                 self._changes.append((namespace, stored, key))
                 self._sequence += 1
 
-    def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[Run]]:
+    def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[ChangeRun]]:
         """What changed in ``namespaces`` after ``sequence``: where to go on, whether some was lost, the changes."""
         if self._asked_at is None:
             # What happened while nobody asked is not known: whoever was told a place before has missed it.
@@ -75,19 +60,10 @@ class ChangeLog:
         positions = {name: position for position, name in enumerate(namespaces)}
         wanted = (change for change in recent if change[0] in positions)
         runs = [
-            Run(positions[name], stored, b"".join(key for _, _, key in group))
+            ChangeRun(positions[name], stored, b"".join(key for _, _, key in group))
             for (name, stored), group in groupby(wanted, lambda change: change[:2])
         ]
         return self._sequence, False, runs
-
-    def snapshot(self) -> ChangesState:
-        """All of it, for a node that takes over."""
-        return ChangesState(list(self._changes), self._sequence, self._asked_at)
-
-    def resume(self, state: ChangesState) -> None:
-        """Go on from a :meth:`snapshot`."""
-        self._changes.extend(state.changes)
-        self._sequence, self._asked_at = state.sequence, state.asked_at
 
     def tick(self, now: float) -> None:
         """Time went by."""

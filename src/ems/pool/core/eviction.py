@@ -10,25 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ems.pool.segments.layout import refs_begin
+from ems.pool.layout import refs_begin
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Index, Page
-    from ems.pool.core.kept import Kept
+    from ems.pool.core.index import Index
+    from ems.pool.core.pins import PinSet
+    from ems.pool.pages import Page
 
 PATIENCE = 4096
 """Pages that one pass may find unwilling to leave before it gives up; the next pass begins behind them."""
 
 
-def evict(index: Index, count: int, free: Callable[[Page], None], kept: Kept) -> int:
+def evict(index: Index, count: int, free: Callable[[Page], None], pins: PinSet) -> int:
     """Discard up to ``count`` pages of ``index``, in the policy's order, and call ``free`` with each.
 
-    Pages that ``kept`` pins stay; awaited ones leave only where nothing else can.  Returns how many left; fewer than
+    Pages that ``pins`` pins stay; awaited ones leave only where nothing else can.  Returns how many left; fewer than
     asked when the rest is leased, pinned or holds such suffixes, or when too many in a row were.
     """
-    evicted = _pass(index, count, free, [kept.pinned, kept.awaited])
-    if evicted < count and kept.awaited:
-        evicted += _pass(index, count - evicted, free, [kept.pinned])
+    evicted = _pass(index, count, free, [pins.pinned, pins.awaited])
+    if evicted < count and pins.awaited:
+        evicted += _pass(index, count - evicted, free, [pins.pinned])
     return evicted
 
 
@@ -77,12 +78,12 @@ def evict_segment(index: Index, segment: int, free: Callable[[Page], None]) -> i
     Nothing of that may be leased or being written (see :func:`oldest_segment`).  Returns how many pages left.
     """
     beginning = refs_begin(segment)
-    doomed: dict[Page, None] = {}
+    victims: dict[Page, None] = {}
     for page in index:
-        if page.ref.startswith(beginning) and page not in doomed:
-            doom(page, doomed)
+        if page.ref.startswith(beginning) and page not in victims:
+            add_victims(page, victims)
     evicted = 0
-    for page in doomed:
+    for page in victims:
         if page.ref:  # else it was missing already
             index.discard(page)
             free(page)
@@ -90,14 +91,14 @@ def evict_segment(index: Index, segment: int, free: Callable[[Page], None]) -> i
     return evicted
 
 
-def doom(page: Page, doomed: dict[Page, None]) -> None:
-    """Add ``page`` and all that hangs on it to ``doomed``, suffixes before their prefixes."""
+def add_victims(page: Page, victims: dict[Page, None]) -> None:
+    """Add ``page`` and all that hangs on it to ``victims``, suffixes before their prefixes."""
     path = [(page, iter(page.children()))]
     while path:
         page, suffixes = path[-1]
-        following = next((one for one in suffixes if one not in doomed), None)
+        following = next((one for one in suffixes if one not in victims), None)
         if following is not None:
             path.append((following, iter(following.children())))
         else:
-            doomed[page] = None
+            victims[page] = None
             path.pop()

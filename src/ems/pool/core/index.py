@@ -8,89 +8,22 @@ one a missing prefix for as long as something hangs on it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, takewhile
 
-from ems.pool.core.handover import IndexState
-from ems.pool.keys import KEY_BYTES, NO_PARENT, Tail, cut
-from ems.pool.policy.experience import Experience
+from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.pages import Page
 from ems.pool.policy.lru import Lru
-from ems.pool.policy.seam import Learning, Policy
-from ems.pool.segments.layout import REF_BYTES, PageRef
+from ems.pool.policy.seam import Policy
 
 _NOWHERE = b""
 MAX_TAILS = 32
 """Tails that one directory lists; the oldest leaves the list first."""
-
-
-class Page:
-    """One page: where it lies, who holds it, and what the policy of its namespace notes on it.
-
-    ``ref`` says where the page lies in the form that travels (a packed :class:`PageRef`).  ``leases``
-    counts readers that were promised the page, ``suffixes`` are the pages whose prefix it is: none, one, or a
-    set of several; the page may not be evicted while there is any of either.  ``uses``, ``place``, ``older`` and
-    ``newer`` are the policy's.
-    """
-
-    __slots__ = (
-        "key", "leases", "newer", "older", "parent", "place", "present", "ref", "suffixes", "tail", "used", "uses",
-    )  # fmt: skip
-
-    def __init__(self, key: bytes, ref: bytes) -> None:
-        self.key = key
-        self.ref = ref
-        self.present = False
-        self.leases = 0
-        self.suffixes: Page | set[Page] | None = None
-        self.parent: Page | None = None
-        self.older: Page | None = None
-        self.newer: Page | None = None
-        self.place: Any = None
-        self.uses = 0
-        self.tail: Tail | None = None
-        self.used = 0.0
-        """When it was stored or last promised to a reader."""
-
-    @property
-    def segment(self) -> int:
-        """Number of the segment that the page lies in."""
-        return PageRef.unpack(self.ref).segment
-
-    def children(self) -> Collection[Page]:
-        """The pages whose prefix this one is."""
-        suffixes = self.suffixes
-        if suffixes is None:
-            return ()
-        return (suffixes,) if isinstance(suffixes, Page) else suffixes
-
-    def hang_on(self, parent: Page) -> None:
-        """``parent`` is the prefix of this page, which had none."""
-        self.parent = parent
-        if parent.suffixes is None:
-            parent.suffixes = self
-        elif isinstance(parent.suffixes, Page):
-            parent.suffixes = {parent.suffixes, self}
-        else:
-            parent.suffixes.add(self)
-
-    def let_go(self, parent: Page) -> None:
-        """``parent`` is no longer the prefix of this page."""
-        self.parent = None
-        suffixes = parent.suffixes
-        if not isinstance(suffixes, set):
-            parent.suffixes = None
-            return
-        suffixes.remove(self)
-        if len(suffixes) == 1:
-            parent.suffixes = suffixes.pop()
-
-    def ancestors(self) -> Iterator[Page]:
-        """The page's prefix, nearest first; missing ones among them."""
-        page = self.parent
-        while page is not None:
-            yield page
-            page = page.parent
+MAX_WALK = 4096
+"""Pages of a prefix that one call looks at beside those that it names: what is told of a page costs the same however
+much it hangs on, and of a longer prefix the beginning is not told that it was used."""
+WALK_EACH = 16
+"""Pages of prefixes that each inserted page adds to those that may be looked at for rings, up to :data:`MAX_WALK`."""
 
 
 def _parents(pages: Iterable[Page]) -> bytes:
@@ -105,12 +38,14 @@ class Index:
     page is remembered only while others hang on it; a page is in a directory of tails only while it is here.
     """
 
-    __slots__ = ("_missing", "_pages", "_tails", "policy")
+    __slots__ = ("_missing", "_pages", "_tails", "_walk", "policy")
 
     def __init__(self, policy: Policy | None = None) -> None:
         self._pages: dict[bytes, Page] = {}
         self._missing: dict[bytes, Page] = {}
         self._tails: dict[bytes, list[Page]] = {}
+        self._walk = MAX_WALK
+        """Pages that may be looked at for rings until others were inserted."""
         self.policy: Policy = Lru() if policy is None else policy
 
     def __len__(self) -> int:
@@ -136,81 +71,22 @@ class Index:
         else:
             page.ref = ref
         self._pages[key] = page
+        self._walk = min(max(self._walk, 0) + WALK_EACH, MAX_WALK)
         if page.parent is None and before != NO_PARENT:
             self._hang(page, before)
         return page
 
-    def restore(self, pages: Iterable[tuple[bytes, bytes, bytes]], known: Experience | None = None) -> bool:
+    def restore(self, pages: Iterable[tuple[bytes, bytes, bytes]]) -> None:
         """Present pages as key, where they lie and key of the block before, from the least to the most recently used.
 
-        For an index that is empty.  The keys differ and form no ring.  Returns whether the policy goes on with what an
-        earlier one had ``known``.
+        For an index that is empty.  The keys differ and form no ring.
         """
         keys, refs, befores = zip(*pages, strict=True) if (pages := list(pages)) else ((), (), ())
         self._pages = dict(zip(keys, map(Page, keys, refs), strict=True))
         for page in self._pages.values():
             page.present = True
         self._hang_all(list(self._pages.values()), befores)
-        if known is None:
-            self._order(list(self._pages.values()))
-            return False
-        listed = list(map(self._pages.get, cut(known.keys, KEY_BYTES)))
-        for listed_page, uses in zip(listed, known.uses, strict=False):
-            if listed_page is not None:
-                listed_page.uses = uses
-        goes_on = self._go_on(known.learned, known.places, listed)
-        # Pages that were stored since, or all: they came, as far as the policy knows, just now.
-        self._order([page for page in self._pages.values() if page.place is None])
-        return goes_on
-
-    def _go_on(self, learned: bytes, places: bytes, pages: Sequence[Page | None]) -> bool:
-        """Tell an empty policy what an earlier one knew; False where it cannot make use of it."""
-        if not learned or not isinstance(self.policy, Learning):
-            return False
-        try:
-            self.policy.go_on(learned, places, pages)
-        except ValueError:
-            return False
-        return True
-
-    def snapshot(self) -> IndexState:
-        """All of it, for a node that takes over."""
-        present = list(self.policy)
-        pages = [*present, *(page for page in self._pages.values() if not page.present)]
-        missing = list(self._missing.values())
-        policy = self.policy if isinstance(self.policy, Learning) else None
-        return IndexState(
-            b"".join([page.key for page in pages]),
-            b"".join([page.ref for page in pages]),
-            _parents(pages),
-            len(present),
-            b"".join([page.key for page in missing]),
-            _parents(missing),
-            [(page.key, tail.directory, tail.tokens) for page, tail in self.tails()],
-            bytes([page.uses for page in present]),
-            b"" if policy is None else policy.learned(),
-            b"" if policy is None else policy.places(present),
-        )
-
-    def resume(self, state: IndexState) -> None:
-        """Go on from a :meth:`snapshot`; for an index that is empty."""
-        keys = cut(state.keys, KEY_BYTES)
-        pages = list(map(Page, keys, cut(state.refs, REF_BYTES)))
-        self._pages = dict(zip(keys, pages, strict=True))
-        missing = cut(state.missing, KEY_BYTES)
-        self._missing = {key: Page(key, _NOWHERE) for key in missing}
-        if len(self._pages) != len(pages) or len(self._missing) != len(missing):
-            raise ValueError("a page is there twice")
-        self._hang_all(pages, cut(state.parents, KEY_BYTES))
-        self._hang_all(list(self._missing.values()), cut(state.missing_parents, KEY_BYTES))
-        present = pages[: state.present]
-        for page, uses in zip(present, state.uses.ljust(len(present), b"\0"), strict=True):
-            page.present = True
-            page.uses = uses
-        if not self._go_on(state.learned, state.places, present):
-            self._order(present)
-        for key, directory, tokens in state.tails:
-            self.list_tail(self._pages[key], Tail(directory, tokens))
+        self._order(list(self._pages.values()))
 
     def _hang_all(self, pages: Sequence[Page], befores: Sequence[bytes]) -> None:
         """Hang many ``pages`` on the pages of the keys ``befores``; together they form no ring."""
@@ -275,18 +151,33 @@ class Index:
         if parent is None:
             parent = self._missing[before] = Page(before, _NOWHERE)
         # Honest keys name their whole prefix and cannot form a ring; a page that others hang on can be made to.
-        elif parent is page or (page.suffixes is not None and page in parent.ancestors()):
+        elif parent is page or (page.suffixes is not None and self._may_form_a_ring(page, parent)):
             return
         page.hang_on(parent)
+
+    def _may_form_a_ring(self, page: Page, parent: Page) -> bool:
+        """Whether ``page`` is, or for all that is known could be, among the prefix of ``parent``."""
+        for above in parent.ancestors():
+            self._walk -= 1
+            if above is page or self._walk < 0:
+                return True
+        return False
 
     def publish(self, pages: list[Page]) -> None:
         """Written pages, in the order of their blocks, become readable; what they hang on is in use."""
         for page in pages:
             page.present = True
         self.policy.add(pages)
+        seen: set[Page] = set()
         for page in pages:
-            if page.suffixes is None and (prefix := _present_prefix(page)):
-                self.policy.refresh([*prefix, page])
+            if page.suffixes is None and page.parent is not None:
+                # Many that hang on the same prefix do not each go all the way up.
+                walk = islice(page.ancestors(), len(pages) + MAX_WALK - len(seen))
+                prefix = list(takewhile(lambda above: above not in seen, walk))
+                seen.update(prefix)
+                prefix = [above for above in reversed(prefix) if above.present]
+                if prefix:
+                    self.policy.refresh([*prefix, page])
 
     def discard(self, page: Page) -> None:
         """Forget a page that nobody reads; where others hang on it, that it is missing is remembered."""
@@ -334,10 +225,10 @@ class Index:
             count += 1
         return count
 
-    def use(self, pages: list[Page]) -> None:
+    def use(self, pages: list[Page], *, with_prefix: bool = True) -> None:
         """Present pages of one prefix, in order, were used: they and what they hang on."""
         if pages:
-            self.policy.use([*_present_prefix(pages[0]), *pages])
+            self.policy.use([*_present_prefix(pages[0]), *pages] if with_prefix else pages)
 
     def check(self) -> list[str]:
         """What does not hold, one sentence each; empty when all is well."""
@@ -375,7 +266,7 @@ class Index:
 
 
 def _present_prefix(page: Page) -> list[Page]:
-    """What ``page`` hangs on and is present, the first block first."""
-    prefix = [above for above in page.ancestors() if above.present]
+    """What ``page`` hangs on next and is present, the first block first."""
+    prefix = [above for above in islice(page.ancestors(), MAX_WALK) if above.present]
     prefix.reverse()
     return prefix

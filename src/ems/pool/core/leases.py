@@ -1,34 +1,48 @@
 """Pages that readers were promised, until they release them or are gone.
 
 What always holds: ``leases`` of a page is the number of leases that promise it; that a promise is a use of its pages
-is told to the policy later (:meth:`Leases.settle`), so that whoever looks up need not wait for it, and before anything
-else happens to them.
+is told to the policy later, a bounded number at a time (:meth:`Leases.settle_some`), so that nobody waits for it.  What
+all leases of one owner, or of one tenant, may promise is bounded.  That a page is promised no longer costs the same
+however many leases there are.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ems.errors import StaleReference
-from ems.pool.core.handover import LeaseState
-from ems.pool.keys import KEY_BYTES, cut
+from ems.errors import PoolRefused, StaleReference
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Index, Page
+    from ems.pool.core.index import Index
     from ems.pool.core.namespaces import NamespacePages
+    from ems.pool.pages import Page
+
+
+MAX_LEASED_EACH = 1 << 21
+"""Pages that the leases of one owner may promise, a page as often as it is promised (8 bytes each)."""
+MAX_LEASED_TENANT = 1 << 23
+"""Pages that the leases on one tenant's namespaces may promise; on an open node all."""
+SETTLED_AT_ONCE = 256
+"""Pages whose uses the policy is told in one go."""
+MAX_UNSETTLED = 4096
+"""Goes that may wait; of more the oldest are not told at all, which the order of eviction can do without."""
+LEASE_WEIGHT = 64
+"""Pages that a lease counts for beside those that it promises."""
 
 
 class Lease:
-    """Pages of one namespace, promised to ``owner``."""
+    """Pages of one namespace, promised to ``client_id``; ``number`` grows with each lease of a node."""
 
-    __slots__ = ("namespace", "owner", "pages")
+    __slots__ = ("client_id", "namespace", "number", "pages", "weight")
 
-    def __init__(self, owner: int, namespace: NamespacePages, pages: list[Page]) -> None:
-        self.owner = owner
+    def __init__(self, number: int, client_id: int, namespace: NamespacePages, pages: list[Page], weight: int) -> None:
+        self.number = number
+        self.client_id = client_id
         self.namespace = namespace
         self.pages = pages
+        self.weight = weight
 
 
 class Leases:
@@ -36,7 +50,14 @@ class Leases:
 
     def __init__(self) -> None:
         self._all: dict[int, Lease] = {}
-        self._used: list[tuple[Index, list[Page]]] = []
+        self._of: dict[int, dict[int, None]] = {}
+        self._given = 0
+        self._broken: dict[Page, tuple[int, int]] = {}
+        """Pages that leases up to a number promise no longer, and how many of these leases are left."""
+        self._leased: Counter[int | str] = Counter()
+        """What the leases of each owner, and of each tenant, promise."""
+        self._used: deque[tuple[Index, list[Page], bool]] = deque(maxlen=MAX_UNSETTLED)
+        """Pages that were used, and whether it is to be told what the first of them hangs on."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -46,62 +67,116 @@ class Leases:
         """The leases by their numbers."""
         return self._all
 
-    def promise(self, number: int, owner: int, namespace: NamespacePages, pages: list[Page], *, use: bool) -> None:
-        """The lease ``number`` promises ``owner`` present ``pages``; with ``use`` they are of one prefix, and used."""
-        for page in pages:
-            page.leases += 1
-        self._all[number] = Lease(owner, namespace, pages)
-        if use:
-            self._used.append((namespace.index, pages))
-
-    def end(self, owner: int, number: int) -> None:
-        """``owner`` no longer needs what the lease promised; its uses are settled.
+    def refuse_too_many(self, client_id: int, namespace: NamespacePages, count: int) -> None:
+        """Look whether ``client_id`` may be promised ``count`` more pages of ``namespace``.
 
         Raises:
-            StaleReference: the lease is not ``owner``'s or is gone.
+            PoolRefused: too many are promised already.
+        """
+        weight = count + LEASE_WEIGHT
+        if (
+            self._leased[client_id] + weight > MAX_LEASED_EACH
+            or self._leased[namespace.tenant] + weight > MAX_LEASED_TENANT
+        ):
+            raise PoolRefused(
+                f"leases on {self._leased[client_id]} pages are held by this connection and on "
+                f"{self._leased[namespace.tenant]} by all, expected at most {MAX_LEASED_EACH} and {MAX_LEASED_TENANT}; "
+                "release some"
+            )
+
+    def promise(self, number: int, client_id: int, namespace: NamespacePages, pages: list[Page], *, use: bool) -> None:
+        """The lease ``number`` promises ``client_id`` present ``pages``; with ``use`` they are one prefix, and used."""
+        for page in pages:
+            page.leases += 1
+        self._given += 1
+        weight = len(pages) + LEASE_WEIGHT if use else 0
+        self._all[number] = Lease(self._given, client_id, namespace, pages, weight)
+        self._of.setdefault(client_id, {})[number] = None
+        self._leased[client_id] += weight
+        self._leased[namespace.tenant] += weight
+        if use:
+            # The last first: a prefix is to be the more recently used.
+            for start in range((len(pages) - 1) // SETTLED_AT_ONCE * SETTLED_AT_ONCE, -1, -SETTLED_AT_ONCE):
+                part = pages[start : start + SETTLED_AT_ONCE] if len(pages) > SETTLED_AT_ONCE else pages
+                self._used.append((namespace.index, part, not start))
+
+    def end(self, client_id: int, number: int) -> None:
+        """``client_id`` no longer needs what the lease promised; its uses are settled.
+
+        Raises:
+            StaleReference: the lease is not ``client_id``'s or is gone.
         """
         held = self._all.get(number)
-        if held is None or held.owner != owner:
+        if held is None or held.client_id != client_id:
             raise StaleReference(f"lease {number} is gone")
-        del self._all[number]
+        del self._all[number], self._of[client_id][number]
+        if not self._of[client_id]:
+            del self._of[client_id]
+        for name in (client_id, held.namespace.tenant):
+            self._leased[name] -= held.weight
+            if not self._leased[name]:
+                del self._leased[name]
+        broken = self._broken
         for page in held.pages:
-            page.leases -= 1
+            if page in broken and self._is_broken(held, page):
+                before, left = broken[page]
+                if left > 1:
+                    self._broken[page] = before, left - 1
+                else:
+                    del self._broken[page]
+            else:
+                page.leases -= 1
+
+    def _is_broken(self, held: Lease, page: Page) -> bool:
+        return held.number <= self._broken.get(page, (0, 0))[0]
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there are uses that the policies were not told of."""
+        return bool(self._used)
 
     def settle(self, now: float) -> None:
         """Tell the policies of the uses since the last call."""
-        for index, pages in self._used:
-            index.use(pages)
+        while self._used:
+            self.settle_some(now)
+
+    def settle_some(self, now: float) -> None:
+        """Tell of a bounded number of uses; pages that have left meanwhile are left out."""
+        if self._used:
+            index, pages, begins = self._used.popleft()
+            pages = [page for page in pages if page.present]
+            index.use(pages, with_prefix=begins)
             for page in pages:
                 page.used = now
-        self._used.clear()
 
-    def pages(self, owner: int, number: int) -> list[Page]:
-        """What the lease promises ``owner`` still."""
+    def pages(self, client_id: int, number: int) -> list[Page]:
+        """What the lease promises ``client_id`` still."""
         held = self._all.get(number)
-        return list(held.pages) if held is not None and held.owner == owner else []
+        return self._promised(held) if held is not None and held.client_id == client_id else []
 
-    def of(self, owner: int) -> list[int]:
-        """The leases of ``owner``."""
-        return [number for number, lease in self._all.items() if lease.owner == owner]
+    def _promised(self, held: Lease) -> list[Page]:
+        if not self._broken:
+            return list(held.pages)
+        return [page for page in held.pages if not self._is_broken(held, page)]
+
+    def length(self, number: int) -> int:
+        """How many pages a lease that has not ended has promised."""
+        return len(self._all[number].pages)
+
+    def of(self, client_id: int) -> list[int]:
+        """The leases of ``client_id``."""
+        return list(self._of.get(client_id, ()))
 
     def break_off(self, page: Page) -> None:
-        """No lease promises ``page`` any more."""
-        for lease in self._all.values():
-            while page in lease.pages:
-                lease.pages.remove(page)
-                page.leases -= 1
-
-    def forfeit(self, namespace: NamespacePages, begin: bytes) -> None:
-        """No lease promises the pages of ``namespace`` any more that lie where ``begin`` says."""
-        for lease in self._all.values():
-            if lease.namespace is namespace:
-                for page in lease.pages:
-                    page.leases -= page.ref.startswith(begin)
-                lease.pages = [page for page in lease.pages if not page.ref.startswith(begin)]
+        """No lease promises ``page`` any more; those that did find out when they end."""
+        if page.leases:
+            left = self._broken.get(page, (0, 0))[1] + page.leases
+            self._broken[page] = self._given, left
+            page.leases = 0
 
     def held(self, namespace: NamespacePages) -> Iterator[list[Page]]:
         """What the leases on pages of ``namespace`` promise, one after the other."""
-        return (lease.pages for lease in self._all.values() if lease.namespace is namespace)
+        return (self._promised(lease) for lease in self._all.values() if lease.namespace is namespace)
 
     def by_namespace(self) -> Counter[int]:
         """How many leases there are on pages of each namespace, by its number."""
@@ -109,30 +184,12 @@ class Leases:
 
     # Another process
 
-    def snapshot(self) -> list[LeaseState]:
-        """All of them; uses are settled."""
-        return [
-            LeaseState(number, lease.owner, lease.namespace.number, b"".join([page.key for page in lease.pages]))
-            for number, lease in self._all.items()
-        ]
-
-    def resume(self, states: Iterable[LeaseState], namespaces: Sequence[NamespacePages]) -> None:
-        """Go on from a :meth:`snapshot`, with the pages of ``namespaces``.
-
-        Raises:
-            StaleReference: a page that was promised is not there.
-        """
-        for state in states:
-            space = namespaces[state.namespace]
-            pages = [space.known(key) for key in cut(state.keys, KEY_BYTES)]
-            self.promise(state.number, state.owner, space, pages, use=False)
-
     def check(self, namespaces: Iterable[NamespacePages]) -> list[str]:
         """What does not hold, one sentence each; empty when all is well."""
         promised: Counter[int] = Counter()
         broken = []
         for lease in self._all.values():
-            for page in lease.pages:
+            for page in self._promised(lease):
                 promised[id(page)] += 1
                 if lease.namespace.index.get(page.key) is not page:
                     broken.append(f"leased page {page.key.hex()} is no longer in the pool")

@@ -11,13 +11,14 @@ from typing import overload
 
 from ems.config import PolicyName
 from ems.errors import NoSpace, PoolRefused, StaleReference
-from ems.pool.core.index import Index, Page
-from ems.pool.core.kept import Kept
+from ems.pool.core.index import Index
+from ems.pool.core.pins import PinSet
+from ems.pool.facts import MAX_NAME
+from ems.pool.layout import MAX_PAGE, carve
+from ems.pool.names import tenant_of
+from ems.pool.pages import Page
 from ems.pool.policy.seam import make_policy
-from ems.pool.reasons.layouts import MAX_NAME
-from ems.pool.segments.layout import MAX_PAGE, carve
 from ems.pool.segments.recovery import MAX_SLOTS
-from ems.pool.tenants.names import tenant_of
 
 MAX_NAMESPACES = 4096
 """Most namespaces of one node; more than any host's models and layouts, few enough to be walked."""
@@ -26,7 +27,7 @@ MAX_NAMESPACES = 4096
 class NamespacePages:
     """One namespace: its pages, how many of them are being written, when it was used last."""
 
-    __slots__ = ("debt", "denied", "index", "kept", "last_used", "name", "number", "page_size", "tenant", "writing")
+    __slots__ = ("debt", "denied", "index", "last_used", "name", "number", "page_size", "pins", "tenant", "writing")
 
     def __init__(self, number: int, name: str, page_size: int, now: float, policy: PolicyName) -> None:
         self.number = number
@@ -34,7 +35,7 @@ class NamespacePages:
         self.tenant = tenant_of(name)
         self.page_size = page_size
         self.index = Index(make_policy(policy))
-        self.kept = Kept()
+        self.pins = PinSet(self.tenant)
         self.writing = 0
         self.last_used = now
         self.debt = 0

@@ -6,26 +6,34 @@ none; a reservation ends with its last page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from ems.errors import StaleReference
-from ems.pool.core.handover import ReservationState
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
     from ems.pool.core.namespaces import NamespacePages
+    from ems.pool.pages import Page
 
 
 class Reservation:
-    """Pages of one namespace that ``owner`` is writing, by their positions in what it asked for."""
+    """Pages of one namespace that ``client_id`` is writing, by their positions in what it asked for.
 
-    __slots__ = ("namespace", "owner", "waiting")
+    ``process`` is whom they count for, and the promise holds until ``until``.
+    """
 
-    def __init__(self, owner: int, namespace: NamespacePages, waiting: dict[int, Page]) -> None:
-        self.owner = owner
+    __slots__ = ("client_id", "namespace", "process", "until", "waiting")
+
+    def __init__(
+        self, client_id: int, namespace: NamespacePages, waiting: dict[int, Page], process: Hashable, until: float
+    ) -> None:
+        self.client_id = client_id
         self.namespace = namespace
         self.waiting = waiting
+        self.process = process
+        self.until = until
 
 
 class Reservations:
@@ -33,6 +41,10 @@ class Reservations:
 
     def __init__(self) -> None:
         self._all: dict[int, Reservation] = {}
+        self._of_owner: dict[int, dict[int, None]] = {}
+        self._by_process: Counter[Hashable] = Counter()
+        """Bytes that each process is to write."""
+        self._by_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -42,56 +54,139 @@ class Reservations:
         """The reservations by their numbers."""
         return self._all
 
-    def promise(self, number: int, owner: int, namespace: NamespacePages, waiting: dict[int, Page]) -> None:
-        """``owner`` writes the pages ``waiting``, by position."""
-        self._all[number] = Reservation(owner, namespace, waiting)
+    def promise(
+        self,
+        number: int,
+        client_id: int,
+        namespace: NamespacePages,
+        waiting: dict[int, Page],
+        *,
+        process: Hashable = None,
+        until: float = inf,
+    ) -> None:
+        """``client_id`` writes the pages ``waiting``, by position, until then; they count for ``process``, if any."""
+        held = self._all[number] = Reservation(client_id, namespace, waiting, process, until)
+        self._of_owner.setdefault(client_id, {})[number] = None
+        self._count(held, len(waiting))
+
+    def add(self, client_id: int, number: int, pages: dict[int, Page]) -> None:
+        """More pages are to be written, by position.
+
+        Raises:
+            StaleReference: the reservation is not ``client_id``'s or is gone.
+        """
+        held = self.get(client_id, number)
+        held.waiting.update(pages)
+        self._count(held, len(pages))
+
+    def _count(self, held: Reservation, pages: int) -> None:
+        if held.process is None:
+            return
+        size, tenant = pages * held.namespace.page_size, held.namespace.tenant
+        self._by_process[held.process] += size
+        self._by_tenant[tenant] += size
+        if not self._by_process[held.process]:
+            del self._by_process[held.process]
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+    def bytes_of(self, process: Hashable) -> int:
+        """Bytes that ``process`` is to write."""
+        return self._by_process[process]
+
+    def bytes_of_tenant(self, tenant: str) -> int:
+        """Bytes that all processes of ``tenant`` are to write."""
+        return self._by_tenant[tenant]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that are to be written."""
+        return self._by_tenant.total()
+
+    def expired(self, now: float, seconds: float) -> list[int]:
+        """The numbers of reservations that held until ``now``; none holds longer than ``seconds`` from now."""
+        over = []
+        for number, held in self._all.items():  # the oldest first
+            if now + seconds < held.until < inf:  # the clock was set back
+                held.until = now + seconds
+            if held.until <= now:
+                over.append(number)
+            elif held.until < inf:
+                break
+        return over
 
     def take(
-        self, owner: int, number: int, positions: Sequence[int] | None
+        self, client_id: int, number: int, positions: Sequence[int] | None
     ) -> tuple[NamespacePages, list[int], list[Page]]:
         """The pages at ``positions`` (all, when None) are written: their namespace, the positions in order, the pages.
 
         Raises:
-            StaleReference: the reservation is not ``owner``'s or is gone, or has not all of these pages; nothing is
+            StaleReference: the reservation is not ``client_id``'s or is gone, or has not all of these pages; nothing is
                 taken then.
         """
-        held = self._of(owner, number)
+        held = self.get(client_id, number)
+        wanted = self.written(client_id, number, positions)
+        written = [held.waiting.pop(position) for position in wanted]
+        self._count(held, -len(written))
+        if not held.waiting:
+            self._forget(client_id, number)
+        return held.namespace, wanted, written
+
+    def written(self, client_id: int, number: int, positions: Sequence[int] | None) -> list[int]:
+        """The ``positions`` (all, when None) in their order.
+
+        Raises:
+            StaleReference: as :meth:`take` does.
+        """
+        held = self.get(client_id, number)
         wanted = sorted(held.waiting if positions is None else set(positions))
         unknown = [position for position in wanted if position not in held.waiting]
         if unknown:
             raise StaleReference(f"reservation {number} has no page {unknown[0]} to commit")
-        written = [held.waiting.pop(position) for position in wanted]
-        if not held.waiting:
-            del self._all[number]
-        return held.namespace, wanted, written
+        return wanted
 
-    def end(self, owner: int, number: int) -> Reservation:
-        """Forget the reservation; what of it was not committed.
+    def take_back(self, client_id: int, number: int, most: int | None = None) -> list[Page]:
+        """The last ``most`` pages (all, when None) that were not committed; the reservation ends with the last of them.
 
         Raises:
-            StaleReference: it is not ``owner``'s or is gone.
+            StaleReference: it is not ``client_id``'s or is gone.
         """
-        held = self._of(owner, number)
-        del self._all[number]
-        return held
+        held = self.get(client_id, number)
+        count = len(held.waiting) if most is None else min(most, len(held.waiting))
+        pages = [held.waiting.popitem()[1] for _ in range(count)]
+        self._count(held, -len(pages))
+        if not held.waiting:
+            self._forget(client_id, number)
+        return pages
 
-    def _of(self, owner: int, number: int) -> Reservation:
+    def _forget(self, client_id: int, number: int) -> None:
+        del self._all[number], self._of_owner[client_id][number]
+        if not self._of_owner[client_id]:
+            del self._of_owner[client_id]
+
+    def get(self, client_id: int, number: int) -> Reservation:
+        """What ``client_id`` is writing.
+
+        Raises:
+            StaleReference: the reservation is not ``client_id``'s or is gone.
+        """
         held = self._all.get(number)
-        if held is None or held.owner != owner:
+        if held is None or held.client_id != client_id:
             raise StaleReference(f"reservation {number} is gone, reserve again")
         return held
 
-    def of(self, owner: int) -> list[int]:
-        """The reservations of ``owner``."""
-        return [number for number, held in self._all.items() if held.owner == owner]
+    def of(self, client_id: int) -> list[int]:
+        """The reservations of ``client_id``."""
+        return list(self._of_owner.get(client_id, ()))
 
-    def forfeit(self, namespace: NamespacePages, begin: bytes) -> list[Page]:
+    def drop_segment(self, namespace: NamespacePages, begin: bytes) -> list[Page]:
         """The pages of ``namespace`` that are being written where ``begin`` says; none of them can be committed now."""
         gone: list[Page] = []
         for held in self._all.values():
             if held.namespace is namespace:
                 lost = [at for at, page in held.waiting.items() if page.ref.startswith(begin)]
                 gone += [held.waiting.pop(at) for at in lost]
+                self._count(held, -len(lost))
         return gone
 
     def waiting(self, namespace: NamespacePages) -> Iterator[Page]:
@@ -102,28 +197,15 @@ class Reservations:
 
     # Another process
 
-    def snapshot(self) -> list[ReservationState]:
-        """All of them."""
-        return [
-            ReservationState(
-                number, held.owner, held.namespace.number, {at: page.key for at, page in held.waiting.items()}
-            )
-            for number, held in self._all.items()
-        ]
-
-    def resume(self, states: Iterable[ReservationState], namespaces: Sequence[NamespacePages]) -> None:
-        """Go on from a :meth:`snapshot`, with the pages of ``namespaces``.
-
-        Raises:
-            StaleReference: a page that is being written is not there.
-        """
-        for state in states:
-            space = namespaces[state.namespace]
-            self.promise(state.number, state.owner, space, {at: space.known(key) for at, key in state.waiting.items()})
-
     def check(self, namespaces: Iterable[NamespacePages]) -> list[str]:
         """What does not hold, one sentence each; empty when all is well."""
         waiting = sum(len(held.waiting) for held in self._all.values())
         if waiting != sum(namespace.writing for namespace in namespaces):
             return ["a page is being written that no reservation holds"]
+        counted: Counter[Hashable] = Counter()
+        for held in self._all.values():
+            if held.process is not None and held.waiting:
+                counted[held.process] += len(held.waiting) * held.namespace.page_size
+        if counted != self._by_process or counted.total() != self.total_bytes:
+            return ["bytes that are to be written are miscounted"]
         return []

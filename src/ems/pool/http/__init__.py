@@ -1,5 +1,6 @@
-"""What a node shows over HTTP: ``metrics`` (its figures in Prometheus' form), ``app`` (all pages), ``server``.
+"""What a node shows over HTTP.
 
-Read only: everything that changes the pool goes over its private socket.  A node with tenants shows what it holds to
-who knows the token only, because that says who is there and how busy; without a token to nobody.
+``metrics`` (its figures in Prometheus' form), ``app`` (all pages), ``budget`` (how many connections), ``server``.
+Read only: everything that changes the pool goes over its private socket.  What the pool holds is shown to who knows the
+token only, because anybody on the host can connect; without a token to nobody.
 """

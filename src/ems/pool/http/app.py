@@ -1,7 +1,8 @@
 """The pages: is it well, what are its figures, and what an administrator may look at, as JSON.
 
-``/health``, ``/livez``, ``/readyz`` and ``/version`` are for everybody; the others are not on a node with tenants.  A
-page under ``/admin`` answers what the verb of ``ems`` of that name says with ``-o json``.
+``/health``, ``/livez``, ``/readyz`` and ``/version`` are for everybody, and so are the metrics of an open node, without
+what namespaces are called; all else is for who knows the token, because anybody can connect.  A page under ``/admin``
+answers what the verb of ``ems`` of that name says with ``-o json``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ems.errors import PoolRefused
-from ems.pool.administration.acts import List, Show
 from ems.pool.administration.grouping import By, grouped
 from ems.pool.administration.health import judge
 from ems.pool.http.metrics import PoolCollector
+from ems.pool.protocol.acts import List, Show
+from ems.pool.service.measured import Measured
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -32,8 +34,12 @@ Endpoint = Callable[["Request"], Awaitable[Response]]
 _GROUPS: tuple[str, ...] = get_args(By)
 
 
-class Host(Protocol):
+class NodeReports(Protocol):
     """What the pages need of their node."""
+
+    @property
+    def measured(self) -> Measured:
+        """How long requests took and what they moved."""
 
     def figures(self) -> Mapping[str, Any]:
         """The node's figures by name."""
@@ -42,10 +48,11 @@ class Host(Protocol):
         """The report of an act that changes nothing."""
 
 
-def build_app(host: Host, *, private: bool = False, token: str = "") -> Starlette:
-    """The application; when ``private`` it shows what the pool holds to bearers of ``token`` only."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(PoolCollector(host.figures))
+def build_app(host: NodeReports, *, private: bool = False, token: str = "") -> Starlette:
+    """The application; names are shown to bearers of ``token`` only, and when ``private`` the metrics, too."""
+    named, nameless = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
+    named.register(PoolCollector(host.figures, host.measured))
+    nameless.register(PoolCollector(host.figures, host.measured, names=False))
 
     async def health(_: Request) -> Response:
         return Response()
@@ -57,53 +64,50 @@ def build_app(host: Host, *, private: bool = False, token: str = "") -> Starlett
     async def version(_: Request) -> Response:
         return JSONResponse({"version": host.figures()["release"]})
 
-    def metrics(_: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    def metrics(registry: CollectorRegistry) -> Page:
+        return lambda _: Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     guarded: dict[str, Page] = {
         "/status": lambda _: JSONResponse(dict(host.figures())),
-        "/metrics": metrics,
+        "/metrics": metrics(named),
         "/admin/list": lambda request: _list(host, request.query_params.get("by", "namespace")),
         "/admin/show": lambda request: _show(host, request.query_params.get("what", "")),
         "/admin/health": lambda _: _health(host),
     }
+    for_others = {} if private else {"/metrics": metrics(nameless)}
     for_all = {"/health": health, "/livez": health, "/readyz": ready, "/version": version}
     return Starlette(
         routes=[
             *(Route(path, page) for path, page in for_all.items()),
-            *(Route(path, _for_bearers(page, token) if private else _for_all(page)) for path, page in guarded.items()),
+            *(Route(path, _for_bearers(page, token, for_others.get(path, _refuse))) for path, page in guarded.items()),
         ]
     )
 
 
-def _for_all(page: Page) -> Endpoint:
-    async def answer(request: Request) -> Response:
-        return page(request)
-
-    return answer
-
-
-def _for_bearers(page: Page, token: str) -> Endpoint:
-    """``page`` for those who know ``token``; for nobody where there is none."""
+def _for_bearers(page: Page, token: str, for_others: Page) -> Endpoint:
+    """``page`` for those who know ``token``, of whom there are none without one."""
 
     async def answer(request: Request) -> Response:
         given = request.headers.get("authorization", "")
-        if token and hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            return page(request)
-        said = "this node serves tenants and shows its figures to bearers of the token in its --http-token-file only\n"
-        return Response(said, status_code=401, headers={"www-authenticate": "Bearer"}, media_type="text/plain")
+        knows = bool(token) and hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+        return page(request) if knows else for_others(request)
 
     return answer
 
 
-def _list(host: Host, by: str) -> Response:
+def _refuse(_: Request) -> Response:
+    said = "this node shows what it holds to bearers of the token in its --http-token-file only\n"
+    return Response(said, status_code=401, headers={"www-authenticate": "Bearer"}, media_type="text/plain")
+
+
+def _list(host: NodeReports, by: str) -> Response:
     for group in get_args(By):
         if by == group:
-            return _json({f"{by}s": grouped(host.look(List())["namespaces"], group)})
+            return _json({"items": grouped(host.look(List())["namespaces"], group)})
     return _mistake(f"by is {by[:80]!r}, expected one of {', '.join(_GROUPS)}")
 
 
-def _show(host: Host, what: str) -> Response:
+def _show(host: NodeReports, what: str) -> Response:
     if not what:
         return _mistake("nothing is named, expected ?what= with a namespace, a key or a request")
     try:
@@ -112,7 +116,7 @@ def _show(host: Host, what: str) -> Response:
         return _mistake(str(error), status=404)
 
 
-def _health(host: Host) -> Response:
+def _health(host: NodeReports) -> Response:
     checks = judge(host.figures())
     well = all(check.well for check in checks)
     return _json({"well": well, "checks": checks}, status=200 if well else 503)

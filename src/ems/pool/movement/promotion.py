@@ -3,13 +3,13 @@
 A brain.  A want is a run of keys that a tier has and memory has not.  It is cut into portions; each is reserved in
 memory like any writer's pages, so that everybody sees its keys as being written, then fetched, then committed.  What
 always holds: the portions under way are never more than the limit (but for a single page); a want that waited too long
-is let go; a want is queued once.
+is let go; a want is queued once; the keys of what waits are bounded, those of each tenant and all.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -17,6 +17,10 @@ from ems.pool.keys import Tail
 
 MAX_WANTS = 1024
 """Wants that wait at most; more are not taken."""
+MAX_WANTED = 1 << 20
+"""Keys that all wants may name together (64 bytes each)."""
+MAX_WANTED_TENANT = 1 << 18
+"""Keys that the wants of one tenant may name; on an open node there is one tenant."""
 PATIENCE = 30.0
 """Seconds after which a want that nobody repeated is let go."""
 
@@ -33,31 +37,45 @@ class Portion(msgspec.Struct, frozen=True):
 
 
 class _Want:
-    __slots__ = ("at", "keys", "namespace", "page_size", "parent", "tail", "tier", "urgent")
+    __slots__ = ("at", "keys", "namespace", "page_size", "parent", "tail", "tenant", "tier", "urgent")
 
     def __init__(
-        self, tier: int, namespace: int, page_size: int, parent: bytes, keys: Sequence[bytes], tail: Tail | None
+        self,
+        tier: int,
+        namespace: int,
+        page_size: int,
+        parent: bytes,
+        keys: Sequence[bytes],
+        tail: Tail | None,
+        tenant: str,
     ) -> None:
+        self.tenant = tenant
         self.tier = tier
         self.namespace = namespace
         self.page_size = page_size
         self.parent = parent
-        self.keys = list(keys)
+        self.keys = deque(keys)
         self.tail = tail
         self.at = 0.0
         self.urgent = False
 
 
 class Promotions:
-    """All wants of a node.  ``limit`` are the bytes that may be under way, ``batch`` those of one portion."""
+    """All wants of a node.  ``limit`` are the bytes that may be under way, ``batch`` those of one portion.
 
-    def __init__(self, limit: int, batch: int) -> None:
+    ``tenant`` tells whose a namespace is.
+    """
+
+    def __init__(self, limit: int, batch: int, tenant: Callable[[int], str] = lambda _: "") -> None:
+        self._tenant = tenant
         self._limit = limit
         self._batch = batch
         self._wants: OrderedDict[tuple[int, bytes], _Want] = OrderedDict()
         """By namespace and first key; in the order in which they came."""
         self._waiting: dict[int, int] = {}
         """Bytes that wait, by tier."""
+        self._wanted: Counter[str] = Counter()
+        """Keys that wait, by tenant."""
         self.under_way = 0
         """Bytes that were handed out and have not ended."""
         self.given_up = 0
@@ -83,23 +101,30 @@ class Promotions:
         urgent: bool,
     ) -> bool:
         """Fetch ``keys``, consecutive blocks behind ``parent``; False when too many wait already."""
-        name = (namespace, keys[0])
+        name, tenant = (namespace, keys[0]), self._tenant(namespace)
         want = self._wants.get(name)
+        more = len(keys) - len(want.keys) if want is not None else len(keys)
         if want is None:
-            if len(self._wants) >= MAX_WANTS:
+            if len(self._wants) >= MAX_WANTS or self._too_many(tenant, more):
                 self.given_up += 1
                 return False
-            want = self._wants[name] = _Want(tier, namespace, page_size, parent, keys, tail)
-            self._count(want.tier, len(keys) * page_size)
-        elif len(keys) > len(want.keys) and want.tier == tier:
-            self._count(tier, (len(keys) - len(want.keys)) * page_size)
-            want.keys = list(keys)
+            want = self._wants[name] = _Want(tier, namespace, page_size, parent, keys, tail, tenant)
+            self._count(want, more)
+        elif more > 0 and want.tier == tier and not self._too_many(tenant, more):
+            self._count(want, more)
+            want.keys = deque(keys)
         want.at = now
         want.urgent = want.urgent or urgent
         return True
 
-    def _count(self, tier: int, size: int) -> None:
-        self._waiting[tier] = self._waiting.get(tier, 0) + size
+    def _too_many(self, tenant: str, more: int) -> bool:
+        return self._wanted[tenant] + more > MAX_WANTED_TENANT or self._wanted.total() + more > MAX_WANTED
+
+    def _count(self, want: _Want, keys: int) -> None:
+        self._waiting[want.tier] = self._waiting.get(want.tier, 0) + keys * want.page_size
+        self._wanted[want.tenant] += keys
+        if not self._wanted[want.tenant]:
+            del self._wanted[want.tenant]
 
     def next(self, now: float) -> Portion | None:
         """The next portion, which is under way from now on; None while nothing waits or enough is under way."""
@@ -114,21 +139,21 @@ class Promotions:
             if self.under_way:
                 return None
             count = 1
-        keys, left = want.keys[:count], want.keys[count:]
+        keys = tuple(want.keys.popleft() for _ in range(count))
         size = count * want.page_size
-        portion = Portion(want.tier, want.namespace, want.parent, tuple(keys), want.tail, size)
-        self._count(want.tier, -size)
+        portion = Portion(want.tier, want.namespace, want.parent, keys, want.tail, size)
+        self._count(want, -count)
         self.under_way += size
         del self._wants[name]
-        if not left:
+        if not want.keys:
             return portion
-        rest = (want.namespace, left[0])
+        rest = (want.namespace, want.keys[0])
         if rest in self._wants:
             # Somebody asked for the rest by itself.
-            self._count(want.tier, -len(left) * want.page_size)
+            self._count(want, -len(want.keys))
             return portion
         # At its old place: a request is served best when its blocks come together.
-        want.keys, want.parent = left, keys[-1]
+        want.parent = keys[-1]
         self._wants[rest] = want
         self._wants.move_to_end(rest, last=False)
         return portion
@@ -166,7 +191,7 @@ class Promotions:
     def _drop(self, names: Sequence[tuple[int, bytes]]) -> None:
         for name in names:
             want = self._wants.pop(name)
-            self._count(want.tier, -len(want.keys) * want.page_size)
+            self._count(want, -len(want.keys))
 
     def check(self) -> list[str]:
         """What does not hold, one sentence each; empty when all is well."""
@@ -175,6 +200,8 @@ class Promotions:
             wanted = sum(len(want.keys) * want.page_size for want in self._wants.values() if want.tier == tier)
             if size != wanted:
                 broken.append(f"{size} bytes of tier {tier} are said to wait, {wanted} do")
+        if self._wanted.total() != sum(len(want.keys) for want in self._wants.values()):
+            broken.append("the keys that wait are miscounted")
         if self.under_way < 0:
             broken.append("more ended than was under way")
         return broken

@@ -123,8 +123,8 @@ class TierSpeed:
         line = self._fetched.line(now)
         if line is None:
             return 0.0
-        ahead = (waiting + size) / self._readers
-        return max(line.fixed * max(ahead / batch, 1) + line.per_unit * ahead, line.seconds(min(size, batch)))
+        queued = (waiting + size) / self._readers
+        return max(line.fixed * max(queued / batch, 1) + line.per_unit * queued, line.seconds(min(size, batch)))
 
     def worth(self, seconds: float, computing: float) -> bool:
         """Whether to fetch what takes ``seconds`` where computing it again takes ``computing`` (0: not known)."""

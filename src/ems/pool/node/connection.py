@@ -1,6 +1,7 @@
 """One client of a node: its socket, its greeting, what it sent in part, what it has not yet taken.
 
-What always holds: nothing is answered before the greeting; answers go out in the order of their requests;
+What always holds: nothing is answered before the greeting; answers go out in the order of their requests, and what
+takes long is done a step at a time, when it is this connection's turn; nothing is read from it meanwhile;
 whatever the client sends or leaves unread costs this connection only, and it is told why if it still listens.
 """
 
@@ -11,15 +12,20 @@ import os
 import socket
 import struct
 import termios
+from collections.abc import Generator
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from ems.config import format_size
 from ems.errors import EmsError, ProtocolError
-from ems.pool.core.handover import ConnectionState, QuestionState
+from ems.pool.keys import KEY_BYTES
+from ems.pool.node.applier import Steps
+from ems.pool.ownership import peer_of
 from ems.pool.protocol import coding, framing, greeting, messages, refusals
-from ems.pool.tenants.gate import Guest, Peer, Pending
+from ems.pool.service.handling import MOST_AT_ONCE, STEP
+from ems.pool.tenants.gate import Peer, Pending, Principal
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,31 +34,49 @@ MAX_UNSENT = 8 << 20
 """Bytes of answers that may wait for a client that does not read; above, its connection ends."""
 READ_SIZE = 64 << 10
 """Bytes read at a time; a larger buffer costs a system call more to be made."""
+FRAME_WORK = 16
+"""Work of a request beside that of the keys in it."""
+TURN = 256
+"""Work of one turn; it may be more by one request, or one step."""
 MAX_DESCRIPTORS_UNREAD = 16
 """Segments that a client may ask for without reading: the system bounds what is on its way for all clients together."""
 _SIOCOUTQ = termios.TIOCOUTQ
 _UNREAD = struct.Struct("i")
-_UCRED = struct.Struct("3i")
 
 _log = structlog.get_logger("ems.node")
 
+AnswerSteps = Steps[messages.Answer | None]
 
-class Host(Protocol):
+
+class ServingNode(Protocol):
     """What a connection needs of its node."""
 
     loop: asyncio.AbstractEventLoop
 
-    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Guest | Pending:
+    def now(self) -> float:
+        """The time."""
+
+    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Principal | Pending:
         """What becomes of a greeting that came as ``body``."""
 
-    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Guest, bytes]:
+    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Principal, bytes]:
         """Who answered a challenge, and the node's own proof."""
 
-    def welcome(self, owner: int, guest: Guest, version: int, signature: bytes) -> messages.Welcome:
-        """The answer to a good greeting of ``guest``."""
+    def welcome(self, client_id: int, principal: Principal, version: int, signature: bytes) -> messages.Welcome:
+        """The answer to a good greeting of ``principal``.
 
-    def answer(self, owner: int, request: messages.Request) -> messages.Answer | None:
-        """Do what a greeted client asks; None for requests that have no answer."""
+        Raises:
+            PoolRefused: there are too many connections.
+        """
+
+    def keeps(self, client_id: int, size: int) -> None:
+        """So many bytes are kept for the client from now on; ends whoever has too many."""
+
+    def answer(self, client_id: int, request: messages.Request) -> messages.Answer | AnswerSteps | None:
+        """Do what a greeted client asks, or begin to; None for requests that have no answer."""
+
+    def has_work(self, connection: Connection) -> None:
+        """Something came that is to be done; when that is, and how often, is the node's to say."""
 
     def opened(self, segment: int) -> int:
         """A descriptor of a segment's file that is passed to a client, and closed then."""
@@ -60,23 +84,30 @@ class Host(Protocol):
     def answered(self) -> None:
         """All that came in together has been answered."""
 
-    def known(self, owner: int) -> Guest:
-        """Whom a connection that another process let in belongs to."""
-
-    def forget(self, owner: int, reason: str | None) -> None:
-        """The connection of ``owner`` ended."""
+    def forget(self, client_id: int, reason: str | None) -> None:
+        """The connection of ``client_id`` ended."""
 
 
 class Connection:
     """One client: its socket, what it has sent, what it has not yet taken."""
 
-    def __init__(self, node: Host, sock: socket.socket, owner: int, now: float) -> None:
+    def __init__(self, node: ServingNode, sock: socket.socket, client_id: int, now: float) -> None:
         self._node = node
         self._sock = sock
-        self._owner = owner
+        self._owner = client_id
         self._greet_before = now + greeting.GREETING_SECONDS
+        self._frame_before = inf
+        """When the frame must be whole that has come in part."""
+        self._kept = 0
+        """Bytes that the node was told are kept for the client."""
         self._reader = framing.FrameReader(framing.MAX_GREETING)
         self._greeted = False
+        self._steps: AnswerSteps | None = None
+        """What is left of a request that was begun."""
+        self._paused = False
+        """Whether nothing is read until what came is done."""
+        self._ended = False
+        """Whether the client will send no more."""
         self._version = 0
         self._pending: Pending | None = None
         self._unsent = bytearray()
@@ -84,55 +115,16 @@ class Connection:
         """Answers that leave with the next one."""
         self._descriptors_unread = 0
         """Descriptors that were sent since the client was known to have read all answers."""
-        self.pid, self.uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        self.pid, self.uid = peer_of(sock)
+        self.party = f"user {self.uid}"
+        """With whom the connection takes turns."""
         self.client = "unknown"
+        self.instance = b""
+        """A random number by which the client knows what it was promised on other connections, if it has one."""
         self.features: frozenset[str] = frozenset()
         """What the client says that it understands."""
-        self.guest = Guest(administers=False, stores=False)
+        self.principal = Principal(administers=False, stores=False)
         """Whom the connection belongs to; nobody before the greeting is over."""
-
-    def snapshot(self) -> ConnectionState:
-        """What is known of the client, for a node that takes over."""
-        received, unsent = self._reader.pending, bytes(self._unsent)
-        features, asked = sorted(self.features), self._pending
-        question = None
-        if asked is not None:
-            told = asked.challenge
-            question = QuestionState(
-                asked.access_id, self._version, told.nonce, told.salt, told.iterations, asked.transcript
-            )
-        return ConnectionState(self._owner, self._greeted, self.client, received, unsent, features, question)
-
-    def resume(self, state: ConnectionState) -> None:
-        """Go on from a :meth:`snapshot` and begin to read.
-
-        Who has not greeted yet may take its time anew: it could not while the process changed.
-        """
-        self._greeted, self.client = state.greeted, state.client
-        self.guest = self._node.known(self._owner)
-        self.features = frozenset(state.features)
-        asked = state.question
-        if asked is not None:
-            challenge = messages.Challenge(asked.nonce, asked.salt, asked.iterations)
-            self._version, self._pending = asked.version, Pending(asked.access_id, challenge, asked.transcript)
-        if self._greeted:
-            self._reader.limit = framing.MAX_FRAME
-        self._reader.feed(state.received)
-        self._unsent += state.unsent
-        if self._unsent:
-            self._node.loop.add_writer(self._sock, self._on_writable)
-        self._node.loop.add_reader(self._sock, self.on_readable)
-
-    @property
-    def sock(self) -> socket.socket:
-        """The client's socket."""
-        return self._sock
-
-    def leave(self) -> None:
-        """Let go of the socket, on which another process goes on."""
-        self._node.loop.remove_reader(self._sock)
-        self._node.loop.remove_writer(self._sock)
-        self._sock.close()
 
     @property
     def greeted(self) -> bool:
@@ -153,15 +145,47 @@ class Connection:
         except OSError as error:
             self._lost(error)
             return
-        if not data:
+        if data:
+            self._reader.feed(data)
+        elif self.busy:
+            self._ended = True
+            self._pause()
+            return
+        else:
             self.close(None)
             return
-        self._reader.feed(data)
+        if self.busy:
+            self._node.has_work(self)
+        else:
+            self._note_what_is_left()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be done that came, or was begun."""
+        return self._sock.fileno() >= 0 and (self._under_way or self._reader.more)
+
+    @property
+    def _under_way(self) -> bool:
+        return self._steps is not None
+
+    def turn(self) -> int:
+        """Do what came, as far as one turn goes; how much work that was."""
+        work = 0
         try:
-            for body in self._reader.frames():
-                self._handle(coding.decode_request(body), body)
+            while work < TURN:
+                if self._steps is not None:
+                    work += STEP
+                    self._go_on(self._steps)
+                else:
+                    body = self._reader.next()
+                    if body is None:
+                        break
+                    work += FRAME_WORK + min(len(body) // KEY_BYTES, MOST_AT_ONCE)
+                    self._frame_before = inf
+                    self._handle(coding.decode_request(body), body)
+                    work += STEP * self._under_way
                 if self._sock.fileno() < 0:
-                    return
+                    return work
             self._send_held()
         except ProtocolError as error:
             self.refuse(error)
@@ -170,6 +194,36 @@ class Connection:
             _log.exception("a request brought up a defect", client=self.client, pid=self.pid)
             self.refuse(ProtocolError("the node has a defect that this request brought up, see its log"))
         self._node.answered()
+        if self.busy:
+            self._pause()
+        elif self._ended:
+            self.close(None)
+        else:
+            self._go_on_reading()
+        self._note_what_is_left()
+        return work
+
+    def _pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            self._node.loop.remove_reader(self._sock)
+
+    def _go_on_reading(self) -> None:
+        if self._paused and self._sock.fileno() >= 0:
+            self._paused = False
+            self._node.loop.add_reader(self._sock, self.on_readable)
+
+    def _note_what_is_left(self) -> None:
+        """Tell the node of what came in part or was not taken, if that is more or less than it was."""
+        if self._reader.size and self._frame_before == inf:
+            self._frame_before = self._node.now() + greeting.FRAME_SECONDS
+        self._keep()
+
+    def _keep(self) -> None:
+        kept = self._reader.size + len(self._held) + len(self._unsent)
+        if kept != self._kept and self._sock.fileno() >= 0:
+            self._kept = kept
+            self._node.keeps(self._owner, kept)
 
     def _handle(self, request: messages.Request, body: bytes) -> None:
         if isinstance(request, messages.Hello):
@@ -186,6 +240,33 @@ class Connection:
             raise
         except EmsError as error:
             answer = refusals.refusal(error)
+        if isinstance(answer, Generator):
+            self._go_on(answer)
+        else:
+            self._reply(answer)
+
+    def _go_on(self, steps: AnswerSteps) -> None:
+        """Take a step of what was begun; the answer follows the last one."""
+        self._steps = steps
+        answer: messages.Answer | None
+        try:
+            next(steps)
+        except StopIteration as end:
+            answer = end.value
+        except ProtocolError:
+            self._steps = None
+            raise
+        except EmsError as error:
+            answer = refusals.refusal(error)
+        except BaseException:
+            self._steps = None
+            raise
+        else:
+            return
+        self._steps = None
+        self._reply(answer)
+
+    def _reply(self, answer: messages.Answer | None) -> None:
         if answer is None:
             return
         if isinstance(answer, messages.SegmentAttached):
@@ -197,6 +278,7 @@ class Connection:
         if self._greeted or self._pending is not None:
             raise ProtocolError("a second Hello on one connection")
         self.client = hello.client
+        self.instance = hello.instance
         self.features = frozenset(hello.features)
         try:
             self._version = greeting.negotiate(hello.oldest, hello.newest)
@@ -217,24 +299,31 @@ class Connection:
         if pending is None:
             raise ProtocolError("a proof that nobody asked for")
         try:
-            guest, signature = self._node.prove(pending, request.proof, self.peer)
+            principal, signature = self._node.prove(pending, request.proof, self.peer)
         except ProtocolError:
             raise
         except EmsError as error:
             self.refuse(error)
             return
-        self._let_in(guest, signature)
+        self._let_in(principal, signature)
 
-    def _let_in(self, guest: Guest, signature: bytes) -> None:
+    def _let_in(self, principal: Principal, signature: bytes) -> None:
+        try:
+            welcome = self._node.welcome(self._owner, principal, self._version, signature)
+        except EmsError as error:
+            self.refuse(error)
+            return
         self._greeted = True
-        self.guest = guest
+        self.principal = principal
         self._reader.limit = framing.MAX_FRAME
-        self.send(coding.encode(self._node.welcome(self._owner, guest, self._version, signature)))
+        self.send(coding.encode(welcome))
 
-    def check_greeting(self, now: float) -> None:
-        """End the connection if its client should have greeted by ``now``."""
+    def check_deadlines(self, now: float) -> None:
+        """End the connection if its client should have greeted, or finished a frame, by ``now``."""
         if not self._greeted and now >= self._greet_before:
             self.refuse(ProtocolError(f"the client did not greet within {greeting.GREETING_SECONDS:.0f} s"))
+        elif self._reader.size and now >= self._frame_before and not self.busy:
+            self.refuse(ProtocolError(f"a frame was begun and not finished within {greeting.FRAME_SECONDS:.0f} s"))
 
     def refuse(self, error: EmsError) -> None:
         """Tell the client why, and end the connection."""
@@ -287,6 +376,7 @@ class Connection:
         del self._unsent[:sent]
         if not self._unsent:
             self._node.loop.remove_writer(self._sock)
+        self._keep()
 
     def _send_descriptor(self, answer: messages.SegmentAttached) -> None:
         data = coding.encode(answer)
@@ -324,4 +414,7 @@ class Connection:
         self._node.loop.remove_reader(self._sock)
         self._node.loop.remove_writer(self._sock)
         self._sock.close()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
         self._node.forget(self._owner, reason)

@@ -10,16 +10,16 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ems.errors import ConfigError, PoolRefused, PoolUnavailable
+from ems.errors import ConfigError, PoolUnavailable
+from ems.pool.ownership import foreign_owner, stranger
 from ems.pool.processes import process_lives
-from ems.pool.segments.folder import LOG_NAME, starting
+from ems.pool.segments.folder import LOG_BEGINS, LOG_NAME, refuse_disk, starting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,6 @@ START_SECONDS = 15.0
 """How long a new node may take to listen; it needs a fraction of a second unless the machine is very busy."""
 _POLL_SECONDS = 0.02
 _LOG_BYTES = 64 << 10
-_UCRED = struct.Struct("3i")
 
 
 def node_listens(path: Path) -> bool:
@@ -47,12 +46,20 @@ def node_listens(path: Path) -> bool:
 def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
     """Return once a node listens on ``config.socket``; True when this call started it.
 
+    One that it did not start may be anybody's: whoever connects to it finds out (:mod:`ems.pool.client.introduction`).
+
     Raises:
         ConfigError: the node cannot start with these settings (its own sentence is in the message).
         PoolUnavailable: it did not listen within ``timeout`` seconds.
+        Unauthorised: nobody listens there, and the place is somebody else's.
     """
     deadline = time.monotonic() + timeout
     while not node_listens(config.socket):
+        owner = foreign_owner(config.socket)
+        if owner is not None:
+            raise stranger(config.socket, owner)
+        if not config.allow_disk:
+            refuse_disk(config.directory)
         with starting(config.directory) as mine:
             # Another one may have started it since; a node that stops may take its folder along.
             if mine and not node_listens(config.socket) and _start(config, deadline):
@@ -81,6 +88,8 @@ def _start(config: NodeConfig, deadline: float) -> bool:
         return False
     with log:
         begin = os.fstat(log.fileno()).st_size
+        if not begin:
+            begin = log.write(LOG_BEGINS)
         pid = _detach([sys.executable, "-m", "ems.cli", *_flags(config)], log)
         try:
             _wait_until_it_listens(config, pid, deadline, lambda: _last_words(log, begin))
@@ -90,40 +99,6 @@ def _start(config: NodeConfig, deadline: float) -> bool:
                 os.kill(pid, signal.SIGTERM)
             raise
     return True
-
-
-def start_successor(path: Path, log: IO[bytes], timeout: float = START_SECONDS) -> int:
-    """Start a process of this release that takes over the node on the socket ``path``; its process id once it has.
-
-    Its words until then go to ``log``, an empty file; afterwards it writes where the node wrote before.
-
-    Raises:
-        PoolRefused: it could not take over, and why; the node goes on.
-        PoolUnavailable: it was not through in time.
-    """
-    deadline = time.monotonic() + timeout
-    pid = _detach([sys.executable, "-m", "ems.cli", "node", "--take-over", "--socket", str(path.absolute())], log)
-    while listening_process(path) != pid:
-        if not process_lives(pid):
-            raise PoolRefused(f"the node was not swapped and goes on: {_last_words(log, 0)}")
-        if time.monotonic() >= deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            raise PoolUnavailable(f"the new process did not take over within {timeout:.0f} s")
-        time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
-    return pid
-
-
-def listening_process(path: Path) -> int:
-    """The process that listens on the socket ``path``, as the kernel says; 0 when there is none."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return 0
-        pid: int = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
-        return pid
 
 
 def _wait_until_it_listens(config: NodeConfig, pid: int, deadline: float, last_words: Callable[[], str]) -> None:
@@ -170,6 +145,8 @@ def _flags(config: NodeConfig) -> list[str]:
         flags += ["--http-host", config.http_host, "--http-port", str(config.http_port)]
     if config.fresh:
         flags.append("--fresh")
+    if config.allow_disk:
+        flags.append("--allow-disk")
     for tier in config.tiers:
         flags += ["--tier", tier]
     if not config.prefault:

@@ -9,8 +9,9 @@ import stat
 from pathlib import Path
 
 from ems.errors import ConfigError
+from ems.pool.ownership import foreign_owner
 
-BACKLOG = 128
+BACKLOG = 1024
 
 
 class Listener:
@@ -35,6 +36,7 @@ class Listener:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_if_foreign(path)
             _refuse_if_hidden(path, mode)
             _remove_dead(path)
             mask = os.umask(~mode & 0o777)
@@ -61,6 +63,16 @@ class Listener:
             if os.path.samestat(self._made, self._path.lstat()):
                 self._path.unlink()
         self.sock.close()
+
+
+def _refuse_if_foreign(path: Path) -> None:
+    """A socket in somebody else's folder can be replaced by theirs."""
+    owner = foreign_owner(path)
+    if owner is not None:
+        raise ConfigError(
+            f"{path} or its folder belongs to user {owner}, who could put a socket of his own there, expected a folder "
+            f"of user {os.geteuid()} or root; give another path with --socket"
+        )
 
 
 def _refuse_if_hidden(path: Path, mode: int) -> None:

@@ -25,7 +25,7 @@ Touching = Callable[[Callable[[int, int], None]], str | None]
 _log = structlog.get_logger("ems.node")
 
 
-class Host(Protocol):
+class MemoryHost(Protocol):
     """What memory needs of its node."""
 
     loop: asyncio.AbstractEventLoop
@@ -36,7 +36,7 @@ class Host(Protocol):
 class Memory:
     """``renewed`` is told of a segment that has fresh memory, and of its tenant; it may raise OSError."""
 
-    def __init__(self, host: Host, renewed: Callable[[int, str | None], None]) -> None:
+    def __init__(self, host: MemoryHost, renewed: Callable[[int, str | None], None]) -> None:
         self._host = host
         self._renewed = renewed
         self.lost: set[int] = set()
@@ -78,7 +78,7 @@ class Memory:
             return
         if segment in self.lost:
             self.lost.discard(segment)
-            self._host.core.space.regain(segment)
+            self._host.core.slots.regain(segment)
 
     def lose(self, segment: int, error: OSError) -> None:
         """Memory of another tenant stayed in place: no slot of it is handed out before it was replaced."""

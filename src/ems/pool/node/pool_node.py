@@ -11,47 +11,54 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable, Iterator
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
-import ems
-from ems.errors import ConfigError, PoolRefused, ProtocolError, StaleReference, Unauthorised, VersionMismatch
-from ems.pool.administration.acts import Acts, List, Show
-from ems.pool.core import handover
-from ems.pool.core.answers import Committed, Reserved, packed_refs
+from ems.errors import ConfigError, PoolRefused
+from ems.histogram import Histogram
+from ems.pool.core.answers import Reserved
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.room import Outcome
-from ems.pool.core.soundness import faults
+from ems.pool.layout import PageFlag
+from ems.pool.node.admin_runner import AdminRunner
+from ems.pool.node.applier import Applier, Steps
 from ems.pool.node.audit import NAME as AUDIT_NAME
 from ems.pool.node.audit import AuditLog
+from ems.pool.node.client_limits import ClientLimits, room_for_clients, too_many_greetings, too_much_kept
 from ems.pool.node.connection import Connection
-from ems.pool.node.experience_file import ExperienceKeeper
 from ems.pool.node.listener import Listener, refuse_if_taken
 from ems.pool.node.memory import Memory
-from ems.pool.node.requests import Requests
-from ems.pool.node.steward import Steward
-from ems.pool.node.succession import Inheritance, give, plain_config
-from ems.pool.processes import process_lives
+from ems.pool.node.restart import KeptOpen, Restart
+from ems.pool.node.segment_watcher import SegmentWatcher
+from ems.pool.node.turns import Farewell, Turns, Worker
+from ems.pool.processes import may_write, writer_at
 from ems.pool.protocol import greeting, messages
-from ems.pool.segments.arena import Arena, InheritedArena
-from ems.pool.segments.guard import Guard
-from ems.pool.segments.layout import FORMAT_VERSION, PageFlag
+from ems.pool.protocol.acts import List, Show
+from ems.pool.segments.arena import Arena
+from ems.pool.segments.folder import PINS_NAME
+from ems.pool.segments.pin_file import PinFile
 from ems.pool.segments.recovery import recover
-from ems.pool.tenants.desk import TenantDesk
-from ems.pool.tenants.gate import Guest, Peer, Pending, refusal
+from ems.pool.service.effects import Administer, Effect, ShowFigures
+from ems.pool.service.handling import RequestHandler
+from ems.pool.service.measured import Measured
+from ems.pool.service.storing import Storing
+from ems.pool.tenants.gate import Peer, Pending, Principal, refusal
 from ems.pool.tenants.registry import Registry
+from ems.pool.tenants.request_filter import TenantRequestFilter
 from ems.pool.tenants.tenancy import Tenancy
 from ems.pool.tiers.administered import AdministeredTiers
-from ems.pool.tiers.carrier import Carrier
+from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.settings import parse_tier
+from ems.pool.writer import INSTANCE_BYTES, Writer, writer_of
+from ems.version import __version__
 
 if TYPE_CHECKING:
     from ems.config import NodeConfig
@@ -60,11 +67,14 @@ if TYPE_CHECKING:
     from ems.pool.tiers.settings import TierConfig
 
 TICK_SECONDS = 1.0
+ACCEPTED_AT_ONCE = 32
+"""Connections that are accepted before those are heard that came before: they may be about to greet."""
+AT_ONCE = 4096
+"""Work (in keys) that is done when it comes, without a look at who else wants something, before turns are taken."""
+ROUND = 1024
+"""Work that is done in one round of the loop."""
 GRACE_SECONDS = 0.02
 """A killed process closes its sockets a moment before it is gone; look again after this long."""
-
-_LOCK_AT, _LISTENER_AT, _OUTPUT_AT, _SEGMENTS_AT = 0, 1, 2, 4
-"""Where descriptors stand among those that are handed over; the HTTP server's, if any, is before the segments'."""
 
 _log = structlog.get_logger("ems.node")
 
@@ -76,24 +86,23 @@ class Node:
         self,
         config: NodeConfig,
         clock: Callable[[], float] = time.monotonic,
-        inheritance: Inheritance | None = None,
+        kept: KeptOpen | None = None,
     ) -> None:
+        """``kept`` is what an earlier release in this process kept open."""
         self.config = config
         self.loop = asyncio.get_running_loop()
         self._clock = clock
-        self._inheritance = inheritance
-        self.handed_over = asyncio.Event()
-        """Set when another process is the node from now on; this one has nothing left."""
+        self._kept = kept
+        self._stays = False
+        """Whether this process goes on as another release."""
+        self._closed = False
         self._tenancy = Tenancy(config.tenants, config.directory, self._tenants_changed)
-        if inheritance is None:
-            self.node_id = secrets.token_bytes(16)
-            self._started = clock()
+        self.node_id = secrets.token_bytes(16)
+        self._started = clock()
+        if kept is None:
             refuse_if_taken(config.socket)
-            self.arena = self._new_arena(None)
-            self._tenancy.read_owners()  # again: the arena may have dropped all segments, with what was known of them
-        else:
-            self.node_id, self._started = inheritance.state.node_id, inheritance.state.started
-            self.arena = self._inherited_arena(inheritance)
+        self.arena = self._new_arena()
+        self._tenancy.read_owners()  # again: the arena may have dropped all segments, with what was known of them
         self.core = PoolCore(
             self.arena.sizes,
             high_watermark=config.high_watermark,
@@ -103,54 +112,63 @@ class Node:
             ids=self._tenancy.ids,
         )
         self._tenancy.first_quotas(self.core)
-        self._experience = ExperienceKeeper(config.directory, self.loop, self.core.policies)
+        self.core.draining = kept is not None and kept.draining
+        self._pins = PinFile(config.directory / PINS_NAME)
         self._connections: dict[int, Connection] = {}
-        self._guests: dict[int, Guest] = {}
+        self._principals: dict[int, Principal] = {}
         """Whom the connections of a node with tenants belong to; empty on an open node."""
-        self._next_owner = 1
+        self._limits = ClientLimits()
+        self._turns = Turns()
+        self._at_once = AT_ONCE
+        """Work that may be done in the moment in which it comes, until all have had their turns."""
+        self._taking_turns = False
+        self._next_client_id = 1
         self.memory = self._new_memory()
-        self._resting: dict[int, int] = {}
+        self._own_process = writer_at(os.getpid(), bytes(INSTANCE_BYTES))
         self._ticker: asyncio.TimerHandle | None = None
         self._listener: Listener | None = None
-        self._requests = Requests(self, clock)
+        self.storing = self._new_storing()
         self.refused_connections = 0
-        self._guard = Guard(self.core, self.arena)
-        self.carrier = self._new_carrier()
-        self._steward = Steward(self, clock)
+        self._segment_watcher = SegmentWatcher(self.core, self.arena)
+        self.tier_manager = self._new_tier_manager()
+        self._admin = AdminRunner(self, clock)
         if config.tenants is not None:
-            self._steward.audit = AuditLog(config.tenants.with_name(AUDIT_NAME))
-        if self.carrier.levels:
-            self._steward.use_tiers(AdministeredTiers(self.carrier))
-        self._carried: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-            "tiers": (self.carrier.hand_over, self.carrier.go_on),
-            "administration": (self._steward.snapshot, self._steward.resume),
-            "tenants": (self._tenancy_snapshot, self._tenancy_resume),
-        }
-        """State of other rooms that goes along to another process: how it is taken, and how it is gone on from."""
-        self.http_socket: socket.socket | None = None
-        """The socket of the HTTP server beside this node, which a successor gets too."""
-        if inheritance is None:
-            self._recover()
-        else:
-            self._inherit(inheritance)
+            self._admin.audit = AuditLog(config.tenants.with_name(AUDIT_NAME))
+        if self.tier_manager.states:
+            self._admin.use_tiers(AdministeredTiers(self.tier_manager))
+        self.handler = RequestHandler(self.core, self.storing, self.tier_manager, self)
+        does: dict[type[Effect], Callable[[Any], Any]] = {Administer: self._administer, ShowFigures: self._show_figures}
+        self.applier = Applier(self.core, self.arena, self.memory, self._tenancy, self._writer, does)
+        self.restart = Restart(lambda: bool(self._turns) or self.core.held_by_clients(), self._hindered)
+        self._recover()
 
     # What a test kit puts itself in place of
+
+    def _may_write(self, writer: Writer) -> bool:
+        return may_write(writer)
+
+    def _writer_at(self, client_id: int) -> Writer:
+        connection = self._connections[client_id]
+        instance = connection.instance or writer_of(client_id).instance
+        return writer_at(connection.pid, instance.ljust(INSTANCE_BYTES, b"\0"))
 
     def _wall(self) -> float:
         return time.time()
 
+    def _new_storing(self) -> Storing:
+        return Storing(self.core)
+
     def _new_memory(self) -> Memory:
         return Memory(self, self._tenancy.renewed)
 
-    def _new_carrier(self) -> Carrier:
-        return Carrier(self, self._open_tiers(), self._clock)
+    def _new_tier_manager(self) -> TierManager:
+        return TierManager(self, self._open_tiers(), self._clock)
 
     def _open_tiers(self) -> list[tuple[TierConfig, Tier]]:
         try:
             return [(one, open_tier(one)) for one in map(parse_tier, self.config.tiers)]
         except BaseException:
-            # A successor that does not come to be leaves the folder to the process that goes on.
-            (self.arena.close if self._inheritance is None else self.arena.leave)()
+            self.arena.close()
             raise
 
     def _recover(self) -> None:
@@ -164,10 +182,14 @@ class Node:
             raise
         for number, touched in enumerate(self.arena.touched):
             self.core.touched(number, touched)
-        learned = self.core.adopt(recovered, tails, self._clock(), self._experience.read())
+        self.core.adopt(recovered, tails, self._clock())
+        for writer in self.core.awaited_writers:
+            if writer.process == self._own_process.process:  # threads of the node that was this very process before
+                self.core.stopped(writer)
+        self.core.adopt_pins(self._pins.read())
         self._stay_small()
         # Last, of what was given up too: its tenants may still map it when it comes back.
-        self.core.know_tenants(self._tenancy.owners, self.arena.found)
+        self.core.know_tenants(self._tenancy.segment_tenants, self.arena.found)
         self._trusted_from = self.arena.headers.stamp
         for note in self.arena.notes:
             _log.warning(note)
@@ -178,136 +200,50 @@ class Node:
             pages = sum(len(namespace.pages) for namespace in recovered.namespaces)
             log = _log.warning if recovered.lost else _log.info
             namespaces = len(recovered.namespaces)
-            log("pages are back", pages=pages, namespaces=namespaces, with_experience=learned, lost=recovered.lost)
+            log("pages are back", pages=pages, namespaces=namespaces, lost=recovered.lost)
 
     def _stay_small(self) -> None:
         """What an earlier node gave up stays without memory."""
-        space = self.core.space
-        for number in [number for number in self.arena.given_up if not space.segments[number].used]:
-            space.unassign(number)
-            space.close(number)
-            space.give_up(number)
+        slots = self.core.slots
+        for number in [number for number in self.arena.given_up if not slots.segments[number].used]:
+            slots.unassign(number)
+            slots.close(number)
+            slots.give_up(number)
         if self.arena.given_up:
             self.resized()
 
-    # Taking over from another process, and handing over to one
+    # Becoming another release
 
-    def _inherited_arena(self, inheritance: Inheritance) -> Arena:
-        state, given = inheritance.state, inheritance.descriptors
-        first = _SEGMENTS_AT + state.http
-        files = given[first : first + len(state.arena.sizes)]
-        touched = [segment.touched for segment in state.core.segments]
-        return self._new_arena(InheritedArena(state.arena, given[_LOCK_AT], files, touched))
+    def _new_arena(self) -> Arena:
+        return Arena(self.config, self.node_id, self._kept.lock if self._kept is not None else None)
 
-    def _new_arena(self, inherited: InheritedArena | None) -> Arena:
-        return Arena(self.config, self.node_id, inherited)
+    def _hindered(self) -> str:
+        if self._admin.busy:
+            return "an administrator's work is under way on this node, upgrade it when that is done"
+        return ""
 
-    def _inherit(self, inheritance: Inheritance) -> None:
-        """Know all that the other process knew.
-
-        Raises:
-            ConfigError: it does not hold together.
-        """
-        state = inheritance.state
-        broken = faults(state.core)
-        if broken:
-            raise ConfigError(f"cannot take over, what was handed over does not hold together: {broken[0]}")
-        try:
-            self.core.resume(state.core)
-        except (ValueError, LookupError, StaleReference) as error:
-            raise ConfigError(f"cannot take over, what was handed over does not hold together: {error}") from error
-        self._trusted_from, self._next_owner = state.trusted_from, state.next_owner
-        self.refused_connections, self._resting = state.refused_connections, dict(state.resting)
-        for name, (_, resume) in self._carried.items():
-            if name in state.extras:
-                resume(state.extras[name])
-        if state.http:
-            self.http_socket = socket.socket(fileno=inheritance.descriptors[_SEGMENTS_AT])
-
-    def _take_clients(self, inheritance: Inheritance) -> Listener:
-        """Be the node from now on.
-
-        Raises:
-            PoolUnavailable: the other process goes on.
-        """
-        inheritance.accept()
-        given, state = inheritance.descriptors, inheritance.state
-        os.dup2(given[_OUTPUT_AT], 1)
-        os.dup2(given[_OUTPUT_AT + 1], 2)
-        self.arena.sign()
-        clients = given[_SEGMENTS_AT + state.http + len(state.arena.sizes) :]
-        for one, descriptor in zip(state.connections, clients, strict=True):
-            sock = socket.socket(fileno=descriptor)
-            sock.setblocking(False)
-            connection = self._connections[one.owner] = Connection(self, sock, one.owner, self._clock())
-            connection.resume(one)
-        _log.info("took over", clients=len(clients), earlier_release=state.release)
-        return Listener(self.config.socket, given[_LISTENER_AT])
-
-    def _hand_over(self, owner: int, request: messages.TakeOver) -> None:
-        """Another process wants to be the node.  Nothing else happens until it is, or is not."""
-        successor = self._connections[owner]
-        if successor.uid != os.geteuid():
-            raise Unauthorised("only a process of the node's own user may take over from it")
-        if not request.oldest <= handover.VERSION <= request.newest:
-            raise VersionMismatch(
-                f"release {request.release} takes over by versions {request.oldest} to {request.newest}, this node "
-                f"(release {ems.__version__}) by {handover.VERSION}; stop it with 'ems stop', its pages stay"
-            )
-        if self._steward.busy:
-            raise PoolRefused("an administrator's work is under way on this node, upgrade it when that is done")
-        state, descriptors = self._handing(owner)
-        reason = give(successor.sock, state, descriptors)
-        if reason is not None:
-            successor.sock.setblocking(False)
-            _log.warning("the hand-over did not come about, this process goes on", reason=reason)
-            raise ProtocolError(f"the hand-over did not come about: {reason}")
-        _log.info("handed over", to=successor.pid, release=request.release)
-        self._leave()
-
-    def _handing(self, owner: int) -> tuple[handover.HandOver, list[int]]:
-        """All of the node but the connection of ``owner``: its state and its descriptors."""
+    def keep_open(self, http: socket.socket | None) -> KeptOpen:
+        """What stays open for the release that this process becomes; call :meth:`close` next."""
         assert self._listener is not None
-        self.arena.headers.forget(self.core.freed())
-        others = [connection for one, connection in self._connections.items() if one != owner]
-        http = self.http_socket
-        state = handover.HandOver(
-            ems.__version__,
-            FORMAT_VERSION,
-            self.node_id,
-            plain_config(self.config),
-            self._started,
-            self._trusted_from,
-            self._next_owner,
-            self.refused_connections,
-            self._resting,
-            http is not None,
-            self.arena.snapshot(),
-            self.core.snapshot(),
-            [connection.snapshot() for connection in others],
-            {name: take() for name, (take, _) in self._carried.items()},
+        self._stays = True
+        return KeptOpen(
+            os.getpid(),
+            os.dup(self.arena.lock),
+            os.dup(self._listener.sock.fileno()),
+            None if http is None else os.dup(http.fileno()),
+            str(self.config.directory),
+            str(self.config.socket),
+            sum(segment.size for segment in self.core.slots.segments),
+            self.core.draining,
+            max(segment.size for segment in self.core.slots.segments),
         )
-        descriptors = [self.arena.lock, self._listener.sock.fileno(), 1, 2]
-        descriptors += [http.fileno()] if http is not None else []
-        descriptors += [*self.arena.files, *(connection.sock.fileno() for connection in others)]
-        return state, descriptors
 
-    def _leave(self) -> None:
-        """Another process is the node: let go of everything, and change nothing any more."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-        self._steward.close()
-        self.memory.stop()
-        self._experience.leave()
-        self.carrier.leave()
-        if self._listener is not None:
-            self.loop.remove_reader(self._listener.sock)
-            self._listener.leave()
-        for connection in self._connections.values():
-            connection.leave()
-        self._connections.clear()
-        self._guests.clear()
-        self.handed_over.set()
+    def keep_pins(self) -> None:
+        """Write down what is pinned, for the next start."""
+        try:
+            self._pins.replace(self.core.pinned())
+        except OSError as error:
+            _log.warning("pins cannot be written down and end with this process", reason=error.strerror)
 
     # Life
 
@@ -317,18 +253,15 @@ class Node:
         Raises:
             ConfigError: the socket cannot be made.
         """
-        segments = self.core.space.segments
+        segments = self.core.slots.segments
         usable = [one.number for one in segments if one.size and one.number not in self.memory.lost]
-        if self._inheritance is None:
-            self.memory.touch_first(usable)
-            self._listener = Listener(self.config.socket, mode=self.config.socket_mode)
-        else:
-            self._listener = self._take_clients(self._inheritance)
+        self.memory.touch_first(usable)
+        descriptor = self._kept.listener if self._kept is not None else None
+        self._listener = Listener(self.config.socket, descriptor, mode=self.config.socket_mode)
         self.loop.add_reader(self._listener.sock, self._accept)
         self.memory.touch_more(usable)
-        self.carrier.start()
+        self.tier_manager.start()
         self._tenancy.start()
-        self._experience.start()
         self._tick()
 
     def resized(self) -> None:
@@ -340,68 +273,67 @@ class Node:
 
     def _look_after_segments(self) -> None:
         """Replace what clients spoilt; where memory is still being touched, once that is over."""
-        for segment in self._guard.look():
-            if self.core.space.settled(self.core.space.segments[segment]):
-                self.core.renew(segment)
-                self.memory.renew(segment)
+        for segment in self._segment_watcher.look():
+            if self.core.slots.settled(self.core.slots.segments[segment]):
+                self.applier.finish(self.storing.spoilt(segment))
             else:
                 self.memory.lost.add(segment)
                 self.core.lose(segment)
 
     def _look_for_the_dead(self) -> None:
-        for owner in [owner for owner, pid in self._resting.items() if not process_lives(pid)]:
-            del self._resting[owner]
-            self.core.died(owner)
+        living: dict[Hashable, bool] = {}
+        for writer in self.core.awaited_writers:
+            if writer.process not in living:
+                living[writer.process] = self._may_write(writer)
+            if not living[writer.process]:
+                self.core.stopped(writer)
+
+    def _look_whether_dead(self, writer: Writer) -> None:
+        if self.core.awaits(writer) and not self._may_write(writer):
+            self.core.stopped(writer)
 
     def _tick(self) -> None:
         # First: whatever goes wrong below, time goes on.
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
         now = self._clock()
         for connection in list(self._connections.values()):
-            connection.check_greeting(now)
+            connection.check_deadlines(now)
         self._end_unwelcome()
         self._look_for_the_dead()
         self._look_after_segments()
-        self.core.tick(now)
         self.memory.renew_lost()
-        for segment in self.core.shrink():
-            self.memory.renew(segment)
-        self.arena.headers.forget(self.core.freed())
+        self.applier.finish(self.storing.tick(now))
 
     def close(self) -> None:
         """Stop serving and remove the socket; segments stay if there are pages in them.
 
-        What is, or still is, another process's stays as it is.
+        After :meth:`keep_open` socket, folder and segments stay as they are.
         """
-        self._steward.close()
+        self._closed = True
+        self.restart.close()
+        self._admin.close()
         self._tenancy.close()
-        never_had = self._inheritance is not None and self._listener is None
-        if self.handed_over.is_set() or never_had:
-            self.carrier.leave()
-            self.memory.join()
-            self.arena.leave()
-            return
         if self._ticker is not None:
             self._ticker.cancel()
         if self._listener is not None:
             self.loop.remove_reader(self._listener.sock)
-            self._listener.close()
+            (self._listener.leave if self._stays else self._listener.close)()
         for connection in list(self._connections.values()):
             connection.close(None)
-        self.carrier.close()
+        self.tier_manager.close()
         self.memory.stop()
         self.memory.join()
+        if self._stays:
+            self.arena.leave()
+            return
         # A node that could not start has said why in its log, which its starter reads.
-        keep = self.core.pages() > 0
-        if keep:
-            self._experience.stop()
-        self.arena.close(keep=keep, log=self.config.autostarted and self._listener is not None)
+        self.arena.close(keep=self.core.pages() > 0, log=self.config.autostarted and self._listener is not None)
 
     # Clients
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while not self.handed_over.is_set():
+        for _ in range(ACCEPTED_AT_ONCE):
             try:
                 sock, _ = self._listener.sock.accept()
             except (BlockingIOError, InterruptedError):
@@ -413,81 +345,157 @@ class Node:
                     self.loop.remove_reader(self._listener.sock)
                     self.loop.call_later(TICK_SECONDS, self._listen_again)
                 return
-            sock.setblocking(False)
-            owner = self._next_owner
-            self._next_owner += 1
-            connection = Connection(self, sock, owner, self._clock())
-            self._connections[owner] = connection
-            self.loop.add_reader(sock, connection.on_readable)
+            self.take_in(sock)
+
+    def take_in(self, sock: socket.socket) -> Connection:
+        """Serve who connected."""
+        sock.setblocking(False)
+        client_id = self._next_client_id
+        self._next_client_id += 1
+        connection = self._connections[client_id] = Connection(self, sock, client_id, self._clock())
+        self.loop.add_reader(sock, connection.on_readable)
+        gives_way = self._limits.came(client_id, connection.party, self._room())
+        if gives_way is not None:
+            self._connections[gives_way].refuse(PoolRefused(too_many_greetings(greeting.GREETING_SECONDS)))
+        return connection
+
+    def _room(self) -> int:
+        """How many connections there may be."""
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        threads = sum(level.config.readers + level.most_writers for level in self.tier_manager.states)
+        return room_for_clients(descriptors, len(self.arena.sizes), threads)
+
+    def keeps(self, client_id: int, size: int) -> None:
+        """So many bytes are kept for the client ``client_id`` from now on; ends whoever has too many."""
+        ends = self._limits.keeps(client_id, size)
+        if ends is not None:
+            self._connections[ends[0]].refuse(PoolRefused(too_much_kept(ends[1])))
+
+    def now(self) -> float:
+        """The time."""
+        return self._clock()
 
     def _listen_again(self) -> None:
         if self._listener is not None and self._listener.sock.fileno() >= 0:
             self.loop.add_reader(self._listener.sock, self._accept)
 
-    def forget(self, owner: int, reason: str | None) -> None:
-        """The connection of ``owner`` ended."""
-        connection = self._connections.pop(owner)
-        self._guests.pop(owner, None)
+    def forget(self, client_id: int, reason: str | None) -> None:
+        """The connection of ``client_id`` ended."""
+        connection = self._connections.pop(client_id)
+        self._principals.pop(client_id, None)
+        self._limits.gone(client_id)
         if reason is not None:
             self.refused_connections += 1
             _log.warning("connection ended", client=connection.client, pid=connection.pid, reason=reason)
-        self.core.disconnect(owner, self._clock(), alive=process_lives(connection.pid))
-        if self.core.rests(owner):
-            self._resting[owner] = connection.pid
-            self.loop.call_later(GRACE_SECONDS, self._look_for_the_dead)
+        self._turns.drop(connection)
+        farewell = Farewell(connection.party, self._farewell(client_id))
+        farewell.turn()
+        if farewell.busy:
+            self._turns.add(farewell)
+            self._take_turns_soon()
 
-    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Guest | Pending:
+    def _farewell(self, client_id: int) -> Iterator[int]:
+        """Take back what the client ``client_id`` held."""
+        writer = self.core.writer(client_id)
+        for work in self.core.leave(client_id, self._clock(), alive=self._may_write(writer)):
+            self.answered()
+            yield work
+        if self.core.awaits(writer):
+            self.loop.call_later(GRACE_SECONDS, self._look_whether_dead, writer)
+
+    # Turns
+
+    def has_work(self, connection: Connection) -> None:
+        """Have what came on ``connection`` done, at once where nobody else waits."""
+        if self._taking_turns or self._at_once <= 0:
+            self._turns.add(connection)
+            self._take_turns_soon()
+            return
+        self._at_once -= connection.turn()
+        if connection.busy:
+            self._turns.add(connection)
+            self._take_turns_soon()
+        elif self.core.unsettled:
+            self._take_turns_soon()
+
+    def _turn(self) -> int:
+        worker: Worker | None = self._turns.next()
+        if worker is None:
+            return ROUND
+        work = worker.turn()
+        if worker.busy:
+            self._turns.add(worker)
+        return work
+
+    def _take_turns_soon(self) -> None:
+        if not self._taking_turns:
+            self._taking_turns = True
+            self.loop.call_soon(self._take_turns)
+
+    def _take_turns(self) -> None:
+        """Go round, and let the loop see between rounds who else wants something."""
+        self._taking_turns = False
+        if self._closed:
+            return
+        left = ROUND
+        while left > 0 and self._turns:
+            left -= self._turn()
+        self.core.settle_some()
+        if self._turns or self.core.unsettled:
+            self._take_turns_soon()
+        else:
+            self._at_once = AT_ONCE
+
+    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Principal | Pending:
         """What becomes of a greeting that came as ``body``."""
         return self._tenancy.gate.greet(hello, body, peer, self._clock())
 
-    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Guest, bytes]:
+    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Principal, bytes]:
         """Who answered a challenge, and the node's own proof."""
         return self._tenancy.gate.prove(pending, proof, peer, self._clock(), self._wall())
 
-    def welcome(self, owner: int, guest: Guest, version: int, signature: bytes) -> messages.Welcome:
-        """The answer to a good greeting."""
+    def welcome(self, client_id: int, principal: Principal, version: int, signature: bytes) -> messages.Welcome:
+        """The answer to a good greeting.
+
+        Raises:
+            PoolRefused: there are too many connections.
+        """
+        party = self._party(client_id, principal)
+        self._limits.greeted(client_id, party, self._room())
+        self._connections[client_id].party = party
+        self.core.introduce(client_id, self._writer_at(client_id))
         if not self._tenancy.gate.open:
-            self._guests[owner] = guest
+            self._principals[client_id] = principal
         return messages.Welcome(
             version,
             self.node_id.hex(),
-            ems.__version__,
+            __version__,
             self.config.autostarted,
             # A tenant has some of the segments only, and learns of them page by page.
-            0 if guest.tenant else len(self.arena.sizes),
+            0 if principal.tenant else len(self.arena.sizes),
             [
                 greeting.TELLS_CHANGES,
                 greeting.TELLS_REASONS,
                 greeting.KEEPS_CHECKSUMS,
-                greeting.HANDS_OVER,
+                greeting.RESTARTS,
                 greeting.TAKES_ANNOUNCEMENTS,
                 greeting.DOES_ACTS,
                 greeting.TELLS_TIERS,
                 greeting.SERVES_TENANTS,
+                greeting.AWAITS_WRITERS,
             ],
             self.config.verify,
             self._trusted_from,
             signature,
         )
 
-    def known(self, owner: int) -> Guest:
-        """Whom a connection that another process let in belongs to."""
-        return self._guests.get(owner, Guest())
-
-    def _tenancy_snapshot(self) -> dict[str, Any]:
-        """Who the clients are, for a process that takes over; None of it on an open node."""
-        guests = {owner: msgspec.structs.astuple(guest) for owner, guest in self._guests.items()}
-        anybodys = [segment.number for segment in self.core.space.segments if segment.tenant == ""]
-        lost = sorted(self.memory.lost)
-        return {"guests": guests, "lost": lost, "anybodys": anybodys, **self._tenancy.snapshot()}
-
-    def _tenancy_resume(self, state: dict[str, Any]) -> None:
-        self._guests.update({owner: Guest(*guest) for owner, guest in state["guests"].items()})
-        for segment in state["lost"]:
-            self.memory.lost.add(segment)
-            self.core.lose(segment)
-        self._tenancy.resume(state)
-        self.core.know_tenants(self._tenancy.owners, state.get("anybodys", ()))
+    def _party(self, client_id: int, principal: Principal) -> str:
+        """Whose a connection is, with whom it shares what all have."""
+        connection = self._connections[client_id]
+        if principal.tenant:
+            return f"tenant {principal.tenant}"
+        looks_after = principal.administers and greeting.ADMINISTERS in connection.features
+        return "administrators" if looks_after else f"user {connection.uid}"
 
     def _tenants_changed(self, registry: Registry) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -504,50 +512,49 @@ class Node:
     def _end_unwelcome(self) -> None:
         """End the connections of keys that were revoked or are over."""
         wall = self._wall()
-        for owner in [owner for owner, guest in self._guests.items() if not self._tenancy.gate.admits(guest, wall)]:
-            self._connections[owner].refuse(refusal())
+        for client_id in [
+            client_id
+            for client_id, principal in self._principals.items()
+            if not self._tenancy.gate.admits(principal, wall)
+        ]:
+            self._connections[client_id].refuse(refusal())
 
     # Requests
 
-    def answer(self, owner: int, request: messages.Request) -> messages.Answer | None:
-        """Do what a greeted client asks; None for requests that have no answer.
+    def answer(
+        self, client_id: int, request: messages.Request
+    ) -> messages.Answer | Steps[messages.Answer | None] | None:
+        """Do what a greeted client asks, or begin it; None for requests that have no answer.
 
         Raises:
             EmsError: it is refused, with the reason.
         """
-        guest = self._guests.get(owner)
-        if guest is None:
-            return self._ask(owner, request)
-        return self._answer_guest(owner, guest, request)
+        begin, seconds = self._clock(), self.handler.measured.seconds[type(request)]
+        answer: messages.Answer | Steps[messages.Answer | None] | None = None
+        try:
+            work = self.handler.handle(client_id, request, begin)
+            answer = work if work is None or isinstance(work, messages.Message) else self.applier.begin(work)
+        finally:
+            if type(answer) is not GeneratorType:
+                seconds.observe(self._clock() - begin)
+        return self._timed(answer, begin, seconds) if type(answer) is GeneratorType else answer
 
-    def _answer_guest(self, owner: int, guest: Guest, request: messages.Request) -> messages.Answer | None:
-        """Do what is asked on a node with tenants."""
-        desk = self._tenancy.desk(guest, request)
-        if desk is None:
-            return self._ask(owner, request)
-        inner = desk.inward(request)
-        if isinstance(inner, messages.Stats):
-            return messages.Figures(self._own_figures(desk))
-        if isinstance(inner, messages.Open) and inner.page_size and self.core.find_namespace(inner.name) < 0:
-            desk.opens()
-        if isinstance(inner, messages.Attach) and self.core.segment_tenant(inner.segment) != guest.tenant:
-            raise StaleReference(f"segment {inner.segment} holds no page of this tenant, look again")
-        answer = self._ask(owner, inner)
-        desk.tally.count(request, answer)
-        return desk.outward(answer)
+    def _timed(
+        self, steps: Steps[messages.Answer | None], begin: float, seconds: Histogram
+    ) -> Steps[messages.Answer | None]:
+        try:
+            return (yield from steps)
+        finally:
+            seconds.observe(self._clock() - begin)
 
-    def _ask(self, owner: int, request: messages.Request) -> messages.Answer | None:
-        if isinstance(request, messages.TakeOver):
-            self._hand_over(owner, request)
-            return None
-        if isinstance(request, messages.Taken):
-            raise ProtocolError("Taken came without a hand-over")
-        return self._requests.answer(owner, request)
+    def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None:
+        """Where a tenant's client is served; None for anybody on an open node, and for an administrator.
 
-    def _own_figures(self, desk: TenantDesk) -> dict[str, object]:
-        """What a tenant is shown: its own."""
-        figures = self._node_figures()
-        return {**figures, **desk.figures(self.core.rows(desk.numbers))}
+        Raises:
+            PoolRefused: an administrator asked for what is the tenants' business.
+        """
+        principal = self._principals.get(client_id)
+        return None if principal is None else self._tenancy.request_filter(principal, request)
 
     def opened(self, segment: int) -> int:
         """A descriptor of a segment's file that is passed to a client, and closed then."""
@@ -555,67 +562,52 @@ class Node:
 
     def answered(self) -> None:
         """All that came in together has been answered: do what was put off."""
-        self.core.settle()
-        self.arena.headers.forget(self.core.freed())
+        self.applier.finish(self.storing.settle())
 
     def promise(
-        self, owner: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None
+        self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None
     ) -> Reserved:
         """Reserve pages and say in their headers that they are being written."""
-        reserved = self.core.reserve(owner, namespace, parent, keys, tail)
-        # In this order: a slot may have been freed, and carved or granted, by this very request.
-        self.arena.headers.forget(self.core.freed())
-        unnoted: list[int] = []
-        for assigned in reserved.assigned:
-            if assigned.renewed:
-                self.memory.renew(assigned.segment)
-            else:
-                try:
-                    self._tenancy.assigned(assigned.segment, assigned.namespace)
-                except OSError as error:
-                    _log.error("cannot note whose a segment is", segment=assigned.segment, reason=error.strerror)
-                    unnoted.append(assigned.segment)
-                    continue
-            if assigned.segment not in self.memory.lost:
-                self.arena.headers.describe(assigned)
-        if unnoted:
-            return self._refuse(owner, reserved, unnoted)
-        self.arena.headers.begin_writing(reserved.granted, packed_refs(reserved.granted), reserved.page_size)
-        return reserved
+        return self.applier.finish(self.storing.reserve(client_id, namespace, parent, keys, tail))
 
-    def _refuse(self, owner: int, reserved: Reserved, unnoted: list[int]) -> Reserved:
-        """Take back what was granted: it would lie in segments of which nobody would know whose they are."""
-        if reserved.granted:
-            self.core.abort(owner, reserved.reservation)
-        for segment in unnoted:
-            self.core.space.unassign(segment)
-        none = bytes(Outcome.NO_SPACE if one == Outcome.GRANTED else one for one in reserved.outcomes)
-        return Reserved(0, none, [], [], reserved.page_size)
+    def _writer(self, client_id: int) -> Writer:
+        """Who writes for a client, as a node that comes after this one can know; tiers' threads are of this process."""
+        if client_id > 0:
+            return self.core.writer(client_id)
+        return self._own_process._replace(instance=writer_of(client_id).instance)
 
-    def publish(self, owner: int, reservation: int, checksums: dict[int, int]) -> None:
+    def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None:
         """Commit pages that came from a tier below memory: their checksums by position."""
-        done = self.core.commit(owner, reservation, sorted(checksums))
-        self.published(done, [checksums[position] for position in done.positions], PageFlag.FROM_BELOW)
-
-    def published(self, done: Committed, checksums: list[int] | None, flags: PageFlag) -> None:
-        """Say in the headers of committed pages that they are whole."""
-        self.arena.headers.publish(done.pages, done.page_size, checksums, flags)
-        for page in done.pages:
-            if page.tail is not None:
-                self.arena.keep_tail(done.namespace, page, self.core.tails)
+        work = self.storing.commit(client_id, reservation, sorted(checksums), checksums, PageFlag.FROM_BELOW)
+        self.applier.finish(work)
 
     @property
     def open(self) -> bool:
         """Whether the node has no tenants."""
         return self._tenancy.gate.open
 
-    def features(self, owner: int) -> Container[str]:
-        """What the client ``owner`` understands of what nodes tell."""
-        return self._connections[owner].features
+    @property
+    def restarting(self) -> bool:
+        """Whether nothing new is begun, because the node is about to restart."""
+        return self.restart.waits
 
-    def administer(self, owner: int, act: Acts, *, dry_run: bool) -> dict[str, Any]:
-        """Do what the administrator ``owner`` asks for."""
-        return self._steward.do(self._connections[owner].peer, act, dry_run=dry_run)
+    def features(self, client_id: int) -> Container[str]:
+        """What the client ``client_id`` understands of what nodes tell."""
+        return self._connections[client_id].features
+
+    def who(self, client_id: int) -> dict[str, object]:
+        """What is known of the owner of a lease: its process, what it calls itself, its tenant."""
+        connection = self._connections.get(client_id)
+        if connection is None:
+            return {"client": "the tiers below memory" if client_id < 0 else "gone", "pid": os.getpid(), "tenant": ""}
+        tenant = self._principals[client_id].tenant if client_id in self._principals else ""
+        return {"client": connection.client, "pid": connection.pid, "tenant": tenant}
+
+    def _administer(self, effect: Administer) -> dict[str, Any]:
+        return self._admin.do(self._connections[effect.client_id].peer, effect.act, dry_run=effect.dry_run)
+
+    def _show_figures(self, effect: ShowFigures) -> dict[str, object]:
+        return self._node_figures() if effect.own else self.figures()
 
     def touch_more(self, segments: list[int]) -> None:
         """Touch ``segments`` in the background, after those that came before."""
@@ -624,7 +616,7 @@ class Node:
     def _node_figures(self) -> dict[str, object]:
         return {
             "node": self.node_id.hex(),
-            "release": ems.__version__,
+            "release": __version__,
             "pid": os.getpid(),
             "autostarted": self.config.autostarted,
             "uptime_seconds": round(self._clock() - self._started, 3),
@@ -632,16 +624,22 @@ class Node:
 
     def look(self, act: List | Show) -> dict[str, Any]:
         """The report of an act that changes nothing, for the HTTP server."""
-        return self._steward.look(act)
+        return self._admin.look(act)
+
+    @property
+    def measured(self) -> Measured:
+        """How long requests took and what they moved, for the metrics."""
+        return self.handler.measured
 
     def figures(self) -> dict[str, object]:
         """What ``ems status`` and the metrics show."""
         return {
             **self._node_figures(),
+            "restart": self.restart.figures(),
             "tenants": self._tenancy.figures(),
             "clients": sum(connection.greeted for connection in self._connections.values()),
             "connections_refused": self.refused_connections,
             "directory": str(self.config.directory),
             **self.core.stats(),
-            "tiers": self.carrier.figures(),
+            "tiers": self.tier_manager.figures(),
         }

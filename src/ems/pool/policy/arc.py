@@ -16,7 +16,7 @@ from ems.pool.policy.ghosts import Ghosts
 from ems.pool.policy.side import Side
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
 
 
 class Arc:

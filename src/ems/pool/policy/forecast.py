@@ -14,23 +14,18 @@ left.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
-
-from ems.pool.policy.history import EDGES, EPOCHS_OF_CAPACITY, OLDEST, SPAN_OF_AGE, HistoryState, ReuseHistory
+from ems.pool.policy.history import EPOCHS_OF_CAPACITY, OLDEST, SPAN_OF_AGE, ReuseHistory
 from ems.pool.policy.kinds import KIND_OF_USES, KINDS, kind_of, kind_of_new
 from ems.pool.policy.memory import MOST_USES, UseMemory
 from ems.pool.policy.queue import PageQueue
 from ems.pool.policy.worth import worth_by_age
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
 
 REMEMBERED = 8
 """Entries of the memory of uses for each page of the capacity."""
@@ -49,19 +44,6 @@ _OLDEST_PLACE = 0xFFFF >> _AGE_SHIFT
 """Groups that are older are taken for one."""
 
 
-class ForecastState(msgspec.Struct, frozen=True, array_like=True):
-    """What a forecast knows but its pages; ``form`` changes when classes or units of time do."""
-
-    form: Literal["forecast 1"]
-    capacity: int
-    touched: int
-    epoch_ends: int
-    learn_at: int
-    history: HistoryState
-    memory: bytes
-    worth: list[list[float]]
-
-
 class Group(PageQueue):
     """Pages of one class that were touched last in one epoch; with an inner one of those that others hang on."""
 
@@ -75,22 +57,6 @@ class Group(PageQueue):
         """Whether it is in the heap."""
         self.outer = outer
         self.inner: Group | None = None
-
-    def fill(self, pages: Sequence[Page]) -> None:
-        """Put ``pages`` that are in no queue at the newest end, the last of them as the newest."""
-        newest = self._newest
-        for page in pages:
-            page.place = self
-            page.older = newest
-            if newest is None:
-                self._oldest = page
-            else:
-                newest.newer = page
-            newest = page
-        if newest is not None:
-            newest.newer = None
-        self._newest = newest
-        self.count += len(pages)
 
 
 class Forecast:
@@ -235,87 +201,6 @@ class Forecast:
         page.place = None
         self._memory.put(page.key, page.uses)
         self._count -= 1
-
-    # Another process
-
-    def learned(self) -> bytes:
-        """History, memory and what follows from them."""
-        return msgspec.msgpack.encode(
-            ForecastState(
-                "forecast 1",
-                self._capacity,
-                self._touched,
-                self._epoch_ends,
-                self._learn_at,
-                self._history.snapshot(),
-                self._memory.snapshot(),
-                self._worth,
-            )
-        )
-
-    def places(self, pages: Iterable[Page]) -> bytes:
-        """The class of each page's group and its age, see :data:`_KIND`."""
-        now = self._history.epoch
-        places: list[int] = []
-        last: Group | None = None
-        place = 0
-        for page in pages:
-            if page.place is not last:  # neighbours mostly are in one group
-                last = group = page.place
-                age = min(now - (group.outer or group).epoch, _OLDEST_PLACE)
-                place = age << _AGE_SHIFT | (_INNER if group.outer else 0) | group.kind
-            places.append(place)
-        return array("H", places).tobytes()
-
-    def go_on(self, learned: bytes, places: bytes, pages: Sequence[Page | None]) -> None:
-        """One pass over ``pages``, which keep their ``uses``."""
-        if self._count:
-            raise ValueError(f"the policy has {self._count} pages, expected none")
-        if len(places) != 2 * len(pages):
-            raise ValueError(f"there are {len(places)} bytes of places for {len(pages)} pages, expected 2 each")
-        self._know(learned)
-        self._current = [Group(kind, self._history.epoch) for kind in range(KINDS)]
-        groups: dict[int, Group] = dict(enumerate(self._current))
-        told = np.frombuffer(places, dtype=np.uint16)
-        begins = [0, *(np.flatnonzero(np.diff(told)) + 1).tolist(), len(told)]
-        for begin, end in pairwise(begins):
-            run = [page for page in pages[begin:end] if page is not None]
-            if run:
-                place = int(told[begin])
-                group = groups.get(place)
-                if group is None:
-                    group = groups[place] = self._group_at(place, groups)
-                group.fill(run)
-                if group.outer is not None:
-                    self._spared += [page for page in run if page.suffixes is None]
-                self._count += len(run)
-        self._groups = [one for one in groups.values() if one.outer is None and one not in self._current]
-        self._rank([*self._groups, *self._current])
-
-    def _group_at(self, place: int, groups: dict[int, Group]) -> Group:
-        if not place & _INNER:
-            return Group(place & _KIND, self._history.epoch - (place >> _AGE_SHIFT))
-        outer = groups.get(place & ~_INNER)
-        if outer is None:
-            outer = groups[place & ~_INNER] = self._group_at(place & ~_INNER, groups)
-        outer.inner = Group(outer.kind, outer.epoch, outer)
-        return outer.inner
-
-    def _know(self, learned: bytes) -> None:
-        try:
-            state = msgspec.msgpack.decode(learned, type=ForecastState)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"it was learned by another policy: {error}") from error
-        if [len(row) for row in state.worth] != [len(EDGES)] * KINDS or not np.isfinite(state.worth).all():
-            raise ValueError("it was learned for other classes of pages")
-        if not 0 <= state.touched < state.epoch_ends:
-            raise ValueError("the times do not hold together")
-        memory = UseMemory.resumed(REMEMBERED * state.capacity, state.memory)
-        history = ReuseHistory(KINDS, state.capacity)
-        history.resume(state.history)
-        self._rebase(state.capacity)
-        self._touched, self._epoch_ends, self._learn_at = state.touched, state.epoch_ends, state.learn_at
-        self._history, self._memory, self._worth = history, memory, state.worth
 
     # Time and order
 

@@ -8,14 +8,10 @@ is used again; memory is bounded by :data:`FOLLOWED` or a share of the capacity;
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from ems.pool.keys import KEY_BYTES, cut
 
 EPOCHS_OF_CAPACITY = 8
 """Epochs in which as many pages are touched as the capacity holds."""
@@ -42,16 +38,6 @@ def spans_of_age() -> list[int]:
 EDGES = spans_of_age()
 SPAN_OF_AGE = [span for span, edge in enumerate(EDGES) for _ in range(edge, [*EDGES, OLDEST + 1][span + 1])]
 """The span of each age in epochs up to the last."""
-
-
-class HistoryState(msgspec.Struct, frozen=True, array_like=True):
-    """What a history knows: its tables, and the followed keys with a life of 8 bytes each, the oldest first."""
-
-    epoch: int
-    again: bytes
-    reached: bytes
-    followed: bytes
-    lives: bytes
 
 
 class ReuseHistory:
@@ -91,31 +77,6 @@ class ReuseHistory:
         self.reached[kind, 0] += 1
         if len(self._followed) > self._most:
             self._leave(self._followed.popitem(last=False)[1])
-
-    def snapshot(self) -> HistoryState:
-        """All of it."""
-        lives = array("q", self._followed.values())
-        counts = self.again.tobytes(), self.reached.tobytes()
-        return HistoryState(self.epoch, *counts, b"".join(self._followed), lives.tobytes())
-
-    def resume(self, state: HistoryState) -> None:
-        """Go on from a :meth:`snapshot`; for a history of the same capacity in which nothing was seen.
-
-        Raises:
-            ValueError: it is one of other classes or spans, or does not hold together; nothing has changed then.
-        """
-        counts = [np.frombuffer(raw, dtype=np.float64) for raw in (state.again, state.reached)]
-        keys, lives = cut(state.followed, KEY_BYTES), array("q", state.lives)
-        if any(one.size != self.again.size or not np.isfinite(one).all() or (one < 0).any() for one in counts):
-            raise ValueError("the lives were counted in other classes or spans of age")
-        if len(keys) != len(lives) or len(keys) > self._most or not 0 <= state.epoch < 1 << _EPOCH_BITS:
-            raise ValueError("the followed keys are not those of such a pool")
-        if any(life < 0 or life >> _EPOCH_BITS >= len(self.again) or life & _EPOCH > state.epoch for life in lives):
-            raise ValueError("a followed key has a life that cannot be")
-        self.epoch = state.epoch
-        self.again, self.reached = (one.reshape(self.again.shape).copy() for one in counts)
-        self._followed = OrderedDict(zip(keys, lives, strict=True))
-        self._alive = Counter(lives)
 
     def _leave(self, life: int) -> None:
         left = self._alive[life] - 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ems.pool.policy.memory import MOST_USES
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
 
 BEGUN, BEGUN_END, GOES_ON, GOES_ON_END = range(4)
 """Used once: what begins a prompt or hangs on what all share, and what goes on from what few used; the ends of both."""

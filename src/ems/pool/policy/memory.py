@@ -24,23 +24,6 @@ class UseMemory:
     def __len__(self) -> int:
         return len(self._table)
 
-    def snapshot(self) -> bytes:
-        """All of it."""
-        return self._table.tobytes()
-
-    @classmethod
-    def resumed(cls, entries: int, raw: bytes) -> UseMemory:
-        """One that goes on from a :meth:`snapshot`.
-
-        Raises:
-            ValueError: that was taken of another number of entries.
-        """
-        if len(raw) != 2 * entries or not entries:
-            raise ValueError(f"the memory of uses has {len(raw)} bytes, expected {2 * entries}")
-        memory = cls(1)
-        memory._table = array("H", raw)
-        return memory
-
     def put(self, key: bytes, uses: int) -> None:
         """The page of ``key`` leaves after ``uses`` uses."""
         self._table[int.from_bytes(key[:6]) % len(self._table)] = self._tag(key) | min(uses, MOST_USES)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
 
 
 class PageQueue:

@@ -14,7 +14,7 @@ from ems.pool.policy.ghosts import Ghosts
 from ems.pool.policy.side import Side
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
 
 SMALL_SHARE = 0.1
 """Share of the capacity that the small queue may fill before pages leave it."""

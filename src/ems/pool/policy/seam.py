@@ -8,13 +8,13 @@ left is bounded by the capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 from ems.config import PolicyName
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
 
 
 class Policy(Protocol):
@@ -52,26 +52,6 @@ class Policy(Protocol):
 
     def __len__(self) -> int:
         """How many pages there are."""
-
-
-@runtime_checkable
-class Learning(Protocol):
-    """What a policy offers beside, if it learns: to go on where another one of its kind ended, in another process."""
-
-    def learned(self) -> bytes:
-        """All that it knows but where its pages stand."""
-
-    def places(self, pages: Iterable[Page]) -> bytes:
-        """Where each of these pages of its own stands, 2 bytes each."""
-
-    def go_on(self, learned: bytes, places: bytes, pages: Sequence[Page | None]) -> None:
-        """Know ``learned``, and have ``pages`` in their places; for a policy that has none.
-
-        Of two pages in one place the first is the older.  None stands for a page that has left since.
-
-        Raises:
-            ValueError: that was learned by another kind of policy, or is damaged; nothing has changed then.
-        """
 
 
 def make_policy(name: PolicyName) -> Policy:

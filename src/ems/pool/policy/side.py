@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ems.pool.policy.queue import PageQueue
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
 
 
 class Side:

@@ -11,7 +11,8 @@ may add fields at the end of the greeting and of its answers, which an earlier o
 their end too, by fields with a default: such a field is used only towards a side that has named its feature in the
 greeting, and is left out where it has its default (``coding.encode`` sees to that).
 
-``messages`` (every message), ``greeting`` (versions and features), ``limits`` (what a request may be), ``coding``
+``messages`` (every message), ``greeting`` (versions and features), ``limits`` (how much a request has room
+for), ``checks`` (what has to add up), ``coding``
 (messages and bytes), ``framing`` (bytes and the stream), ``refusals`` (errors that cross the wire).  Brains only:
 sockets are the client's and the node's.
 """

@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from ems.errors import ProtocolError
+from ems.pool.protocol.checks import check_request, refuse_oversized
 from ems.pool.protocol.framing import frame
-from ems.pool.protocol.limits import check_request
-from ems.pool.protocol.messages import Answer, Hits, Lookup, Message, Request
+from ems.pool.protocol.messages import Answer, Challenge, Hits, Lookup, Message, Request
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-_GROWN = {Lookup: 4, Hits: 5}
+_GROWN = {Lookup: 4, Hits: 5, Challenge: 3}
 """Messages that have grown, and how many fields each had at first."""
 
 
@@ -39,8 +39,9 @@ def encode_request(message: Request) -> bytes:
     """The frame that carries the client's ``message``.
 
     Raises:
-        ProtocolError: it is larger than a node accepts.
+        ProtocolError: a node would not accept it.
     """
+    refuse_oversized(message)
     check_request(message)
     return encode(message)
 
@@ -49,7 +50,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
     """The client's message in a frame's ``body``.
 
     Raises:
-        ProtocolError: it is not a request of the protocol, or its keys are cut or too many.
+        ProtocolError: it is not a request of the protocol, is too large or does not add up.
     """
     try:
         message = _request_decoder.decode(body)

@@ -37,11 +37,35 @@ class FrameReader:
         return bytes(self._buffer)
 
     @property
+    def size(self) -> int:
+        """Bytes that came and were not taken yet."""
+        return len(self._buffer)
+
+    @property
     def more(self) -> bool:
-        """Whether another whole frame is there."""
+        """Whether another whole frame is there, or one that is too large."""
         if len(self._buffer) < _LENGTH.size:
             return False
-        return len(self._buffer) >= _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0])
+        length = int(_LENGTH.unpack_from(self._buffer)[0])
+        return len(self._buffer) >= _LENGTH.size + length or length > self.limit
+
+    def next(self) -> bytes | None:
+        """The body of the next frame, None until it is complete.
+
+        Raises:
+            ProtocolError: it announces more than ``limit`` bytes.
+        """
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self.limit:
+            raise ProtocolError(f"a frame of {length} bytes, expected at most {self.limit}")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
+        del self._buffer[:end]
+        return body
 
     def frames(self) -> Iterator[bytes]:
         """Bodies of the frames that are complete by now.
@@ -49,13 +73,5 @@ class FrameReader:
         Raises:
             ProtocolError: a frame announces more than ``limit`` bytes.
         """
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > self.limit:
-                raise ProtocolError(f"a frame of {length} bytes, expected at most {self.limit}")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
-            del self._buffer[:end]
+        while (body := self.next()) is not None:
             yield body

@@ -8,11 +8,13 @@ OLDEST_VERSION = 1
 NEWEST_VERSION = 1
 GREETING_SECONDS = 5.0
 """How long a client may take to greet."""
+FRAME_SECONDS = 10.0
+"""How long a client may take to send a frame that it has begun."""
 
 TELLS_CHANGES = "changes"
 """Feature of a node that answers :class:`Changes`."""
-HANDS_OVER = "hands-over"
-"""Feature of a node that answers :class:`TakeOver`."""
+RESTARTS = "restarts"
+"""Feature of a node that restarts as another release when an administrator asks for it."""
 KEEPS_CHECKSUMS = "checksums"
 """Feature of a node that takes checksums with :class:`Commit`, and answers :class:`Corrupt`."""
 DOES_ACTS = "administration"
@@ -30,8 +32,12 @@ ADMINISTERS = "admin"
 TAKES_ANNOUNCEMENTS = "announcements"
 """Feature of a node that takes :class:`Announce` and :class:`Withdraw`."""
 
-MAX_ACCESS_ID = 128
-"""Characters of the longest access id that is read."""
+AWAITS_WRITERS = "writers"
+"""Feature of a node that gives slots of a writer that was cut off to nobody before it stopped: it takes
+:class:`StillWriting`."""
+NAMES_USER = "user"
+"""Feature of a client that knows :attr:`Challenge.user`."""
+
 NONCE_BYTES = 16
 """Bytes of the random number with which each side makes a greeting its own."""
 PROOF_BYTES = 32

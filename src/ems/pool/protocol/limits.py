@@ -1,98 +1,47 @@
-"""What a request may be beyond its types: how many keys, of which length, what has to add up.
+"""How much a request has room for: the bound of every name, list and string of bytes in it.
 
-Checked on both sides: a client is told of its mistake before it costs it the connection.
+:mod:`ems.pool.protocol.messages` says which field has which; what is longer is refused while it is read, before memory
+is spent on it.  A character counts as four bytes at most.
 """
 
 from __future__ import annotations
 
-from ems.errors import ProtocolError
-from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.protocol.greeting import MAX_ACCESS_ID, NONCE_BYTES
-from ems.pool.protocol.messages import (
-    Announce,
-    Changes,
-    Commit,
-    Corrupt,
-    Explain,
-    Hello,
-    Lookup,
-    Miss,
-    Prefetch,
-    Request,
-    Reserve,
-)
-from ems.pool.segments.layout import REF_BYTES
+from ems.pool.facts import MAX_CHARACTERS, MAX_FACTS, MAX_NAME
+from ems.pool.keys import KEY_BYTES, MAX_TAIL
+from ems.pool.layout import REF_BYTES
 
 MAX_KEYS = 65536
 """Most keys of one request: a prompt of a million tokens in blocks of sixteen.  No request takes longer than these."""
+MAX_KEY_BYTES = MAX_KEYS * KEY_BYTES
 TOKEN_BYTES = 4
-MAX_TAIL = 64 << 10
-"""Bytes of the tokens of one tail."""
 CHECKSUM_BYTES = 4
+MAX_ID = 256
+"""Characters of a request's id that count."""
 MAX_CORRUPT = 64
 """Most pages of one :class:`Corrupt`: the node looks at the bytes of each."""
+MAX_TEXT = 1024
+"""Characters of what a client calls itself, and of the longest text in an act."""
+MAX_FEATURES = 64
+"""Most features of a greeting, and characters of each."""
+MAX_NAMESPACES_ASKED = 4096
+"""Most namespaces whose changes are asked for in one request: as many as a node has."""
+MAX_CREDENTIAL = 128
+"""Characters of the longest access id, and bytes of the longest nonce or proof, that is read."""
 
-
-def check_request(message: Request) -> None:
-    """See that a request keeps the limits.
-
-    Raises:
-        ProtocolError: it does not.
-    """
-    if isinstance(message, Hello):
-        _check_credentials(message)
-    if isinstance(message, Lookup | Reserve | Explain | Prefetch | Announce):
-        if len(message.keys) % KEY_BYTES:
-            raise ProtocolError(f"{len(message.keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
-        _check_count(len(message.keys) // KEY_BYTES, "keys")
-    if isinstance(message, Lookup | Reserve):
-        _check_tail(message.tail)
-    if isinstance(message, Reserve) and len(message.parent) != KEY_BYTES:
-        raise ProtocolError(f"a parent key of {len(message.parent)} bytes, expected {KEY_BYTES}")
-    if isinstance(message, Commit):
-        _check_commit(message)
-    if isinstance(message, Corrupt):
-        _check_corrupt(message)
-    if isinstance(message, Miss) and not 0 <= message.keys <= MAX_KEYS:
-        raise ProtocolError(f"a lookup of {message.keys} keys, expected 0 to {MAX_KEYS}")
-    if isinstance(message, Changes):
-        _check_count(len(message.namespaces), "namespaces")
-
-
-def _check_commit(message: Commit) -> None:
-    count = len(message.positions or ())
-    _check_count(count, "positions")
-    if message.checksums and len(message.checksums) != CHECKSUM_BYTES * count:
-        raise ProtocolError(
-            f"{len(message.checksums)} bytes of checksums for {count} positions, expected {CHECKSUM_BYTES} each"
-        )
-
-
-def _check_corrupt(message: Corrupt) -> None:
-    count = len(message.keys) // KEY_BYTES
-    if len(message.keys) % KEY_BYTES or len(message.refs) != count * REF_BYTES or not 0 < count <= MAX_CORRUPT:
-        raise ProtocolError(
-            f"{len(message.keys)} bytes of keys and {len(message.refs)} of references to corrupt pages, expected 1 to "
-            f"{MAX_CORRUPT} pages with {KEY_BYTES} and {REF_BYTES} bytes each"
-        )
-
-
-def _check_credentials(hello: Hello) -> None:
-    if len(hello.access_id) > MAX_ACCESS_ID:
-        raise ProtocolError(f"an access id of {len(hello.access_id)} characters, expected at most {MAX_ACCESS_ID}")
-    if len(hello.nonce) not in (0, NONCE_BYTES):
-        raise ProtocolError(f"a nonce of {len(hello.nonce)} bytes, expected {NONCE_BYTES}")
-
-
-def _check_tail(tail: Tail | None) -> None:
-    if tail is None:
-        return
-    if len(tail.directory) != KEY_BYTES or len(tail.tokens) % TOKEN_BYTES:
-        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected {TOKEN_BYTES} a token in a named directory")
-    if not 0 < len(tail.tokens) <= MAX_TAIL:
-        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected at most {MAX_TAIL} and at least one token")
-
-
-def _check_count(count: int, what: str) -> None:
-    if count > MAX_KEYS:
-        raise ProtocolError(f"{count} {what} in one request, expected at most {MAX_KEYS}")
+__all__ = [
+    "CHECKSUM_BYTES",
+    "MAX_CHARACTERS",
+    "MAX_CORRUPT",
+    "MAX_CREDENTIAL",
+    "MAX_FACTS",
+    "MAX_FEATURES",
+    "MAX_ID",
+    "MAX_KEYS",
+    "MAX_KEY_BYTES",
+    "MAX_NAME",
+    "MAX_NAMESPACES_ASKED",
+    "MAX_TAIL",
+    "MAX_TEXT",
+    "REF_BYTES",
+    "TOKEN_BYTES",
+]

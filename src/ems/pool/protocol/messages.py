@@ -1,19 +1,47 @@
 """Every message of the wire: what clients ask and what the node answers.
 
 Many keys travel as one byte string of 16 bytes each, many references as one of 20 bytes each.  A message grows at its
-end, by fields with a default, used only towards a side that has named their feature (``greeting``).
+end, by fields with a default, used only towards a side that has named their feature (``greeting``).  Whatever a
+request has room for has a bound (``limits``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from ems.pool.administration.acts import Acts
-from ems.pool.core.changes import Run
-from ems.pool.keys import Tail
-from ems.pool.reasons.layouts import Difference
+from ems.pool.facts import Difference
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.protocol.acts import Acts
+from ems.pool.protocol.changes import ChangeRun
+from ems.pool.protocol.limits import (
+    CHECKSUM_BYTES,
+    MAX_CHARACTERS,
+    MAX_CORRUPT,
+    MAX_CREDENTIAL,
+    MAX_FACTS,
+    MAX_FEATURES,
+    MAX_ID,
+    MAX_KEY_BYTES,
+    MAX_KEYS,
+    MAX_NAME,
+    MAX_NAMESPACES_ASKED,
+    MAX_TEXT,
+    REF_BYTES,
+)
+from ems.pool.writer import INSTANCE_BYTES
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+"""What a namespace is called."""
+Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+RequestId = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
+Fact = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
+Feature = Annotated[str, msgspec.Meta(max_length=MAX_FEATURES)]
+AccessId = Annotated[str, msgspec.Meta(max_length=MAX_CREDENTIAL)]
+Secret = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -31,17 +59,19 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 
     oldest: int
     newest: int
-    client: str
+    client: Text
     pid: int
-    features: list[str] = []
-    access_id: str = ""
-    nonce: bytes = b""
+    features: Annotated[list[Feature], msgspec.Meta(max_length=MAX_FEATURES)] = []
+    access_id: AccessId = ""
+    nonce: Secret = b""
+    instance: Annotated[bytes, msgspec.Meta(max_length=INSTANCE_BYTES)] = b""
+    """A random number of this client, the same on each of its connections; see :class:`StillWriting`."""
 
 
 class Prove(Message, frozen=True):
     """The client's proof that it knows its access key; answered by :class:`Welcome`."""
 
-    proof: bytes
+    proof: Secret
 
 
 class Open(Message, frozen=True):
@@ -50,7 +80,7 @@ class Open(Message, frozen=True):
     A reader that does not know the size says 0: nothing is made then.
     """
 
-    name: str
+    name: Name
     page_size: int
 
 
@@ -67,8 +97,8 @@ class Reserve(Message, frozen=True):
     """
 
     namespace: int
-    parent: bytes
-    keys: bytes
+    parent: Key
+    keys: Keys
     tail: Tail | None = None
 
 
@@ -80,8 +110,18 @@ class Commit(Message, frozen=True):
     """
 
     reservation: int
-    positions: list[int] | None = None
-    checksums: bytes = b""
+    positions: Annotated[list[int], msgspec.Meta(max_length=MAX_KEYS)] | None = None
+    checksums: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * CHECKSUM_BYTES)] = b""
+
+
+class StillWriting(Message, frozen=True):
+    """Of all slots that earlier connections of this client were promised it may write into ``refs`` and no others.
+
+    Reservations that expired are among them.  Answered by :class:`Done` with how many slots are free for that; only for
+    nodes with the feature :data:`AWAITS_WRITERS`.
+    """
+
+    refs: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * REF_BYTES)]
 
 
 class Abort(Message, frozen=True):
@@ -97,10 +137,10 @@ class Lookup(Message, frozen=True):
     """
 
     namespace: int
-    keys: bytes
+    keys: Keys
     lease: bool = False
     tail: Tail | None = None
-    request: str = ""
+    request: RequestId = ""
     """The engine's id of the request that this is for; only for nodes with the feature :data:`TELLS_REASONS`."""
     compute: int = 0
     """Microseconds that a page takes to be computed again, 0 when that is not known: what a tier below memory brings
@@ -124,7 +164,7 @@ class Changes(Message, frozen=True):
     """
 
     sequence: int
-    namespaces: list[str]
+    namespaces: Annotated[list[Name], msgspec.Meta(max_length=MAX_NAMESPACES_ASKED)]
 
 
 class Corrupt(Message, frozen=True):
@@ -135,8 +175,8 @@ class Corrupt(Message, frozen=True):
     """
 
     namespace: int
-    keys: bytes
-    refs: bytes
+    keys: Annotated[bytes, msgspec.Meta(max_length=MAX_CORRUPT * KEY_BYTES)]
+    refs: Annotated[bytes, msgspec.Meta(max_length=MAX_CORRUPT * REF_BYTES)]
 
 
 class Prefetch(Message, frozen=True):
@@ -147,7 +187,7 @@ class Prefetch(Message, frozen=True):
     """
 
     namespace: int
-    keys: bytes
+    keys: Keys
 
 
 class Describe(Message, frozen=True):
@@ -156,8 +196,8 @@ class Describe(Message, frozen=True):
     It may not be open yet.  See :mod:`ems.pool.reasons.layouts`; for nodes with the feature :data:`TELLS_REASONS`.
     """
 
-    name: str
-    facts: dict[str, str]
+    name: Name
+    facts: Annotated[dict[Fact, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 
 
 class Miss(Message, frozen=True):
@@ -166,9 +206,9 @@ class Miss(Message, frozen=True):
     For nodes with the feature :data:`TELLS_REASONS`.
     """
 
-    name: str
+    name: Name
     keys: int
-    request: str = ""
+    request: RequestId = ""
 
 
 class Explain(Message, frozen=True):
@@ -177,24 +217,8 @@ class Explain(Message, frozen=True):
     For nodes with the feature :data:`TELLS_REASONS`.
     """
 
-    name: str
-    keys: bytes
-
-
-class TakeOver(Message, frozen=True):
-    """A new process of the node's user wants to be the node; answered by :class:`Handing`.
-
-    It understands hand-overs from version ``oldest`` to ``newest``.  Only for nodes with the feature
-    :data:`HANDS_OVER`; see :mod:`ems.pool.node.succession` for what follows.
-    """
-
-    oldest: int
-    newest: int
-    release: str
-
-
-class Taken(Message, frozen=True):
-    """What was handed over is in good hands: the old process ends."""
+    name: Name
+    keys: Keys
 
 
 class Announce(Message, frozen=True):
@@ -204,7 +228,7 @@ class Announce(Message, frozen=True):
     """
 
     namespace: int
-    keys: bytes
+    keys: Keys
 
 
 class Withdraw(Message, frozen=True):
@@ -251,6 +275,9 @@ class Challenge(Message, frozen=True):
     nonce: bytes
     salt: bytes
     iterations: int
+    user: int = -1
+    """The user that the node runs as, so that nobody can pass on its words as his own; only for clients with the
+    feature :data:`NAMES_USER`."""
 
 
 class Opened(Message, frozen=True):
@@ -267,7 +294,7 @@ class SegmentAttached(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """One outcome a key (a byte, see :class:`ems.pool.core.room.Outcome`) and the references of the granted ones."""
+    """One outcome a key (a byte, see :class:`ems.pool.core.reclaim.Outcome`) and the references of the granted ones."""
 
     reservation: int
     outcomes: bytes
@@ -314,7 +341,7 @@ class Changed(Message, frozen=True):
 
     sequence: int
     lost: bool
-    runs: list[Run]
+    runs: list[ChangeRun]
 
 
 class Explained(Message, frozen=True):
@@ -328,13 +355,6 @@ class Explained(Message, frozen=True):
     seconds: float = -1.0
     winner: str = ""
     layouts: list[Difference] = []
-
-
-class Handing(Message, frozen=True):
-    """So many bytes of state and file descriptors follow."""
-
-    length: int
-    descriptors: int
 
 
 class Announced(Message, frozen=True):
@@ -363,6 +383,7 @@ Request = (
     | Attach
     | Reserve
     | Commit
+    | StillWriting
     | Abort
     | Lookup
     | Release
@@ -373,8 +394,6 @@ Request = (
     | Miss
     | Explain
     | Corrupt
-    | TakeOver
-    | Taken
     | Announce
     | Withdraw
     | Administer
@@ -390,7 +409,6 @@ Answer = (
     | Figures
     | Changed
     | Explained
-    | Handing
     | Announced
     | Reported
     | Refused

@@ -6,6 +6,7 @@ from ems.errors import (
     EmsError,
     NoSpace,
     PoolRefused,
+    PoolRestarting,
     ProtocolError,
     QuotaExceeded,
     StaleReference,
@@ -21,6 +22,7 @@ REFUSALS: dict[str, type[EmsError]] = {
     "quota": QuotaExceeded,
     "no-space": NoSpace,
     "stale": StaleReference,
+    "restarting": PoolRestarting,
     "refused": PoolRefused,
 }
 """Code on the wire and the error that it stands for, most special first."""

@@ -7,57 +7,19 @@ bounded; a description changes nothing about which pages meet.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
-
-import msgspec
+from itertools import islice
+from typing import TypeVar
 
 from ems.errors import PoolRefused
+from ems.pool.facts import MAX_NAME, MODEL, PLANE, TENANT, Difference, check_facts
+from ems.pool.names import tenant_of
 
 MAX_DESCRIBED = 1024
-"""Namespaces whose descriptions are kept; the oldest leave first."""
-MAX_NAME = 512
-"""Characters of the longest name of a namespace."""
-MAX_FACTS = 48
-MAX_CHARACTERS = 8192
-"""Characters of one description."""
-MAX_TEXT = 160
-"""Characters of a fact that are worth showing; longer ones are told apart by their digest."""
-
-TENANT, MODEL, PLANE = "tenant", "model", "plane"
-"""The facts by which namespaces are related; a description has at least the first two."""
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """A related namespace, and what it has otherwise: field, the value here, the value there."""
-
-    namespace: str
-    fields: dict[str, tuple[str, str]]
-
-
-def plain_facts(facts: Mapping[str, object]) -> dict[str, str]:
-    """``facts`` of any plain values as they are described: as text, long ones by their digest."""
-    texts = {name: str(value) for name, value in facts.items()}
-    return {
-        name: text if len(text) <= MAX_TEXT else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        for name, text in texts.items()
-    }
-
-
-def check_facts(facts: Mapping[str, str]) -> None:
-    """Look whether ``facts`` can describe a namespace.
-
-    Raises:
-        PoolRefused: they are too many, too long, or name no tenant and model.
-    """
-    characters = sum(len(name) + len(text) for name, text in facts.items())
-    if len(facts) > MAX_FACTS or characters > MAX_CHARACTERS:
-        raise PoolRefused(
-            f"a namespace is described by {len(facts)} facts of {characters} characters, expected at most {MAX_FACTS} "
-            f"of {MAX_CHARACTERS}"
-        )
-    if TENANT not in facts or MODEL not in facts:
-        raise PoolRefused(f"a namespace is described without its {TENANT} and {MODEL}, give both")
+"""Namespaces whose descriptions are kept; the oldest of the tenant that has most leaves first."""
+MAX_RELATED = 64
+"""Other layouts of one model that are looked at, the newest first."""
+_Group = TypeVar("_Group")
 
 
 class Layouts:
@@ -66,6 +28,8 @@ class Layouts:
     def __init__(self) -> None:
         self._facts: dict[str, dict[str, str]] = {}
         self._related: dict[tuple[str, str, str], dict[str, None]] = {}
+        self._of: dict[str, dict[str, None]] = {}
+        """The names of each tenant's namespaces, the oldest description first."""
 
     def __len__(self) -> int:
         return len(self._facts)
@@ -81,24 +45,22 @@ class Layouts:
             raise PoolRefused(f"a namespace's name has {len(namespace)} characters, expected at most {MAX_NAME}")
         self.forget(namespace)
         if len(self._facts) >= MAX_DESCRIBED:
-            self.forget(next(iter(self._facts)))
+            most = max(self._of, key=lambda tenant: len(self._of[tenant]))
+            self.forget(next(iter(self._of[most])))
         self._facts[namespace] = dict(facts)
+        self._of.setdefault(tenant_of(namespace), {})[namespace] = None
         self._related.setdefault(_family(facts), {})[namespace] = None
 
     @property
     def all(self) -> dict[str, dict[str, str]]:
-        """All descriptions by name."""
         return self._facts
 
     def forget(self, namespace: str) -> None:
-        """``namespace`` is described no more."""
         facts = self._facts.pop(namespace, None)
         if facts is None:
             return
-        related = self._related[_family(facts)]
-        del related[namespace]
-        if not related:
-            del self._related[_family(facts)]
+        _remove(self._related, _family(facts), namespace)
+        _remove(self._of, tenant_of(namespace), namespace)
 
     def facts(self, namespace: str) -> Mapping[str, str]:
         """The description of ``namespace``, empty when there is none."""
@@ -108,10 +70,10 @@ class Layouts:
         """Other layouts of the model that ``namespace`` has."""
         facts = self._facts.get(namespace)
         if facts is not None:
-            yield from (name for name in self._related[_family(facts)] if name != namespace)
+            others = (name for name in reversed(self._related[_family(facts)]) if name != namespace)
+            yield from islice(others, MAX_RELATED)
 
     def differences(self, namespace: str, other: str) -> Difference:
-        """What ``other`` has otherwise than ``namespace``."""
         mine, theirs = self._facts.get(namespace, {}), self._facts.get(other, {})
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         return Difference(other, {name: (mine.get(name, ""), theirs.get(name, "")) for name in names})
@@ -119,3 +81,9 @@ class Layouts:
 
 def _family(facts: Mapping[str, str]) -> tuple[str, str, str]:
     return facts[TENANT], facts[MODEL], facts.get(PLANE, "")
+
+
+def _remove(names: dict[_Group, dict[str, None]], group: _Group, name: str) -> None:
+    del names[group][name]
+    if not names[group]:
+        del names[group]

@@ -1,19 +1,26 @@
 """Which request looked for what lately, so that somebody can ask for a request by its id.
 
 A brain.  What always holds: the last :data:`MAX_REQUESTS` requests are known, each with its last :data:`MAX_LOOKS`
-lookups; memory is bounded (about 1 KiB a request).
+lookups, or as many as :data:`MAX_BYTES` hold.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 
 import msgspec
 
+from ems.pool.protocol.limits import MAX_ID
+
 MAX_REQUESTS = 4096
 MAX_LOOKS = 8
-MAX_ID = 256
-"""Characters of a request's id that count."""
+MAX_BYTES = 8 << 20
+"""Bytes of all that is known."""
+_REQUEST_BYTES = 300
+"""Bytes of a request beside its id: its place and its list."""
+_LOOK_BYTES = 250
+"""Bytes of a look beside the name of its namespace."""
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -32,23 +39,26 @@ class Requests:
 
     def __init__(self) -> None:
         self._looks: OrderedDict[str, list[Look]] = OrderedDict()
+        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._looks)
 
     def looked(self, request: str, look: Look) -> None:
-        """``request`` made the lookup ``look``."""
         request = request[:MAX_ID]
         looks = self._looks.get(request)
         if looks is None:
-            if len(self._looks) >= MAX_REQUESTS:
-                self._looks.popitem(last=False)
-            self._looks[request] = [look]
-            return
-        self._looks.move_to_end(request)
+            looks = self._looks[request] = []
+            self._bytes += _REQUEST_BYTES + sys.getsizeof(request)
+        else:
+            self._looks.move_to_end(request)
         looks.append(look)
+        self._bytes += _size(look)
         if len(looks) > MAX_LOOKS:
-            looks.pop(0)
+            self._bytes -= _size(looks.pop(0))
+        while len(self._looks) > MAX_REQUESTS or self._bytes > MAX_BYTES:
+            name, gone = self._looks.popitem(last=False)
+            self._bytes -= _REQUEST_BYTES + sys.getsizeof(name) + sum(map(_size, gone))
 
     def revise(self, request: str, code: int) -> None:
         """The last lookup of ``request`` missed because of ``code``."""
@@ -66,3 +76,7 @@ class Requests:
             return request[:MAX_ID], list(exact)
         alike = [name for name in self._looks if request and request in name]
         return (alike[0], list(self._looks[alike[0]])) if len(alike) == 1 else ("", [])
+
+
+def _size(look: Look) -> int:
+    return _LOOK_BYTES + sys.getsizeof(look.namespace)

@@ -28,6 +28,7 @@ class Reason(Enum):
     REFUSED_NO_SPACE = "refused_no_space"
     REFUSED_NOT_TOUCHED = "refused_not_touched"
     REFUSED_DRAINING = "refused_draining"
+    REFUSED_SHARE = "refused_share"
     OTHER_LAYOUT = "other_layout"
     OTHER_TENANT = "other_tenant"
     TIER_OFFLINE = "tier_offline"
@@ -50,7 +51,6 @@ class Reason(Enum):
 
     @property
     def sentence(self) -> str:
-        """The reason in words."""
         return _SENTENCES[self]
 
     @property
@@ -80,6 +80,9 @@ _SENTENCES = {
     Reason.REFUSED_NO_SPACE: "the next block was refused when it was to be stored: nothing could make room for it",
     Reason.REFUSED_NOT_TOUCHED: "the next block was refused when it was to be stored: memory was not touched yet",
     Reason.REFUSED_DRAINING: "the next block was refused when it was to be stored: the node was being drained",
+    Reason.REFUSED_SHARE: (
+        "the next block was refused when it was to be stored: too many were reserved by its writer and not committed"
+    ),
     Reason.OTHER_LAYOUT: "the pool has this model only in another layout, which means other bytes",
     Reason.OTHER_TENANT: "only another tenant has this",
     Reason.TIER_OFFLINE: "the tier that has the next block does not answer",
@@ -94,7 +97,7 @@ _SENTENCES = {
     Reason.BELOW_MINIMUM: "less was found than num_min_reuse_tokens and num_min_load_blocks ask for",
     Reason.DEAR: "computing is quicker than loading here",
     Reason.LOAD_FAILED: "blocks that were promised could not be loaded and were computed",
-    Reason.ADAPTER: "requests with a LoRA adapter stay out of the pool",
+    Reason.ADAPTER: "which weights the request's LoRA adapter has cannot be told, the log says why",
     Reason.DOES_NOT_LOAD: "this engine only stores and loads nothing",
     Reason.NOT_LOADED: "the engine did not ask for the load",
 }
@@ -120,6 +123,7 @@ _CODES = {
     Reason.GAP: 18,
     Reason.LOWER_TIER: 19,
     Reason.DEAR: 20,
+    Reason.REFUSED_SHARE: 21,
 }
 _REASONS = {code: reason for reason, code in _CODES.items()}
 CODES = max(_REASONS) + 1

@@ -20,11 +20,7 @@ import msgspec
 
 from ems.config import NodeConfig, format_size
 from ems.errors import ConfigError
-from ems.pool.core.handover import ArenaState
-from ems.pool.segments.folder import GIVEN_UP_NAME, Folder
-from ems.pool.segments.given_up import GivenUp, lay_out
-from ems.pool.segments.headers import Headers
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     HEADER_BYTES,
     HEADERS_OFFSET,
     Description,
@@ -32,15 +28,18 @@ from ems.pool.segments.layout import (
     header_offset,
     unpack_description,
 )
-from ems.pool.segments.marks import MarkFile
+from ems.pool.segments.folder import GIVEN_UP_NAME, Folder, refuse_disk
+from ems.pool.segments.given_up import GivenUp, lay_out
+from ems.pool.segments.headers import Headers
+from ems.pool.segments.node_state import NodeStateFile
 from ems.pool.segments.plan import MAX_SEGMENTS, plan_segments
 from ems.pool.segments.recovery import MAX_SLOTS, SegmentImage
-from ems.pool.segments.segment_file import Place, SegmentFile
+from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.segments.tail_file import Listed, TailFile
 from ems.pool.segments.touch import TOUCH_STEP, yield_to_others
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
+    from ems.pool.pages import Page
     from ems.pool.segments.recovery import Recovered
 
 URGENT_BYTES = 512 << 20
@@ -50,15 +49,6 @@ URGENT_BYTES = 512 << 20
 def total_memory() -> int:
     """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-class InheritedArena(msgspec.Struct, frozen=True):
-    """The arena of an earlier process of the node: its lock and its open segments, how much of each was touched."""
-
-    state: ArenaState
-    lock: int
-    files: list[int]
-    touched: list[int]
 
 
 class Retired(msgspec.Struct, frozen=True):
@@ -78,7 +68,7 @@ class Arena:
         ConfigError: the folder or the memory cannot be had.
     """
 
-    def __init__(self, config: NodeConfig, node_id: bytes, inherited: InheritedArena | None = None) -> None:
+    def __init__(self, config: NodeConfig, node_id: bytes, lock: int | None = None) -> None:
         self._populate = config.prefault
         self._trusting = config.tenants is None
         """Whether tiers work on mapped memory, because all clients are of one user."""
@@ -86,16 +76,17 @@ class Arena:
         self.sizes: list[int] = []
         self.touched: list[int] = []
         self.notes: list[str] = []
+        self._going: dict[int, SegmentFile] = {}
+        """Files of segments whose memory is being given back."""
         self.found: set[int] = set()
         """Segments whose memory an earlier node had: whoever was its client may still map it."""
-        self._folder = Folder(config.directory, lock=inherited.lock if inherited else None)
-        self._marks = MarkFile(self._folder.marks)
+        if not config.allow_disk:
+            refuse_disk(config.directory)
+        self._folder = Folder(config.directory, lock=lock)
+        self._node_state = NodeStateFile(self._folder.marks)
         self.headers = Headers(node_id, self._files, self._cover)
         self._gone = GivenUp(config.directory / GIVEN_UP_NAME)
         self._tails = self._tail_file()
-        if inherited is not None:
-            self._go_on(inherited)
-            return
         try:
             if config.fresh:
                 self._folder.remove_segments()
@@ -115,7 +106,7 @@ class Arena:
             raise
 
     def _cover(self, stamp: int, carving: int) -> None:
-        self._marks.cover(stamp, carving)
+        self._node_state.cover(stamp, carving)
 
     def _planned(self, config: NodeConfig, free: int, found: list[int]) -> list[int]:
         """Sizes of the segments, those among them that stay given up."""
@@ -133,19 +124,6 @@ class Arena:
         """Segments that have no memory since the pool was made smaller."""
         return self._gone.segments
 
-    def _go_on(self, inherited: InheritedArena) -> None:
-        """Go on with the segments of an earlier process of the node."""
-        state = inherited.state
-        self._files += [self._file(file, size) for file, size in zip(inherited.files, state.sizes, strict=True)]
-        self.headers.ends += state.header_ends
-        self.headers.go_on(state.stamp, state.carving)
-        self.sizes, self.touched = list(state.sizes), list(inherited.touched)
-        self._tails.resume()
-
-    def snapshot(self) -> ArenaState:
-        """What a process that takes over needs to know beside :attr:`lock` and :attr:`files`."""
-        return ArenaState(list(self.sizes), list(self.headers.ends), self.headers.stamp, self.headers.carving)
-
     @property
     def lock(self) -> int:
         """The open file by whose lock the folder is held."""
@@ -156,23 +134,17 @@ class Arena:
         """The open files of all segments."""
         return [file.descriptor for file in self._files]
 
-    def sign(self) -> None:
-        """Write down that this process holds the folder, and what the process before it may not have known to write."""
-        self._folder.sign()
-        with contextlib.suppress(OSError):  # memory is full; the next start goes by what is in the segments
-            self._marks.keep(self.sizes[0])
-        self._cover(self.headers.stamp, self.headers.carving)
-
     def leave(self) -> None:
-        """Let go of everything, with which another process goes on."""
+        """Let go of everything, with which another node goes on by a lock of its own or this one's."""
         self._release()
         self._folder.leave()
 
     def _release(self) -> None:
         # A thread that hangs in a read into a page keeps its file until the process ends.
         self._files.clear()
+        self._going.clear()
         self._tails.close()
-        self._marks.close()
+        self._node_state.close()
 
     def _find(self) -> tuple[list[int], set[int]]:
         """Open the segments of an earlier node: their sizes, one like the other, and those whose file was cut since.
@@ -188,7 +160,7 @@ class Arena:
                 break
             opened.append((file, status.st_size))
         sizes = Counter(size for _, size in opened if size)
-        size = self._marks.segment or (sizes.most_common(1)[0][0] if sizes else 0)
+        size = self._node_state.segment or (sizes.most_common(1)[0][0] if sizes else 0)
         if not size:
             for file, _ in opened:
                 os.close(file)
@@ -226,8 +198,8 @@ class Arena:
 
     def _forget_marks(self) -> None:
         """The file went with the segments of which it told; another is made."""
-        self._marks.close()
-        self._marks = MarkFile(self._folder.marks)
+        self._node_state.close()
+        self._node_state = NodeStateFile(self._folder.marks)
 
     def _give_up(self) -> None:
         """Begin nothing; what an earlier node left stays, as far as it was not dropped already."""
@@ -239,7 +211,7 @@ class Arena:
         try:
             for number in range(kept, len(self.sizes)):
                 self._create(number)
-            self._marks.keep(self.sizes[0])
+            self._node_state.keep(self.sizes[0])
         except OSError:
             for number in range(kept, len(self._files)):
                 with contextlib.suppress(OSError):
@@ -328,7 +300,7 @@ class Arena:
     @property
     def limits(self) -> tuple[int, int]:
         """What stamps and carvings of an earlier node never reached."""
-        return self._marks.limits
+        return self._node_state.limits
 
     def free_bytes(self) -> int:
         """Bytes that the file system has left."""
@@ -359,14 +331,19 @@ class Arena:
                 self._replace(number)
 
     def give_up(self, number: int, start: int, length: int) -> None:
-        """Give memory of segment ``number`` back to the system; its file and its mappings stay, and read as zeros.
+        """Give memory of segment ``number`` back to the system; mappings of it stay, and read as zeros.
 
-        So whoever still looks into it finds no page, and the segment can come back.
+        So whoever still looks into it finds no page.  The segment can come back, in another file: somebody may still
+        write into this one.
         """
         length = min(length, self.sizes[number] - start)
         self.touched[number] = 0
-        self._files[number].punch(start, length)
+        if not start:
+            with contextlib.suppress(OSError):  # there is no memory for a file; the old one goes on
+                self._going[number] = self.renew(number).file
+        self._going.get(number, self._files[number]).punch(start, length)
         if start + length >= self.sizes[number]:
+            self._going.pop(number, None)
             with contextlib.suppress(OSError):  # the next start has the segment back, which costs nothing but memory
                 self._gone.put(number, gone=True)
 
@@ -425,9 +402,9 @@ class Arena:
             if self._tails.add(namespace, page.key, page.ref, page.tail):
                 self._tails.rewrite(tails())
 
-    def place(self, ref: PageRef, length: int) -> Place:
+    def place(self, ref: PageRef, length: int) -> FileRange:
         """The ``length`` bytes of the slot of ``ref``, for a thread that reads or fills them."""
-        return Place(self._files[ref.segment], ref.offset, length, mapped=self._trusting)
+        return FileRange(self._files[ref.segment], ref.offset, length, mapped=self._trusting)
 
     def prefault(
         self, progress: Callable[[int, int], None], stop: threading.Event, segments: Iterable[int] | None = None

@@ -1,12 +1,14 @@
 """The folder of one node: whose it is, which node holds it, what is in it.
 
 What always holds: one living node a folder (a lock on a file in it says so, and the kernel drops the lock
-however the process ends); nobody else may write into it; a node that stops leaves its pages behind and nothing else.
+however the process ends); nobody else may write into it; a node that stops leaves its pages behind and nothing else;
+nothing is changed in a folder that holds anything but a node's own files, nor the mode of one that is there already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -16,17 +18,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ems.errors import ConfigError
+from ems.pool import layout
+from ems.pool.segments import side_file
+from ems.pool.segments.node_state import NodeStateFile
 
 LOG_NAME = "node.log"
-"""What a node that was started by an engine says."""
+"""What a node that was started by an engine says, after :data:`LOG_BEGINS`."""
+LOG_BEGINS = b"EMS node log\n"
 MAKE_TRIES = 100
 """How often a folder is made anew that goes while it is made."""
 STOP_SECONDS = 3.0
 """How long a node may take from closing its socket to leaving its folder."""
 OWNERS_NAME = "owners"
 """Which tenant's pages each segment has held."""
-EXPERIENCE_NAME = "experience"
-"""What the eviction policies have learned."""
+PINS_NAME = "pins"
+"""What an administrator has pinned."""
 GIVEN_UP_NAME = "given-up"
 """Which segments have no memory since the pool was made smaller."""
 _POLL_SECONDS = 0.05
@@ -34,11 +40,80 @@ _LOCK_NAME = "node.lock"
 _TAILS_NAME = "tails"
 _MARKS_NAME = "marks"
 _SEGMENT = re.compile(r"segment-(\d{5,})(\.new)?")
+_SIDE_FILES = re.compile(r"(tails|owners|given-up|pins|experience(\.\d+)?)(\.new)?|marks")
+_SIDE_FILES_BEGIN = (side_file.MAGIC, b"EMSTAIL", b"EMSMARK", b"EMSEXP0")
+_HOLDER = re.compile(rb"\d{0,20}\n?")
+_IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+"""File systems that live in memory, by the numbers that statfs(2) gives them."""
 _REMEDY = "give a writable tmpfs folder of its own with --dir"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def refuse_disk(path: Path) -> None:
+    """Make sure that files in ``path``, which need not be there yet, live in memory.
+
+    Raises:
+        ConfigError: they would not; nothing was made.
+    """
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    buffer = ctypes.create_string_buffer(512)
+    # The number of the file system is the first field, a machine word.
+    if (
+        not _libc.statfs(os.fsencode(there), buffer)
+        and (number := ctypes.c_ulong.from_buffer(buffer).value) not in _IN_MEMORY
+    ):
+        raise ConfigError(
+            f"{path} is not in memory (file system {number:#x}), expected a folder on a tmpfs such as /dev/shm; "
+            "give one with --dir, or --allow-disk if pages are to be written to a disk"
+        )
+
+
+def refuse_strangers(path: Path) -> None:
+    """Make sure that there is nothing in the folder ``path`` but a node's own files and sockets.
+
+    Where the file of marks is sound the folder is a node's, and files are known by their names: clients can write
+    anything into segments.  Where it is not, each file has to begin as the node's own do.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    is_a_nodes = NodeStateFile.is_sound(path / _MARKS_NAME)
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        for entry in entries:
+            mode = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISSOCK(mode):
+                continue
+            if not stat.S_ISREG(mode) or not _is_own(path / entry.name, by_name=is_a_nodes):
+                raise ConfigError(
+                    f"{path} holds {entry.name}, which no pool node wrote, expected a folder for the node alone; give "
+                    "another --dir, or move that file away"
+                )
+    except FileNotFoundError:
+        return  # a node that stopped in this very moment removed it
+    except OSError as error:
+        raise ConfigError(f"cannot use {path} for a pool node: {error.strerror}; {_REMEDY}") from error
+
+
+def _is_own(path: Path, *, by_name: bool) -> bool:
+    """Whether a node wrote the file, as far as its name and its first bytes say."""
+    name = path.name
+    with path.open("rb") as file:
+        begins = file.read(layout.HEADERS_OFFSET)
+    if name == _LOCK_NAME:
+        return _HOLDER.fullmatch(begins) is not None
+    if name == LOG_NAME:
+        return not begins or begins.startswith(LOG_BEGINS)
+    if _SIDE_FILES.fullmatch(name):
+        return by_name or not begins or begins.startswith(_SIDE_FILES_BEGIN)
+    # A segment that was never carved has no description yet.
+    return bool(_SEGMENT.fullmatch(name)) and (by_name or not any(begins) or begins.startswith(layout.MAGIC))
 
 
 def make_folder(path: Path) -> None:
-    """Make sure that ``path`` is a folder of this user that nobody else may write into.
+    """Make sure that ``path`` is a folder of this user that nobody else may write into, without changing one.
 
     Raises:
         ConfigError: it cannot be, with the reason.
@@ -60,7 +135,10 @@ def make_folder(path: Path) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         if status.st_mode & stat.S_ISVTX:
             raise ConfigError(f"{path} is a folder for everybody, expected one for the node alone; {_REMEDY}")
-        path.chmod(0o700)
+        raise ConfigError(
+            f"{path} has mode {stat.S_IMODE(status.st_mode):o}, so others may write into it, expected a folder for the "
+            f"node alone; run 'chmod 700 {path}' or give another --dir"
+        )
 
 
 def _made(path: Path) -> tuple[os.stat_result, os.stat_result]:
@@ -100,12 +178,6 @@ class Folder:
         """The open file whose lock says who holds the folder."""
         return self._lock
 
-    def sign(self) -> None:
-        """Write into the lock's file that this process holds it."""
-        with contextlib.suppress(OSError):  # only for a message to people; memory may be full
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-
     def leave(self) -> None:
         """Let go of the folder, which another process holds by the same lock."""
         os.close(self._lock)
@@ -142,12 +214,9 @@ class Folder:
             if segment is not None and (segment[2] or int(segment[1]) >= first):
                 entry.unlink(missing_ok=True)
         if not first:
-            self.tails.unlink(missing_ok=True)
-            (self.path / OWNERS_NAME).unlink(missing_ok=True)
-            for name in (EXPERIENCE_NAME, GIVEN_UP_NAME):
-                for entry in self.path.glob(f"{name}*"):
+            for entry in self.path.iterdir():
+                if _SIDE_FILES.fullmatch(entry.name):
                     entry.unlink(missing_ok=True)
-            self.marks.unlink(missing_ok=True)
 
     def close(self, *, log: bool) -> None:
         """Let others have the folder; the node's log goes if ``log``, and the folder too when nothing is in it."""
@@ -164,6 +233,7 @@ def _lock(path: Path, deadline: float) -> int:
     lock_path = path / _LOCK_NAME
     while True:
         make_folder(path)
+        refuse_strangers(path)
         try:
             lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
@@ -201,6 +271,7 @@ def starting(path: Path) -> Iterator[bool]:
     """
     folder = _lock_folder(path)
     try:
+        refuse_strangers(path)
         yield folder is not None
     finally:
         if folder is not None:

@@ -8,11 +8,12 @@ read knows of none, and the pool is then as large as its files.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import msgspec
+
+from ems.pool.segments.side_file import read_side_file, write_side_file
 
 
 def lay_out(found: int, gone: AbstractSet[int], wanted: int) -> tuple[int, set[int]]:
@@ -35,8 +36,8 @@ class GivenUp:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.segments: frozenset[int] = frozenset()
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            self.segments = frozenset(msgspec.json.decode(path.read_bytes(), type=list[int]))
+        with contextlib.suppress(msgspec.MsgspecError):
+            self.segments = frozenset(msgspec.json.decode(read_side_file(path) or b"[]", type=list[int]))
 
     def put(self, segment: int, *, gone: bool) -> None:
         """The memory of ``segment`` was given back, or it is about to be used again.
@@ -54,9 +55,5 @@ class GivenUp:
         """
         if segments == self.segments:
             return
-        new = self._path.with_name(f"{self._path.name}.new")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(sorted(segments)))
-        new.replace(self._path)
+        write_side_file(self._path, msgspec.json.encode(sorted(segments)))
         self.segments = frozenset(segments)

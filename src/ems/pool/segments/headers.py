@@ -1,17 +1,18 @@
 """What stands in segments beside the pages: the description of each, and a header for each slot.
 
 What always holds: only the node writes them; a segment's description is there only while all its headers mean what it
-says; no stamp and no carving is given twice, nor one that was not announced before (:mod:`ems.pool.segments.marks`).
+says; no stamp and no carving is given twice, nor one that was not announced before
+(:mod:`ems.pool.segments.node_state`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     HEADER_BYTES,
     Description,
     Header,
@@ -26,10 +27,11 @@ from ems.pool.segments.layout import (
     unpack_refs,
 )
 from ems.pool.segments.segment_file import SegmentFile
+from ems.pool.segments.verify import LOOKED_AT_ONCE
 
 if TYPE_CHECKING:
-    from ems.pool.core.index import Page
-    from ems.pool.core.room import Assigned
+    from ems.pool.pages import Assigned, Page
+    from ems.pool.writer import Writer
 
 _FREE = int(SlotState.FREE).to_bytes(4, "little")
 
@@ -73,10 +75,14 @@ class Headers:
         )
         file.write(0, description)
 
-    def begin_writing(self, pages: Iterable[Page], refs: bytes, length: int) -> None:
-        """Write the headers of ``pages`` of ``length`` bytes at packed ``refs``, before their writer learns of them."""
+    def begin_writing(self, pages: Iterable[Page], refs: bytes, length: int, writer: Writer) -> None:
+        """Write the headers of ``pages`` of ``length`` bytes at packed ``refs``, before ``writer`` learns of them.
+
+        A node that comes after this one reads there who may still be writing.
+        """
+        packed, namespace = writer.pack(), writer.pid_namespace
         self._write_headers(
-            (ref, Header(SlotState.WRITING, ref.generation, page.key, length=length))
+            (ref, Header(SlotState.WRITING, ref.generation, page.key, packed, 0, length, namespace))
             for page, ref in zip(pages, unpack_refs(refs), strict=True)
         )
 
@@ -132,8 +138,8 @@ class Headers:
         for segment, slot in slots:
             self._files[segment].write(header_offset(slot), _FREE)
 
-    def is_sound(self, ref: PageRef, key: bytes, length: int) -> bool:
-        """Whether header and bytes of a present page of ``length`` bytes are right; looks at all of it."""
+    def look_at(self, ref: PageRef, key: bytes, length: int) -> Generator[None, None, bool]:
+        """Whether header and bytes of a present page of ``length`` bytes are right, a part of them in each step."""
         file = self._files[ref.segment]
         raw = file.read(header_offset(ref.slot), HEADER_BYTES)
         if raw is None or not header_is_sound(raw, 0):
@@ -143,8 +149,15 @@ class Headers:
             return False
         if not header.flags & PageFlag.CHECKSUMMED:
             return True
-        page = file.read(ref.offset, length)
-        return page is not None and page_checksum(memoryview(page)) == header.checksum
+        checksum = 0
+        for start in range(0, length, LOOKED_AT_ONCE):
+            if start:
+                yield
+            part = file.read(ref.offset + start, min(LOOKED_AT_ONCE, length - start))
+            if part is None:
+                return False
+            checksum = crc32c(part, checksum)
+        return checksum == header.checksum
 
     def quarantine(self, ref: PageRef, key: bytes) -> None:
         """Say in its header that the slot of ``ref`` is not used any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ems.pool.checksum import page_checksum
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     HEADER_BYTES,
     PageRef,
     belongs_to,

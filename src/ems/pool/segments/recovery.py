@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ems.pool.facts import MAX_NAME
 from ems.pool.keys import KEY_BYTES, NO_PARENT
-from ems.pool.reasons.layouts import MAX_NAME
-from ems.pool.segments.layout import (
+from ems.pool.layout import (
     HEADER_BYTES,
     HEADERS_OFFSET,
     MAX_PAGE,
@@ -26,6 +26,7 @@ from ems.pool.segments.layout import (
     SlotState,
     unpack_description,
 )
+from ems.pool.writer import UNKNOWN, Writer
 
 _KEY = np.dtype(f"V{KEY_BYTES}")
 _HEADER = np.dtype(
@@ -71,7 +72,10 @@ class RecoveredPages(msgspec.Struct, frozen=True):
 
 
 class RecoveredSegment(msgspec.Struct, frozen=True):
-    """A segment that goes on as it was: its slots' generations, those with pages, those that must rest (packed)."""
+    """A segment that goes on as it was: its slots' generations, those with pages, those that must rest (packed).
+
+    ``writers`` may still write into the latter.
+    """
 
     number: int
     namespace: str
@@ -79,6 +83,7 @@ class RecoveredSegment(msgspec.Struct, frozen=True):
     generations: list[int]
     present: list[int]
     resting: list[bytes]
+    writers: list[Writer] = []
 
 
 class Unreadable(msgspec.Struct, frozen=True):
@@ -110,7 +115,16 @@ class _Found(msgspec.Struct, frozen=True):
     headers: Headers
     present: Mask
     resting: Mask
+    written: Mask
+    """Those that rest whose header says by whom they were being written."""
     lost: int
+
+    @property
+    def writers(self) -> list[Writer]:
+        """Who may still write into each of the slots that rest."""
+        headers, known = self.headers[self.resting], self.written[self.resting].tolist()
+        told = zip(headers["parent"].tolist(), headers["checksum"].tolist(), known, strict=True)
+        return [Writer.unpack(packed, namespace) if sound else UNKNOWN for packed, namespace, sound in told]
 
     def refs(self, slots: Mask) -> list[bytes]:
         """Where ``slots`` lie, packed."""
@@ -209,7 +223,8 @@ def _read(image: SegmentImage, stamps: int, carvings: int) -> _Found | str | Non
     lost = int(np.count_nonzero(used & ~present & ~(sound & (state != SlotState.PRESENT))))
     never_used = ~used & (headers["generation"] == 0)
     headers["generation"][never_used] = description.generation
-    return _Found(description, headers, present, resting, lost)
+    written = resting & sound & (state == SlotState.WRITING)
+    return _Found(description, headers, present, resting, written, lost)
 
 
 def _segment(found: _Found, dropped: set[tuple[int, int]]) -> RecoveredSegment:
@@ -222,6 +237,7 @@ def _segment(found: _Found, dropped: set[tuple[int, int]]) -> RecoveredSegment:
         found.headers["generation"].tolist(),
         [slot for slot in present if (number, slot) not in dropped] if dropped else present,
         found.refs(found.resting),
+        found.writers,
     )
 
 
@@ -247,12 +263,12 @@ def _in_order(keys: list[bytes], parents: list[bytes], position_of: dict[bytes, 
 
     With each comes the key of the block before; a ring, which no honest writer makes, is cut.
     """
-    told = bytearray(len(keys))
+    codes = bytearray(len(keys))
     for position in compress(range(len(keys)), [position_of[key] == at for at, key in enumerate(keys)]):
         path: list[int] = []
         at: int | None = position
-        while at is not None and not told[at]:
-            told[at] = 1
+        while at is not None and not codes[at]:
+            codes[at] = 1
             path.append(at)
             at = position_of.get(parents[at])
         ring = at is not None and bool(path) and at in path

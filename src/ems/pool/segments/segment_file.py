@@ -144,7 +144,7 @@ class SegmentFile:
         punch(self.descriptor, length, start)
 
 
-class Place:
+class FileRange:
     """Bytes of a segment that a tier reads or fills on a thread; the file stays open with it."""
 
     def __init__(self, file: SegmentFile, offset: int, length: int, *, mapped: bool) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.segments.layout import REF_BYTES
+from ems.pool.layout import REF_BYTES
 
 _MAGIC = b"EMSTAIL2"
 _RECORD = struct.Struct("<III")
@@ -73,16 +73,6 @@ class TailFile:
         self._size = end
         os.ftruncate(self._file, self._size)
         return records
-
-    def resume(self) -> None:
-        """Go on with a file that is there; what is in it is known.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        if self._path.is_file():
-            self._open(0)
-            self._compact_above = max(2 * self._size, _LEAST_BYTES)
 
     def _open(self, flags: int) -> None:
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)

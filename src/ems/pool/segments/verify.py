@@ -11,8 +11,10 @@ from enum import StrEnum
 
 import msgspec
 
-from ems.pool.segments.layout import Header, PageFlag
+from ems.pool.layout import Header, PageFlag
 
+LOOKED_AT_ONCE = 1 << 20
+"""Bytes of a page that the node looks at in one step."""
 SAMPLE = 16
 """Of so many pages that were stored in this life of the node one is checked when pages are sampled."""
 

@@ -1,7 +1,7 @@
-"""Tenants: who may use a node, how that is proven, what belongs to whom, and how much of the pool each may have.
+"""Tenants: who may use a node, how that is proven, and what each may ask.
 
-Brains: ``names`` (what belongs to whom), ``scram`` (proofs), ``registry`` (tenants and their keys), ``limiter``
-(failed attempts), ``gate`` (who is let in), ``shares`` (how much, and who gives way to whom), ``desk`` (what a tenant
-may ask and is told).  Shells: ``store`` (the file), ``watch`` (the node reads it again).
+Brains: ``scram`` (proofs), ``registry`` (tenants and their keys), ``limiter`` (failed attempts), ``gate`` (who is let
+in), ``request_filter`` (what a tenant may ask and is told).  Shells: ``store`` (the file, and reading it again),
+``segment_tenants`` (whose each segment is), ``tenancy`` (all of it, for the node).
 A node without a tenants file is open: every connection is as good as another, and nothing of this is in its way.
 """

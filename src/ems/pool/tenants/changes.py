@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ems.pool.core.changes import ChangeLog, Run
-from ems.pool.core.handover import ChangesState
-from ems.pool.tenants.names import tenant_of
+from ems.pool.core.changes import ChangeLog
+from ems.pool.names import tenant_of
+from ems.pool.protocol.changes import ChangeRun
 
 
 class TenantChanges(ChangeLog):
@@ -31,7 +31,7 @@ class TenantChanges(ChangeLog):
         """A page left."""
         self._log(namespace).removed(namespace, key)
 
-    def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[Run]]:
+    def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[ChangeRun]]:
         """What changed in ``namespaces``, all of one tenant, after ``sequence``; see :class:`ChangeLog`."""
         return self._log(namespaces[0] if namespaces else "").since(sequence, namespaces, now)
 
@@ -39,14 +39,6 @@ class TenantChanges(ChangeLog):
         """Time went by."""
         for log in self._logs.values():
             log.tick(now)
-
-    def all_logs(self) -> dict[str, ChangesState]:
-        """The logs by tenant, for a process that takes over."""
-        return {tenant: log.snapshot() for tenant, log in self._logs.items()}
-
-    def resume_log(self, tenant: str, state: ChangesState) -> None:
-        """Go on from what :meth:`all_logs` said of a tenant."""
-        self._logs.setdefault(tenant, ChangeLog()).resume(state)
 
     def _log(self, namespace: str) -> ChangeLog:
         return self._logs.setdefault(tenant_of(namespace), ChangeLog())

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import msgspec
 
 from ems.errors import ProtocolError, Unauthorised
+from ems.pool.core.quota import Quota
 from ems.pool.protocol import coding, greeting, messages
 from ems.pool.tenants import scram
 from ems.pool.tenants.limiter import FailureLimiter
-from ems.pool.tenants.quota import Quota
 from ems.pool.tenants.registry import Registry
 
 ROOT = 0
@@ -29,7 +29,7 @@ class Peer(NamedTuple):
     uid: int
 
 
-class Guest(msgspec.Struct, frozen=True):
+class Principal(msgspec.Struct, frozen=True):
     """Whom a connection belongs to.
 
     ``tenant`` is empty on an open node and for administrators; ``key`` names the key that was proven.  ``administers``
@@ -63,7 +63,6 @@ class Gate:
 
     @property
     def open(self) -> bool:
-        """Whether the node knows no tenants."""
         return self._registry is None
 
     @property
@@ -72,14 +71,13 @@ class Gate:
         return -1 if self._registry is None else self._registry.revision
 
     def quotas(self) -> Mapping[str, Quota]:
-        """The quota of each tenant."""
         return {} if self._registry is None else self._registry.quotas()
 
     def replace(self, registry: Registry) -> None:
         """Obey ``registry`` from now on; ask :meth:`admits` about who is in already."""
         self._registry = registry
 
-    def greet(self, hello: messages.Hello, body: bytes, peer: Peer, now: float) -> Guest | Pending:
+    def greet(self, hello: messages.Hello, body: bytes, peer: Peer, now: float) -> Principal | Pending:
         """What becomes of a greeting that came as ``body``: let in, or asked for a proof.
 
         Raises:
@@ -88,17 +86,20 @@ class Gate:
         own = peer.uid in (self._uid, ROOT)
         registry = self._registry
         if registry is None:
-            return Guest(administers=own)
+            return Principal(administers=own)
         if own and greeting.ADMINISTERS in hello.features:
-            return Guest(administers=True, stores=False)
+            return Principal(administers=True, stores=False)
         if not hello.access_id or not hello.nonce or not self._limiter.allows(peer, now):
             raise self._refusal()
         challenge = messages.Challenge(
-            self._random(greeting.NONCE_BYTES), registry.question(hello.access_id), registry.iterations
+            self._random(greeting.NONCE_BYTES),
+            registry.salt_for(hello.access_id),
+            registry.iterations,
+            self._uid if greeting.NAMES_USER in hello.features else -1,
         )
         return Pending(hello.access_id, challenge, scram.transcript(body, coding.body(challenge)))
 
-    def prove(self, pending: Pending, proof: bytes, peer: Peer, now: float, wall: float) -> tuple[Guest, bytes]:
+    def prove(self, pending: Pending, proof: bytes, peer: Peer, now: float, wall: float) -> tuple[Principal, bytes]:
         """Who answered a challenge with ``proof``, and the node's own proof.
 
         Raises:
@@ -113,13 +114,13 @@ class Gate:
             self._limiter.failed(peer, now)
             raise self._refusal()
         key, signature = found
-        return Guest(pending.access_id, key), signature
+        return Principal(pending.access_id, key), signature
 
-    def admits(self, guest: Guest, wall: float) -> bool:
+    def admits(self, principal: Principal, wall: float) -> bool:
         """Whether a guest that was let in may stay."""
-        if self._registry is None or not guest.stores:
+        if self._registry is None or not principal.stores:
             return True
-        return self._registry.admits(guest.tenant, guest.key, wall)
+        return self._registry.admits(principal.tenant, principal.key, wall)
 
     def _refusal(self) -> Unauthorised:
         self.refused += 1

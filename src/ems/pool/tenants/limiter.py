@@ -25,11 +25,9 @@ class FailureLimiter:
         self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
     def allows(self, peer: Hashable, now: float) -> bool:
-        """Whether ``peer`` may try at the time ``now``."""
         return self._allowance(peer, now) >= 1
 
     def failed(self, peer: Hashable, now: float) -> None:
-        """An attempt of ``peer`` failed."""
         self._left[peer] = (max(self._allowance(peer, now) - 1, 0.0), now)
         self._left.move_to_end(peer)
         if len(self._left) > MAX_PEERS:

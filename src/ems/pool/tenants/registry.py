@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import msgspec
 
 from ems.errors import ConfigError
+from ems.pool.core.quota import Quota
+from ems.pool.names import is_tenant
 from ems.pool.tenants import scram
-from ems.pool.tenants.names import is_tenant
-from ems.pool.tenants.quota import Quota
 
 FORMAT = 1
 MAX_TENANTS = 1024
@@ -36,7 +36,6 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     expires: float | None = None
 
     def valid(self, wall: float) -> bool:
-        """Whether it opens anything at the time ``wall``."""
         return self.expires is None or wall < self.expires
 
 
@@ -71,7 +70,7 @@ class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     # What the node asks
 
-    def question(self, access_id: str) -> bytes:
+    def salt_for(self, access_id: str) -> bytes:
         """The salt that whoever calls itself ``access_id`` is asked with, whether there is such a tenant or not."""
         made_up = hmac.digest(self.secret, b"salt of " + access_id.encode(errors="replace"), "sha256")
         known = self.tenants.get(access_id)
@@ -82,16 +81,16 @@ class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         tenant = self.tenants.get(access_id)
         keys = () if tenant is None else tenant.keys
         found: tuple[str, bytes] | None = None
-        nobody = self._nobody
+        unusable = self._unusable_key
         for position in range(MAX_KEYS):
-            key = keys[position] if position < len(keys) else nobody
+            key = keys[position] if position < len(keys) else unusable
             signature = scram.signature(key.verifier, message)
             if scram.proves(key.verifier, message, proof) and key.valid(wall):
                 found = key.id, signature
         return found
 
     @property
-    def _nobody(self) -> Key:
+    def _unusable_key(self) -> Key:
         """A key that nobody has, to be compared where there is none."""
         digest = hashlib.sha256(self.secret).digest()
         return Key(id="", verifier=scram.Verifier(digest, digest), created=0.0, expires=0.0)
@@ -102,7 +101,6 @@ class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return tenant is not None and any(key.id == key_id and key.valid(wall) for key in tenant.keys)
 
     def quotas(self) -> Mapping[str, Quota]:
-        """The quota of each tenant."""
         return {name: tenant.quota for name, tenant in self.tenants.items()}
 
     def tenant(self, name: str) -> Tenant:
@@ -156,12 +154,10 @@ def add_tenant(registry: Registry, name: str, quota: Quota, salt: bytes) -> Regi
 
 
 def set_quota(registry: Registry, name: str, quota: Quota) -> Registry:
-    """With another quota for a tenant."""
     return _with(registry, name, msgspec.structs.replace(registry.tenant(name), quota=quota))
 
 
 def remove_tenant(registry: Registry, name: str) -> Registry:
-    """Without a tenant and its keys."""
     registry.tenant(name)
     return _changed(registry, {other: tenant for other, tenant in registry.tenants.items() if other != name})
 

@@ -1,7 +1,8 @@
-"""The file of tenants: read whole, replaced whole, and nobody's business but its owner's.
+"""The file of tenants: read whole, replaced whole, read again when it changed, and private to its user.
 
 What always holds: whoever reads it sees one revision or another, never a mixture; two changes at the same time come one
-after the other; a file that others may read or change is refused.
+after the other; a file that others may read or change is refused.  A node goes on with what it read last and made
+sense: a file that is gone or makes no sense changes nothing and is said once.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from ems.errors import ConfigError
 from ems.pool.tenants.registry import SECRET_BYTES, Registry
@@ -23,6 +26,10 @@ MAX_BYTES = 16 << 20
 """Bytes of the largest file that is read."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - to be refused
 
+POLL_SECONDS = 0.5
+"""How soon a node notices a change: a look at a file's size and times costs a few microseconds."""
+
+_log = structlog.get_logger("ems.node")
 _decoder = msgspec.json.Decoder(Registry)
 
 
@@ -133,3 +140,38 @@ def refuse_shared_memory(path: Path) -> None:
     """
     if path.absolute().is_relative_to(_SHARED_MEMORY):
         raise ConfigError(f"{path} is in memory and gone with the next start of this host, give a file on a disk")
+
+
+class TenantsWatch:
+    """Calls ``changed`` with each new registry in ``path``, from a thread of its own: a disk may hang."""
+
+    def __init__(self, path: Path, known: Stamp | None, changed: Callable[[Registry], None]) -> None:
+        self._path = path
+        self._known = known
+        self._changed = changed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ems-tenants", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Never waits for a disk that hangs."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        seen = stamp(self._path)
+        if seen == self._known:
+            return
+        self._known = seen
+        try:
+            registry = read(self._path)
+        except ConfigError as error:
+            _log.error("the tenants file cannot be used, what was in it before still counts", reason=str(error))
+            return
+        if not self._stop.is_set():
+            self._changed(registry)

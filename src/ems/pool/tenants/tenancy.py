@@ -9,26 +9,25 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from ems.errors import ConfigError, PoolRefused
 from ems.pool.core.changes import ChangeLog
-from ems.pool.core.handover import ChangesState
+from ems.pool.layout import HEADERS_OFFSET, Description, unpack_description
+from ems.pool.names import tenant_of
 from ems.pool.protocol import messages
 from ems.pool.segments.folder import OWNERS_NAME
-from ems.pool.segments.layout import HEADERS_OFFSET, Description, unpack_description
 from ems.pool.segments.recovery import Recovered, SegmentImage, Unreadable
 from ems.pool.tenants import store
 from ems.pool.tenants.changes import TenantChanges
-from ems.pool.tenants.desk import STORING, DeskState, TenantDesk
-from ems.pool.tenants.gate import Gate, Guest
-from ems.pool.tenants.names import tenant_of
-from ems.pool.tenants.owners import Owners
+from ems.pool.tenants.gate import Gate, Principal
 from ems.pool.tenants.registry import Registry
-from ems.pool.tenants.watch import TenantsWatch
+from ems.pool.tenants.request_filter import STORING, TenantRequestFilter
+from ems.pool.tenants.segment_tenants import SegmentTenants
+from ems.pool.tenants.store import TenantsWatch
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
@@ -53,7 +52,7 @@ class Tenancy:
         self.changes: ChangeLog = ChangeLog() if registry is None else TenantChanges()
         self.ids: Iterator[int] | None = None if registry is None else _unforeseeable()
         """Numbers of leases and reservations: a tenant shall not learn from its own how busy others are."""
-        self._desks: dict[str, TenantDesk] = {}
+        self._request_filters: dict[str, TenantRequestFilter] = {}
         self._owners_path = directory / OWNERS_NAME
         self.read_owners()
         self._disbelieved: list[int] = []
@@ -63,20 +62,20 @@ class Tenancy:
 
     def read_owners(self) -> None:
         """Know of whose pages segments have held what the folder says now."""
-        self._owners = Owners(self._owners_path)
+        self._segment_tenants = SegmentTenants(self._owners_path)
 
     @property
-    def owners(self) -> Mapping[int, str]:
+    def segment_tenants(self) -> Mapping[int, str]:
         """Whose pages each segment's memory has held."""
-        return self._owners.by_segment
+        return self._segment_tenants.by_segment
 
     def believes(self, image: SegmentImage) -> bool:
         """Whether a segment that an earlier node left says what that node wrote: its tenant could write into it."""
         description = unpack_description(bytes(image.raw[:HEADERS_OFFSET]), image.size)
         if not isinstance(description, Description):
             return True  # it will not be read for that reason
-        owner = self._owners.by_segment.get(image.number, "")
-        if tenant_of(description.namespace) == owner and (not owner or not self.gate.open):
+        tenant = self._segment_tenants.by_segment.get(image.number, "")
+        if tenant_of(description.namespace) == tenant and (not tenant or not self.gate.open):
             return True
         self._disbelieved.append(image.number)
         return False
@@ -86,32 +85,16 @@ class Tenancy:
         reason = "they belong to a tenant of another set-up, or say that they belong to somebody else"
         refused = [Unreadable(number, reason) for number in self._disbelieved]
         for number in self._disbelieved:
-            self._owners.put(number, "")
+            self._segment_tenants.put(number, "")
         return msgspec.structs.replace(recovered, unreadable=[*recovered.unreadable, *refused])
 
     def assigned(self, segment: int, namespace: str) -> None:
         """``segment`` is about to hold pages of ``namespace``."""
-        self._owners.put(segment, tenant_of(namespace))
+        self._segment_tenants.put(segment, tenant_of(namespace))
 
     def renewed(self, segment: int, tenant: str | None) -> None:
         """``segment`` has fresh memory now, for ``tenant``."""
-        self._owners.put(segment, tenant or "")
-
-    # Another process
-
-    def snapshot(self) -> dict[str, Any]:
-        """All that a process that takes over has to know."""
-        desks = {tenant: msgspec.to_builtins(desk.snapshot()) for tenant, desk in self._desks.items()}
-        changes = self.changes.all_logs() if isinstance(self.changes, TenantChanges) else {}
-        return {"desks": desks, "changes": {name: msgspec.structs.astuple(log) for name, log in changes.items()}}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a :meth:`snapshot`."""
-        for tenant, desk in state["desks"].items():
-            self._desks.setdefault(tenant, TenantDesk(tenant)).resume(msgspec.convert(desk, DeskState))
-        if isinstance(self.changes, TenantChanges):
-            for tenant, log in state["changes"].items():
-                self.changes.resume_log(tenant, ChangesState(*log))
+        self._segment_tenants.put(segment, tenant or "")
 
     def start(self) -> None:
         """Look for changes of the file from now on."""
@@ -154,14 +137,14 @@ class Tenancy:
         self.gate.replace(registry)
         core.set_quotas(registry.quotas())
 
-    def desk(self, guest: Guest, request: messages.Request) -> TenantDesk | None:
-        """Where ``guest`` is served; None for an administrator.
+    def request_filter(self, principal: Principal, request: messages.Request) -> TenantRequestFilter | None:
+        """Where ``principal`` is served; None for an administrator.
 
         Raises:
             PoolRefused: an administrator asked for what is the tenants' business.
         """
-        if guest.stores:
-            return self._desks.setdefault(guest.tenant, TenantDesk(guest.tenant))
+        if principal.stores:
+            return self._request_filters.setdefault(principal.tenant, TenantRequestFilter(principal.tenant))
         if isinstance(request, STORING):
             raise PoolRefused(f"{type(request).__name__} is for tenants, this connection administers the node")
         return None

@@ -23,6 +23,8 @@ class Blob(msgspec.Struct, frozen=True):
     name: str
     size: int
     modified: float
+    refused: str = ""
+    """Why nobody should believe it: others than the nodes could have written it.  It cannot be read."""
 
 
 class Blobs(Protocol):
@@ -41,6 +43,13 @@ class Blobs(Protocol):
     def blobs(self) -> Iterable[Blob]:
         """All blobs, in any order, without what is not yet whole."""
 
+    def move(self, name: str, new: str) -> None:
+        """Give a blob another name.
+
+        Raises:
+            Gone: there is no such blob.
+        """
+
     def delete(self, names: Sequence[str]) -> None:
         """Remove blobs; those that are gone are no error."""
 
@@ -52,3 +61,20 @@ class Blobs(Protocol):
 
     def room(self) -> int | None:
         """Bytes that are free in the place; None where it has no end."""
+
+
+def read_whole(blobs: Blobs, name: str, most: int = 1 << 30) -> bytes:
+    """All bytes of a blob, at most ``most``.
+
+    Raises:
+        Gone: there is none of that name.
+    """
+    found = bytearray()
+    step = 1 << 20
+    while len(found) < most:
+        piece = bytearray(step)
+        count = blobs.read(name, len(found), [memoryview(piece)])
+        found += piece[:count]
+        if count < step:
+            break
+    return bytes(found)

@@ -8,13 +8,13 @@ Reading is safe beside one writer: it looks at single entries of dictionaries on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from ems.pool.keys import Tail
-from ems.pool.tiers.record import Head, Records
-from ems.pool.tiers.seam import Holding, Run
+from ems.pool.tiers.pack_format import Head, Record, Records
+from ems.pool.tiers.seam import Holding, KeyRun
 
 MAX_TAILS = 32
 """Tails that one directory lists; the oldest leaves the list first."""
@@ -24,6 +24,9 @@ RUN = 64
 """Most keys of one run: namespaces that come up together take turns by runs."""
 _HOPS = 64
 """Packs of a prefix that one use keeps."""
+CATALOGUE = "ems-catalogue.bin"
+"""What a node knew, for the next start."""
+CATALOGUE_MAGIC = b"EMSCAT02"
 
 
 class Pack:
@@ -45,11 +48,16 @@ class Pack:
         return self.head.records  # type: ignore[no-any-return]
 
 
-class Place(msgspec.Struct, frozen=True):
+class PackLocation(msgspec.Struct, frozen=True):
     """Where a page is: its pack and the record in it."""
 
     pack: Pack
     position: int
+
+    @property
+    def record(self) -> Record:
+        """What its pack says of the page; made anew each time."""
+        return Record(*self.pack.records[self.position].item())
 
 
 class _Namespace:
@@ -187,18 +195,18 @@ class Catalogue:
         if new is not None and tail != new:
             _list(namespace, new)
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: PackLocation) -> None:
         """The page at ``place`` turned out to be bad."""
         if self._packs.get(place.pack.number) is place.pack:
             self._forget(place.pack, place.position)
 
-    def find(self, namespace: str, key: bytes) -> Place | None:
+    def find(self, namespace: str, key: bytes) -> PackLocation | None:
         """Where the page of ``key`` is."""
         known = self._namespaces.get(namespace)
         while known is not None and (number := known.pages.get(key)) is not None:
             pack = self._packs.get(number >> _POSITION_BITS)
             if pack is not None:
-                return Place(pack, number & _POSITION_MASK)
+                return PackLocation(pack, number & _POSITION_MASK)
             # It went meanwhile: its keys had been found elsewhere, or nowhere any more, before that.
         return None
 
@@ -237,7 +245,7 @@ class Catalogue:
             at = before.pack if before is not None else None
         return used
 
-    def recent(self, namespace: str) -> Iterator[Run]:
+    def recent(self, namespace: str) -> Iterator[KeyRun]:
         """The pages of ``namespace``: those of the pack that was used last first, but each prefix before its suffix.
 
         It looks at what is known while it is read.
@@ -249,22 +257,22 @@ class Catalogue:
             for key in pack.keys:
                 for one, parent, tail in reversed(self._prefix(namespace, key, seen)):
                     if keys and (parent != keys[-1] or tail is not None or len(keys) >= RUN):
-                        yield Run(first, keys)
+                        yield KeyRun(first, keys)
                         keys = []
                     if tail is not None:
-                        yield Run(parent, [one], tail)
+                        yield KeyRun(parent, [one], tail)
                         continue
                     first = first if keys else parent
                     keys.append(one)
         if keys:
-            yield Run(first, keys)
+            yield KeyRun(first, keys)
 
     def _prefix(self, namespace: str, key: bytes, seen: set[bytes]) -> list[tuple[bytes, bytes, Tail | None]]:
         """``key`` and what it continues, as far as it is there and was not ``seen``: key, parent and tail of each."""
         found = []
         while key not in seen and (place := self.find(namespace, key)) is not None:
             seen.add(key)
-            parent = place.pack.records["parent"][place.position].tobytes()
+            parent = place.record.parent
             found.append((key, parent, place.pack.head.tails.get(place.position)))
             key = parent
         return found
@@ -327,3 +335,23 @@ def _list(namespace: _Namespace, tail: Tail) -> None:
     listed = namespace.tails.setdefault(tail.directory, [])
     if tail not in listed:
         namespace.tails[tail.directory] = [*listed[-MAX_TAILS + 1 :], tail]
+
+
+def encode_packs(packs: Iterable[Pack]) -> list[bytes]:
+    """The bytes in which ``packs`` are written down: their names, sizes and last uses, and their heads as they are."""
+    kept = [(pack.name, pack.size, pack.used_at, pack.head.raw) for pack in packs if not pack.head.damaged]
+    return [CATALOGUE_MAGIC, msgspec.msgpack.encode(kept)]
+
+
+def decode_packs(raw: bytes) -> dict[str, tuple[int, float, bytes]] | None:
+    """Size, last use and head of each pack by name; None when ``raw`` is damaged or something else.
+
+    The heads prove themselves, or not, as those of packs do.
+    """
+    if not raw.startswith(CATALOGUE_MAGIC):
+        return None
+    try:
+        kept = msgspec.msgpack.decode(memoryview(raw)[len(CATALOGUE_MAGIC) :], type=list[tuple[str, int, float, bytes]])
+    except msgspec.DecodeError:
+        return None
+    return {name: (size, used_at, head) for name, size, used_at, head in kept}

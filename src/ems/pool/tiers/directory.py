@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import threading
@@ -18,10 +19,8 @@ from ems.errors import ConfigError, TierFailed
 from ems.pool.tiers.blobs import Blob, Gone
 
 _UNFINISHED = ".new-"
-_PIECES = 1024
-"""Buffers that one system call takes."""
-_CALL_BYTES = 1 << 30
-"""Bytes that one system call takes; the kernel's own limit is 2 GiB less a page."""
+_OUR_UNFINISHED = re.compile(r"\.new-[0-9a-f]{16}")
+_OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
 
 
 class FolderBlobs:
@@ -45,8 +44,8 @@ class FolderBlobs:
             raise ConfigError(
                 f"cannot keep pages in {root}: {error.strerror}; name a folder that can be written"
             ) from error
-        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-            raise ConfigError(f"{root} can be written by everybody, who could put anything into the pool; chmod o-w it")
+        if reason := _distrust(status):
+            raise ConfigError(f"cannot keep pages in {root}: {reason}, so that others could put anything into the pool")
 
     def _path(self, name: str) -> Path:
         return self._root / name
@@ -73,14 +72,13 @@ class FolderBlobs:
     def _put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         folder = self._parent(name)
         new = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
-            try:
-                _write_all(descriptor, parts)
+            with os.fdopen(descriptor, "wb") as file:
+                file.writelines(parts)
+                file.flush()
                 if self._sync:
                     os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
             new.rename(self._path(name))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -91,24 +89,34 @@ class FolderBlobs:
 
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
         try:
-            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise Gone(name) from error
         except OSError as error:
             raise TierFailed(f"cannot open {name}: {error.strerror or error}") from error
-        try:
-            with _told(f"cannot read {name}"):
-                # What is read of a pack lies side by side; the kernel reads ahead further when it is told.
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                return _read_all(descriptor, offset, into)
-        finally:
-            os.close(descriptor)
+        done = 0
+        with _told(f"cannot read {name}"), os.fdopen(descriptor, "rb", buffering=0) as file:
+            if _distrust(os.fstat(descriptor)):
+                raise Gone(name)
+            # What is read of a pack lies side by side; the kernel reads ahead further when it is told.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            file.seek(offset)
+            for part in into:
+                left = part
+                while len(left) and (count := file.readinto(left)):
+                    done += count
+                    left = left[count:]
+                if len(left):
+                    break
+        return done
 
     def blobs(self) -> Iterable[Blob]:
         with _told(f"cannot list {self._root}"):
-            yield from self._walk(self._root, "")
+            if reason := _distrust(self._root.stat()):
+                raise TierFailed(f"{self._root} is not to be believed any more: {reason}")
+            yield from self._walk(self._root, "", "")
 
-    def _walk(self, folder: Path, prefix: str) -> Iterator[Blob]:
+    def _walk(self, folder: Path, prefix: str, refused: str) -> Iterator[Blob]:
         try:
             entries = list(os.scandir(folder))
         except FileNotFoundError:
@@ -117,14 +125,24 @@ class FolderBlobs:
             if entry.name.startswith("."):
                 continue
             try:
-                if entry.is_dir(follow_symlinks=False):
-                    if not prefix:
-                        yield from self._walk(folder / entry.name, f"{entry.name}/")
-                elif entry.is_file(follow_symlinks=False):
-                    status = entry.stat(follow_symlinks=False)
-                    yield Blob(prefix + entry.name, status.st_size, status.st_mtime)
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and not prefix:
+                    yield from self._walk(folder / entry.name, f"{entry.name}/", _distrust(status))
+                elif stat.S_ISREG(status.st_mode):
+                    why = refused or _distrust(status)
+                    yield Blob(prefix + entry.name, status.st_size, status.st_mtime, why)
             except FileNotFoundError:
                 continue
+
+    def move(self, name: str, new: str) -> None:
+        try:
+            with _told(f"cannot move {name}"):
+                self._parent(new)
+                self._path(name).rename(self._path(new))
+        except TierFailed as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise Gone(name) from error
+            raise
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -138,10 +156,11 @@ class FolderBlobs:
     def sweep(self, older: float) -> int:
         count = 0
         with _told(f"cannot list {self._root}"):
-            for folder in (self._root, *(path for path in self._root.iterdir() if path.is_dir())):
+            ours = (path for path in self._root.iterdir() if _OUR_FOLDER.fullmatch(path.name) and path.is_dir())
+            for folder in (self._root, *ours):
                 for path in folder.glob(f"{_UNFINISHED}*"):
                     with contextlib.suppress(FileNotFoundError):
-                        if path.lstat().st_mtime <= older:
+                        if _OUR_UNFINISHED.fullmatch(path.name) and path.lstat().st_mtime <= older:
                             path.unlink()
                             count += 1
         return count
@@ -152,6 +171,15 @@ class FolderBlobs:
         return figures.f_bavail * figures.f_frsize
 
 
+def _distrust(status: os.stat_result) -> str:
+    """Why what has this ``status`` may be of others than the node's user; empty when it is not."""
+    if status.st_uid not in {0, os.geteuid()}:
+        return f"it belongs to user {status.st_uid}, expected user {os.geteuid()} or root"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "its group or everybody may write it, chmod go-w it"
+    return ""
+
+
 @contextlib.contextmanager
 def _told(what: str) -> Iterator[None]:
     try:
@@ -160,44 +188,8 @@ def _told(what: str) -> Iterator[None]:
         raise TierFailed(f"{what}: {error.strerror or error}") from error
 
 
-def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-    left = [memoryview(part).cast("B") for part in parts if len(part)]
-    while left:
-        _advance(left, os.writev(descriptor, _one_call(left)))
-
-
-def _read_all(descriptor: int, offset: int, into: Sequence[memoryview]) -> int:
-    left = [part.cast("B") for part in into if len(part)]
-    begin = offset
-    while left:
-        count = os.preadv(descriptor, _one_call(left), offset)
-        if not count:
-            break
-        offset += count
-        _advance(left, count)
-    return offset - begin
-
-
-def _one_call(left: list[memoryview]) -> list[memoryview]:
-    taken, size = 0, 0
-    while taken < min(len(left), _PIECES) and (not taken or size + len(left[taken]) <= _CALL_BYTES):
-        size += len(left[taken])
-        taken += 1
-    return left[:taken]
-
-
-def _advance(left: list[memoryview], count: int) -> None:
-    done = 0
-    while done < len(left) and count >= len(left[done]):
-        count -= len(left[done])
-        done += 1
-    del left[:done]
-    if count:
-        left[0] = left[0][count:]
-
-
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

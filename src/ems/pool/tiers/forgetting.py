@@ -11,13 +11,12 @@ import secrets as random
 import threading
 from collections.abc import Callable
 
-from ems.pool.tiers.blobs import Blobs, Gone
+from ems.pool.tiers.blobs import Blobs, Gone, read_whole
 from ems.pool.tiers.catalogue import Catalogue, Pack
-from ems.pool.tiers.cipher import Secrets
-from ems.pool.tiers.heads import Unseal, pack_name, read_whole
-from ems.pool.tiers.record import parse_head
-from ems.pool.tiers.repair import Put, look, with_only
-from ems.pool.tiers.seam import Forgotten, Meant
+from ems.pool.tiers.pack_format import Malformed, pack_name
+from ems.pool.tiers.pack_seal import SealKeys
+from ems.pool.tiers.repair import Put, Quarantine, inspect, with_only
+from ems.pool.tiers.seam import ForgetRequest, ForgetResult
 
 PORTION_SECONDS = 1.0
 """How long one call goes on, which gets something done however slow the place is; a pack goes whole."""
@@ -37,8 +36,8 @@ class Forgetting:
         put: Put,
         catalogue: Catalogue,
         lock: threading.Lock,
-        keys: Secrets | None,
-        unseal: Unseal,
+        keys: SealKeys,
+        quarantine: Quarantine,
         clock: Callable[[], float],
     ) -> None:
         self._blobs = blobs
@@ -46,7 +45,7 @@ class Forgetting:
         self._catalogue = catalogue
         self._lock = lock
         self._keys = keys
-        self._unseal = unseal
+        self._quarantine = quarantine
         self._clock = clock
         self._leaving: dict[str, int] = {}
         """Packs that are forgotten and still to be removed, with their sizes."""
@@ -54,42 +53,43 @@ class Forgetting:
     def __contains__(self, name: str) -> bool:
         return name in self._leaving
 
-    def count(self, meant: Meant) -> Forgotten:
+    def count(self, request: ForgetRequest) -> ForgetResult:
         """What would be taken out, as far as it is known."""
         pages = size = 0
-        fewer = self._fewer(meant)
+        fewer = self._fewer(request)
         # What is also in a pack that is passed over is found there afterwards.
         others: set[bytes] = set()
-        if meant.unused_for:
+        if request.unused_for:
             going_packs = {pack.number for pack, _ in fewer}
-            for pack in self._catalogue.packs_of(meant.namespace):
+            for pack in self._catalogue.packs_of(request.namespace):
                 if pack.number not in going_packs:
                     others.update(pack.keys)
         for pack, staying in fewer:
             pages += sum(key not in staying and key not in others for key in self._catalogue.found_in(pack))
             going = [position for position, key in enumerate(pack.keys) if key not in staying]
             size += int(pack.records["stored"][going].sum()) if staying else pack.size
-        return Forgotten(pages, size)
+        return ForgetResult(pages, size)
 
-    def forget(self, meant: Meant) -> Forgotten:
+    def forget(self, request: ForgetRequest) -> ForgetResult:
         """Take out a portion of what is meant and known."""
         until = self._clock() + PORTION_SECONDS
         parts: list[tuple[Pack, set[bytes]]] = []
         pages = size = 0
-        for pack, staying in self._fewer(meant):
+        for pack, staying in self._fewer(request):
             if staying:
                 parts.append((pack, staying))
             else:
                 pages += self._let_go(pack)
                 size += pack.size
         self.remove(until)
+        self._quarantine.clear(request.namespace, self._clock() - request.unused_for)
         while parts:
             fewer = self._shrink(*parts.pop())
             pages, size = pages + fewer[0], size + fewer[1]
             if self._clock() >= until:
                 break
         self.remove(until)
-        return Forgotten(pages, size, more=bool(parts or self._leaving))
+        return ForgetResult(pages, size, more=bool(parts or self._leaving))
 
     def remove(self, until: float) -> None:
         """Remove what is forgotten, some of it whatever the time; what fails stays to be removed."""
@@ -101,13 +101,13 @@ class Forgetting:
             if self._clock() >= until:
                 break
 
-    def _fewer(self, meant: Meant) -> list[tuple[Pack, set[bytes]]]:
+    def _fewer(self, request: ForgetRequest) -> list[tuple[Pack, set[bytes]]]:
         """The packs that have something of what is meant, and the keys of each that stay: mostly none."""
-        spared = meant.spared if isinstance(meant.spared, frozenset | set) else frozenset(meant.spared)
-        oldest = self._clock() - meant.unused_for
+        spared = request.spared if isinstance(request.spared, frozenset | set) else frozenset(request.spared)
+        oldest = self._clock() - request.unused_for
         fewer = []
-        for pack in self._catalogue.packs_of(meant.namespace):
-            if meant.unused_for and pack.used_at > oldest:
+        for pack in self._catalogue.packs_of(request.namespace):
+            if request.unused_for and pack.used_at > oldest:
                 continue
             # What is found in another pack need not stay in this one.
             staying = spared.intersection(self._catalogue.found_in(pack)) if spared else set()
@@ -129,14 +129,16 @@ class Forgetting:
             raw = read_whole(self._blobs, pack.name)
         except Gone:
             return self._let_go(pack), pack.size
-        head, good, _ = look(raw, pack.name, self._keys)
-        kept = [] if head is None else [at for at in good if head.records["key"][at].tobytes() in staying]
-        if head is None or not kept:
+        try:
+            head, good, _ = inspect(raw, pack.name, self._keys)
+        except Malformed:
             return self._let_go(pack), pack.size
-        parts = with_only(head, kept, raw, self._keys)
-        name, size = pack_name(head.namespace, head.stored_at, random.token_hex(8)), sum(map(len, parts))
+        kept = [at for at in good if head.records["key"][at].tobytes() in staying]
+        if head.seal is None or not kept:
+            return self._let_go(pack), pack.size
+        parts, new = with_only(head, kept, raw)
+        name, size = pack_name(head.namespace, head.stored_at, random.token_hex(8)), new.total
         self._put(name, parts)
-        new = parse_head(parts[0], self._unseal)
         with self._lock:
             before = self._catalogue.pages
             self._leaving[pack.name] = pack.size

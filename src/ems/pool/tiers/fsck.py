@@ -1,7 +1,7 @@
-"""Checks a whole tier and mends it: every pack read, every page held against its checksum.
+"""Checks a whole tier and mends it: every pack read, every page held against its seal and its checksum.
 
-What always holds: with ``dry_run`` nothing is changed; a page that is good is still there afterwards; blobs that are
-not ours are named and left alone.  A node may use the tier meanwhile.
+What always holds: with ``dry_run`` nothing is changed; a page that is good is still there afterwards; what is not
+understood is named and left as it is.  A node may use the tier meanwhile.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from pathlib import Path
 import msgspec
 
 from ems.errors import ConfigError
-from ems.pool.tiers.blobs import Blob, Blobs, Gone
-from ems.pool.tiers.cipher import Secrets
-from ems.pool.tiers.heads import PACK_NAME, read_whole
-from ems.pool.tiers.opening import open_blobs
-from ems.pool.tiers.repair import mend
+from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
+from ems.pool.tiers.catalogue import CATALOGUE, CATALOGUE_MAGIC, decode_packs
+from ems.pool.tiers.opening import open_blobs, open_keys
+from ems.pool.tiers.pack_format import PACK_NAME
+from ems.pool.tiers.pack_seal import SealKeys
+from ems.pool.tiers.packs import PROBE_BYTES, PROBE_NAME, UNFINISHED_SECONDS
+from ems.pool.tiers.repair import QUARANTINE, Quarantine, mend
 from ems.pool.tiers.settings import TierConfig
-from ems.pool.tiers.snapshot import CATALOGUE, is_snapshot
 
 MAX_NAMED = 100
 """Foreign blobs that are named; more are only counted."""
-LEFT_SECONDS = 600.0
-"""What a writer has not finished for so long was left by one that died."""
-_PROBE = "probe-"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something that is wrong with one blob, and whether it was mended."""
+    """Something that is wrong with one blob.
+
+    ``kind`` is that of :class:`~ems.pool.tiers.repair.Verdict`, or ``not_believed``.
+    """
 
     blob: str
+    kind: str
     reason: str
-    good_pages: int
-    bad_pages: int
-    mended: bool
+    good_pages: int = 0
+    bad_pages: int = 0
 
 
 class Report(msgspec.Struct):
@@ -46,6 +47,10 @@ class Report(msgspec.Struct):
     pages: int = 0
     bytes: int = 0
     findings: list[Finding] = []
+    unchecked: int = 0
+    """Packs whose checksums are right and whose seals could not be checked, for want of their key."""
+    quarantined: list[str] = []
+    """Damaged packs that are kept aside."""
     leftovers: int = 0
     """Pieces of writers and probes that died, which were removed (or would be)."""
     foreign: int = 0
@@ -54,7 +59,7 @@ class Report(msgspec.Struct):
     @property
     def unmended(self) -> int:
         """How many things are wrong and stay so."""
-        return sum(not finding.mended for finding in self.findings)
+        return sum(finding.kind != "mended" for finding in self.findings)
 
 
 def check(
@@ -66,54 +71,55 @@ def check(
         ConfigError: the tier cannot be used, or its folder is not there.
         TierFailed: it does not work.
     """
-    _must_exist(config)
-    place = blobs or open_blobs(config)
-    keys = Secrets(config.key) if config.key is not None else None
-    report = Report(config.name, dry_run)
-    for blob in list(place.blobs()):
-        if PACK_NAME.fullmatch(blob.name):
-            _check_pack(place, blob, keys, report)
+    if config.kind == "dir" and not Path(config.place).is_dir():
+        # A check must not make the folder that it was told to check.
+        raise ConfigError(f"{config.place} is no folder, name the folder of a tier")
+    place, keys = blobs or open_blobs(config), open_keys(config, make=False)
+    report, quarantine = Report(config.name, dry_run), Quarantine(place, config.size)
+    listed = list(place.blobs())
+    quarantine.know(listed)
+    leftovers = []
+    for blob in listed:
+        if blob.refused:
+            report.findings.append(Finding(blob.name, "not_believed", blob.refused))
+        elif PACK_NAME.fullmatch(blob.name) and blob.size:
+            _check_pack(place, blob, keys, quarantine, report)
             progress(report.packs)
-        elif blob.name == CATALOGUE:
-            _check_catalogue(place, report)
-        elif blob.name.startswith(_PROBE):
-            _remove_probe(place, blob, now, report)
-        else:
+        elif blob.name == CATALOGUE and _is_damaged_catalogue(place):
+            report.findings.append(Finding(CATALOGUE, "damaged" if dry_run else "mended", "it is damaged"))
+            leftovers.append(blob.name)
+        elif now - blob.modified >= UNFINISHED_SECONDS and _is_leftover(blob):
+            report.leftovers += 1
+            leftovers.append(blob.name)
+        elif not (blob.name == CATALOGUE or blob.name.startswith(QUARANTINE) or _is_leftover(blob)):
             report.foreign += 1
-            if len(report.foreign_names) < MAX_NAMED:
-                report.foreign_names.append(blob.name)
-    report.leftovers += 0 if dry_run else place.sweep(now - LEFT_SECONDS)
+            report.foreign_names += [blob.name] if report.foreign <= MAX_NAMED else []
+    if not dry_run:
+        place.delete(leftovers)
+        report.leftovers += place.sweep(now - UNFINISHED_SECONDS)
+    report.quarantined = quarantine.names
     return report
 
 
-def _must_exist(config: TierConfig) -> None:
-    """A check must not make the folder that it was told to check."""
-    if config.kind == "dir" and not Path(config.place).is_dir():
-        raise ConfigError(f"{config.place} is no folder, name the folder of a tier")
-
-
-def _check_pack(place: Blobs, blob: Blob, keys: Secrets | None, report: Report) -> None:
-    verdict = mend(place, blob.name, keys, dry_run=report.dry_run)
+def _check_pack(place: Blobs, blob: Blob, keys: SealKeys | None, quarantine: Quarantine, report: Report) -> None:
+    verdict = mend(place, blob.name, keys, quarantine, dry_run=report.dry_run)
     report.packs += 1
     report.pages += verdict.good
     report.bytes += blob.size
+    report.unchecked += verdict.kind == "unchecked"
     if verdict.reason:
-        report.findings.append(Finding(blob.name, verdict.reason, verdict.good, verdict.bad, verdict.mended))
+        report.findings.append(Finding(blob.name, verdict.kind, verdict.reason, verdict.good, verdict.bad))
 
 
-def _check_catalogue(place: Blobs, report: Report) -> None:
+def _is_leftover(blob: Blob) -> bool:
+    """Whether it is a probe, or a pack that got its name but no bytes before the host went down."""
+    probe = PROBE_NAME.fullmatch(blob.name) is not None and blob.size == PROBE_BYTES
+    return probe or (PACK_NAME.fullmatch(blob.name) is not None and not blob.size)
+
+
+def _is_damaged_catalogue(place: Blobs) -> bool:
     try:
-        right = is_snapshot(read_whole(place, CATALOGUE))
+        raw = read_whole(place, CATALOGUE)
     except Gone:
-        return
-    if not right:
-        if not report.dry_run:
-            place.delete([CATALOGUE])
-        report.findings.append(Finding(CATALOGUE, "the written catalogue is damaged", 0, 0, not report.dry_run))
-
-
-def _remove_probe(place: Blobs, blob: Blob, now: float, report: Report) -> None:
-    if now - blob.modified >= LEFT_SECONDS:
-        report.leftovers += 1
-        if not report.dry_run:
-            place.delete([blob.name])
+        return False
+    return raw.startswith(CATALOGUE_MAGIC) and decode_packs(raw) is None

@@ -97,6 +97,10 @@ class BucketBlobs:
                 for found in some:
                     yield Blob(found["path"], found["size"], found["last_modified"].timestamp())
 
+    def move(self, name: str, new: str) -> None:
+        with self._told(f"cannot move {name}"):
+            self._obstore.rename(self._store, name, new)
+
     def delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), _DELETE_MANY):
             with self._told("cannot remove objects"), contextlib.suppress(Gone):
@@ -123,8 +127,16 @@ class BucketBlobs:
             raise TierFailed(f"{what}: {_brief(error)}") from error
 
 
+_METADATA_SERVICE = "169.254.169.254"
+
+
 def _brief(error: BaseException) -> str:
     """The first line of what the client says; the rest is its inner workings."""
+    if _METADATA_SERVICE in str(error):  # where the keys are looked for when there are none
+        return (
+            "it has no credentials, expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the node's environment, or "
+            "a role of this machine"
+        )
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 

@@ -2,35 +2,62 @@
 
 Together they are written in one go and read in one go, straight into the slots of their segment where they are neither
 compressed nor encrypted.  A pack is never changed; it leaves as a whole, the one that was not used for longest first.
-What always holds: a page is handed out only when its checksum, its names and its size are right; the catalogue is what
-this node has seen itself, and a pack that vanished or turned out bad costs its pages and nothing else.
+What always holds: a page is handed out only when the seal over its bytes, its names and its size is right; the
+catalogue is what this node has seen itself; a pack that vanished or turned out bad costs its pages and nothing else;
+what this node does not understand, or was sealed with another key, it neither changes nor removes.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import structlog
 
 from ems.errors import TierFailed
 from ems.pool.checksum import crc32c
 from ems.pool.keys import Tail
-from ems.pool.tiers.blobs import Blob, Blobs, Gone
-from ems.pool.tiers.catalogue import Catalogue, Pack, Place
-from ems.pool.tiers.cipher import PackCipher, Secrets
+from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
+from ems.pool.tiers.catalogue import (
+    CATALOGUE,
+    CATALOGUE_MAGIC,
+    Catalogue,
+    Pack,
+    PackLocation,
+    decode_packs,
+    encode_packs,
+)
 from ems.pool.tiers.codec import Codec, Compressor, expand
 from ems.pool.tiers.forgetting import Forgetting
-from ems.pool.tiers.heads import PACK_NAME, pack_name, read_head, read_whole
-from ems.pool.tiers.record import MAX_RECORDS, Entry, Head, Malformed, Sealer, build_head
-from ems.pool.tiers.repair import mend
-from ems.pool.tiers.seam import Forgotten, Holding, Meant, Outcome, Run, Stored, StoredTail, Wanted
-from ems.pool.tiers.snapshot import CATALOGUE, pack_snapshot, unpack_snapshot
+from ems.pool.tiers.pack_format import (
+    FIRST_READ,
+    MAX_RECORDS,
+    PACK_NAME,
+    RECORD,
+    Head,
+    Malformed,
+    Record,
+    build_head,
+    fitting,
+    folder_of,
+    head_bytes,
+    open_page,
+    pack_name,
+    page_names,
+    parse_head,
+)
+from ems.pool.tiers.pack_seal import PackSeal, SealKeys
+from ems.pool.tiers.repair import QUARANTINE, Quarantine, mend
+from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, Stored, StoredTail, Wanted
 
 SCAN_SECONDS = 2.0
 """How long one look learns of new packs before it goes on in the next; listing them does not count."""
@@ -40,12 +67,28 @@ SNAPSHOT_SECONDS = 600.0
 TOUCH_SECONDS = 60.0
 """A blob's use is noted at most this often."""
 PROBE_BYTES = 4096
+PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}")
+UNFIT = {
+    "wrong_key": "packs were sealed with another key and are left alone; all nodes of a tier need the same",
+    "unreadable": "blobs that are named like packs are none of this format and are left alone; 'ems fsck' says more",
+    "not_believed": "files that others than this node's user may have written are left alone",
+    "wrong_size": "packs have pages of another size than their namespace and are left alone",
+}
+"""Why a blob is not learned of, and what is said of that."""
 
 _log = structlog.get_logger("ems.tier")
 
 
+class _Found(NamedTuple):
+    """A page that is to be loaded, the ``position``-th of those that were asked for."""
+
+    place: PackLocation
+    record: Record
+    position: int
+
+
 class PackTier:
-    """A tier that keeps packs in ``blobs``.  Calls from several threads.
+    """A tier that keeps packs in ``blobs``, sealed with ``keys``.  Calls from several threads.
 
     ``limit`` is how many bytes it may take (0: what it has and ``default_share`` of what is free; no limit when that
     is 0 too), ``ttl`` after how many seconds without use a pack leaves.
@@ -55,11 +98,11 @@ class PackTier:
         self,
         name: str,
         blobs: Blobs,
+        keys: SealKeys,
         *,
         limit: int = 0,
         ttl: float = 0.0,
         compressor: Compressor | None = None,
-        secrets_: Secrets | None = None,
         default_share: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -68,17 +111,19 @@ class PackTier:
         self._limit = limit
         self._ttl = ttl
         self._compressor = compressor
-        self._secrets = secrets_
+        self._keys = keys
         self._default_share = default_share
         self._clock = clock
         self._catalogue = Catalogue()
         self._lock = threading.Lock()
         """Around changes of the catalogue and the counters; nobody does I/O while holding it."""
-        self._unfit: dict[str, int] = {}
-        """Blobs that are no packs of ours, by name with their size: not read again."""
+        self._unfit: dict[str, tuple[int, str, str]] = {}
+        """Blobs that are not learned of, nor read again: size, reason (:data:`UNFIT`), claimed namespace."""
+        self._warned: set[str] = set()
         self._suspects: set[str] = set()
-        self._forgetting = Forgetting(blobs, self._put, self._catalogue, self._lock, secrets_, self._unseal, clock)
-        self._kept: dict[str, tuple[int, float, Head]] | None = None
+        self._quarantine = Quarantine(blobs, limit)
+        self._forgetting = Forgetting(blobs, self._put, self._catalogue, self._lock, keys, self._quarantine, clock)
+        self._kept: dict[str, tuple[int, float, bytes]] | None = None
         self._next_snapshot = clock() + SNAPSHOT_SECONDS
         self._next_sweep = clock()
         self._changed = False
@@ -87,7 +132,7 @@ class PackTier:
         """Packs that were seen and not yet learned."""
         self._counts = dict.fromkeys(
             (
-                *("stored", "loaded", "missing", "corrupt", "wrong_key", "cleared"),
+                *("stored", "loaded", "missing", "corrupt", "cleared"),
                 *("expired_packs", "evicted_packs", "saved_bytes"),
             ),
             0,
@@ -103,12 +148,15 @@ class PackTier:
         place = self._catalogue.find(namespace, best.key) if best is not None else None
         if best is None or place is None:
             return None
-        return StoredTail(best, place.pack.records["parent"][place.position].tobytes())
+        return StoredTail(best, place.record.parent)
 
     def namespaces(self) -> dict[str, Holding]:
         return self._catalogue.holdings(self._clock())
 
-    def recent(self, namespace: str) -> Iterator[Run]:
+    def left_alone(self) -> set[str]:
+        return {namespace for _, _, namespace in list(self._unfit.values()) if namespace}
+
+    def recent(self, namespace: str) -> Iterator[KeyRun]:
         return self._catalogue.recent(namespace)
 
     def figures(self) -> dict[str, Any]:
@@ -118,6 +166,9 @@ class PackTier:
             "pages": self._catalogue.pages,
             "packs": len(self._catalogue),
             "scanned": self._scanned,
+            "quarantined_bytes": self._quarantine.bytes,
+            **dict.fromkeys(UNFIT, 0),
+            **Counter(why for _, why, _ in list(self._unfit.values())),
             **self._counts,
         }
 
@@ -131,70 +182,69 @@ class PackTier:
         size = len(pages[0].payload) if pages else 0
         expected = self._catalogue.page_size(namespace) or size
         outcomes = [Outcome.DONE] * len(pages)
-        cipher = self._secrets.new(namespace) if self._secrets else None
-        entries: list[Entry] = []
+        seal = self._keys.new_pack(namespace)
+        rows: list[tuple[Any, ...]] = []
         parts: list[bytes | memoryview] = []
-        seen: set[bytes] = set()
+        new: dict[bytes, Tail | None] = {}
         for position, page in enumerate(pages):
-            if page.key in seen or self._catalogue.holds(namespace, [page.key]):
+            if page.key in new or self._catalogue.holds(namespace, [page.key]):
                 outcomes[position] = Outcome.PRESENT
             elif len(page.payload) != expected:
                 outcomes[position] = Outcome.WRONG_SIZE
-            elif self._secrets is not None and cipher is None:
+            elif seal is None:
                 outcomes[position] = Outcome.WRONG_KEY
             elif (page_sum := crc32c(page.payload)) != (page_sum if page.checksum is None else page.checksum):
                 outcomes[position] = Outcome.CORRUPT
             else:
-                seen.add(page.key)
-                entry, part = self._encode(namespace, page, page_sum, cipher)
-                entries.append(entry)
+                new[page.key] = page.tail
+                row, part = self._encode(namespace, page, page_sum, seal)
+                rows.append(row)
                 parts.append(part)
-        for start in range(0, len(entries), MAX_RECORDS):
-            end = start + MAX_RECORDS
-            if not self._write(namespace, expected, entries[start:end], parts[start:end], cipher):
-                new = {entry.key for entry in entries[start:end]}
-                outcomes = [Outcome.NO_ROOM if page.key in new else o for page, o in zip(pages, outcomes, strict=True)]
+        tails = list(new.values())
+        for start in range(0, len(rows), MAX_RECORDS) if seal is not None else ():
+            assert seal is not None
+            here = slice(start, start + MAX_RECORDS)
+            if not self._write(namespace, expected, rows[here], parts[here], tails[here], seal):
+                lost = {row[0] for row in rows[here]}
+                outcomes = [Outcome.NO_ROOM if page.key in lost else o for page, o in zip(pages, outcomes, strict=True)]
         self._count("stored", outcomes.count(Outcome.DONE))
         return outcomes
 
     def _encode(
-        self, namespace: str, page: Stored, page_sum: int, cipher: PackCipher | None
-    ) -> tuple[Entry, bytes | memoryview]:
+        self, namespace: str, page: Stored, page_sum: int, seal: PackSeal
+    ) -> tuple[tuple[Any, ...], bytes | memoryview]:
+        """The record of ``page``, without its place, and its stored bytes."""
+        size = len(page.payload)
         small = self._compressor.compress(namespace, page.payload) if self._compressor else None
-        part: bytes | memoryview = page.payload if small is None else small
-        codec = Codec.RAW if small is None else Codec.SHUFFLED_ZSTD
         if small is not None:
-            self._count("saved_bytes", len(page.payload) - len(small))
-        nonce = bytes(12)
-        if cipher is not None:
-            # The checksum of a page would tell something about it; sealed bytes prove themselves.
-            nonce, part = cipher.seal(part, _names(namespace, page.key, page.parent, len(page.payload), codec))
-            page_sum = 0
+            self._count("saved_bytes", size - len(small))
+        codec = Codec.RAW if small is None else Codec.SHUFFLED_ZSTD
+        bare = page.payload if small is None else small
+        nonce, tag, part = seal.seal(bare, page_names(namespace, page.key, page.parent, size, codec))
         stored_sum = page_sum if part is page.payload else crc32c(part)
-        entry = Entry(
-            page.key, page.parent, page.tail, len(part), len(page.payload), codec, page_sum, stored_sum, nonce
-        )
-        return entry, part
+        if seal.encrypts:
+            page_sum = 0  # the checksum of a page would tell something about it
+        return (page.key, page.parent, 0, len(part), size, codec, page_sum, stored_sum, nonce, tag, 0), part
 
     def _write(
         self,
         namespace: str,
         page_size: int,
-        entries: Sequence[Entry],
-        parts: Sequence[bytes | memoryview],
-        cipher: PackCipher | None,
+        rows: list[tuple[Any, ...]],
+        parts: list[bytes | memoryview],
+        tails: list[Tail | None],
+        seal: PackSeal,
     ) -> bool:
         now = self._clock()
-        sealer = Sealer(cipher.salt, cipher.seal_tails) if cipher is not None else None
-        raw, head = build_head(namespace, page_size, secrets.token_bytes(16), now, entries, sealer)
-        total = len(raw) + sum(len(part) for part in parts)
-        if self._limit and total > self._limit:
+        listed = {position: tail for position, tail in enumerate(tails) if tail is not None}
+        begin, end, head = build_head(namespace, page_size, now, np.array(rows, dtype=RECORD), listed, seal)
+        if self._limit and head.total > self._limit:
             return False
-        self._make_room(total)
+        self._make_room(head.total)
         name = pack_name(namespace, now, secrets.token_hex(8))
-        self._put(name, [raw, *parts])
+        self._put(name, [begin, *parts, end])
         with self._lock:
-            self._catalogue.add(name, total, head, now)
+            self._catalogue.add(name, head.total, head, now)
             self._changed = True
         return True
 
@@ -208,9 +258,10 @@ class PackTier:
             self._blobs.put(name, parts)
 
     def _make_room(self, size: int) -> None:
-        if self._limit and self._catalogue.bytes + size > self._limit:
+        most = self._limit - size - self._quarantine.bytes
+        if self._limit and self._catalogue.bytes > most:
             with self._lock:
-                leaving = self._catalogue.to_leave(self._limit - size)
+                leaving = self._catalogue.to_leave(most)
             self._leave(leaving, "evicted_packs")
 
     def _make_room_on_full_disk(self, size: int) -> bool:
@@ -233,94 +284,56 @@ class PackTier:
 
     def load(self, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
         outcomes = [Outcome.MISSING] * len(wanted)
-        by_pack: dict[int, list[tuple[Place, int]]] = {}
+        by_pack: dict[int, list[_Found]] = {}
         for position, page in enumerate(wanted):
             place = self._catalogue.find(namespace, page.key)
             if place is None:
                 continue
-            if int(place.pack.records["length"][place.position]) != len(page.into):
+            if (record := place.record).length != len(page.into):
                 outcomes[position] = Outcome.WRONG_SIZE
                 continue
-            by_pack.setdefault(place.pack.number, []).append((place, position))
-        for places in by_pack.values():
-            places.sort(key=lambda pair: int(pair[0].pack.records["offset"][pair[0].position]))
-            for run in _runs(places):
-                self._load_run(namespace, run, wanted, outcomes)
-            self._used(places[0][0].pack)
+            by_pack.setdefault(place.pack.number, []).append(_Found(place, record, position))
+        for found in by_pack.values():
+            found.sort(key=lambda one: one.record.offset)
+            for run in _runs(found):
+                self._load_run(run, wanted, outcomes)
+            self._used(found[0].place.pack)
         with self._lock:
             self._counts["loaded"] += outcomes.count(Outcome.DONE)
             self._counts["missing"] += outcomes.count(Outcome.MISSING)
         return outcomes
 
-    def _load_run(
-        self, namespace: str, run: list[tuple[Place, int]], wanted: Sequence[Wanted], outcomes: list[Outcome]
-    ) -> None:
-        pack, first = run[0][0].pack, run[0][0].position
-        records = [pack.records[place.position] for place, _ in run]
-        plain = not pack.head.sealed and all(int(record["codec"]) == Codec.RAW for record in records)
-        if plain:
-            buffers = [wanted[position].into for _, position in run]
-        else:
-            buffers = [memoryview(bytearray(int(record["stored"]))) for record in records]
+    def _load_run(self, run: list[_Found], wanted: Sequence[Wanted], outcomes: list[Outcome]) -> None:
+        """Load pages that lie side by side in one pack."""
+        pack = run[0].place.pack
+        plain = not self._keys.encrypts and all(one.record.codec == Codec.RAW for one in run)
+        buffers = [wanted[one.position].into if plain else memoryview(bytearray(one.record.stored)) for one in run]
         try:
-            left = self._blobs.read(pack.name, int(pack.records["offset"][first]), buffers)
+            left = self._blobs.read(pack.name, run[0].record.offset, buffers)
         except Gone:
             with self._lock:
                 self._catalogue.remove(pack.name)
             return
-        cipher = self._secrets.cipher(namespace, pack.head.salt) if pack.head.sealed and self._secrets else None
-        for (place, position), record, buffer in zip(run, records, buffers, strict=True):
+        for one, buffer in zip(run, buffers, strict=True):
             left -= len(buffer)
-            if left < 0 or crc32c(buffer) != int(record["stored_sum"]):
-                outcome = Outcome.CORRUPT
-            elif plain:
-                outcome = Outcome.DONE
+            opened = open_page(pack.head, one.record, buffer) if left >= 0 else None
+            if opened is not None and (plain or self._expand(one.record, opened, wanted[one.position].into)):
+                outcomes[one.position] = Outcome.DONE
             else:
-                outcome = self._decode(namespace, pack, record, buffer, cipher, wanted[position].into)
-            outcomes[position] = outcome
-            if outcome is Outcome.CORRUPT:
-                self._bad(place, "bytes that do not match their checksum")
-            elif outcome is Outcome.WRONG_KEY:
-                self._leave_alone(pack)
+                outcomes[one.position] = Outcome.CORRUPT
+                self._bad(one.place)
 
-    def _decode(
-        self, namespace: str, pack: Pack, record: Any, stored: memoryview, cipher: PackCipher | None, into: memoryview
-    ) -> Outcome:
-        codec = int(record["codec"])
-        bare: bytes | memoryview = stored
-        if pack.head.sealed:
-            if cipher is None:
-                return Outcome.WRONG_KEY
-            key, parent = record["key"].tobytes(), record["parent"].tobytes()
-            names = _names(namespace, key, parent, int(record["length"]), codec)
-            opened = cipher.open(stored, record["nonce"].tobytes(), names)
-            if opened is None:
-                # The checksum of what is stored was right, so it is the key that is not.
-                return Outcome.WRONG_KEY
-            bare = opened
-        if not expand(codec, bare, into):
-            return Outcome.CORRUPT
-        right = pack.head.sealed or crc32c(into) == int(record["page_sum"])
-        return Outcome.DONE if right else Outcome.CORRUPT
+    def _expand(self, record: Record, stored: bytes | bytearray | memoryview, into: memoryview) -> bool:
+        return expand(record.codec, stored, into) and (self._keys.encrypts or crc32c(into) == record.page_sum)
 
-    def _bad(self, place: Place, why: str) -> None:
+    def _bad(self, place: PackLocation) -> None:
         with self._lock:
             self._catalogue.drop(place)
             self._counts["corrupt"] += 1
             first = place.pack.name not in self._suspects
             self._suspects.add(place.pack.name)
         if first:
-            _log.warning("a page of a tier is bad and was dropped", tier=self.name, pack=place.pack.name, reason=why)
-
-    def _leave_alone(self, pack: Pack) -> None:
-        """Nothing of ``pack`` can be read with this node's keys."""
-        with self._lock:
-            self._counts["wrong_key"] += 1
-            self._catalogue.remove(pack.name)
-            first = pack.name not in self._unfit
-            self._unfit[pack.name] = pack.size
-        if first:
-            _log.warning("a pack is encrypted with another key and is left alone", tier=self.name, pack=pack.name)
+            _log.warning("a page of a tier is damaged and was dropped", tier=self.name, pack=place.pack.name)
 
     def _used(self, pack: Pack) -> None:
         now = self._clock()
@@ -354,16 +367,21 @@ class PackTier:
         if self._changed and now >= self._next_snapshot:
             self._write_snapshot()
 
-    def forget(self, meant: Meant, *, dry_run: bool = False) -> Forgotten:
+    def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
         if dry_run:
-            return self._forgetting.count(meant)
+            return msgspec.structs.replace(self._forgetting.count(request), left=self._left_of(request.namespace))
         if self._unread or not self._scanned:
             self._look(self._clock())
         # The written catalogue has tokens of what leaves: it is written anew when order is kept next.
         self._changed, self._next_snapshot = True, self._clock()
-        gone = self._forgetting.forget(meant)
+        gone = self._forgetting.forget(request)
         self._count("cleared", gone.pages)
-        return msgspec.structs.replace(gone, more=gone.more or self._unread > 0)
+        left = self._left_of(request.namespace)
+        return msgspec.structs.replace(gone, more=gone.more or self._unread > 0, left=left)
+
+    def _left_of(self, namespace: str) -> int:
+        folder = folder_of(namespace)
+        return sum(name.startswith(folder) for name in list(self._unfit))
 
     def _probe(self) -> None:
         name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
@@ -382,12 +400,17 @@ class PackTier:
         if self._kept is None:
             self._kept = self._read_snapshot()
         known = {pack.name: pack for pack in self._catalogue}
+        unfit, self._unfit = self._unfit, {}
+        aside: list[Blob] = []
         spent, unread = 0.0, 0
         for blob in self._blobs.blobs():
-            pack = known.pop(blob.name, None)
-            if pack is not None and pack.size == blob.size:
+            if blob.name.startswith(QUARANTINE):
+                aside.append(blob)
+            pack = known.get(blob.name)
+            if pack is not None and pack.size == blob.size and not blob.refused:
                 pack.used_at = max(pack.used_at, blob.modified)
-            elif self._is_no_news(blob):
+                del known[blob.name]
+            elif not self._is_news(blob, unfit.get(blob.name)):
                 continue
             elif spent >= SCAN_SECONDS:
                 unread += 1
@@ -399,44 +422,73 @@ class PackTier:
             with self._lock:
                 for name in known:
                     self._catalogue.remove(name)
+        self._quarantine.know(aside)
+        self._warn()
         self._unread = unread
         if not unread and not self._scanned:
             self._scanned, self._kept = True, {}
-            free = self._blobs.room()
-            if not self._limit and free is not None and self._default_share:
-                self._limit = self._catalogue.bytes + int(self._default_share * free)
+            self._limit = self._limit or self._default_limit()
 
-    def _is_no_news(self, blob: Blob) -> bool:
-        """Whether ``blob``, which the catalogue does not have, is not to be learned of either."""
-        known = self._unfit.get(blob.name) == blob.size or blob.name in self._forgetting
-        return known or not PACK_NAME.fullmatch(blob.name)
+    def _default_limit(self) -> int:
+        free = self._blobs.room() if self._default_share else None
+        return 0 if free is None else self._catalogue.bytes + int(self._default_share * free)
+
+    def _is_news(self, blob: Blob, before: tuple[int, str, str] | None) -> bool:
+        """Whether ``blob``, which was unfit ``before``, is to be learned of; why not is noted."""
+        if blob.refused and (PACK_NAME.fullmatch(blob.name) or blob.name == CATALOGUE):
+            self._unfit[blob.name] = (blob.size, "not_believed", "")
+        elif before is not None and before[0] == blob.size and before[1] != "not_believed":
+            self._unfit[blob.name] = before
+        else:
+            return PACK_NAME.fullmatch(blob.name) is not None and blob.name not in self._forgetting
+        return False
+
+    def _warn(self) -> None:
+        """Say once what is not learned of, and why."""
+        for name, (_, why, _) in sorted(self._unfit.items()):
+            if why not in self._warned:
+                self._warned.add(why)
+                _log.warning(UNFIT[why], tier=self.name, first=name, number=self.figures()[why])
 
     def _learn(self, blob: Blob, now: float) -> None:
-        kept = (self._kept or {}).get(blob.name)
         try:
-            if kept is not None and kept[0] == blob.size:
-                head, used_at = kept[2], max(kept[1], blob.modified)
-            else:
-                head, used_at = read_head(self._blobs, blob, self._unseal), blob.modified
+            head, used_at = self._head(blob)
         except Gone:
             return
-        except Malformed as error:
-            self._unfit[blob.name] = blob.size
-            _log.warning("a blob is no pack and is left alone", tier=self.name, blob=blob.name, reason=str(error))
+        except Malformed:
+            self._unfit[blob.name] = (blob.size, "unreadable", "")
             return
-        if head.sealed and (self._secrets is None or self._secrets.cipher(head.namespace, head.salt) is None):
-            self._unfit[blob.name] = blob.size
-            self._count("wrong_key")
+        if head.seal is None:
+            self._unfit[blob.name] = (blob.size, "wrong_key", head.namespace)
             return
         if head.damaged:
             self._suspects.add(blob.name)
         with self._lock:
             if self._catalogue.add(blob.name, blob.size, head, min(used_at, now)) is None:
-                self._unfit[blob.name] = blob.size
+                self._unfit[blob.name] = (blob.size, "wrong_size", head.namespace)
             self._changed = True
 
-    def _unseal(self, sealed: bytes, namespace: str, salt: bytes) -> bytes | None:
-        return self._secrets.unseal_tails(sealed, namespace, salt) if self._secrets else None
+    def _head(self, blob: Blob) -> tuple[Head, float]:
+        """The head of the pack ``blob`` and when it was used, from what the last node wrote down if that is right.
+
+        Raises:
+            Gone: the blob vanished.
+            Malformed: it is no pack of this format.
+        """
+        size, used_at, raw = (self._kept or {}).get(blob.name, (-1, 0.0, b""))
+        if size == blob.size:
+            with suppress(Malformed):
+                return fitting(parse_head(raw, self._keys), blob.name, blob.size), max(blob.modified, used_at)
+        start = bytearray(min(FIRST_READ, blob.size))
+        read = self._blobs.read(blob.name, 0, [memoryview(start)])
+        size = head_bytes(memoryview(start)[:read])
+        if size > len(start):
+            if size > blob.size:
+                raise Malformed(f"{blob.size} bytes, its head alone has {size}")
+            more = bytearray(size - len(start))
+            read += self._blobs.read(blob.name, len(start), [memoryview(more)])
+            start += more
+        return fitting(parse_head(memoryview(start)[:read], self._keys), blob.name, blob.size), blob.modified
 
     def _remove_suspects(self) -> None:
         # Not those that come meanwhile: of a place that lies every pack looks bad, the mended ones as well.
@@ -444,46 +496,47 @@ class PackTier:
             self._suspects.discard(name)
             if name in self._forgetting:
                 continue
-            mended = mend(self._blobs, name, self._secrets, put=self._put).now
+            verdict = mend(self._blobs, name, self._keys, self._quarantine, put=self._put)
             with self._lock:
                 self._catalogue.remove(name)
-            if mended is not None:
-                self._learn(mended, self._clock())
+            if verdict.kind == "mended":
+                _log.warning("a damaged pack was set aside", tier=self.name, pack=name, reason=verdict.reason)
+            if verdict.now is not None:
+                self._learn(verdict.now, self._clock())
 
     # The catalogue of the last start
 
-    def _read_snapshot(self) -> dict[str, tuple[int, float, Head]]:
+    def _read_snapshot(self) -> dict[str, tuple[int, float, bytes]]:
         try:
             raw = read_whole(self._blobs, CATALOGUE)
         except (Gone, TierFailed):
             return {}
-        return unpack_snapshot(raw)
+        return decode_packs(raw) or {}
 
     def _write_snapshot(self) -> None:
         self._changed = False
         self._next_snapshot = self._clock() + SNAPSHOT_SECONDS
-        self._put(CATALOGUE, pack_snapshot(self._catalogue))
+        start = bytearray(len(CATALOGUE_MAGIC))
+        try:
+            strange = self._blobs.read(CATALOGUE, 0, [memoryview(start)]) > 0 and start != CATALOGUE_MAGIC
+        except Gone:
+            strange = CATALOGUE in self._unfit
+        if not strange:  # neither of somebody else nor of a later release
+            self._put(CATALOGUE, encode_packs(self._catalogue))
 
     def close(self) -> None:
         if self._scanned and self._changed:
             self._write_snapshot()
 
 
-def _names(namespace: str, key: bytes, parent: bytes, length: int, codec: int) -> bytes:
-    return msgspec.msgpack.encode((namespace, key, parent, length, int(codec)))
-
-
-def _runs(places: Sequence[tuple[Place, int]]) -> Iterable[list[tuple[Place, int]]]:
-    """``places`` of one pack, in order, cut where they do not lie side by side."""
-    run: list[tuple[Place, int]] = []
-    end = -1
-    for pair in places:
-        record = pair[0].pack.records[pair[0].position]
-        if run and int(record["offset"]) != end:
+def _runs(found: Sequence[_Found]) -> Iterable[list[_Found]]:
+    """``found`` in one pack, in order, cut where pages do not lie side by side."""
+    run: list[_Found] = []
+    for one in found:
+        if run and one.record.offset != run[-1].record.offset + run[-1].record.stored:
             yield run
             run = []
-        run.append(pair)
-        end = int(record["offset"]) + int(record["stored"])
+        run.append(one)
     if run:
         yield run
 

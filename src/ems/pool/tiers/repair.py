@@ -1,70 +1,133 @@
-"""Looks whether packs are what they claim to be, and keeps what is good of those that are not.
+"""Looks whether packs are what they claim to be, and keeps what is good of those that are damaged.
 
-What always holds: what is good is written anew before the old pack is removed; a blob that is not ours stays untouched.
+What always holds: what is good is written anew before the damaged pack is set aside; what is no pack of this format, or
+was sealed with another key, stays as it is.
 """
 
 from __future__ import annotations
 
-import secrets as random
-from collections.abc import Callable, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Literal
 
 import msgspec
 
 from ems.pool.checksum import crc32c
-from ems.pool.tiers.blobs import Blob, Blobs, Gone
-from ems.pool.tiers.cipher import Secrets
-from ems.pool.tiers.heads import folder_of, pack_name, read_whole, within
-from ems.pool.tiers.record import Entry, Head, Malformed, Sealer, build_head, parse_head
+from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
+from ems.pool.tiers.pack_format import (
+    Head,
+    Malformed,
+    Record,
+    build_head,
+    fitting,
+    folder_of,
+    open_page,
+    pack_name,
+    parse_head,
+    with_right_preamble,
+)
+from ems.pool.tiers.pack_seal import SealKeys
 
 Put = Callable[[str, Sequence[bytes | memoryview]], None]
 """Writes a blob of a name from its parts."""
-_NUMBERS = ("length", "codec", "page_sum", "stored_sum")
+QUARANTINE = "quarantine/"
+_SET_ASIDE = re.compile(QUARANTINE + r"[0-9a-f]{32}-[0-9a-f]{12}-[0-9a-f]{16}\.pack")
+QUARANTINE_BYTES = 256 << 20
+"""Most that is kept of damaged packs; the oldest leaves first."""
+QUARANTINE_SHARE = 4
+"""And no more than one in so many bytes of a tier with a size."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What became of a pack: the blob that holds its good pages ``now`` (None: there is none), and how many pages.
+    """What a pack turned out to be.
 
-    ``reason`` says what is wrong, empty when nothing is; ``mended`` is False after a look that changed nothing.
+    ``unchecked``: its checksums are right, and there is no key for its seals.  Only what was ``mended`` was changed:
+    its good pages are in the blob ``now`` (None: there are none), and the pack as it was is in the quarantine.
     """
 
-    now: Blob | None
+    kind: Literal["good", "unchecked", "mended", "damaged", "other_key", "unreadable", "gone"]
+    now: Blob | None = None
     good: int = 0
     bad: int = 0
     reason: str = ""
-    mended: bool = False
 
 
-def look(raw: bytes, name: str, keys: Secrets | None) -> tuple[Head | None, list[int], str]:
-    """The head of the pack ``raw``, the positions of its good pages, and what is wrong (empty: nothing).
+class Quarantine:
+    """Damaged packs that were set aside in ``blobs``, as far as it was told; ``limit`` is the tier's size."""
 
-    Tails that are encrypted are read with ``keys`` only; pages are judged by their checksums, encrypted or not.
+    def __init__(self, blobs: Blobs, limit: int) -> None:
+        self._blobs = blobs
+        self._most = min(QUARANTINE_BYTES, limit // QUARANTINE_SHARE) if limit else QUARANTINE_BYTES
+        self._kept: dict[str, Blob] = {}
+
+    def know(self, listed: Iterable[Blob]) -> None:
+        """``listed`` is what is in the place."""
+        found = [blob for blob in listed if _SET_ASIDE.fullmatch(blob.name) and not blob.refused]
+        self._kept = {blob.name: blob for blob in sorted(found, key=lambda one: one.modified)}
+
+    @property
+    def bytes(self) -> int:
+        return sum(blob.size for blob in self._kept.values())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._kept)
+
+    def take(self, blob: Blob) -> None:
+        """Set ``blob`` aside; what was set aside long ago leaves for it."""
+        name = QUARANTINE + blob.name.replace("/", "-")
+        self._blobs.move(blob.name, name)
+        self._kept[name] = msgspec.structs.replace(blob, name=name)
+        left, leaving = self.bytes, []
+        for old in self._kept.values():
+            if left > self._most:
+                leaving.append(old.name)
+                left -= old.size
+        self._remove(leaving)
+
+    def clear(self, namespace: str, older: float) -> None:
+        """Remove what there is of ``namespace`` from before the time ``older``."""
+        mine = f"{QUARANTINE}{folder_of(namespace)}-"
+        self._remove([name for name, one in self._kept.items() if name.startswith(mine) and one.modified <= older])
+
+    def _remove(self, names: list[str]) -> None:
+        if names:
+            self._blobs.delete(names)
+        for name in names:
+            self._kept.pop(name, None)
+
+
+def inspect(raw: bytes, name: str, keys: SealKeys | None) -> tuple[Head, list[int], str]:
+    """The head of the pack ``raw``, the positions of its good pages, and what is wrong with it (empty: nothing).
+
+    Without the right key pages are judged by their checksums alone.
+
+    Raises:
+        Malformed: it is no pack of this format, or not the one that ``name`` says.
     """
-    try:
-        head = parse_head(raw, keys.unseal_tails if keys else _sealed)
-    except Malformed as error:
-        return None, [], str(error)
-    if not name.startswith(f"{folder_of(head.namespace)}/"):
-        return None, [], "it is the pack of another namespace than its name says"
-    head = within(head, len(raw))
-    view, records = memoryview(raw), head.records
-    good = [
-        position
-        for position, (offset, stored, total) in enumerate(
-            zip(records["offset"].tolist(), records["stored"].tolist(), records["stored_sum"].tolist(), strict=True)
-        )
-        if crc32c(view[offset : offset + stored]) == total
-    ]
-    whole = len(good) == len(records) and not head.damaged
-    bad = len(records) - len(good)
-    return head, good, "" if whole else f"{bad} bad pages, {head.damaged} damaged records"
+    raw, whole = with_right_preamble(raw)
+    head = fitting(parse_head(raw, keys), name, len(raw))
+    view, good = memoryview(raw), []
+    for position, record in enumerate(map(Record._make, head.records.tolist())):
+        stored = view[record.offset : record.offset + record.stored]
+        if crc32c(stored) == record.stored_sum and (head.seal is None or open_page(head, record, stored) is not None):
+            good.append(position)
+    bad, damaged = len(head.records) - len(good), head.damaged + (not whole)
+    return head, good, f"{bad} bad pages, {damaged} damaged records" if bad or damaged else ""
 
 
-def _sealed(_sealed: bytes, _namespace: str, _salt: bytes) -> None:
-    return None
-
-
-def mend(blobs: Blobs, name: str, keys: Secrets | None, *, dry_run: bool = False, put: Put | None = None) -> Verdict:
-    """Look at the pack ``name``; unless ``dry_run``, put its good pages into a new one if any are bad.
+def mend(
+    blobs: Blobs,
+    name: str,
+    keys: SealKeys | None,
+    quarantine: Quarantine,
+    *,
+    dry_run: bool = False,
+    put: Put | None = None,
+) -> Verdict:
+    """Look at the pack ``name``; if it is damaged, put its good pages into a new one and set it aside.
 
     ``put`` writes the new one, where that takes more than ``blobs`` do on their own.
 
@@ -73,44 +136,36 @@ def mend(blobs: Blobs, name: str, keys: Secrets | None, *, dry_run: bool = False
     """
     try:
         raw = read_whole(blobs, name)
+        head, good, reason = inspect(raw, name, keys)
     except Gone:
-        return Verdict(None)
-    head, good, reason = look(raw, name, keys)
-    blob = Blob(name, len(raw), 0.0)
-    if not reason:
-        return Verdict(blob, good=len(good))
-    bad = max(len(head.records) - len(good), 1) if head is not None else 1
-    if dry_run:
-        return Verdict(blob, len(good), bad, reason)
+        return Verdict("gone")
+    except Malformed as error:
+        return Verdict("unreadable", reason=str(error))
+    blob, bad = Blob(name, len(raw), 0.0), max(len(head.records) - len(good), 1) if reason else 0
+    if head.seal is None:
+        if keys is not None and keys.should_open(head.namespace, encrypted=head.encrypted):
+            reason = "it was sealed with another key" + (f"; {reason}" if reason else "")
+            return Verdict("other_key", blob, len(good), bad, reason)
+        return Verdict("damaged" if reason else "unchecked", blob, len(good), bad, reason)
+    if not reason or dry_run:
+        return Verdict("damaged" if reason else "good", blob, len(good), bad, reason)
     mended = None
-    if head is not None and good:
-        new = with_only(head, good, raw, keys)
-        fresh = pack_name(head.namespace, head.stored_at, random.token_hex(8))
-        (put or blobs.put)(fresh, new)
-        mended = Blob(fresh, sum(map(len, new)), 0.0)
-    blobs.delete([name])
-    return Verdict(mended, len(good), bad, reason, mended=True)
+    if good:
+        parts, new = with_only(head, good, raw)
+        fresh = pack_name(head.namespace, head.stored_at, secrets.token_hex(8))
+        (put or blobs.put)(fresh, parts)
+        mended = Blob(fresh, new.total, 0.0)
+    with suppress(Gone):  # room was made for the new one
+        quarantine.take(blob)
+    return Verdict("mended", mended, len(good), bad, reason)
 
 
-def with_only(head: Head, good: list[int], raw: bytes, keys: Secrets | None) -> list[bytes | memoryview]:
-    """The parts of a pack that has only the pages at the positions ``good`` of the pack ``raw``."""
-    view = memoryview(raw)
-    cipher = keys.cipher(head.namespace, head.salt) if keys and head.sealed else None
-    entries, parts = [], []
-    for position in good:
-        record = head.records[position]
-        offset, stored = int(record["offset"]), int(record["stored"])
-        parts.append(view[offset : offset + stored])
-        key, parent, nonce = (record[name].tobytes() for name in ("key", "parent", "nonce"))
-        length, codec, page_sum, stored_sum = (int(record[name]) for name in _NUMBERS)
-        tail = head.tails.get(position)
-        entries.append(Entry(key, parent, tail, stored, length, codec, page_sum, stored_sum, nonce))
-    seal = cipher.seal_tails if cipher is not None else _nothing
-    sealer = Sealer(head.salt, seal) if head.sealed else None
-    pack_id = random.token_bytes(16)
-    built, _ = build_head(head.namespace, head.page_size, pack_id, head.stored_at, entries, sealer)
-    return [built, *parts]
-
-
-def _nothing(_tails: bytes) -> bytes:
-    return b""
+def with_only(head: Head, good: list[int], raw: bytes) -> tuple[list[bytes | memoryview], Head]:
+    """The parts and the head of a pack that has only the pages at the positions ``good`` of the pack ``raw``."""
+    assert head.seal is not None
+    view, records = memoryview(raw), head.records[good]
+    places = zip(records["offset"].tolist(), records["stored"].tolist(), strict=True)
+    parts = [view[offset : offset + stored] for offset, stored in places]
+    tails = {new: head.tails[old] for new, old in enumerate(good) if old in head.tails}
+    begin, end, new = build_head(head.namespace, head.page_size, head.stored_at, records, tails, head.seal)
+    return [begin, *parts, end], new

@@ -72,7 +72,7 @@ class Holding(msgspec.Struct, frozen=True):
     idle_seconds: float
 
 
-class Meant(msgspec.Struct, frozen=True):
+class ForgetRequest(msgspec.Struct, frozen=True):
     """Pages that are to leave a tier: those of ``namespace`` that nobody stored or loaded for ``unused_for`` seconds.
 
     With 0 seconds that is all of them.  The keys ``spared`` stay, whatever their age.
@@ -83,15 +83,19 @@ class Meant(msgspec.Struct, frozen=True):
     spared: Collection[bytes] = frozenset()
 
 
-class Forgotten(msgspec.Struct, frozen=True):
-    """What one call took out, or would take out; ``more`` says that there is more of it to be done."""
+class ForgetResult(msgspec.Struct, frozen=True):
+    """What one call took out, or would take out; ``more`` says that there is more of it to be done.
+
+    ``left`` packs of the namespace stay, because this node does not understand them.
+    """
 
     pages: int = 0
     bytes: int = 0
     more: bool = False
+    left: int = 0
 
 
-class Run(msgspec.Struct, frozen=True):
+class KeyRun(msgspec.Struct, frozen=True):
     """Keys of consecutive blocks; the first comes after the block ``parent``.
 
     With ``tail`` it is one page, which is not full.
@@ -108,11 +112,14 @@ class Inventory(Protocol):
     def namespaces(self) -> dict[str, Holding]:
         """What it has, by the name of each namespace that it has pages of."""
 
-    def recent(self, namespace: str) -> Iterator[Run]:
+    def left_alone(self) -> set[str]:
+        """The namespaces of which there are packs that this node does not understand, as far as these say so."""
+
+    def recent(self, namespace: str) -> Iterator[KeyRun]:
         """All that it has of ``namespace``: what was used last comes first, a prefix before its suffix."""
 
-    def forget(self, meant: Meant, *, dry_run: bool = False) -> Forgotten:
-        """Take a portion of ``meant`` out, bounded in time, or only count all of it; blocks.
+    def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
+        """Take a portion of ``request`` out, bounded in time, or only count all of it; blocks.
 
         What is meant is not handed out any more from the first call on, but for what is stored in one piece with a
         spared page: that goes call by call, the last of it with the one that leaves no ``more``.  After a restart none

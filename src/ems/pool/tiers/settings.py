@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import difflib
 import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from ems.config import MIB, parse_size
+from ems.config import MIB, parse_duration, parse_size
 from ems.errors import ConfigError
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhdw]?)", re.IGNORECASE)
+_KINDS = {
+    **dict.fromkeys(("size", "queue", "batch"), "size"),
+    **dict.fromkeys(("ttl", "timeout", "refresh"), "duration"),
+    **dict.fromkeys(("readers", "element"), "number"),
+    **dict.fromkeys(("key", "seal_key"), "path"),
+    **dict.fromkeys(("write", "compress", "endpoint", "region", "style"), "word"),
+    "sync": "switch",
+}
+"""What the value of each setting is."""
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
 _WHOLE = re.compile(r"[0-9]{1,4}")
 _SWITCH = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
@@ -58,6 +64,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     key: Path | None = None
     """File with the secret that pages are encrypted with, or a folder with one ``TENANT.key`` a tenant."""
 
+    seal_key: Path | None = None
+    """File with the secret that proves pages to be of nodes that share the tier; None: this host's own, for folders."""
+
     queue: int = 256 * MIB
     """Most bytes that wait to be written; what comes on top is not written."""
 
@@ -90,6 +99,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"timeout of a tier is {self.timeout} s, expected a positive time such as 10s")
         if self.endpoint and not _ENDPOINT.fullmatch(self.endpoint):
             raise ConfigError(f"endpoint of a tier is {self.endpoint!r}, expected an address such as https://host:port")
+        if self.key is not None and self.seal_key is not None:
+            raise ConfigError("a tier has key= and seal_key=, give one: what is encrypted needs no other seal")
         if self.batch > self.queue:
             raise ConfigError("the batch of a tier is larger than its queue, give a smaller batch or a larger queue")
 
@@ -102,18 +113,6 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def name(self) -> str:
         """What people and metrics call the tier; never has secrets in it."""
         return f"dir:{self.place}" if self.kind == "dir" else f"s3://{self.place}"
-
-
-def parse_duration(text: str, name: str = "time") -> float:
-    """Seconds meant by ``text``: a number, or one with s, m, h, d or w.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{name} is {text!r}, expected seconds or a number with a unit such as 30s, 12h or 7d")
-    return float(Fraction(match[1]) * _SECONDS[match[2].lower()])
 
 
 def parse_tier(text: str) -> TierConfig:
@@ -155,24 +154,25 @@ def _only_for(wanted: str, names: tuple[str, ...], kind: str, values: dict[str, 
 
 
 def _value(name: str, text: str) -> object:
-    fields = [field for field in TierConfig.__struct_fields__ if field not in {"kind", "place"}]
-    if name not in fields:
-        near = difflib.get_close_matches(name, fields, 1)
+    if name not in _KINDS:
+        near = difflib.get_close_matches(name, _KINDS, 1)
         raise ConfigError(
-            f"a tier has no setting {name!r}, {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(fields)}"
+            f"a tier has no setting {name!r}, {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(_KINDS)}"
         )
-    if name in {"size", "queue", "batch"}:
-        return parse_size(text, name=name)
-    if name in {"ttl", "timeout", "refresh"}:
-        return parse_duration(text, name)
-    if name in {"readers", "element"}:
-        if not _WHOLE.fullmatch(text):
-            raise ConfigError(f"{name} is {text!r}, expected a whole number")
-        return int(text)
-    if name == "key":
-        return Path(text).absolute()
-    if name == "sync":
-        if text.lower() not in _SWITCH:
-            raise ConfigError(f"sync is {text!r}, expected true or false")
-        return _SWITCH[text.lower()]
-    return text
+    match _KINDS[name]:
+        case "size":
+            return parse_size(text, name=name)
+        case "duration":
+            return parse_duration(text, name=name)
+        case "number":
+            if not _WHOLE.fullmatch(text):
+                raise ConfigError(f"{name} is {text!r}, expected a whole number")
+            return int(text)
+        case "path":
+            return Path(text).absolute()
+        case "switch":
+            if text.lower() not in _SWITCH:
+                raise ConfigError(f"{name} is {text!r}, expected true or false")
+            return _SWITCH[text.lower()]
+        case _:
+            return text

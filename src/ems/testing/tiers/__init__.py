@@ -6,18 +6,17 @@ A test of a tier derives from :class:`TierConformance` and says how one is opene
         @pytest.fixture(autouse=True)
         def place(self, tmp_path): self.folder = tmp_path
         def blobs(self): return FolderBlobs(self.folder)
-        def open(self, blobs): return PackTier("mine", blobs)
+        def open(self, blobs): return PackTier("mine", blobs, KEYS)
 
-The suite is ``keeping``, ``forgetting`` and ``damage``, above ``bench``.  ``pages`` makes pages; in ``places`` are
-:class:`MemoryBlobs`, a place in this process, :class:`FaultyBlobs`, one that is slow, hangs, lies or fails when it is
-told to, and :class:`FaultyTier`.
+The suite is ``keeping``, ``forgetting`` and ``damage``, above ``bench``.  ``pages`` makes pages; in ``places`` is one
+that is slow, hangs, lies or fails when it is told to.
 """
 
 from ems.testing.tiers.damage import Damage
 from ems.testing.tiers.forgetting import Forgetting
 from ems.testing.tiers.keeping import Keeping
-from ems.testing.tiers.pages import NAMESPACE, PAGE, chain, fetch, forget, key, page
-from ems.testing.tiers.places import FaultyBlobs, FaultyTier, MemoryBlobs
+from ems.testing.tiers.pages import KEYS, NAMESPACE, PAGE, chain, fetch, forget, key, page
+from ems.testing.tiers.places import FaultyBlobs
 
 
 class TierConformance(Keeping, Forgetting, Damage):
@@ -25,11 +24,10 @@ class TierConformance(Keeping, Forgetting, Damage):
 
 
 __all__ = [
+    "KEYS",
     "NAMESPACE",
     "PAGE",
     "FaultyBlobs",
-    "FaultyTier",
-    "MemoryBlobs",
     "TierConformance",
     "chain",
     "fetch",

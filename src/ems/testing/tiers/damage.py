@@ -36,7 +36,7 @@ class Damage(TierBench):
         tier.store(NAMESPACE, pages)
         (pack,) = self.packs()
         raw = self.content(pack)
-        for size in (0, 7, 111, 200, len(raw) - 2 * PAGE, len(raw) - 1):
+        for size in (0, 7, 111, 200, len(raw) - 2 * PAGE, len(raw) - PAGE):
             self.begin_with({pack.name: raw[:size]})
             served = self.only_right(pages)
             assert served == (0 if size <= 200 else 1 if size == len(raw) - 2 * PAGE else 2)
@@ -67,7 +67,7 @@ class Damage(TierBench):
         tier.store(NAMESPACE, pages)
         (pack,) = self.packs()
         raw = self.content(pack)
-        self.rewrite(pack.name, raw[: len(raw) - 5] + bytes([raw[-5] ^ 1]) + raw[len(raw) - 4 :])
+        self.rewrite(pack.name, raw[:-500] + bytes([raw[-500] ^ 1]) + raw[-499:])
         assert [outcome for outcome, _ in fetch(tier, [one.key for one in pages])][2] is Outcome.CORRUPT
         tier.maintain()
         self.expect(tier, pages[:2])

@@ -6,7 +6,7 @@ import threading
 
 from ems.errors import TierFailed
 from ems.pool.keys import Tail
-from ems.pool.tiers.seam import Forgotten, Meant, Outcome, Stored, StoredTail
+from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Outcome, Stored, StoredTail
 from ems.testing.tiers.bench import TierBench
 from ems.testing.tiers.pages import NAMESPACE, PATIENCE, chain, fetch, forget, key, page
 
@@ -20,7 +20,7 @@ class Forgetting(TierBench):
             tier.store(NAMESPACE, chain(name, 3))
         tier.store("other/model/layout", chain("a", 2))
         before = tier.namespaces()[NAMESPACE]
-        assert forget(tier, Meant(NAMESPACE)) == Forgotten(6, before.bytes)
+        assert forget(tier, ForgetRequest(NAMESPACE)) == ForgetResult(6, before.bytes)
         assert list(tier.namespaces()) == ["other/model/layout"]
         tier.maintain()
         for one in (tier, self.opened()[0]):
@@ -44,7 +44,7 @@ class Forgetting(TierBench):
         untouched = chain("untouched", 2)
         tier.store(NAMESPACE, untouched)
         spared = [part[0], part[2], part[4], *untouched]
-        assert forget(tier, Meant(NAMESPACE, 0.0, frozenset(one.key for one in spared))).pages == 5
+        assert forget(tier, ForgetRequest(NAMESPACE, 0.0, frozenset(one.key for one in spared))).pages == 5
         tier.maintain()
         for one in (tier, self.opened()[0]):
             self.expect(one, spared)
@@ -52,12 +52,12 @@ class Forgetting(TierBench):
             assert one.namespaces()[NAMESPACE].pages == 5
             found = one.find_tail(NAMESPACE, tail)
             assert found == StoredTail(tail, part[3].key)
-        assert forget(tier, Meant(NAMESPACE, 0.0, frozenset(one.key for one in spared))) == Forgotten()
+        assert forget(tier, ForgetRequest(NAMESPACE, 0.0, frozenset(one.key for one in spared))) == ForgetResult()
 
     def test_only_what_nobody_used_for_long_is_forgotten(self) -> None:
         tier, _ = self.opened()
         tier.store(NAMESPACE, chain("a", 3))
-        assert forget(tier, Meant(NAMESPACE, 3600.0)) == Forgotten()
+        assert forget(tier, ForgetRequest(NAMESPACE, 3600.0)) == ForgetResult()
         self.expect(tier, chain("a", 3))
 
     def test_a_dry_run_says_what_would_be_forgotten_and_changes_nothing(self) -> None:
@@ -65,7 +65,7 @@ class Forgetting(TierBench):
         for name in ("a", "b"):
             tier.store(NAMESPACE, chain(name, 3))
         before = {blob.name: self.content(blob) for blob in self.blobs().blobs()}
-        would = tier.forget(Meant(NAMESPACE, 0.0, [key("a/1")]), dry_run=True)
+        would = tier.forget(ForgetRequest(NAMESPACE, 0.0, [key("a/1")]), dry_run=True)
         assert (would.pages, would.more) == (5, False)
         assert 0 < would.bytes < tier.namespaces()[NAMESPACE].bytes
         assert {blob.name: self.content(blob) for blob in self.blobs().blobs()} == before
@@ -75,7 +75,7 @@ class Forgetting(TierBench):
         one, _ = self.opened()
         one.store(NAMESPACE, [*chain("a", 2), *chain("b", 2)])
         other, _ = self.opened()
-        forget(one, Meant(NAMESPACE, 0.0, [key("b/0"), key("b/1")]))
+        forget(one, ForgetRequest(NAMESPACE, 0.0, [key("b/0"), key("b/1")]))
         assert [outcome for outcome, _ in fetch(other, [key("a/0"), key("b/0")])] == [Outcome.MISSING] * 2
         other.maintain()
         assert other.holds(NAMESPACE, [key("a/0")]) == 0
@@ -86,13 +86,13 @@ class Forgetting(TierBench):
         other, _ = self.opened()
         other.store(NAMESPACE, chain("a", 2))
         one.maintain()
-        assert forget(one, Meant(NAMESPACE)).pages == 2
+        assert forget(one, ForgetRequest(NAMESPACE)).pages == 2
         assert not self.packs()
 
     def test_forgetting_that_fails_anywhere_serves_nothing_wrong_and_ends_when_done_again(self) -> None:
         """Whichever call of the place is the first that fails."""
         spared = chain("part", 2)
-        meant = Meant(NAMESPACE, 0.0, [one.key for one in spared])
+        meant = ForgetRequest(NAMESPACE, 0.0, [one.key for one in spared])
         for works in range(40):
             tier, blobs = self.opened()
             tier.store(NAMESPACE, chain("whole", 2))
@@ -114,7 +114,7 @@ class Forgetting(TierBench):
             self.expect(fresh, spared)
             assert fresh.namespaces()[NAMESPACE].pages == 2
             assert len(self.packs()) == 1
-            forget(fresh, Meant(NAMESPACE))
+            forget(fresh, ForgetRequest(NAMESPACE))
             if not failed:
                 return
         raise AssertionError("forgetting two packs takes more than 40 calls of the place")
@@ -124,7 +124,7 @@ class Forgetting(TierBench):
         tier.store(NAMESPACE, chain("a", 2))
         blobs.works_for = 0
         try:
-            forget(tier, Meant(NAMESPACE))
+            forget(tier, ForgetRequest(NAMESPACE))
         except TierFailed:
             assert self.packs()
         else:
@@ -139,7 +139,7 @@ class Forgetting(TierBench):
         tier.store(NAMESPACE, chain("a", 2))
         tier.store("other/model/layout", chain("a", 1))
         blobs.gate.clear()
-        hanging = threading.Thread(target=lambda: forget(tier, Meant(NAMESPACE)), daemon=True)
+        hanging = threading.Thread(target=lambda: forget(tier, ForgetRequest(NAMESPACE)), daemon=True)
         hanging.start()
         assert tier.holds("other/model/layout", [key("a/0")]) == 1
         assert "other/model/layout" in tier.namespaces()
@@ -156,10 +156,10 @@ class Forgetting(TierBench):
         tier.store(NAMESPACE, last)
         tier.store(NAMESPACE, first[:2])
         self.expect(tier, last)
-        told = [one for run in tier.recent(NAMESPACE) for one in run.keys]
-        assert sorted(told) == sorted(one.key for one in (*first, *last))
+        recent = [one for run in tier.recent(NAMESPACE) for one in run.keys]
+        assert sorted(recent) == sorted(one.key for one in (*first, *last))
         parents = {one.key: one.parent for one in (*first, *last)}
         for run in tier.recent(NAMESPACE):
             assert [parents[one] for one in run.keys] == [run.parent, *run.keys[:-1]]
-        assert [one for one in told if one in {page.key for page in first}] == [one.key for one in first]
-        assert told[:2] == [one.key for one in last]
+        assert [one for one in recent if one in {page.key for page in first}] == [one.key for one in first]
+        assert recent[:2] == [one.key for one in last]

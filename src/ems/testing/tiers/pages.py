@@ -8,11 +8,14 @@ import time
 from collections.abc import Sequence
 
 from ems.pool.keys import NO_PARENT
-from ems.pool.tiers.seam import Forgotten, Meant, Outcome, Stored, Tier, Wanted
+from ems.pool.tiers.pack_seal import SealKeys
+from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Outcome, Stored, Tier, Wanted
 
 PAGE = 4096
 NAMESPACE = "tenant/model/layout"
 PATIENCE = 30.0
+SECRET = b"a secret that all nodes of the tier have"
+KEYS = SealKeys(SECRET, encrypts=False)
 
 
 def key(name: object) -> bytes:
@@ -44,7 +47,7 @@ def fetch(
     return [(outcome, bytes(where)) for outcome, where in zip(outcomes, into, strict=True)]
 
 
-def forget(tier: Tier, meant: Meant) -> Forgotten:
+def forget(tier: Tier, meant: ForgetRequest) -> ForgetResult:
     """Take out all that is ``meant``; the sum of what the calls say."""
     pages = size = 0
     deadline = time.monotonic() + PATIENCE
@@ -52,5 +55,5 @@ def forget(tier: Tier, meant: Meant) -> Forgotten:
         gone = tier.forget(meant)
         pages, size = pages + gone.pages, size + gone.bytes
         if not gone.more:
-            return Forgotten(pages, size)
+            return ForgetResult(pages, size)
         assert time.monotonic() < deadline, "there is always more to be forgotten"

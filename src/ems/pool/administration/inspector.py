@@ -1,0 +1,185 @@
+"""What there is, told to an administrator: namespaces, pages and requests, in memory and in the tiers below.
+
+A brain.  What always holds: nothing changes by looking, not even recency; no tier is waited for, because what is said
+of tiers is what the node knows of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ems.errors import PoolRefused
+from ems.pool.administration.selection import model_of, tenant_of
+from ems.pool.core.namespaces import NamespacePages
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.keys import KEY_BYTES
+from ems.pool.layout import PageRef
+from ems.pool.reasons.words import Reason
+from ems.pool.tiers.seam import Holding
+
+Report = dict[str, Any]
+
+
+class Stock(Protocol):
+    """What is to be known of the tiers."""
+
+    def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
+        """The name of each tier, and what it has of each namespace."""
+
+    def holders(self, name: str, key: bytes) -> list[str]:
+        """The names of the tiers that have the page ``key`` of the namespace ``name``."""
+
+
+class Inspector:
+    """Looks into ``core`` and the tiers, where there are any."""
+
+    def __init__(self, core: PoolCore) -> None:
+        self._core = core
+        self.tiers: Stock | None = None
+
+    def overview(self, now: float) -> Report:
+        """Every namespace that memory or a tier has, with its figures."""
+        below = self._held_below()
+        readers = self._core.readers()
+        rows = [
+            self._row(namespace, now, readers.get(namespace.number, 0), below.pop(namespace.name, []))
+            for namespace in self._core.namespaces
+        ]
+        return {"namespaces": rows + [self._row_below(name, held) for name, held in below.items()]}
+
+    def _held_below(self) -> dict[str, list[tuple[str, Holding]]]:
+        """What tiers have of each namespace: their names, and what each has."""
+        below: dict[str, list[tuple[str, Holding]]] = {}
+        for tier, held in self.tiers.holdings() if self.tiers is not None else ():
+            for name, holding in held.items():
+                below.setdefault(name, []).append((tier, holding))
+        return below
+
+    def _row(self, namespace: NamespacePages, now: float, readers: int, below: list[tuple[str, Holding]]) -> Report:
+        pages = len(namespace.index) - namespace.writing
+        return {
+            **self._names_of(namespace.name),
+            "pages": pages,
+            "bytes": pages * namespace.page_size,
+            "writing": namespace.writing,
+            "page_size": namespace.page_size,
+            "leases": readers,
+            "pinned": len(namespace.pins.pinned),
+            "idle_seconds": round(max(now - namespace.last_used, 0.0), 3),
+            "tiers": _told_below(below),
+        }
+
+    def _row_below(self, name: str, below: list[tuple[str, Holding]]) -> Report:
+        """A namespace that only tiers have."""
+        none = dict.fromkeys(("pages", "bytes", "writing"), 0)
+        return {
+            **self._names_of(name),
+            **none,
+            "page_size": below[0][1].page_size,
+            "leases": 0,
+            "pinned": 0,
+            "idle_seconds": round(min(held.idle_seconds for _, held in below), 3),
+            "tiers": _told_below(below),
+        }
+
+    def _names_of(self, name: str) -> Report:
+        return {"namespace": name, "tenant": tenant_of(name), "model": model_of(name)}
+
+    def show(self, what: str, now: float) -> Report:
+        """All that is known of ``what``: a namespace's name, a key in hex, or (a part of) a request's id.
+
+        Raises:
+            PoolRefused: nothing is called so.
+        """
+        known = self._core.find_namespace(what)
+        if known >= 0:
+            namespace = self._core.namespaces[known]
+            readers = self._core.readers().get(known, 0)
+            return self._show_namespace(self._row(namespace, now, readers, self._held_below().get(what, [])))
+        if (below := self._held_below().get(what)) is not None:
+            return self._show_namespace(self._row_below(what, below))
+        if len(what) == 2 * KEY_BYTES and all(digit in "0123456789abcdefABCDEF" for digit in what):
+            return self._show_key(bytes.fromhex(what), now)
+        request, looks = self._core.reasons.requests.find(what)
+        if not looks:
+            raise PoolRefused(
+                f"nothing here is called {what[:80]!r}: expected a namespace's name, a key of {2 * KEY_BYTES} hex "
+                "digits, or the id of a request that was looked up lately (or a part that only one has)"
+            )
+        return {"kind": "request", "request": request, "lookups": [self._told_look(look, now) for look in looks]}
+
+    def _told_look(self, look: Any, now: float) -> Report:
+        fields = _told_reason(look.code)
+        # What is known by now may be more than a code, as long as the key is still missing for the same reason.
+        later = self._core.explain(look.namespace, [look.missing] if look.missing else [bytes(KEY_BYTES)])
+        detail = later.detail if look.code and later.codes[0] == look.code else ""
+        return {
+            "namespace": look.namespace,
+            "asked": look.asked,
+            "found": look.found,
+            "missing": look.missing.hex(),
+            "seconds_ago": round(max(now - look.at, 0.0), 3),
+            **fields,
+            "detail": detail,
+        }
+
+    def _show_namespace(self, row: Report) -> Report:
+        layouts, name = self._core.reasons.layouts, row["namespace"]
+        return {
+            "kind": "namespace",
+            **row,
+            "facts": dict(layouts.facts(name)),
+            "other_layouts": [
+                {"namespace": other, "differs": dict(layouts.differences(name, other).fields)}
+                for other in layouts.related(name)
+            ],
+        }
+
+    def _show_key(self, key: bytes, now: float) -> Report:
+        known = {namespace.name: namespace for namespace in self._core.namespaces}
+        rows: list[Report] = []
+        for name in dict.fromkeys([*known, *self._held_below()]):
+            row = self._key_in(known[name], key, now) if name in known else None
+            holders = self.tiers.holders(name, key) if self.tiers is not None else []
+            if row is None and holders:
+                row = {"namespace": name, "state": "absent", **_told_reason(Reason.LOWER_TIER.code), "detail": ""}
+            if row is not None:
+                rows.append({**row, "tiers": holders})
+        return {"kind": "key", "key": key.hex(), "namespaces": rows}
+
+    def _key_in(self, namespace: NamespacePages, key: bytes, now: float) -> Report | None:
+        page = namespace.index.get(key)
+        if page is not None:
+            ref = PageRef.unpack(page.ref)
+            prefix = page.parent
+            return {
+                "namespace": namespace.name,
+                "state": "present" if page.present else "being_written",
+                "tier": "DRAM",
+                "segment": ref.segment,
+                "slot": ref.slot,
+                "leases": page.leases,
+                "pinned": page.key in namespace.pins.pinned,
+                "continued_by": len(page.children()),
+                "prefix": "" if prefix is None else prefix.key.hex(),
+                "prefix_present": prefix is None or prefix.present,
+                "idle_seconds": round(max(now - page.used, 0.0), 3) if page.present else 0.0,
+            }
+        fields = self._core.explain(namespace.name, [key])
+        if fields.codes[0] in (0, Reason.NEVER_STORED.code, Reason.OTHER_LAYOUT.code):
+            return None
+        return {
+            "namespace": namespace.name,
+            "state": "absent",
+            **_told_reason(fields.codes[0]),
+            "detail": fields.detail,
+        }
+
+
+def _told_reason(code: int) -> Report:
+    reason = Reason.of_code(code) or Reason.NOTHING_MISSED
+    return {"reason": reason.value, "sentence": reason.sentence}
+
+
+def _told_below(below: list[tuple[str, Holding]]) -> list[Report]:
+    return [{"name": tier, "pages": held.pages, "bytes": held.bytes} for tier, held in below]

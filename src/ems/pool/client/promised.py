@@ -1,0 +1,63 @@
+"""Slots that a client was promised and may still write into, whatever became of the promise.
+
+A node that lost its connection to a client, or was started again, cannot know which copies still run, so it gives the
+slots to nobody until the client says so.  What always holds: a slot is among these from before the node's answer is
+used until its caller has committed or given it up, and the node is told of too many rather than too few.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ems.pool.client.answers import Reservation
+from ems.pool.protocol.limits import MAX_KEYS
+
+
+class PromisedSlots:
+    """Reservations of one client, on all its connections, whose copies may run; for several threads at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[int, int], dict[int, bytes]] = {}
+        """Packed references by position, of each reservation by its connection and number."""
+        self._ended = 0
+        """How many copies ended of which the node was not told there and then."""
+        self._told = (1, 0)
+        """Connection and value of ``_ended`` that the node was told of; a client's first has nothing to tell."""
+
+    def promised(self, reservation: Reservation) -> None:
+        """The node promised slots."""
+        if reservation.granted:
+            refs = {position: ref.pack() for position, ref in reservation.granted.items()}
+            with self._lock:
+                self._slots[reservation.epoch, reservation.number] = refs
+
+    def ended(self, reservation: Reservation, positions: Iterable[int] | None, *, told: bool) -> None:
+        """No copy into the slots of ``positions`` (all, when None) runs any more; ``told``: the node knows that."""
+        name = reservation.epoch, reservation.number
+        with self._lock:
+            slots = self._slots.get(name)
+            if slots is not None:
+                for position in list(slots) if positions is None else positions:
+                    slots.pop(position, None)
+                if not slots:
+                    del self._slots[name]
+            self._ended += not told
+
+    def news(self, epoch: int) -> tuple[bytes, tuple[int, int]] | None:
+        """What to tell the node on the connection ``epoch``: all slots that may be written into.
+
+        With it comes a mark for :meth:`was_told`; None where the node knows, or where these are more than can be told.
+        """
+        with self._lock:
+            mark = epoch, self._ended
+            if mark == self._told:
+                return None
+            refs = [ref for slots in self._slots.values() for ref in slots.values()]
+            return (b"".join(refs), mark) if len(refs) <= MAX_KEYS else None
+
+    def was_told(self, mark: tuple[int, int]) -> None:
+        """The node was told what :meth:`news` had to say."""
+        with self._lock:
+            self._told = mark

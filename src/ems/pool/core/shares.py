@@ -1,0 +1,188 @@
+"""How much of the pool each tenant may have, and who gives way to whom.
+
+What always holds: no tenant gets a segment that would bring it above its cap; no tenant loses one to another that
+it needs for its guaranteed minimum.  Within that, memory goes to whoever asks first, and when there is none left, to
+whoever has less than its fair share: first among tenants, then among the namespaces of one.  Memory moves in whole
+segments, so quotas count whole segments too.
+
+On a node without tenants all namespaces belong to one tenant, the nameless one, which may have everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ems.config import format_size
+from ems.errors import ConfigError, QuotaExceeded
+from ems.pool.core.quota import Bounds, Quota
+
+if TYPE_CHECKING:
+    from ems.pool.core.slot_allocator import Segment
+
+IDLE_SECONDS = 10.0
+"""How long a namespace must have rested before it can lose its last segment to a namespace that has none."""
+
+
+class SharingNamespace(Protocol):
+    """A namespace, as far as it matters here."""
+
+    number: int
+    tenant: str
+    last_used: float
+
+
+_Namespace = TypeVar("_Namespace", bound=SharingNamespace)
+
+
+class Shares:
+    """The quotas of a node's tenants; without any, every tenant may have everything."""
+
+    def __init__(self) -> None:
+        self._quotas: Mapping[str, Quota] = {}
+        self._bounds: Mapping[str, Bounds] = {}
+        self._unknown_bounds: Bounds | None = None
+
+    def set(self, quotas: Mapping[str, Quota], segments: Sequence[int]) -> None:
+        """From now on tenants have ``quotas`` in a pool of segments of these sizes, and nobody else has anything.
+
+        Raises:
+            ConfigError: the guaranteed minima do not fit in the pool together; nothing has changed then.
+        """
+        self._bounds = self._fitting(quotas, segments)
+        self._quotas = quotas
+        self._unknown_bounds = Bounds(0, 0)
+
+    def must_fit(self, segments: Sequence[int]) -> None:
+        """Refuse a pool of segments of these sizes.
+
+        Raises:
+            ConfigError: the guaranteed minima would not fit in it together.
+        """
+        self._fitting(self._quotas, segments)
+
+    @staticmethod
+    def _fitting(quotas: Mapping[str, Quota], segments: Sequence[int]) -> Mapping[str, Bounds]:
+        total, largest = sum(segments), max(segments, default=1)
+        bounds = {tenant: quota.within(total) for tenant, quota in quotas.items()}
+        promised = sum(-(-one.minimum // largest) * largest for one in bounds.values())
+        if promised > total:
+            raise ConfigError(
+                f"the tenants' guaranteed minima come to {format_size(promised)} in whole segments, but the pool has "
+                f"{format_size(total)}; lower a minimum with 'ems tenant set' or give the node a larger --size"
+            )
+        return bounds
+
+    @property
+    def limited(self) -> bool:
+        return self._unknown_bounds is not None
+
+    def bounds(self, tenant: str) -> Bounds | None:
+        """The bounds of ``tenant``; None where it may have everything."""
+        return self._bounds.get(tenant, self._unknown_bounds)
+
+    def refuse_if_too_small(self, tenant: str, segment: int) -> None:
+        """Refuse a tenant whose cap is below one segment.
+
+        Raises:
+            QuotaExceeded: it can never have a page.
+        """
+        bounds = self.bounds(tenant)
+        if bounds is not None and bounds.cap < segment:
+            raise QuotaExceeded(
+                f"this tenant may have {format_size(bounds.cap)}, which is less than a segment of "
+                f"{format_size(segment)}; ask the administrator for a larger cap or a smaller --segment-size"
+            )
+
+    def may_grow(self, tenant: str, held: int, size: int) -> bool:
+        """Whether a tenant that has ``held`` bytes may have another segment of ``size``."""
+        bounds = self.bounds(tenant)
+        return bounds is None or held + size <= bounds.cap
+
+    def may_donate(self, tenant: str, held: int, size: int) -> bool:
+        """Whether a tenant that has ``held`` bytes can be made to give a segment of ``size`` to another."""
+        bounds = self.bounds(tenant)
+        return bounds is None or held - size >= bounds.minimum
+
+    def below_minimum(self, tenant: str, held: int) -> bool:
+        """Whether a tenant that has ``held`` bytes is below its guaranteed minimum."""
+        bounds = self.bounds(tenant)
+        return bounds is not None and held < bounds.minimum
+
+    def above_cap(self, tenant: str, held: int) -> bool:
+        bounds = self.bounds(tenant)
+        return bounds is not None and held > bounds.cap
+
+    def donor(
+        self, namespace: _Namespace, namespaces: Sequence[_Namespace], segments: Sequence[Segment], now: float
+    ) -> _Namespace | None:
+        """The namespace that loses a segment to ``namespace``; None when nobody has to."""
+        usage = SegmentUsage(namespaces, segments)
+        size = max((segment.size for segment in segments), default=0)
+        other = self._donor_tenant(namespace, usage, size, namespaces, now)
+        tenant = namespace.tenant if other is None else other
+        rest = [one for one in namespaces if one is not namespace and one.tenant == tenant and usage.counts[one.number]]
+        richest = max(rest, key=lambda one: (usage.counts[one.number], -one.last_used), default=None)
+        if richest is None or other is not None:
+            return richest
+        own = usage.counts[namespace.number]
+        competing = len(rest) + 1
+        if own == 0:
+            donates = usage.counts[richest.number] > 1 or now - richest.last_used >= IDLE_SECONDS
+        else:
+            donates = (own + 1) * competing <= usage.tenant_counts[tenant] + usage.unowned
+        return richest if donates else None
+
+    def _donor_tenant(
+        self,
+        namespace: SharingNamespace,
+        usage: SegmentUsage,
+        size: int,
+        namespaces: Sequence[SharingNamespace],
+        now: float,
+    ) -> str | None:
+        """The other tenant that loses a segment to this one's; None when it has to do with what it has."""
+        tenant = namespace.tenant
+        if not self.may_grow(tenant, usage.bytes[tenant], size):
+            return None
+        donors = [
+            other for other, has in usage.bytes.items() if other != tenant and has and self.may_donate(other, has, size)
+        ]
+        if not donors:
+            return None
+        if self.below_minimum(tenant, usage.bytes[tenant]):
+            return max(donors, key=lambda other: usage.bytes[other] - self._minimum(other))
+        richest = max(donors, key=lambda other: (usage.tenant_counts[other], other))
+        own = usage.tenant_counts[tenant]
+        if own:
+            competing = sum(1 for count in usage.tenant_counts.values() if count)
+            return richest if (own + 1) * competing <= usage.total else None
+        used = max((one.last_used for one in namespaces if one.tenant == richest), default=now)
+        return richest if usage.tenant_counts[richest] > 1 or now - used >= IDLE_SECONDS else None
+
+    def _minimum(self, tenant: str) -> int:
+        bounds = self.bounds(tenant)
+        return 0 if bounds is None else bounds.minimum
+
+
+class SegmentUsage:
+    """Who has how many segments, and how many bytes of them, at one moment."""
+
+    def __init__(self, namespaces: Iterable[SharingNamespace], segments: Sequence[Segment]) -> None:
+        tenants = {namespace.number: namespace.tenant for namespace in namespaces}
+        self.total = sum(1 for segment in segments if segment.size)
+        self.unowned = 0
+        self.counts: Counter[int] = Counter()
+        """Segments of each namespace."""
+        self.tenant_counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        """Bytes of the segments of each tenant."""
+        for segment in segments:
+            if segment.namespace is None:
+                self.unowned += bool(segment.size)
+                continue
+            tenant = tenants[segment.namespace]
+            self.counts[segment.namespace] += 1
+            self.tenant_counts[tenant] += 1
+            self.bytes[tenant] += segment.size

@@ -1,0 +1,275 @@
+"""How bytes lie in a segment: its description, the table of slot headers, the slots.
+
+::
+
+    0                4096                     data_offset
+    | description    | slot header 0..n-1     | slot 0 | slot 1 | ...
+      4096 bytes       64 bytes each            slot_stride bytes each
+
+All numbers are little-endian.  A header is written by the node alone: ``WRITING`` with a new generation
+before a writer may touch the slot, ``PRESENT`` only after the writer said that all bytes are there, ``FREE``
+when the page left.  A reader that finds state, generation and key unchanged after its copy knows that the bytes
+are the page's.  Description and headers carry a checksum (CRC-32) of themselves and say all that a node that is
+started again needs to know; what does not match its checksum is taken for no page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from enum import IntEnum, IntFlag
+from mmap import mmap
+from typing import NamedTuple
+
+import msgspec
+
+MAGIC = b"EMSSEG01"
+FORMAT_VERSION = 2
+HEADER_BYTES = 64
+HEADERS_OFFSET = 4096
+PAGE_ALIGN = 4096
+MAX_PAGE = (1 << 32) - 1
+"""Bytes of the largest page whose length a header can hold."""
+
+_DESCRIPTION = struct.Struct("<8sIII16s16sQQQQIH")
+_CHECK = struct.Struct("<I")
+_DESCRIPTION_CHECK = HEADERS_OFFSET - _CHECK.size
+_CARVING = struct.Struct("<Q")
+_CARVING_OFFSET = 76
+_VERSION = struct.Struct("<8sI")
+_REF = struct.Struct("<IIIQ")
+_SEGMENT = struct.Struct("<I")
+REF_BYTES = _REF.size
+_HEADER = struct.Struct("<II16s16sQIII")
+_VOUCH = struct.Struct("<II16s")
+_STATE = struct.Struct("<I")
+
+Buffer = memoryview | bytearray | mmap
+
+
+class SlotState(IntEnum):
+    """What a slot header says about its slot."""
+
+    FREE = 0
+    WRITING = 1
+    PRESENT = 2
+    QUARANTINED = 3
+
+
+class PageFlag(IntFlag):
+    """What a slot header says about its page."""
+
+    CHECKSUMMED = 1
+    """The checksum is the CRC32C of the page's bytes."""
+    FROM_BELOW = 2
+    """The page was brought from a slower tier."""
+
+
+class Header(NamedTuple):
+    """A slot header.  ``parent`` is the key of the block before, zeros for none; ``stamp`` grows with each commit.
+
+    While the slot is being written, ``parent`` and ``checksum`` say by whom (:class:`~ems.pool.writer.Writer`).
+    """
+
+    state: int
+    generation: int
+    key: bytes
+    parent: bytes = bytes(16)
+    stamp: int = 0
+    length: int = 0
+    checksum: int = 0
+    flags: int = 0
+
+
+class PageRef(NamedTuple):
+    """Where a page lies: segment number, slot number, generation of the slot, byte offset of the slot."""
+
+    segment: int
+    slot: int
+    generation: int
+    offset: int
+
+    def pack(self) -> bytes:
+        """The 20 bytes in which a reference travels."""
+        return _REF.pack(*self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> PageRef:
+        """The reference that :meth:`pack` wrote."""
+        return cls._make(_REF.unpack(raw))
+
+
+def refs_begin(segment: int) -> bytes:
+    """The first bytes of every packed reference into ``segment``."""
+    return _SEGMENT.pack(segment)
+
+
+def unpack_refs(raw: bytes) -> list[PageRef]:
+    """References that travelled as one byte string."""
+    return [PageRef._make(fields) for fields in _REF.iter_unpack(raw)]
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """How one segment is carved for pages of ``page_size`` bytes."""
+
+    segment_size: int
+    page_size: int
+    slot_stride: int
+    slot_count: int
+    data_offset: int
+
+    def slot_offset(self, slot: int) -> int:
+        """Byte offset of slot number ``slot`` in its segment."""
+        return self.data_offset + slot * self.slot_stride
+
+    def slots_within(self, touched: int) -> int:
+        """How many leading slots lie whole in the first ``touched`` bytes."""
+        if touched < self.data_offset:
+            return 0
+        return min(self.slot_count, (touched - self.data_offset) // self.slot_stride)
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a segment says about itself.
+
+    ``carving`` is another number each time that the segment is carved; slots that were never used since have the
+    generation ``generation``.
+    """
+
+    segment: int
+    namespace: str
+    node_id: bytes
+    geometry: Geometry
+    carving: int
+    generation: int
+
+
+def header_offset(slot: int) -> int:
+    """Byte offset of the header of slot number ``slot``."""
+    return HEADERS_OFFSET + slot * HEADER_BYTES
+
+
+def _align(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def carve(segment_size: int, page_size: int) -> Geometry:
+    """The largest number of equal slots for ``page_size`` bytes that a segment holds (0 when none fits)."""
+    stride = _align(page_size, PAGE_ALIGN if page_size >= 16 * PAGE_ALIGN else HEADER_BYTES)
+    count = max((segment_size - HEADERS_OFFSET) // (stride + HEADER_BYTES), 0)
+    while count and _align(header_offset(count), PAGE_ALIGN) + count * stride > segment_size:
+        count -= 1
+    return Geometry(segment_size, page_size, stride, count, _align(header_offset(count), PAGE_ALIGN))
+
+
+def namespace_digest(name: str) -> bytes:
+    """The 16 bytes that stand for a namespace in descriptions."""
+    return hashlib.sha256(name.encode()).digest()[:16]
+
+
+def pack_description(description: Description) -> bytes:
+    """The first :data:`HEADERS_OFFSET` bytes of a segment."""
+    geometry, name = description.geometry, description.namespace.encode()
+    raw = bytearray(HEADERS_OFFSET)
+    _DESCRIPTION.pack_into(
+        raw,
+        0,
+        MAGIC,
+        FORMAT_VERSION,
+        description.segment,
+        geometry.slot_count,
+        namespace_digest(description.namespace),
+        description.node_id,
+        geometry.page_size,
+        geometry.slot_stride,
+        geometry.data_offset,
+        description.carving,
+        description.generation,
+        len(name),
+    )
+    raw[_DESCRIPTION.size : _DESCRIPTION.size + len(name)] = name
+    _CHECK.pack_into(raw, _DESCRIPTION_CHECK, zlib.crc32(memoryview(raw)[:_DESCRIPTION_CHECK]))
+    return bytes(raw)
+
+
+def unpack_description(raw: bytes, segment_size: int) -> Description | str | None:
+    """What :func:`pack_description` wrote; why it cannot be read; None in a segment that was never carved."""
+    if not any(raw):
+        return None
+    magic, version = _VERSION.unpack_from(raw)
+    if magic != MAGIC:
+        return "its description is damaged"
+    if version != FORMAT_VERSION:
+        return f"it has format {version}, this release reads format {FORMAT_VERSION}"
+    if len(raw) != HEADERS_OFFSET or _CHECK.unpack_from(raw, _DESCRIPTION_CHECK)[0] != zlib.crc32(
+        raw[:_DESCRIPTION_CHECK]
+    ):
+        return "its description is damaged"
+    fields = _DESCRIPTION.unpack_from(raw)
+    _, _, segment, count, _, node_id, page_size, stride, offset, carving, generation, length = fields
+    name = raw[_DESCRIPTION.size : _DESCRIPTION.size + length].decode(errors="replace")
+    geometry = Geometry(segment_size, page_size, stride, count, offset)
+    if geometry != carve(segment_size, page_size):
+        return "it is carved in another way than this release carves"
+    return Description(segment, name, node_id, geometry, carving, generation)
+
+
+def belongs_to(segment: Buffer, digest: bytes) -> bool:
+    """Whether the segment holds pages of the namespace with ``digest`` (see :func:`namespace_digest`)."""
+    return bytes(segment[20:36]) == digest
+
+
+def carving_of(segment: Buffer) -> int:
+    """The number of the segment's present carving."""
+    carving: int = _CARVING.unpack_from(segment, _CARVING_OFFSET)[0]
+    return carving
+
+
+def generation_of(segment: Buffer, slot: int) -> int:
+    """The generation that the header of slot number ``slot`` has."""
+    generation: int = _STATE.unpack_from(segment, header_offset(slot) + _STATE.size)[0]
+    return generation
+
+
+def pack_header(header: Header) -> bytes:
+    """A whole slot header with its checksum, :data:`HEADER_BYTES` long."""
+    raw = _HEADER.pack(*header)
+    return raw + _CHECK.pack(zlib.crc32(raw))
+
+
+def write_header(segment: Buffer, slot: int, header: Header) -> None:
+    """Write the whole header of slot number ``slot`` into its segment's memory."""
+    offset = HEADERS_OFFSET + slot * HEADER_BYTES
+    segment[offset : offset + HEADER_BYTES] = pack_header(header)
+
+
+def write_state(segment: Buffer, slot: int, state: SlotState) -> None:
+    """Change what the header of slot number ``slot`` says about the slot, and nothing else.
+
+    Only ``FREE`` needs no checksum: what remains of the header means nothing then but its generation.
+    """
+    offset = HEADERS_OFFSET + slot * HEADER_BYTES
+    segment[offset : offset + _STATE.size] = _STATE.pack(state)
+
+
+def unpack_header(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> Header:
+    """The header at ``offset``."""
+    return Header._make(_HEADER.unpack_from(buffer, offset))
+
+
+def header_is_sound(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> bool:
+    """Whether the header at ``offset`` matches its own checksum."""
+    raw = bytes(buffer[offset : offset + HEADER_BYTES])
+    return bool(zlib.crc32(raw[: _HEADER.size]) == _CHECK.unpack_from(raw, _HEADER.size)[0])
+
+
+def vouches(
+    buffer: memoryview | bytes, slot: int, generation: int, key: bytes, *, headers: int = HEADERS_OFFSET
+) -> bool:
+    """Whether the header of ``slot`` says that it holds the whole committed page of ``key`` in ``generation``.
+
+    ``headers`` is where the first header begins in ``buffer``.
+    """
+    offset = headers + slot * HEADER_BYTES
+    return bytes(buffer[offset : offset + _VOUCH.size]) == _VOUCH.pack(SlotState.PRESENT, generation, key)

@@ -1,0 +1,203 @@
+"""Does an administrator's acts on a running node: the shell around :mod:`ems.pool.administration`.
+
+What always holds: only the node's own user and root are served; a step of long work is done in each round of the loop,
+so clients are served in between; memory is had and given back as the brain asks for, in parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import structlog
+
+from ems.errors import ConfigError, PoolRefused, Unauthorised
+from ems.pool.administration.passes import RETRY_SECONDS
+from ems.pool.administration.service import AdminService, Tiers
+from ems.pool.node.audit import Act, AuditLog
+from ems.pool.node.audit import act as noted_act
+from ems.pool.node.restart import Restart
+from ems.pool.protocol.acts import Acts, Follow, List, Show, Upgrade
+from ems.pool.tenants.gate import Peer
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from ems.pool.core.pool_core import PoolCore
+    from ems.pool.segments.arena import Arena
+
+GIVE_UP_BYTES = 4 << 20
+"""Memory that is given back in one round of the loop, about a millisecond's work."""
+
+_log = structlog.get_logger("ems.node")
+
+
+class AdministeredNode(Protocol):
+    """What the steward needs of its node."""
+
+    loop: asyncio.AbstractEventLoop
+    core: PoolCore
+    arena: Arena
+
+    def who(self, client_id: int) -> dict[str, object]:
+        """What is known of the owner of a lease."""
+
+    def resized(self) -> None:
+        """The pool has another size, on which shares of it depend."""
+
+    def touch_more(self, segments: list[int]) -> None:
+        """Touch segments that came later."""
+
+    def keep_pins(self) -> None:
+        """Write down what is pinned."""
+
+    restart: Restart
+
+
+class AdminRunner:
+    """The administrator's side of one node."""
+
+    def __init__(self, host: AdministeredNode, clock: Callable[[], float]) -> None:
+        self._host = host
+        self._clock = clock
+        self._service = AdminService(host.core, host.arena.free_bytes, who=host.who)
+        self.audit: AuditLog | None = None
+        """Where acts are written down."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._changed = False
+        """Whether an act may have changed what is pinned since that was written down."""
+
+    def do(self, peer: Peer, act: Acts, *, dry_run: bool) -> dict[str, Any]:
+        """Do ``act`` for ``peer``, or begin it.
+
+        Raises:
+            Unauthorised: it is another user.
+            PoolRefused: it cannot be done.
+        """
+        if peer.uid not in (os.geteuid(), 0):
+            raise Unauthorised("only the node's own user and root may administer it, use the account that runs it")
+        silent = dry_run or isinstance(act, List | Show | Follow)
+        try:
+            report = self._do(act, dry_run=dry_run)
+        except PoolRefused as error:
+            if not silent:
+                self._note(peer, act, f"refused: {error}")
+            raise
+        self._changed |= not silent
+        if not silent:
+            self._note(peer, act, "done" if report.get("done", True) else "begun")
+        self._keep_pins()
+        self._carry_out()
+        self._work()
+        return report
+
+    def _keep_pins(self) -> None:
+        """Write down what is pinned, whatever other work goes on: the node may end before that does."""
+        if self._changed:
+            self._changed = self._service.busy
+            self._host.keep_pins()
+
+    def _do(self, act: Acts, *, dry_run: bool) -> dict[str, Any]:
+        if not isinstance(act, Upgrade):
+            return self._service.do(act, self._clock(), dry_run=dry_run)
+        if not dry_run:
+            self._host.restart.wish()
+        return {"done": False}
+
+    def look(self, act: List | Show) -> dict[str, Any]:
+        """The report of an act that changes nothing; who may see it is for the caller to know.
+
+        Raises:
+            PoolRefused: what is to be shown is not there.
+        """
+        return self._service.do(act, self._clock())
+
+    def _note(self, peer: Peer, act: Acts, result: str) -> None:
+        """Write down who did what: in the log, and in the audit log if there is one, whose disk nobody waits for."""
+        what = {name: value for name, value in msgspec.to_builtins(act).items() if name != "keys"}
+        verb = str(what.pop("type"))
+        if what.pop("pinned", True) is False:
+            verb = "unpin"
+        _log.info("administered", act=verb, result=result, pid=peer.pid, uid=peer.uid)
+        if self.audit is not None:
+            noted = noted_act(verb, what, result, uid=peer.uid, pid=peer.pid)
+            self._host.loop.run_in_executor(None, _record, self.audit, noted)
+
+    def use_tiers(self, tiers: Tiers) -> None:
+        """Pages can be brought from ``tiers``."""
+        self._service.tiers = tiers
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way."""
+        return self._service.busy
+
+    def close(self) -> None:
+        """Do nothing more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _work(self) -> None:
+        """Go on with what was begun, a step in each round of the loop."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._closed or not self._service.busy:
+            self._keep_pins()
+            return
+        passes = self._service.passes
+        at_once = self._service.step(self._clock())
+        if self._service.passes < passes:
+            self._keep_pins()
+        self._carry_out()
+        self._timer = self._host.loop.call_later(0 if at_once else RETRY_SECONDS, self._work)
+
+    def _carry_out(self) -> None:
+        """Have memory, or give it back, as the desk asks for."""
+        core, arena = self._host.core, self._host.arena
+        added: list[int] = []
+        failed: list[int] = []
+        while self._service.effects:
+            effect = self._service.effects.pop(0)
+            if not effect.size:
+                self._give_up(effect.segment, 0)
+                continue
+            if failed:
+                failed.append(effect.segment)
+                continue
+            try:
+                arena.add(effect.segment, effect.size)
+            except OSError as error:
+                failed.append(effect.segment)
+                _log.warning("cannot make a segment", segment=effect.segment, reason=error.strerror)
+                continue
+            added.append(effect.segment)
+        for segment in reversed(failed):
+            core.slots.never_had(segment)
+        if added or failed:
+            self._host.resized()
+            # Of none too: it is over when nothing is left to be touched.
+            self._host.touch_more(added)
+
+    def _give_up(self, segment: int, start: int) -> None:
+        """Give memory of ``segment`` back from byte ``start`` on, a part in each round of the loop."""
+        if self._closed:
+            return
+        if start >= self._host.arena.sizes[segment]:
+            self._service.freed(segment)
+            self._host.resized()
+            self._work()
+            return
+        self._host.arena.give_up(segment, start, GIVE_UP_BYTES)
+        self._host.loop.call_later(0, self._give_up, segment, start + GIVE_UP_BYTES)
+
+
+def _record(log: AuditLog, act: Act) -> None:
+    try:
+        log.record(act)
+    except ConfigError as error:
+        _log.error("an administrator's act is not in the audit log", reason=str(error))

@@ -1,0 +1,144 @@
+"""Does what the brain says is to be done: one effect after the other, in the order in which they come.
+
+What always holds: an effect is done before the brain goes on, so its answer goes out after all that it relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
+
+from ems.errors import ProtocolError, StaleReference
+from ems.pool.core.answers import packed_refs
+from ems.pool.service.effects import (
+    Attach,
+    ClearHeaders,
+    DescribeSegment,
+    Effect,
+    MarkWriting,
+    NoteTenant,
+    Pause,
+    Publish,
+    QuarantineHeader,
+    ReplaceMemory,
+    VerifyPage,
+    Work,
+)
+
+if TYPE_CHECKING:
+    from ems.pool.core.pool_core import PoolCore
+    from ems.pool.node.memory import Memory
+    from ems.pool.segments.arena import Arena
+    from ems.pool.tenants.tenancy import Tenancy
+    from ems.pool.writer import Writer
+
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]
+"""Work of which the rest is to be done a step at a time; its result at the end."""
+
+_log = structlog.get_logger("ems.node")
+
+
+class Applier:
+    """``does`` are effects that somebody else does, by their type; ``writer`` is who writes for a client."""
+
+    def __init__(
+        self,
+        core: PoolCore,
+        arena: Arena,
+        memory: Memory,
+        tenancy: Tenancy,
+        writer: Callable[[int], Writer],
+        does: dict[type[Effect], Callable[[Any], Any]],
+    ) -> None:
+        self._core = core
+        self._arena = arena
+        self._memory = memory
+        self._tenancy = tenancy
+        self._writer = writer
+        self._does: dict[type[Effect], Callable[[Any], Any]] = {
+            ClearHeaders: lambda effect: arena.headers.forget(effect.slots),
+            ReplaceMemory: lambda effect: memory.renew(effect.segment),
+            NoteTenant: self._note_tenant,
+            DescribeSegment: self._describe,
+            MarkWriting: self._mark_writing,
+            Publish: self._publish,
+            QuarantineHeader: lambda effect: arena.headers.quarantine(effect.ref, effect.key),
+            Attach: self._attach,
+            **does,
+        }
+
+    def begin(self, work: Work[Result]) -> Result | Steps[Result]:
+        """Do ``work`` up to its first pause; its result, or the rest of it."""
+        try:
+            effect = next(work)  # most requests have no effect at all
+            steps = self._steps(work, effect)
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        return steps
+
+    def finish(self, work: Work[Result]) -> Result:
+        """Do all of ``work`` without a pause."""
+        try:
+            steps = self._steps(work, next(work))
+            while True:
+                next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+    def _steps(self, work: Work[Result], effect: Effect) -> Steps[Result]:
+        """Do ``effect`` and the rest of ``work``, a step at a time."""
+        result: Any
+        while True:
+            kind = type(effect)
+            if kind is Pause:
+                yield
+                result = None
+            elif kind is VerifyPage:
+                result = yield from self._verify(effect)
+            else:
+                result = self._does[kind](effect)
+            try:
+                effect = work.send(result)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    def _verify(self, effect: Effect) -> Steps[bool]:
+        assert isinstance(effect, VerifyPage)
+        return (yield from self._arena.headers.look_at(effect.ref, effect.key, effect.length))
+
+    def _note_tenant(self, effect: NoteTenant) -> bool:
+        try:
+            self._tenancy.assigned(effect.segment, effect.namespace)
+        except OSError as error:
+            _log.error("cannot note whose a segment is", segment=effect.segment, reason=error.strerror)
+            return False
+        return True
+
+    def _describe(self, effect: DescribeSegment) -> None:
+        if effect.assigned.segment not in self._memory.lost:
+            self._arena.headers.describe(effect.assigned)
+
+    def _mark_writing(self, effect: MarkWriting) -> None:
+        writer = self._writer(effect.client_id)
+        self._arena.headers.begin_writing(effect.pages, packed_refs(effect.pages), effect.page_size, writer)
+
+    def _publish(self, effect: Publish) -> None:
+        done = effect.done
+        self._arena.headers.publish(done.pages, done.page_size, effect.checksums, effect.flags)
+        for page in done.pages:
+            if page.tail is not None:
+                self._arena.keep_tail(done.namespace, page, self._core.tails)
+
+    def _attach(self, effect: Attach) -> int:
+        count = len(self._arena.sizes)
+        if not 0 <= effect.segment < count:
+            raise ProtocolError(f"segment {effect.segment} does not exist, expected 0 to {count - 1}")
+        if effect.segment in self._memory.lost:
+            raise StaleReference(f"segment {effect.segment} has no memory, look again")
+        return self._arena.sizes[effect.segment]

@@ -1,0 +1,101 @@
+"""What a request has to keep to beyond its types and bounds: what has to add up, and what both sides check.
+
+A client looks before it sends: it is told of its mistake before that costs it the connection.
+"""
+
+from __future__ import annotations
+
+from msgspec import inspect
+
+from ems.errors import ProtocolError
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.protocol.greeting import NONCE_BYTES
+from ems.pool.protocol.limits import CHECKSUM_BYTES, MAX_KEYS, REF_BYTES, TOKEN_BYTES
+from ems.pool.protocol.messages import (
+    Announce,
+    Commit,
+    Corrupt,
+    Explain,
+    Hello,
+    Lookup,
+    Miss,
+    Prefetch,
+    Request,
+    Reserve,
+    StillWriting,
+)
+
+
+def _bound(kind: inspect.Type) -> int | None:
+    if isinstance(kind, inspect.UnionType):
+        return next((most for one in kind.types if (most := _bound(one)) is not None), None)
+    return getattr(kind, "max_length", None)
+
+
+def _bounds(kind: type) -> list[tuple[str, int]]:
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    return [(field.name, most) for field in described.fields if (most := _bound(field.type)) is not None]
+
+
+_BOUNDS = {kind: _bounds(kind) for kind in Request.__args__}
+
+
+def refuse_oversized(message: Request) -> None:
+    """See that no field of a request is larger than its bound, as whoever decodes it does.
+
+    Raises:
+        ProtocolError: one is.
+    """
+    for name, most in _BOUNDS[type(message)]:
+        value = getattr(message, name)
+        if value is not None and len(value) > most:
+            raise ProtocolError(f"{name} of {type(message).__name__} is {len(value)} long, expected at most {most}")
+
+
+def check_request(message: Request) -> None:
+    """See that what a request says adds up.
+
+    Raises:
+        ProtocolError: it does not.
+    """
+    if isinstance(message, Hello) and len(message.nonce) not in (0, NONCE_BYTES):
+        raise ProtocolError(f"a nonce of {len(message.nonce)} bytes, expected {NONCE_BYTES}")
+    if isinstance(message, Lookup | Reserve | Explain | Prefetch | Announce) and len(message.keys) % KEY_BYTES:
+        raise ProtocolError(f"{len(message.keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
+    if isinstance(message, Lookup | Reserve):
+        _check_tail(message.tail)
+    if isinstance(message, Reserve) and len(message.parent) != KEY_BYTES:
+        raise ProtocolError(f"a parent key of {len(message.parent)} bytes, expected {KEY_BYTES}")
+    if isinstance(message, Commit):
+        _check_commit(message)
+    if isinstance(message, Corrupt):
+        _check_corrupt(message)
+    if isinstance(message, StillWriting) and len(message.refs) % REF_BYTES:
+        raise ProtocolError(f"{len(message.refs)} bytes of references, expected a multiple of {REF_BYTES}")
+    if isinstance(message, Miss) and not 0 <= message.keys <= MAX_KEYS:
+        raise ProtocolError(f"a lookup of {message.keys} keys, expected 0 to {MAX_KEYS}")
+
+
+def _check_commit(message: Commit) -> None:
+    count = len(message.positions or ())
+    if message.checksums and len(message.checksums) != CHECKSUM_BYTES * count:
+        raise ProtocolError(
+            f"{len(message.checksums)} bytes of checksums for {count} positions, expected {CHECKSUM_BYTES} each"
+        )
+
+
+def _check_corrupt(message: Corrupt) -> None:
+    count = len(message.keys) // KEY_BYTES
+    if not count or len(message.keys) % KEY_BYTES or len(message.refs) != count * REF_BYTES:
+        raise ProtocolError(
+            f"{len(message.keys)} bytes of keys and {len(message.refs)} of references to corrupt pages, expected at "
+            f"least one page with {KEY_BYTES} and {REF_BYTES} bytes each"
+        )
+
+
+def _check_tail(tail: Tail | None) -> None:
+    if tail is None:
+        return
+    if len(tail.directory) != KEY_BYTES or not tail.tokens or len(tail.tokens) % TOKEN_BYTES:
+        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected {TOKEN_BYTES} a token in a named directory")

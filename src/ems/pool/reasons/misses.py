@@ -1,0 +1,157 @@
+"""What a node knows about misses: asked at each lookup that found less than it wanted.
+
+A brain.  What always holds: a lookup counts one miss at most, with the reason of its first missing key; finding it
+costs the same however much the node holds or remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from ems.pool.facts import Difference
+from ems.pool.pages import Page
+from ems.pool.reasons.eviction_log import NOBODY, EvictionLog
+from ems.pool.reasons.layouts import Layouts
+from ems.pool.reasons.requests import Requests
+from ems.pool.reasons.words import CODES, Reason
+
+MAX_SHOWN = 8
+"""Other layouts that one explanation shows."""
+
+_BEING_WRITTEN = Reason.BEING_WRITTEN.code
+_NEVER_STORED = Reason.NEVER_STORED.code
+_OTHER_LAYOUT = Reason.OTHER_LAYOUT.code
+_GAP = Reason.GAP.code
+_CLEARED = Reason.CLEARED.code
+
+
+class PagesByKey(Protocol):
+    """The pages of one namespace."""
+
+    def __len__(self) -> int:
+        """How many there are, written or not."""
+
+    def get(self, key: bytes) -> Page | None:
+        """The page of ``key``, present or being written."""
+
+
+class MissDetail(msgspec.Struct, frozen=True):
+    """Why a key is not there, since when (seconds; None: not known), who got the room, what other layouts there are."""
+
+    code: int
+    since: float | None = None
+    winner: int = NOBODY
+    layouts: list[Difference] = []
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Answer to who asks for keys: one code a key (0: present), and what is known of the first missing one.
+
+    It is missing for ``seconds`` (negative: not known); its room went to the namespace ``winner``.
+    """
+
+    codes: bytes
+    seconds: float = -1.0
+    winner: str = ""
+    layouts: list[Difference] = []
+
+    @property
+    def detail(self) -> str:
+        """What is known of the first missing page beside its reason, for people."""
+        parts = [f"{self.seconds:.0f} s ago"] if self.seconds >= 0 else []
+        parts += [f"for {self.winner}"] if self.winner else []
+        for other in self.layouts:
+            fields = ", ".join(f"{name} is {theirs}, not {mine}" for name, (mine, theirs) in other.fields.items())
+            parts.append(f"{other.namespace}: {fields or 'nothing known differs'}")
+        return "; ".join(parts)
+
+
+class MissReasons:
+    """All that is known about misses.  ``holds(name)`` tells how many pages the namespace of that name has."""
+
+    def __init__(self, holds: Callable[[str], int]) -> None:
+        self._holds = holds
+        self.eviction_log = EvictionLog()
+        self.layouts = Layouts()
+        self.requests = Requests()
+        self._misses = [0] * CODES
+
+    def tick(self, now: float) -> None:
+        """Time went by."""
+        self.eviction_log.now = now
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Lookups that missed something, by the reason of their first missing key."""
+        counts = ((Reason.of_code(code), count) for code, count in enumerate(self._misses) if count)
+        return {reason.value: count for reason, count in counts if reason is not None}
+
+    def missed(self, number: int, name: str, index: PagesByKey, key: bytes) -> int:
+        """A lookup's first missing key is ``key``: count it and say why, as a code."""
+        code = self.why(number, name, index, key)
+        self._misses[code] += 1
+        return code
+
+    def revise(self, before: int, after: int, request: str = "") -> int:
+        """The miss that was counted as ``before``, by ``request``, is better known by now: it is ``after``."""
+        self._misses[before] -= 1
+        self._misses[after] += 1
+        if request:
+            self.requests.revise(request, after)
+        return after
+
+    def missed_namespace(self, name: str) -> int:
+        """A lookup asked for a namespace that is not there: count it and say why, as a code."""
+        code = self._absent(name, None)
+        self._misses[code] += 1
+        return code
+
+    def why(self, number: int, name: str, index: PagesByKey, key: bytes) -> int:
+        """Why ``key``, which cannot be read, is missing, as a code."""
+        return self._known(number, index, key) or self._absent(name, index)
+
+    def _known(self, number: int, index: PagesByKey, key: bytes) -> int:
+        """Why ``key`` is missing, as far as that is known of it; 0 where it is not."""
+        page = index.get(key)
+        if page is not None:
+            # What is there and yet not found is about to leave, on an administrator's word.
+            return _CLEARED if page.present else _BEING_WRITTEN
+        return self.eviction_log.code(number, key)
+
+    def _absent(self, name: str, index: PagesByKey | None) -> int:
+        """Why all is missing of which nothing is known in the namespace ``name``; looks into its model's others."""
+        empty = index is None or not len(index)
+        elsewhere = empty and any(self._holds(other) for other in self.layouts.related(name))
+        return _OTHER_LAYOUT if elsewhere else _NEVER_STORED
+
+    def miss_codes(self, number: int, name: str, index: PagesByKey | None, keys: list[bytes]) -> bytes:
+        """One code a key, counting nothing: 0 for a page that a lookup of all ``keys`` finds.
+
+        Pages that are there behind a missing one have :attr:`Reason.GAP`.
+        """
+        absent = self._absent(name, index)
+        if index is None:
+            return bytes([absent]) * len(keys)
+        codes = bytearray(len(keys))
+        gap = 0
+        for position, key in enumerate(keys):
+            page = index.get(key)
+            if page is not None and page.present:
+                codes[position] = gap
+            else:
+                codes[position] = self._known(number, index, key) or absent
+                gap = _GAP
+        return bytes(codes)
+
+    def miss_detail(self, number: int, name: str, key: bytes, code: int) -> MissDetail:
+        """All that is known of ``key``, which is missing because of ``code``."""
+        if code == _OTHER_LAYOUT:
+            others = [other for other in self.layouts.related(name) if self._holds(other)][:MAX_SHOWN]
+            return MissDetail(code, layouts=[self.layouts.differences(name, other) for other in others])
+        departure = self.eviction_log.find(number, key)
+        if departure is None or departure.reason.code != code:
+            return MissDetail(code)
+        return MissDetail(code, departure.at, departure.winner)

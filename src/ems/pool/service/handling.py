@@ -1,0 +1,348 @@
+"""The one entry of a node's brain: what a greeted client asks, and the time; what is to be done for it, and the answer.
+
+What always holds: whatever a request says, it changes nothing of others; a refusal is an error of :mod:`ems.errors`;
+what takes long pauses after each step of bounded work, and may find things changed then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Sequence
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import structlog
+
+from ems.errors import PoolRestarting, StaleReference
+from ems.pool.core.answers import Begun, packed_refs
+from ems.pool.keys import Tail, cut, split_keys
+from ems.pool.layout import REF_BYTES, unpack_refs
+from ems.pool.names import refuse_marked
+from ems.pool.pages import Outcome
+from ems.pool.protocol import greeting, messages
+from ems.pool.protocol.acts import Follow, List, Show, Upgrade
+from ems.pool.segments.verify import LOOKED_AT_ONCE
+from ems.pool.service.effects import PAUSE, Administer, Attach, QuarantineHeader, ShowFigures, VerifyPage, Work
+from ems.pool.service.measured import Measured
+from ems.pool.tiers.locations import revised, why
+
+if TYPE_CHECKING:
+    from ems.pool.core.answers import Found
+    from ems.pool.core.pool_core import PoolCore
+    from ems.pool.pages import Page
+    from ems.pool.service.storing import Storing
+    from ems.pool.tenants.request_filter import TenantRequestFilter
+
+STEP = 256
+"""Work of one step, in keys: that of a request which takes longer is done in steps."""
+MOST_AT_ONCE = 16 * STEP
+"""Work that a request of any length may be before it goes in steps."""
+_GRANTED, _NO_SPACE = bytes([Outcome.GRANTED]), bytes([Outcome.NO_SPACE])
+_REFUSALS = (Outcome.NO_SPACE, Outcome.NOT_TOUCHED, Outcome.OVER_SHARE)
+_Verb = Callable[[int, Any, float], "messages.Answer | Work[Any] | None"]
+
+_log = structlog.get_logger("ems.node")
+
+
+class Below(Protocol):
+    """What is asked of the tiers below memory."""
+
+    @property
+    def states(self) -> Sequence[Any]:
+        """The tiers, the fastest first."""
+
+    def page_size(self, name: str) -> int:
+        """Bytes of a page of the namespace ``name`` in some tier, 0 when none knows it."""
+
+    def committed(self, namespace: int, pages: Sequence[Page]) -> None:
+        """Engines saved ``pages``."""
+
+    def looked_up(self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0) -> int:
+        """``keys`` were asked for and the first ``found`` are present; how many of the others are on their way."""
+
+    def looked_up_tail(self, namespace: int, tail: Tail, shared: int) -> bool:
+        """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now."""
+
+    def prefetch(self, namespace: int, keys: list[bytes]) -> int:
+        """``keys`` will be needed soon; returns how many are in memory or on their way there."""
+
+
+class Clients(Protocol):
+    """What is to be known of the clients."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the node has no tenants."""
+
+    @property
+    def restarting(self) -> bool:
+        """Whether nothing new is begun, because the node is about to restart."""
+
+    def features(self, client_id: int) -> Container[str]:
+        """What the client understands of what nodes tell."""
+
+    def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None:
+        """Where a tenant's client is served; None for anybody on an open node, and for an administrator.
+
+        Raises:
+            PoolRefused: an administrator asked for what is the tenants' business.
+        """
+
+
+class RequestHandler:
+    """Every verb of a greeted client."""
+
+    def __init__(self, core: PoolCore, storing: Storing, below: Below, clients: Clients) -> None:
+        self._core = core
+        self._storing = storing
+        self._below = below
+        self._clients = clients
+        self._verbs: dict[type, _Verb] = {
+            messages.Lookup: self._lookup,
+            messages.Release: self._release,
+            messages.Reserve: self._reserve,
+            messages.Commit: self._commit,
+            messages.Abort: self._abort,
+            messages.StillWriting: self._still_writing,
+            messages.Open: self._open,
+            messages.Attach: self._attach,
+            messages.Stats: self._stats,
+            messages.Changes: self._changes,
+            messages.Prefetch: self._prefetch,
+            messages.Describe: self._describe,
+            messages.Miss: self._miss,
+            messages.Explain: self._explain,
+            messages.Corrupt: self._corrupt,
+            messages.Announce: self._announce,
+            messages.Withdraw: self._withdraw,
+            messages.Administer: self._administer,
+        }
+        self.measured = Measured(self._verbs)
+
+    def handle(
+        self, client_id: int, request: messages.Request, now: float
+    ) -> messages.Answer | Work[messages.Answer | None] | None:
+        """What the client asks: the answer where nothing has to be done for it, or else the work that ends with it.
+
+        None stands for the answer of a request that has none.
+
+        Raises:
+            EmsError: it is refused, with the reason; so may the work.
+        """
+        mine = self._clients.request_filter(client_id, request)
+        inner = request if mine is None else mine.inward(request)
+        if self._clients.restarting and _begins_something(inner):
+            raise PoolRestarting("the node restarts for an upgrade, ask again in a second")
+        if mine is not None:
+            return self._handle_tenants(mine, client_id, request, inner, now)
+        return self._verbs[type(inner)](client_id, inner, now)
+
+    def _handle_tenants(
+        self, mine: TenantRequestFilter, client_id: int, request: messages.Request, inner: messages.Request, now: float
+    ) -> Work[messages.Answer | None]:
+        self._refuse_foreign(mine, inner)
+        if isinstance(inner, messages.Stats):
+            figures = yield ShowFigures(own=True)
+            return messages.Figures({**figures, **mine.figures(self._core.rows(mine.numbers))})
+        answer = self._verbs[type(inner)](client_id, inner, now)
+        if isinstance(answer, GeneratorType):
+            answer = yield from answer
+        mine.tally.count(request, answer)  # type: ignore[arg-type] # it is no generator any more
+        return mine.outward(answer)  # type: ignore[arg-type]
+
+    def _refuse_foreign(self, mine: TenantRequestFilter, request: messages.Request) -> None:
+        if isinstance(request, messages.Open) and request.page_size and self._core.find_namespace(request.name) < 0:
+            mine.opens()
+        if isinstance(request, messages.Attach) and self._core.segment_tenant(request.segment) != mine.tenant:
+            raise StaleReference(f"segment {request.segment} holds no page of this tenant, look again")
+
+    def _lookup(
+        self, client_id: int, request: messages.Lookup, _now: float
+    ) -> messages.Hits | Work[messages.Answer | None]:
+        if request.tail is not None:
+            return self._lookup_tail(client_id, request.namespace, request.tail, lease=request.lease)
+        keys = split_keys(request.keys)
+        if len(keys) > MOST_AT_ONCE:
+            return self._look_long(client_id, request, keys)
+        return self._hits(request, *self._find(client_id, request, keys))
+
+    def _look_long(self, client_id: int, request: messages.Lookup, keys: list[bytes]) -> Work[messages.Answer | None]:
+        yield PAUSE
+        found, below, code = self._find(client_id, request, keys)
+        yield PAUSE
+        return self._hits(request, found, below, code)
+
+    def _find(self, client_id: int, request: messages.Lookup, keys: list[bytes]) -> tuple[Found, int, int]:
+        """What is there, how many keys behind it come up from tiers, and why the next one is missing."""
+        found = self._core.lookup(client_id, request.namespace, keys, lease=request.lease, request=request.request)
+        count, below, code = len(found.pages), 0, found.code
+        if count < len(keys):
+            promoting = self._below.looked_up(request.namespace, keys, count, request.compute / 1e6)
+            below = promoting if self._tells(client_id, greeting.TELLS_TIERS) else 0
+            if self._below.states:
+                name = self._core.named(request.namespace)[0]
+                better = why(self._below.states, name, keys[count], promoting=promoting > 0)
+                code = code if better is None else self._core.reasons.revise(code, better.code, request.request)
+        return found, below, code if code and self._tells(client_id, greeting.TELLS_REASONS) else 0
+
+    def _hits(self, request: messages.Lookup, found: Found, below: int, code: int) -> messages.Hits:
+        count, refs = len(found.pages), b""
+        if request.lease and count:
+            refs = found.refs()
+            self.measured.loaded_bytes.observe(count * self._core.named(request.namespace)[1])
+        return messages.Hits(count, found.pending, found.lease, refs, b"", code, below)
+
+    def _lookup_tail(self, client_id: int, namespace: int, tail: Tail, *, lease: bool) -> messages.Hits:
+        shared, held = self._core.lookup_tail(client_id, namespace, tail, lease=lease)
+        comes = self._below.looked_up_tail(namespace, tail, shared) and self._tells(client_id, greeting.TELLS_TIERS)
+        key = held.pages[0].key if held.pages else b""
+        return messages.Hits(shared, held.pending, held.lease, held.refs() if lease else b"", key, 0, int(comes))
+
+    def _tells(self, client_id: int, feature: str) -> bool:
+        return feature in self._clients.features(client_id)
+
+    def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> messages.Done:
+        return messages.Done(self._below.prefetch(request.namespace, split_keys(request.keys)))
+
+    def _release(self, client_id: int, request: messages.Release, _now: float) -> None:
+        # Nobody waits for an answer, and one would be taken for that of the next request.
+        with contextlib.suppress(StaleReference):
+            self._core.release(client_id, request.lease)
+
+    def _abort(self, client_id: int, request: messages.Abort, _now: float) -> Work[messages.Done]:
+        while self._core.abort(client_id, request.reservation, STEP):
+            yield PAUSE
+        return messages.Done()
+
+    def _still_writing(self, client_id: int, request: messages.StillWriting, _now: float) -> messages.Done:
+        still = set(cut(request.refs, REF_BYTES))
+        return messages.Done(self._core.stopped(self._core.writer(client_id), still))
+
+    def _open(self, _client_id: int, request: messages.Open, _now: float) -> messages.Opened:
+        if self._clients.open:
+            refuse_marked(request.name)
+        # A tier below memory may have pages of a namespace that nobody has stored anything in since the start.
+        size = request.page_size
+        number = self._core.find_namespace(request.name) if not size else -1
+        if number < 0:
+            size = size or self._below.page_size(request.name)
+            number = self._core.open_namespace(request.name, size) if size else -1
+        return messages.Opened(number)
+
+    def _attach(self, _client_id: int, request: messages.Attach, _now: float) -> Work[messages.Answer]:
+        size = yield Attach(request.segment)
+        return messages.SegmentAttached(request.segment, size)
+
+    def _stats(self, _client_id: int, _request: messages.Stats, _now: float) -> Work[messages.Answer]:
+        return messages.Figures((yield ShowFigures(own=False)))
+
+    def _changes(self, _client_id: int, request: messages.Changes, now: float) -> messages.Changed:
+        return messages.Changed(*self._core.changes.since(request.sequence, request.namespaces, now))
+
+    def _describe(self, _client_id: int, request: messages.Describe, _now: float) -> messages.Done:
+        self._core.reasons.layouts.describe(request.name, request.facts)
+        return messages.Done()
+
+    def _miss(self, _client_id: int, request: messages.Miss, _now: float) -> messages.Hits:
+        code = self._core.missed_namespace(request.name, request.keys, request.request)
+        return messages.Hits(0, 0, 0, b"", b"", code)
+
+    def _explain(self, _client_id: int, request: messages.Explain, _now: float) -> messages.Explained:
+        keys = split_keys(request.keys)
+        told = self._core.explain(request.name, keys)
+        codes = revised(self._below.states, request.name, keys, told.codes)
+        if next((code for code in codes if code), 0) != next((code for code in told.codes if code), 0):
+            return messages.Explained(codes)
+        return messages.Explained(codes, told.seconds, told.winner, told.layouts)
+
+    def _announce(self, client_id: int, request: messages.Announce, now: float) -> messages.Announced:
+        keys = split_keys(request.keys)
+        self._below.prefetch(request.namespace, keys)
+        return messages.Announced(self._core.announce(client_id, request.namespace, keys, now))
+
+    def _withdraw(self, client_id: int, request: messages.Withdraw, _now: float) -> None:
+        self._core.withdraw(client_id, request.announcement)
+
+    def _administer(self, client_id: int, request: messages.Administer, _now: float) -> Work[messages.Answer]:
+        return messages.Reported((yield Administer(client_id, request.act, request.dry_run)))
+
+    def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Work[messages.Granted]:
+        if request.tail is not None:
+            self._core.refuse_long_tail(request.namespace, request.tail)
+        keys, parent = split_keys(request.keys), request.parent
+        outcomes, begun = b"", Begun()
+        refs: list[bytes] = []
+        for start in range(0, max(len(keys), 1), STEP):
+            if start:
+                yield PAUSE
+            part = keys[start : start + STEP]
+            tail = request.tail if start + STEP >= len(keys) else None
+            reserved = yield from self._storing.reserve(client_id, request.namespace, parent, part, tail, begun)
+            if begun.reservation and not reserved.reservation:
+                # All of it was taken back.
+                outcomes, refs = outcomes.replace(_GRANTED, _NO_SPACE), []
+            outcomes += reserved.outcomes
+            refs.append(packed_refs(reserved.granted))
+            refusal = next((one for one in _REFUSALS if one in reserved.outcomes), None)
+            begun = Begun(reserved.reservation, len(outcomes), begun.refusal or refusal)
+            parent = part[-1] if part else parent
+        return messages.Granted(begun.reservation, outcomes, b"".join(refs))
+
+    def _corrupt(self, _client_id: int, request: messages.Corrupt, _now: float) -> Work[messages.Done]:
+        """A reader found wrong bytes: look at them, and take the page out of the pool if it is so."""
+        core = self._core
+        count = looked = 0
+        length = core.named(request.namespace)[1]
+        for key, ref in zip(split_keys(request.keys), unpack_refs(request.refs), strict=True):
+            if core.find(request.namespace, key, ref.pack()) is None:
+                continue  # its slot has another page by now
+            if looked + length > LOOKED_AT_ONCE and looked:
+                yield PAUSE
+                looked = 0
+            looked += length
+            if (yield VerifyPage(ref, key, length)):
+                core.counters.corrupt_unconfirmed += 1
+                continue
+            page = core.find(request.namespace, key, ref.pack())
+            if page is None:
+                continue  # it left while its bytes were looked at
+            core.quarantine(request.namespace, page)
+            yield QuarantineHeader(ref, key)
+            count += 1
+            _log.error("bytes of a page are wrong, its slot is not used any more", key=key.hex(), slot=str(ref[:3]))
+        return messages.Done(count)
+
+    def _commit(self, client_id: int, request: messages.Commit, _now: float) -> Work[messages.Done]:
+        core = self._core
+        positions = core.written(client_id, request.reservation, request.positions)
+        checksums = _checksums(request)
+        pages: list[Page] = []
+        for start in range(0, max(len(positions), 1), STEP):
+            if start:
+                yield PAUSE
+            part = positions[start : start + STEP]
+            done = yield from self._storing.commit(client_id, request.reservation, part, checksums)
+            self._below.committed(core.find_namespace(done.namespace), done.pages)
+            pages += done.pages
+        self.measured.saved_bytes.observe(len(pages) * done.page_size)
+        # What came in the first steps is not to leave before what hangs on it.
+        for start in range((len(pages) - 1) // STEP * STEP, -1, -STEP) if len(pages) > STEP else ():
+            yield PAUSE
+            core.refresh(pages[start : start + STEP], done.namespace)
+        return messages.Done(len(pages))
+
+
+def _begins_something(request: messages.Request) -> bool:
+    """Whether a restart would cut off what ``request`` begins."""
+    if isinstance(request, messages.Administer):
+        return not isinstance(request.act, List | Show | Follow | Upgrade)
+    return isinstance(request, messages.Reserve) or (isinstance(request, messages.Lookup) and request.lease)
+
+
+def _checksums(request: messages.Commit) -> dict[int, int] | None:
+    """The checksums by position; None where the writer sent none."""
+    if not request.checksums or request.positions is None:
+        return None
+    told = np.frombuffer(request.checksums, dtype="<u4").tolist()
+    return dict(zip(request.positions, told, strict=True))

@@ -1,0 +1,116 @@
+"""Reserving and committing: decisions of the core, and the headers that have to say so, in their order.
+
+What always holds: a slot that came free is cleared before it is handed out again; a segment is noted and described
+before a page of it is marked; a page is marked before its writer learns of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import structlog
+
+from ems.pool.core.answers import Begun, Committed, Reserved
+from ems.pool.layout import PageFlag
+from ems.pool.pages import Outcome
+from ems.pool.service.effects import (
+    ClearHeaders,
+    DescribeSegment,
+    MarkWriting,
+    NoteTenant,
+    Publish,
+    ReplaceMemory,
+    Work,
+)
+
+if TYPE_CHECKING:
+    from ems.pool.core.pool_core import PoolCore
+    from ems.pool.keys import Tail
+
+
+_NO_FLAG = PageFlag(0)
+
+_log = structlog.get_logger("ems.node")
+
+
+class Storing:
+    """What changes the slots of ``core``."""
+
+    def __init__(self, core: PoolCore) -> None:
+        self._core = core
+
+    def reserve(
+        self,
+        client_id: int,
+        namespace: int,
+        parent: bytes,
+        keys: list[bytes],
+        tail: Tail | None = None,
+        begun: Begun | None = None,
+    ) -> Work[Reserved]:
+        """Promise slots; see :meth:`PoolCore.reserve`."""
+        reserved = self._core.reserve(client_id, namespace, parent, keys, tail, begun)
+        # In this order: a slot may have been freed, and carved or granted, by this very request.
+        yield from self.clear()
+        unnoted: list[int] = []
+        for assigned in reserved.assigned:
+            if assigned.renewed:
+                yield ReplaceMemory(assigned.segment)
+            elif not (yield NoteTenant(assigned.segment, assigned.namespace)):
+                unnoted.append(assigned.segment)
+                continue
+            yield DescribeSegment(assigned)
+        if unnoted:
+            return self._take_back(client_id, reserved, unnoted)
+        if reserved.granted:
+            yield MarkWriting(reserved.granted, reserved.page_size, client_id)
+        return reserved
+
+    def _take_back(self, client_id: int, reserved: Reserved, unnoted: list[int]) -> Reserved:
+        """What was granted would lie in segments of which nobody would know whose they are."""
+        if reserved.reservation:
+            self._core.abort(client_id, reserved.reservation)
+        for segment in unnoted:
+            self._core.slots.unassign(segment)
+        none = bytes(Outcome.NO_SPACE if one == Outcome.GRANTED else one for one in reserved.outcomes)
+        return Reserved(0, none, [], [], reserved.page_size)
+
+    def commit(
+        self,
+        client_id: int,
+        reservation: int,
+        positions: list[int] | None = None,
+        checksums: Mapping[int, int] | None = None,
+        flags: PageFlag = _NO_FLAG,
+    ) -> Work[Committed]:
+        """Publish the pages at ``positions`` (all, when None), whose ``checksums`` are by position."""
+        done = self._core.commit(client_id, reservation, positions)
+        yield Publish(done, None if checksums is None else [checksums[one] for one in done.positions], flags)
+        return done
+
+    def clear(self) -> Work[None]:
+        """Slots that came free vouch for nothing any more."""
+        freed = self._core.freed()
+        if freed:
+            yield ClearHeaders(freed)
+
+    def tick(self, now: float) -> Work[None]:
+        """Time went by."""
+        self._core.tick(now)
+        for segment in self._core.replace_memory():
+            _log.warning("writers that were cut off go on, a segment's memory is replaced", segment=segment)
+            yield ReplaceMemory(segment)
+        for segment in self._core.shrink():
+            yield ReplaceMemory(segment)
+        yield from self.clear()
+
+    def settle(self) -> Work[None]:
+        """Do a part of what was put off."""
+        self._core.settle_some()
+        yield from self.clear()
+
+    def spoilt(self, segment: int) -> Work[None]:
+        """A segment, none of whose slots is out, is not what it was any more."""
+        self._core.renew(segment)
+        yield ReplaceMemory(segment)

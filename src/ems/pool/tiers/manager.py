@@ -1,0 +1,524 @@
+"""Carries pages between a node's segments and its tiers: the shell around :mod:`ems.pool.movement`.
+
+It runs on the node's loop and does no I/O there: threads read straight into reserved slots and write straight from
+leased ones.  What always holds: a page that is being fetched is reserved by an owner of its own and becomes readable
+only when its tier has proven its bytes; a slot is given to nobody else while a thread may still write into it; a page
+stays in memory while it is being written; whatever a tier does, no client waits for it longer than it wants to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import structlog
+
+from ems.config import MIB
+from ems.errors import StaleReference
+from ems.pool.core.answers import Reserved
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.layout import PageRef
+from ems.pool.movement.promotion import Portion, Promotions
+from ems.pool.movement.write_back import Unit
+from ems.pool.names import tenant_of
+from ems.pool.pages import Page
+from ems.pool.segments.arena import Arena
+from ems.pool.tiers.pass_through import Leaving, load, store
+from ems.pool.tiers.seam import KeyRun, Outcome, Tier
+from ems.pool.tiers.settings import TierConfig
+from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
+from ems.pool.tiers.tier_state import TierState, error_text
+from ems.pool.writer import writer_of
+
+TICK_SECONDS = 0.1
+CROWDED_SECONDS = 1.0
+"""How long nothing more is wanted for a namespace after memory had no room for a page of it."""
+PORTION = 8 * MIB
+"""Bytes that are fetched in one go: small enough that the first blocks of a long prompt are there early."""
+MOST_UNDER_WAY = 256 * MIB
+SHARE_UNDER_WAY = 8
+"""At most one in so many bytes of memory is being fetched into."""
+RUNS = 64
+"""Changes from one tier to another that one lookup follows."""
+CLEANED = 256
+"""Pages that are looked at in one go because they would leave memory soon."""
+CLEAN_SECONDS = 0.05
+"""How often that is done at least while there is something to do."""
+CLEAN_PAGES = 16
+"""Saved pages after which it is done in any case."""
+CLEANED_FOR = 64
+"""Saved pages for which it is done once: what would leave is walked through faster than it can leave."""
+REFUSED = frozenset({Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
+"""What becomes of a page that is of no use to offer again."""
+FLUSH_SECONDS = 1.5
+"""How long a node that stops goes on writing what waits."""
+
+_log = structlog.get_logger("ems.tier")
+
+
+class TierHost(Protocol):
+    """What the carrier needs of its node."""
+
+    loop: asyncio.AbstractEventLoop
+    core: PoolCore
+    arena: Arena
+
+    def promise(
+        self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None
+    ) -> Reserved:
+        """Reserve, and write the headers."""
+
+    def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None:
+        """Commit the positions that have checksums, and write the headers."""
+
+
+class TierManager:
+    """The tiers of one node, the fastest first."""
+
+    def __init__(
+        self,
+        host: TierHost,
+        tiers: Sequence[tuple[TierConfig, Tier]],
+        clock: Callable[[], float] = time.monotonic,
+        crew: NewThreadPool = ThreadPool,
+    ) -> None:
+        self._host = host
+        self._clock = clock
+        self._closed = False
+        self.states = [TierState(number, *one, self._tell, clock, crew) for number, one in enumerate(tiers)]
+        limit = min(MOST_UNDER_WAY, sum(host.arena.sizes) // SHARE_UNDER_WAY)
+        self._promotions = Promotions(limit, min(PORTION, limit) or 1, lambda one: tenant_of(host.core.named(one)[0]))
+        self._client_ids = itertools.count(-1, -1)
+        self._writer = next(self._client_ids)
+        """The owner that stands for what is being written to tiers; those of pages being fetched follow."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._pumping = False
+        self._next_clean = 0.0
+        self._saved = 0
+        """Pages that were saved since what would leave memory was looked at."""
+        self._crowded: dict[int, float] = {}
+        """Since when memory has no room for pages of a namespace: nobody is told to wait for them."""
+        self._promoting: dict[tuple[int, bytes], int] = {}
+        """Keys that are being fetched."""
+        self.held_back: list[Callable[[str], bool]] = []
+        """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        if not self._closed:
+            try:
+                self._host.loop.call_soon_threadsafe(call)
+            except RuntimeError:  # the loop ended in this very moment, and with it all that this call was about
+                return
+
+    def start(self) -> None:
+        """From now on time goes by."""
+        if self.states:
+            self._tick()
+
+    def _moves(self, name: str) -> Sequence[TierState]:
+        """The tiers that pages of the namespace ``name`` may come from and go to now."""
+        return () if any(closed(name) for closed in self.held_back) else self.states
+
+    # What the node tells
+
+    def page_size(self, name: str) -> int:
+        """Bytes of a page of the namespace ``name`` in some tier, 0 when none knows it."""
+        for state in self.states:
+            held = state.tier.namespaces().get(name)
+            if held is not None:
+                return held.page_size
+        return 0
+
+    def committed(self, namespace: int, pages: Sequence[Page]) -> None:
+        """Engines saved ``pages``."""
+        if self.states:
+            self._saved += len(pages)
+            self.offer(namespace, pages)
+
+    def looked_up(self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0) -> int:
+        """``keys`` were asked for and the first ``found`` are present: fetch what follows, as far as any tier has it.
+
+        ``computing`` is how many seconds a page takes to be computed again (0: not known).  Returns how many keys
+        after the present ones come up, without a gap, from tiers that are worth asking.
+        """
+        return self._want(namespace, keys, found, computing, urgent=True)[1] if self.states else 0
+
+    def prefetch(self, namespace: int, keys: list[bytes]) -> int:
+        """``keys`` will be needed soon; returns how many are in memory or on their way there.
+
+        Raises:
+            StaleReference: the namespace is not open.
+        """
+        return self._want(namespace, keys, 0, 0.0, urgent=False)[0]
+
+    def looked_up_tail(self, namespace: int, tail: Tail, shared: int) -> bool:
+        """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now."""
+        if not self.states:
+            return False
+        name, page_size = self._host.core.named(namespace)
+        for state in self._moves(name):
+            best = state.tier.find_tail(name, tail) if state.reading.open else None
+            if best is None or best.tail.common(tail.tokens) <= shared:
+                continue
+            key = best.tail.key
+            if self._host.core.page(namespace, key) is None:
+                asked = self._promotions.ask(
+                    *(state.number, namespace, page_size, best.parent, [key], self._clock()),
+                    tail=best.tail,
+                    urgent=True,
+                )
+                self._pump_soon()
+                return asked
+        return False
+
+    def _want(
+        self, namespace: int, keys: list[bytes], start: int, computing: float, *, urgent: bool
+    ) -> tuple[int, int]:
+        """How many ``keys`` from ``start`` on are in memory or on their way, and how many of these come from tiers."""
+        core, at, promoting = self._host.core, start, 0
+        name, page_size = core.named(namespace)
+        states = self._moves(name)
+        for _ in range(RUNS):
+            while at < len(keys) and (page := core.page(namespace, keys[at])) is not None:
+                promoting += not page.present and (namespace, keys[at]) in self._promoting
+                at += 1
+            if at == len(keys) or self._is_crowded(namespace):
+                break
+            count = 0
+            for state in states:
+                count = state.tier.holds(name, keys[at:]) if state.reading.open else 0
+                if count and self._ask(state, namespace, page_size, keys, at, count, computing, urgent=urgent):
+                    break
+                if not count:
+                    state.miss(self._clock())
+                count = 0
+            if not count:
+                break
+            at += count
+            promoting += count
+        if len(self._promotions):
+            self._pump_soon()
+        return at - start, promoting
+
+    def _is_crowded(self, namespace: int) -> bool:
+        since = self._crowded.get(namespace)
+        return since is not None and 0 <= self._clock() - since < CROWDED_SECONDS
+
+    def _ask(
+        self,
+        state: TierState,
+        namespace: int,
+        page_size: int,
+        keys: list[bytes],
+        at: int,
+        count: int,
+        computing: float,
+        *,
+        urgent: bool,
+    ) -> bool:
+        now = self._clock()
+        before = self._promotions.waiting(state.number) + self._promotions.under_way
+        seconds = state.speed.expected(count * page_size, before, PORTION, now)
+        if not state.speed.worth(seconds, computing * count):
+            return False
+        parent = keys[at - 1] if at else bytes(NO_PARENT)
+        wanted = keys[at : at + count]
+        return self._promotions.ask(state.number, namespace, page_size, parent, wanted, now, urgent=urgent)
+
+    # Time
+
+    def _tick(self) -> None:
+        # First: whatever goes wrong below, time goes on.
+        self._timer = self._host.loop.call_later(TICK_SECONDS, self._tick)
+        now = self._clock()
+        for state in self.states:
+            for job in state.hung(now):
+                self._hangs(state, job, now)
+            state.keep(now)
+        self._pump()
+
+    def _pump_soon(self) -> None:
+        if not self._pumping:
+            self._pumping = True
+            self._host.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Begin whatever can be begun."""
+        self._pumping = False
+        if self._closed:
+            return
+        now = self._clock()
+        self._clean(now)
+        while (portion := self._promotions.next(now)) is not None:
+            self._fetch(portion)
+        for state in self.states:
+            while state.writing.open and len(state.writes) < state.most_writers:
+                units = state.write_back.take(now)
+                if not units:
+                    break
+                self._write(state, units)
+
+    def _hangs(self, state: TierState, job: Job, now: float) -> None:
+        if job not in state.fetches and job not in state.writes:
+            return  # it was called off a moment ago, because of one that hangs before it
+        job.abandoned = True
+        unbegun = job.call_off()
+        if job in state.writes:
+            if unbegun:
+                self._let_go(state, state.writes.pop(job))
+            self._cut_writing(state, f"a write took longer than {state.config.timeout:.0f} s", now)
+            return
+        client_id, portion = state.fetches[job]
+        if unbegun:
+            del state.fetches[job]
+        # Its thread may still write into the slots, so they rest until it comes back, however late.
+        self._host.core.disconnect(client_id, now, alive=not unbegun)
+        self._ended(client_id, portion)
+        self._cut_reading(state, f"a read took longer than {state.config.timeout:.0f} s", now)
+
+    # Fetching
+
+    def _fetch(self, portion: Portion) -> None:
+        state = self.states[portion.tier]
+        if not state.reading.open:
+            self._promotions.ended(portion)
+            return
+        client_id, keys = next(self._client_ids), list(portion.keys)
+        try:
+            reserved = self._host.promise(client_id, portion.namespace, portion.parent, keys, portion.tail)
+        except OSError as error:
+            _log.warning("memory could not be prepared for pages of a tier", tier=state.config.name, reason=str(error))
+            self._host.core.disconnect(client_id, self._clock(), alive=False)
+            self._promotions.ended(portion)
+            return
+        if len(reserved.granted) < len(keys) and not self._all_known(portion):
+            self._promotions.no_room(portion)
+        if not reserved.granted:
+            if not self._all_known(portion):
+                self._crowded[portion.namespace] = self._clock()
+            self._promotions.ended(portion)
+            return
+        self._crowded.pop(portion.namespace, None)
+        name, size = self._host.core.named(portion.namespace)
+        arena = self._host.arena
+        wanted = [(page.key, arena.place(PageRef.unpack(page.ref), size)) for page in reserved.granted]
+        positions = [keys.index(page.key) for page in reserved.granted]
+        ended = partial(self._fetched, state, client_id, portion, reserved.reservation, positions)
+        job = Job(partial(load, state.tier, name, wanted), ended)
+        state.fetches[job] = (client_id, portion)
+        self._promoting.update(((portion.namespace, page.key), client_id) for page in reserved.granted)
+        state.readers.give(job)
+
+    def _all_known(self, portion: Portion) -> bool:
+        return all(self._host.core.page(portion.namespace, key) is not None for key in portion.keys)
+
+    def _fetched(
+        self, state: TierState, client_id: int, portion: Portion, reservation: int, positions: list[int], job: Job
+    ) -> None:
+        del state.fetches[job]
+        if self._closed:
+            return
+        now = self._clock()
+        if job.abandoned:
+            self._host.core.stopped(writer_of(client_id))
+            return
+        self._ended(client_id, portion)
+        state.moved(now)
+        outcomes: list[Outcome] = job.result[0] if job.result else []
+        checksums: list[int] = job.result[1] if job.result else []
+        good = {
+            position: checksum
+            for position, outcome, checksum in zip(positions, outcomes, checksums, strict=False)
+            if outcome is Outcome.DONE
+        }
+        if good and self._publish(client_id, reservation, good):
+            state.speed.fetched(len(good) * (portion.size // len(portion.keys)), job.seconds, now)
+        if len(good) < len(positions):
+            with contextlib.suppress(StaleReference):  # a segment of it was given up meanwhile
+                self._host.core.abort(client_id, reservation)
+        state.counts["pages_fetched"] += len(good)
+        state.counts["fetch_misses"] += outcomes.count(Outcome.MISSING)
+        state.counts["fetch_corrupt"] += outcomes.count(Outcome.CORRUPT)
+        if job.error is not None:
+            self._cut_reading(state, error_text(job.error), now)
+        self._pump_soon()
+
+    def _publish(self, client_id: int, reservation: int, good: dict[int, int]) -> bool:
+        """Commit what was fetched, unless a segment of it was given up meanwhile."""
+        try:
+            self._host.publish(client_id, reservation, good)
+        except StaleReference:
+            good.clear()
+            return False
+        return True
+
+    def _cut_reading(self, state: TierState, reason: str, now: float) -> None:
+        state.cut(state.reading, reason, now)
+        self._promotions.cut(state.number)
+        for job, (client_id, portion) in list(state.fetches.items()):
+            if not job.abandoned and job.call_off():
+                del state.fetches[job]
+                self._ended(client_id, portion)
+                self._host.core.disconnect(client_id, now, alive=False)
+
+    def _ended(self, client_id: int, portion: Portion) -> None:
+        self._promotions.ended(portion)
+        for name in ((portion.namespace, key) for key in portion.keys):
+            if self._promoting.get(name) == client_id:  # others may fetch some of the keys, which were theirs already
+                del self._promoting[name]
+
+    # Writing
+
+    def _offer(self, state: TierState, namespace: int, pages: Sequence[Page]) -> None:
+        if not state.writing.open:
+            state.counts["not_offered"] += len(pages)
+            return
+        core = self._host.core
+        name, size = core.named(namespace)
+        if state not in self._moves(name):
+            return
+        new = [page.key for page in pages if not state.tier.holds(name, [page.key])]
+        now = self._clock()
+        for keys in state.write_back.portions(namespace, new, size):
+            lease, held = core.hold(self._writer, namespace, keys)
+            if held:
+                state.write_back.add(Unit(namespace, lease, tuple(page.key for page in held), len(held) * size, now))
+
+    def _clean(self, now: float) -> None:
+        """Offer what would leave memory soon and is in no tier yet."""
+        if now < self._next_clean and self._saved < CLEAN_PAGES:
+            return
+        self._next_clean = now + CLEAN_SECONDS
+        self._saved = max(self._saved - CLEANED_FOR, 0)
+        core = self._host.core
+        for state in self.states:
+            if state.config.write != "never" and state.writing.open:
+                for namespace, order in core.leaving_soon(CLEANED):
+                    # As far as there is room: the walk stays where it is while the queue is full.
+                    most = min(CLEANED, state.write_back.room(core.named(namespace)[1]))
+                    pages = state.pre_eviction.next(namespace, order, most)
+                    self._offer(state, namespace, [page for page in pages if core.page(namespace, page.key) is page])
+        if self._saved >= CLEAN_PAGES:
+            self._pump_soon()
+
+    def _write(self, state: TierState, units: list[Unit]) -> None:
+        core, arena = self._host.core, self._host.arena
+        name, size = core.named(units[0].namespace)
+        pages, refs = [], []
+        # Not by key: another page may have the key by now, whose bytes are not written yet.
+        for page in (page for unit in units for page in core.leased(self._writer, unit.lease)):
+            parent = page.parent.key if page.parent is not None else bytes(NO_PARENT)
+            ref = PageRef.unpack(page.ref)
+            refs.append(page.ref)
+            pages.append(Leaving(page.key, parent, page.tail, arena.place(ref, size), arena.headers.checksum(ref)))
+        if not pages:
+            self._let_go(state, units)
+            return
+        job = Job(partial(store, state.tier, name, pages), partial(self._written, state, refs))
+        state.writes[job] = units
+        state.writers.give(job)
+
+    def _written(self, state: TierState, refs: list[bytes], job: Job) -> None:
+        units = state.writes.pop(job)
+        if self._closed:
+            return
+        self._let_go(state, units)
+        if job.error is not None:
+            state.counts["write_failures"] += sum(len(unit.keys) for unit in units)
+            self._cut_writing(state, error_text(job.error), self._clock())
+        else:
+            state.counts["pages_written"] += job.result.count(Outcome.DONE)
+            state.counts["write_corrupt"] += job.result.count(Outcome.CORRUPT)
+            state.pre_eviction.refused(ref for ref, outcome in zip(refs, job.result, strict=True) if outcome in REFUSED)
+        self._pump_soon()
+
+    def _let_go(self, state: TierState, units: list[Unit]) -> None:
+        state.write_back.ended(units)
+        for unit in units:
+            self._host.core.release(self._writer, unit.lease)
+
+    def _cut_writing(self, state: TierState, reason: str, now: float) -> None:
+        state.cut(state.writing, reason, now)
+        for unit in state.write_back.let_go():
+            self._host.core.release(self._writer, unit.lease)
+
+    # For an administrator
+
+    def bring(self, state: TierState, namespace: int, run: KeyRun) -> bool:
+        """Fetch ``run``, whose prefix is in memory or on its way; False when too much waits, or it may not come now."""
+        name, page_size = self._host.core.named(namespace)
+        if state not in self._moves(name) or not state.reading.open:
+            return False
+        asked = self._promotions.ask(
+            *(state.number, namespace, page_size, run.parent, run.keys, self._clock()), tail=run.tail, urgent=False
+        )
+        self._pump_soon()
+        return asked
+
+    def comes(self, namespace: int, keys: Sequence[bytes]) -> bool:
+        """Whether any of ``keys``, which were asked for in one go, is still on its way."""
+        return any((namespace, key) in self._promoting or self._promotions.wants(namespace, key) for key in keys)
+
+    def take_back(self, namespace: int, wanted: Callable[[Page], bool]) -> None:
+        """Pages of ``namespace`` that are ``wanted`` are neither written nor fetched, if that was not begun."""
+        self._promotions.forget(namespace)
+        for state in self.states:
+            units = state.write_back.give_back(namespace)
+            kept = [
+                page for unit in units for page in self._host.core.leased(self._writer, unit.lease) if not wanted(page)
+            ]
+            self._let_go(state, units)
+            self._offer(state, namespace, kept)
+
+    def offer(self, namespace: int, pages: Sequence[Page]) -> None:
+        """Have ``pages`` written as if they had been saved just now."""
+        for state in self.states:
+            if state.config.write == "on_save":
+                self._offer(state, namespace, pages)
+        self._pump_soon()
+
+    def leave(self) -> None:
+        """Another process is the node: begin nothing and tell nothing any more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for state in self.states:
+            for job in (*state.fetches, *state.writes):
+                job.call_off()
+
+    # Looking in, ending
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Plain figures of each tier for status and metrics."""
+        now = self._clock()
+        return [
+            state.figures(now)
+            | {"waiting_bytes": self._promotions.waiting(state.number), "fetching": len(state.fetches)}
+            for state in self.states
+        ]
+
+    def close(self) -> None:
+        """Write what waits, for a bounded time, and let go of everything."""
+        if self._timer is not None:
+            self._timer.cancel()
+        until = self._clock() + FLUSH_SECONDS
+        jobs: list[tuple[TierState, Job]] = []
+        for state in self.states:
+            while state.writing.open and (units := state.write_back.take(self._clock(), hurry=True)):
+                self._write(state, units)
+            jobs += [(state, job) for job in state.writes]
+            for fetch in state.fetches:
+                fetch.call_off()
+        self._closed = True
+        for state, job in jobs:
+            state.writers.wait(job, until)
+        for state in self.states:
+            state.close(until)
+        if any(not job.done.is_set() for _, job in jobs):
+            _log.warning("a tier did not take all pages before the node stopped")

@@ -1,0 +1,250 @@
+"""One tier of a running node: its threads, its gates, its queue, its speed, and what it counts.
+
+What always holds: a direction is not tried out while a thread of it hangs, so that none opens with threads that are not
+there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from ems.errors import TierFailed
+from ems.pool.movement.gate import Gate
+from ems.pool.movement.pre_eviction import PreEvictionWalk
+from ems.pool.movement.speed import TierSpeed
+from ems.pool.movement.write_back import Unit, WriteBackQueue
+from ems.pool.tiers.seam import Tier
+from ems.pool.tiers.settings import TierConfig
+from ems.pool.tiers.threads import Clock, Job, NewThreadPool, Tell, ThreadPool
+
+KEEPER_PATIENCE = 6
+"""A look at what is there may take so many times the time-out of a read."""
+IDLE_FACTOR = 6
+"""Without misses a tier is looked at so much more rarely."""
+
+_log = structlog.get_logger("ems.tier")
+
+
+class TierState:
+    """``tier`` as ``config`` says, number ``number`` of its node from the top."""
+
+    def __init__(
+        self,
+        number: int,
+        config: TierConfig,
+        tier: Tier,
+        tell: Tell,
+        clock: Clock = time.monotonic,
+        crew: NewThreadPool = ThreadPool,
+    ) -> None:
+        self._clock = clock
+        self.number = number
+        self.config = config
+        self.tier = tier
+        self.reading = Gate()
+        self.writing = Gate()
+        self.write_back = WriteBackQueue(config.queue, config.batch)
+        self.pre_eviction = PreEvictionWalk()
+        self.speed = TierSpeed(config.readers)
+        self.missed = False
+        """Whether something was asked for since the last look that was not there."""
+        self.counts = dict.fromkeys(
+            (
+                "pages_written",
+                "pages_fetched",
+                "fetch_misses",
+                "fetch_corrupt",
+                "write_failures",
+                "write_corrupt",
+                "hung",
+                "not_offered",
+            ),
+            0,
+        )
+        self.most_writers = 1 if config.kind == "dir" else min(config.readers, 4)
+        self.readers = crew("ems-tier-read", config.readers, tell, clock)
+        self.writers = crew("ems-tier-write", self.most_writers, tell, clock)
+        self._keeper = crew("ems-tier-keep", 1, tell, clock)
+        self._keeping: Job | None = None
+        self._chores: deque[Job] = deque()
+        """What the keeper is to do besides, in order."""
+        self._probed: list[Gate] = []
+        """The directions that are being tried out."""
+        self._moved_at = 0.0
+        self._next_look = 0.0
+        self.fetches: dict[Job, Any] = {}
+        self.writes: dict[Job, list[Unit]] = {}
+        self.client_ids = itertools.count()
+
+    # Health
+
+    def cut(self, gate: Gate, reason: str, now: float) -> bool:
+        """The tier failed in the direction of ``gate``; True when it was cut out just now."""
+        if not gate.failed(reason, now):
+            return False
+        _log.warning(
+            "a tier does not work and is left alone",
+            tier=self.config.name,
+            direction="reading" if gate is self.reading else "writing",
+            reason=reason,
+        )
+        return True
+
+    def hung(self, now: float) -> list[Job]:
+        """Jobs that take longer than the tier may, or are not even begun; they count as failures."""
+        limit = self.config.timeout
+        late = [
+            job
+            for job in (*self.fetches, *self.writes)
+            if not job.abandoned and max(_runs_for(job, now), self._waits_for(job, now)) > limit
+        ]
+        keeping = self._keeping
+        if keeping is not None and not keeping.abandoned and _runs_for(keeping, now) > KEEPER_PATIENCE * limit:
+            keeping.abandoned = True
+            self.counts["hung"] += 1
+            for gate in (self.reading, self.writing):
+                self.cut(gate, "a look at what is there hangs", now)
+            for chore in self._chores:
+                chore.abandoned = chore.call_off()
+            self._chores.clear()
+        self.counts["hung"] += len(late)
+        return late
+
+    def _waits_for(self, job: Job, now: float) -> float:
+        """How long no thread has begun ``job``, nor ended what was given before it."""
+        if job.given_at is None or job.started_at is not None or job.done.is_set():
+            return 0.0
+        return now - (max(job.given_at, self._moved_at) if job in self.fetches else job.given_at)
+
+    def moved(self, now: float) -> None:
+        """A fetch ended in time: its thread goes on with what waits."""
+        self._moved_at = now
+
+    # Keeping order
+
+    def keep(self, now: float) -> None:
+        """Have the tier looked at, or tried out, when that is due; one at a time."""
+        if self._keeping is not None:
+            return
+        if self._chores:
+            self._keeping = self._chores.popleft()
+            self._keeper.give(self._keeping)
+        elif self.reading.open and self.writing.open:
+            if now >= self._next_look:
+                self._give([])
+        elif due := [
+            gate
+            for gate, jobs in ((self.reading, self.fetches), (self.writing, self.writes))
+            if gate.probe_due(now) and not any(job.abandoned for job in jobs)
+        ]:
+            self._give(due)
+
+    def have_done(self, work: Callable[[], Any]) -> Job:
+        """Have the keeper do ``work`` as soon as it is free; when that fails or hangs, nothing is written for a while.
+
+        Whoever asked looks at the job: it is ``done`` with a ``result`` or an ``error``, or it was ``abandoned``.
+        """
+        chore = Job(work, self._did_chore)
+        self._chores.append(chore)
+        self.keep(self._clock())
+        return chore
+
+    def _did_chore(self, chore: Job) -> None:
+        now = self._clock()
+        self._keeping = None
+        if chore.error is not None:
+            self.cut(self.writing, error_text(chore.error), now)
+        self.keep(now)
+
+    def look_soon(self) -> None:
+        """Have order kept as soon as the keeper is free."""
+        self._next_look = self._clock()
+
+    def _give(self, probed: list[Gate]) -> None:
+        self._probed = probed
+        self._keeping = Job(lambda: self.tier.maintain(probe=bool(probed)), self._kept)
+        self._keeper.give(self._keeping)
+
+    def _kept(self, job: Job) -> None:
+        now = self._clock()
+        self._keeping = None
+        # What took too long counts as failed, whatever came of it.
+        reason = "a look at what is there took too long" if job.abandoned else error_text(job.error)
+        if self._probed:
+            for gate in self._probed:
+                if gate.probed(reason, now):
+                    direction = "reading" if gate is self.reading else "writing"
+                    _log.info("a tier works again", tier=self.config.name, direction=direction)
+            return
+        if reason:
+            for gate in (self.reading, self.writing):
+                self.cut(gate, reason, now)
+            return
+        scanned = self.tier.figures().get("scanned", True)
+        pause = self.config.refresh_seconds * (1 if self.missed else IDLE_FACTOR)
+        self.missed = False
+        self._next_look = now + pause if scanned else now
+
+    def miss(self, now: float) -> None:
+        """Something was asked for that the tier does not know: another node may have written it."""
+        if not self.missed:
+            self.missed = True
+            self._next_look = min(self._next_look, now + self.config.refresh_seconds)
+
+    @property
+    def reads(self) -> bool:
+        """Whether it may be asked for pages."""
+        return self.reading.open
+
+    def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
+        """How many leading ``keys`` it has, as far as it knows at this moment; never waits."""
+        return self.tier.holds(namespace, keys)
+
+    # Looking in, ending
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """Plain figures for status and metrics."""
+        line = self.speed.line(now)
+        return {
+            "name": self.config.name,
+            "reading": self.reading.open,
+            "writing": self.writing.open,
+            "reason": self.reading.reason or self.writing.reason,
+            "cuts": self.reading.cuts + self.writing.cuts,
+            "queued_bytes": self.write_back.size,
+            "pages_dropped": self.write_back.dropped,
+            "fetches_too_dear": self.speed.refused,
+            "fetch_seconds": line.fixed if line is not None else 0.0,
+            "fetch_bytes_per_second": 1 / line.per_unit if line is not None and line.per_unit > 0 else 0.0,
+            **self.counts,
+            **{f"tier_{name}": value for name, value in self.tier.figures().items()},
+        }
+
+    def close(self, until: float) -> None:
+        """Write down what helps the next start, if that is done by ``until``; let the threads go."""
+        job = Job(self.tier.close, lambda _: None)
+        if self.writing.open and self._keeping is None:
+            self._keeper.give(job)
+            self._keeper.wait(job, until)
+        for crew in (self.readers, self.writers, self._keeper):
+            crew.dismiss()
+
+
+def _runs_for(job: Job, now: float) -> float:
+    return 0.0 if job.started_at is None or job.done.is_set() else now - job.started_at
+
+
+def error_text(error: Exception | None) -> str:
+    """What went wrong, in a sentence; empty when nothing did."""
+    if error is None:
+        return ""
+    if not isinstance(error, TierFailed):
+        _log.error("a defect in a tier", exc_info=error)
+        return f"a defect of EMS: {type(error).__name__}: {error}"
+    return str(error)

@@ -1,0 +1,368 @@
+"""Between segments and tiers: nothing is lost, pinned or handed out wrongly, whatever a tier does."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from ems.pool.checksum import crc32c
+from ems.pool.keys import NO_PARENT
+from ems.pool.layout import PageFlag, PageRef, header_offset
+from ems.pool.tiers.seam import KeyRun, Outcome, Wanted
+from ems.testing.tiers import key, page
+from tests.pool.tiers.node_with_tier import NAME, PAGE, PATIENCE, Bench, chain, stored
+
+FLAGS_AT = 56
+"""Where in a header its flags are."""
+
+
+@pytest_asyncio.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**settings: object) -> Bench:
+        made.append(Bench(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.tier.gate.set()
+        await one.until(one.nothing_is_held)
+        assert one.node.core.check() == []
+        one.node.close()
+
+
+async def test_a_lookup_brings_back_what_memory_lost(bench: Callable[..., Bench]) -> None:
+    one, keys = bench(), chain("a", 30)
+    await stored(one, keys)
+    one.forget()
+    assert one.present(keys) == 0
+    assert one.look([*keys, key("none")]) == 30
+    await one.until(lambda: one.present(keys) == 30)
+    assert one.right(keys)
+    assert one.look(keys) == 0
+
+
+async def test_keys_that_come_up_are_being_written_for_everybody(bench: Callable[..., Bench]) -> None:
+    one, keys = bench(), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    one.tier.gate.clear()
+    assert one.look(keys) == 4
+    await one.until(lambda: one.state.fetches)
+    found = one.node.core.lookup(9, one.namespace, keys, lease=True)
+    assert (len(found.pages), found.pending) == (0, 4)
+    assert one.look(keys) == 4, "they still come up"
+    assert one.save(keys, client_id=7) == 0, "nobody else writes them"
+    calls = one.tier.calls
+    one.tier.gate.set()
+    await one.until(lambda: one.present(keys) == 4)
+    assert one.tier.calls <= calls + 1, "each page is fetched once"
+
+
+async def test_a_read_that_hangs_frees_its_keys_at_once_and_its_slots_when_it_ends(
+    bench: Callable[..., Bench],
+) -> None:
+    one, keys = bench(timeout=0.2), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    one.tier.gate.clear()
+    one.look(keys)
+    await one.until(lambda: not one.state.reading.open)
+    assert one.node.core.lookup(9, one.namespace, keys, lease=False).pending == 0
+    assert one.look(keys) == 0, "a tier that was cut out promises nothing"
+    assert one.node.core.stats()["slots_resting"] == 4
+    one.node.core.tick(time.monotonic() + 1e6)
+    assert one.node.core.stats()["slots_resting"] == 4, "the thread may still write into them"
+    assert one.save(keys) == 4, "engines go on"
+    one.tier.gate.set()
+    await one.until(lambda: one.node.core.stats()["slots_resting"] == 0)
+    assert one.right(keys)
+    assert one.state.counts["hung"] == 1
+
+
+async def test_a_write_that_hangs_is_no_burden(bench: Callable[..., Bench]) -> None:
+    one = bench(timeout=0.2)
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    await one.until(lambda: one.state._next_look > 0)
+    one.tier.gate.clear()
+    one.save(chain("a", 4))
+    await one.until(lambda: not one.state.writing.open)
+    one.save(chain("b", 4))
+    assert one.state.counts["not_offered"] == 4
+    assert one.state.write_back.size == 4 * PAGE, "what is being written stays pinned"
+    one.tier.gate.set()
+    await one.until(one.nothing_is_held)
+
+
+async def test_a_tier_that_fails_is_left_alone_and_comes_back(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.gate.FIRST_PAUSE", 0.05)
+    one, keys = bench(), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    one.tier.failing = True
+    assert one.look(keys) == 4
+    await one.until(lambda: not one.state.reading.open)
+    assert one.state.figures(time.monotonic())["reason"] == "the test lets this tier fail"
+    assert one.present(keys) == 0
+    calls = one.tier.calls
+    assert one.look(keys) == 0
+    assert one.tier.calls == calls
+    one.tier.failing = False
+    await one.until(lambda: one.state.reading.open)
+    one.look(keys)
+    await one.until(lambda: one.present(keys) == 4)
+    assert one.right(keys)
+
+
+async def test_what_would_leave_memory_is_written_before(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
+    one = bench(write="on_evict")
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    prompts = [chain(str(number), 16) for number in range(60)]
+    for keys in prompts:
+        assert one.save(keys) == 16
+        await asyncio.sleep(0)  # the carrier's turn
+        await one.until(lambda: not one.state.write_back.waiting and not one.state.writes)
+    assert one.present(prompts[0]) == 0
+    reachable = [one.present(keys) + one.look(keys) for keys in prompts]
+    assert sum(count == 16 for count in reachable) >= 57, reachable
+
+
+async def test_a_tier_that_is_only_read_is_never_written(bench: Callable[..., Bench]) -> None:
+    one = bench(write="never")
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    for number in range(40):
+        one.save(chain(str(number), 16))
+        await asyncio.sleep(0)  # the carrier's turn
+    assert one.state.write_back.size == 0
+    assert not list(one.folder.glob("*/*.pack"))
+
+
+async def test_too_slow_a_tier_is_not_asked(bench: Callable[..., Bench]) -> None:
+    one, keys = bench(), chain("a", 8)
+    await stored(one, keys)
+    one.forget()
+    for size in range(1, 10):
+        one.state.speed.fetched(size * PAGE, size * 1.0, time.monotonic())
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=0.001) == 0
+    assert one.state.speed.refused == 1
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=100.0) == 8
+    await one.until(lambda: one.present(keys) == 8)
+
+
+async def test_a_prefetch_brings_pages_up_without_a_lookup(bench: Callable[..., Bench]) -> None:
+    one, keys = bench(), chain("a", 8)
+    await stored(one, keys)
+    one.forget()
+    assert one.tier_manager.prefetch(one.namespace, [*keys, key("none")]) == 8
+    await one.until(lambda: one.present(keys) == 8)
+    assert one.right(keys)
+
+
+async def test_a_page_that_was_corrupt_and_is_computed_again_is_not_written_half_done(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 1e9)
+    one, keys = bench(), chain("a", 3)
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    one.save(keys)
+    core = one.node.core
+    wrong = core.page(one.namespace, keys[1])
+    assert wrong is not None
+    core.quarantine(one.namespace, wrong)
+    again = one.node.promise(7, one.namespace, keys[0], keys[1:2])
+    assert len(again.granted) == 1, "the engine computes it again"
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
+    await one.until(lambda: one.state.counts["pages_written"] >= 2)
+    await one.until(lambda: not one.state.write_back.size)
+    assert [one.tier.holds(NAME, [name]) for name in keys] == [1, 0, 1], "its bytes are not there yet"
+    core.abort(7, again.reservation)
+
+
+async def test_a_queue_of_nothing_but_corrupt_pages_ends(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 1e9)
+    one, keys = bench(), chain("a", 1)
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    one.save(keys)
+    wrong = one.node.core.page(one.namespace, keys[0])
+    assert wrong is not None
+    one.node.core.quarantine(one.namespace, wrong)
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
+    await one.until(lambda: not one.state.write_back.size)
+    assert one.tier.holds(NAME, keys) == 0
+
+
+async def test_what_stands_behind_those_that_leave_first_is_written_too(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
+    monkeypatch.setattr("ems.pool.tiers.manager.CLEANED", 16)
+    one = bench(write="on_evict")
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    assert sum(one.save(chain(str(number), 15)) for number in range(30)) == 450
+    await one.until(lambda: one.state.counts["pages_written"] >= 70)
+    written = one.state.counts["pages_written"]
+    assert written < 120, "only what leaves soon"
+
+
+async def test_memory_that_cannot_be_prepared_ends_one_portion_and_nothing_else(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, keys = bench(), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    promise = one.node.promise
+    failed = []
+
+    def full(*arguments: object, **named: object) -> object:
+        failed.append(promise(*arguments, **named))  # type: ignore[arg-type]
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(one.node, "promise", full)
+    one.look(keys)
+    await one.until(lambda: failed)
+    assert one.nothing_is_held()
+    assert one.tier_manager._promotions.under_way == 0
+    monkeypatch.setattr(one.node, "promise", promise)
+    one.look(keys)
+    await one.until(lambda: one.present(keys) == 4)
+
+
+async def test_a_defect_does_not_stop_the_clock_of_the_tiers(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = bench()
+    calls = []
+
+    def keep(now: float) -> None:
+        calls.append(now)
+        if len(calls) == 1:
+            raise RuntimeError("a defect")
+
+    monkeypatch.setattr(one.state, "keep", keep)
+    await one.until(lambda: len(calls) >= 2)
+
+
+async def test_nobody_is_told_to_wait_for_pages_that_memory_has_no_room_for(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, keys = bench(), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    one.node.core.draining = True
+    assert one.look(keys) == 4
+    await one.until(lambda: not len(one.tier_manager._promotions))
+    assert one.look(keys) == 0, "it was tried a moment ago"
+    one.node.core.draining = False
+    monkeypatch.setattr("ems.pool.tiers.manager.CROWDED_SECONDS", 0.0)
+    assert one.look(keys) == 4
+    await one.until(lambda: one.present(keys) == 4)
+
+
+async def test_reads_that_were_not_begun_hang_with_the_one_before_them(bench: Callable[..., Bench]) -> None:
+    one, first, second = bench(timeout=0.2, readers=1), chain("a", 4), chain("b", 4)
+    await stored(one, [*first, *second])
+    one.forget()
+    wrong: list[dict[str, object]] = []
+    one.node.loop.set_exception_handler(lambda _, context: wrong.append(context))
+    one.tier.gate.clear()
+    one.look(first)
+    one.look(second)
+    await one.until(lambda: not one.state.reading.open)
+    assert wrong == []
+    assert one.node.core.lookup(9, one.namespace, second, lease=False).pending == 0
+    one.tier.gate.set()
+
+
+async def test_a_page_whose_header_is_damaged_does_not_get_into_a_tier(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 1e9)
+    one, keys = bench(), chain("a", 1)
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    reserved = one.node.promise(1, one.namespace, bytes(NO_PARENT), keys)
+    ref = PageRef.unpack(reserved.granted[0].ref)
+    bytes_of_it = one.memory(reserved.granted[0])
+    bytes_of_it[:] = page(keys[0])
+    committing = one.node.storing.commit(1, reserved.reservation, [0], {0: crc32c(bytes_of_it)})
+    done = one.node.applier.finish(committing)
+    one.tier_manager.committed(one.namespace, done.pages)
+    bytes_of_it[5] ^= 1
+    header = memoryview(one.node.arena.mapped(ref.segment))[header_offset(ref.slot) :]
+    header[FLAGS_AT] ^= PageFlag.CHECKSUMMED
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
+    await one.until(lambda: one.state.counts["pages_written"] + one.state.counts["write_corrupt"])
+    assert one.state.counts["write_corrupt"] == 1
+    assert one.tier.holds(NAME, keys) == 0
+    bytes_of_it.release()
+    header.release()
+
+
+async def test_a_fetch_that_finds_only_some_may_end_after_a_segment_of_the_others_is_gone(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, keys = bench(), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    core = one.node.core
+    geometry = core.slots.segments[0].geometry
+    assert geometry is not None
+    filler = chain("f", geometry.slot_count - 1)
+    assert one.save(filler) == len(filler)
+    await one.until(one.nothing_is_held)
+    strange: list[object] = []
+    one.node.loop.set_exception_handler(lambda _loop, context: strange.append(context))
+    load = one.tier._tier.load
+
+    def first(namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
+        return [*load(namespace, wanted[:1]), *[Outcome.MISSING] * (len(wanted) - 1)]
+
+    monkeypatch.setattr(one.tier._tier, "load", first)
+    one.tier.gate.clear()
+    one.look(keys)
+    await one.until(lambda: one.state.fetches)
+    coming = [core.page(one.namespace, name) for name in keys]
+    segments = [PageRef.unpack(page.ref).segment for page in coming if page is not None]
+    assert segments[0] != segments[-1]
+    core.drop_segment(segments[-1])
+    one.tier.gate.set()
+    await one.until(lambda: not one.state.fetches)
+    assert strange == []
+
+
+async def test_a_fetch_that_ends_leaves_the_keys_of_another_on_their_way(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, keys, go_on = bench(), chain("a", 8), threading.Event()
+    await stored(one, keys)
+    one.forget()
+    load = one.tier._tier.load
+
+    def late(namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
+        if wanted[0].key == keys[0]:
+            assert go_on.wait(PATIENCE)
+        return load(namespace, wanted)
+
+    monkeypatch.setattr(one.tier._tier, "load", late)
+    one.look(keys[:4])
+    await one.until(lambda: one.state.fetches)
+    assert one.tier_manager.bring(one.state, one.namespace, KeyRun(bytes(NO_PARENT), keys))
+    await one.until(lambda: one.state.counts["pages_fetched"] == 4)
+    assert one.tier_manager.comes(one.namespace, keys[:1])
+    go_on.set()
+    await one.until(lambda: one.present(keys) == 8)
+    assert not one.tier_manager.comes(one.namespace, keys)

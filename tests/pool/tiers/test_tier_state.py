@@ -1,0 +1,88 @@
+"""A tier whose threads hang is not tried out before they are back, and what nobody begins counts as hung."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ems.pool.tiers.directory import FolderBlobs
+from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.settings import TierConfig
+from ems.pool.tiers.threads import Job
+from ems.pool.tiers.tier_state import TierState
+from ems.testing.tiers import KEYS
+
+LONG = 1e6
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[TierState]:
+    place = str(tmp_path / "tier")
+    one = TierState(
+        0,
+        TierConfig(kind="dir", place=place, timeout=10.0),
+        PackTier("dir", FolderBlobs(Path(place)), KEYS),
+        lambda _: None,
+    )
+    yield one
+    for crew in (one.readers, one.writers, one._keeper):
+        crew.dismiss()
+
+
+def job(*, started: float | None = None, given: float | None = None) -> Job:
+    one = Job(lambda: None, lambda _: None)
+    one.given_at, one.started_at = given, started
+    return one
+
+
+def hangs(state: TierState, *, reading: bool) -> Job:
+    """A job of ``state`` that was begun at 0 and is given up at 11."""
+    late = job(given=0.0, started=0.0)
+    if reading:
+        state.fetches[late] = None
+    else:
+        state.writes[late] = []
+    assert state.hung(11.0) == [late]
+    late.abandoned = True
+    state.cut(state.reading if reading else state.writing, "it hangs", 11.0)
+    return late
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_no_probe_while_a_thread_hangs(state: TierState, reading: bool) -> None:
+    late = hangs(state, reading=reading)
+    state.keep(LONG)
+    assert state._keeping is None, "good probes would open a gate whose threads still hang"
+    (state.fetches if reading else state.writes).pop(late)
+    state.keep(LONG)
+    assert state._keeping is not None
+
+
+def test_good_probes_open_only_the_direction_whose_threads_are_back(state: TierState) -> None:
+    hangs(state, reading=True)
+    state.cut(state.writing, "it fails", 11.0)
+    state._clock = lambda: LONG
+    for turn in range(3):
+        state.keep(LONG + turn * 1e3)
+        probe = state._keeping
+        assert probe is not None
+        assert probe.done.wait(10)
+        state._kept(probe)
+    assert (state.reading.open, state.writing.open) == (False, True)
+
+
+def test_a_job_that_no_thread_begins_hangs_from_when_it_was_given(state: TierState) -> None:
+    waits = job(given=100.0)
+    state.fetches[waits] = None
+    assert state.hung(109.0) == []
+    assert state.hung(111.0) == [waits]
+
+
+def test_jobs_that_wait_behind_others_that_end_do_not_hang(state: TierState) -> None:
+    waits = job(given=100.0)
+    state.fetches[waits] = None
+    state.moved(108.0)
+    assert state.hung(111.0) == []
+    assert state.hung(119.0) == [waits]
