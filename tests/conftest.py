@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from ems.pool.client.line import CALL_SECONDS
-from ems.pool.client.pool_client import PoolClient
+from ems.testing.tiers.pages import SECRET
+
+# Temporary folders may be on a disk, which nodes refuse unless they are told.
+os.environ.setdefault("EMS_ALLOW_DISK", "1")
+# What is printed is folded to it; tests of that set it themselves.
+os.environ.pop("COLUMNS", None)
 
 # Time says nothing on a machine that has other things to do; `timeout` in pyproject.toml ends what hangs.
 settings.register_profile(
@@ -30,20 +37,22 @@ settings.register_profile(
 settings.load_profile("ems")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _seal_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nodes of tests, in other processes too, seal their tiers with the key of ``ems.testing.tiers.KEYS``."""
+    path = tmp_path_factory.mktemp("key") / "seal.key"
+    path.touch(0o600)
+    path.write_bytes(SECRET)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMS_SEAL_KEY", str(path))
+        yield
+
+
 @pytest.fixture
 def calls_take_a_minute(monkeypatch: pytest.MonkeyPatch) -> float:
     """A call to a pool node that names no time waits a minute for the answer.
 
     Returns half of that, in seconds: what kept to a time of its own took less, however slow the machine is.
     """
-    for module in ("line", "pool_client"):
-        monkeypatch.setattr(f"ems.pool.client.{module}.CALL_SECONDS", 60.0)
-    for verb in vars(PoolClient).values():
-        named = getattr(verb, "__defaults__", None)
-        if named:
-            longer = tuple(60.0 if default == CALL_SECONDS else default for default in named)
-            monkeypatch.setattr(verb, "__defaults__", longer)
-        by_name = getattr(verb, "__kwdefaults__", None)
-        if by_name and "timeout" in by_name:
-            monkeypatch.setitem(by_name, "timeout", 60.0)
+    monkeypatch.setattr("ems.pool.client.line.CALL_SECONDS", 60.0)
     return 30.0

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from ems.cc_v1.cc_config import CcConfig_v1, CcKvOption, EmsConfig
     from ems.cc_v1.ems import Ems
     from ems.cc_v1.errors import EmsErrorCode, EmsException
+    from ems.version import __version__
 
 __all__ = ["CcConfig_v1", "CcKvOption", "Ems", "EmsConfig", "EmsErrorCode", "EmsException", "__version__"]
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "CcConfig_v1": "ems.cc_v1.cc_config",
@@ -26,6 +25,7 @@ _HOMES = {
     "EmsConfig": "ems.cc_v1.cc_config",
     "EmsErrorCode": "ems.cc_v1.errors",
     "EmsException": "ems.cc_v1.errors",
+    "__version__": "ems.version",
 }
 
 

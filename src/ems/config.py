@@ -28,8 +28,12 @@ DEFAULT_POLICY: PolicyName = "forecast"
 _UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhd])?\s*", re.IGNORECASE)
+_MOST = 1 << 60
+_LEAST_WITHOUT_UNIT = 4096
+"""A smaller number without a unit is one whose unit was forgotten."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int, *, name: str = "size") -> int:
@@ -45,8 +49,12 @@ def parse_size(text: str | int, *, name: str = "size") -> int:
         if match is None:
             raise ConfigError(f"{name} is {text!r}, expected bytes or a number with a unit such as 1GB, 512MB or 64KB")
         value = int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
+        if 0 < value < _LEAST_WITHOUT_UNIT and str(text).strip().isdigit():
+            raise ConfigError(f"{name} is {text!r}, which means bytes, expected a unit such as {text}GB or {text}MB")
     if value <= 0:
         raise ConfigError(f"{name} is {text!r}, expected a positive number of bytes")
+    if value > _MOST:
+        raise ConfigError(f"{name} is {text!r}, expected what a machine can have, at most {format_size(_MOST)}")
     return value
 
 
@@ -65,6 +73,18 @@ def default_directory() -> Path:
         return Path(given)
     uid = os.getuid()
     return Path("/dev/shm/ems" if uid == 0 else f"/dev/shm/ems-{uid}")  # noqa: S108 - the pool lives in shared memory
+
+
+def allows_disk() -> bool:
+    """What ``EMS_ALLOW_DISK`` says: whether the node's folder may be on a disk.
+
+    Raises:
+        ConfigError: it is neither true nor false.
+    """
+    text = os.environ.get("EMS_ALLOW_DISK", "").strip().lower()
+    if text not in ("", "1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise ConfigError(f"EMS_ALLOW_DISK is {text!r}, expected 1 or 0")
+    return text in ("1", "true", "yes", "on")
 
 
 def default_socket() -> Path:
@@ -100,7 +120,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What a pool node needs to know to start."""
 
     directory: Path = msgspec.field(default_factory=default_directory)
-    """tmpfs folder of the segments; made with mode 0700."""
+    """Folder of the segments, in memory and the node's alone; made with mode 0700 if it is not there."""
+
+    allow_disk: bool = msgspec.field(default_factory=allows_disk)
+    """Whether it may be in a file system that does not live in memory; ``EMS_ALLOW_DISK``."""
 
     socket: Path = msgspec.field(default_factory=default_socket)
     """Unix socket that engines connect to."""

@@ -7,6 +7,7 @@
     ├── ProtocolError (ValueError)       the peer sent what the protocol does not allow
     └── PoolError                        the pool did not do what it was asked
         ├── PoolUnavailable (ConnectionError)   no node answers; may pass
+        │   └── PoolRestarting                  the node is about to become another release; over in seconds
         ├── PoolTimeout (TimeoutError)          no answer before the deadline; may pass
         ├── PoolRefused                         the node understood and said no
         │   ├── Unauthorised (PermissionError)  the access key is missing or wrong
@@ -48,6 +49,10 @@ class PoolUnavailable(PoolError, ConnectionError):
     """No node answers on the socket."""
 
     transient = True
+
+
+class PoolRestarting(PoolUnavailable):
+    """The node restarts for an upgrade, and takes in nothing new until it is back."""
 
 
 class PoolTimeout(PoolError, TimeoutError):

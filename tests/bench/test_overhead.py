@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.comparison.overhead import Row
-from ems.bench.pairs import compare
+from benchmarks.comparison.pairs import compare
 
 
 @pytest.mark.parametrize(

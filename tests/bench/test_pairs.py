@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.bench.pairs import compare
+from benchmarks.comparison.pairs import compare
 
 TIMES = st.floats(min_value=1e-6, max_value=1e3)
 

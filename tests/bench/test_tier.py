@@ -13,7 +13,7 @@ from ems.cli import run
 def test_it_measures_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "tier", f"dir:{tmp_path}", "--total", "1MB", "--page", "64KB", "--rounds", "2", "-o", "json"]
     assert run(command) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)["items"]
     assert row["page_bytes"] == 65536
     assert all(row[name] > 0 for name in ("plain_write", "tier_write", "plain_read", "tier_read"))
     assert not list(tmp_path.iterdir())

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +11,7 @@ import torch
 from ems import CcConfig_v1, CcKvOption, Ems, EmsConfig
 from ems.cc_v1.context_caching import ContextCaching
 from ems.cc_v1.health import HealthRules
-from ems.config import NodeConfig
-from ems.pool.node.launcher import node_listens
+from tests.kit.node import NodeProcess
 
 QUICK = HealthRules(check_seconds=0.05)
 NEVER = HealthRules(check_seconds=1000.0)
@@ -53,69 +43,17 @@ def same(left: list[Any], right: list[Any]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Look at ``condition`` until it holds; fails after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
-
-
-class NodeProcess:
-    """``ems node`` without HTTP, that tests may hurt."""
-
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.directory = directory
-        self.config = NodeConfig(directory=directory, socket=directory / "node.sock", http_port=None)
-        self._flags = flags
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "ems.cli", "node", "--no-http", "--dir", str(self.directory), *self._flags]
-        with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        until(lambda: node_listens(self.config.socket))
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def end(self, number: signal.Signals = signal.SIGKILL) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
-            self._process.send_signal(signal.SIGCONT)
-            self._process.wait(10)
-            self._process = None
-
-
-@contextlib.contextmanager
-def running_node(*flags: str) -> Iterator[NodeProcess]:
-    directory = Path(tempfile.mkdtemp(prefix="ems-test-", dir="/dev/shm"))
-    node = NodeProcess(directory, *flags)
-    try:
-        node.start()
-        yield node
-    finally:
-        node.end()
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 @pytest.fixture(scope="module")
 def node() -> Iterator[NodeProcess]:
     """One node for a module of tests that leave it well; they keep apart by their model's name."""
-    with running_node("--size", "256MB", "--segment-size", "1MB") as running:
+    with NodeProcess("--size", "256MB", "--segment-size", "1MB") as running:
         yield running
 
 
 @pytest.fixture
 def fragile_node() -> Iterator[NodeProcess]:
     """A node of one test's own."""
-    with running_node("--size", "256MB", "--segment-size", "1MB") as running:
+    with NodeProcess("--size", "256MB", "--segment-size", "1MB") as running:
         yield running
 
 

@@ -10,10 +10,11 @@ import torch
 
 from ems import CcKvOption, Ems, EmsErrorCode, EmsException
 from tests.cc_v1.conftest import OPTION, make_caches, same, tokens, zeros_like
+from tests.kit.node import NodeProcess
 
 if TYPE_CHECKING:
     from ems.cc_v1.context_caching import ContextCaching
-    from tests.cc_v1.conftest import Connect, NodeProcess
+    from tests.cc_v1.conftest import Connect
 
 
 @pytest.fixture

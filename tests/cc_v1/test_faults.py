@@ -19,8 +19,10 @@ from ems.cc_v1.tensors import CpuDevice
 from ems.errors import PoolTimeout
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import integer_key
-from ems.pool.segments.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState
-from tests.cc_v1.conftest import NEVER, OPTION, make_caches, running_node, same, tokens, until, zeros_like
+from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState
+from tests.cc_v1.conftest import NEVER, OPTION, make_caches, same, tokens, zeros_like
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ems.cc_v1.context_caching import ContextCaching
-    from ems.cc_v1.slots import Place
+    from ems.cc_v1.slots import SlotSpan
     from ems.cc_v1.tensors import TokenRows
-    from tests.cc_v1.conftest import Connect, NodeProcess
+    from tests.cc_v1.conftest import Connect
 
 AT_ONCE = 10.0
 """Seconds that tell what does not wait from what waits :data:`LONG`, however busy the machine is."""
@@ -54,7 +56,7 @@ class TestNodeKilled:
         cc.register_kvcache(caches)
         assert cc.get_result(cc.async_save(range(8), [1, 2], [4, 4], OPTION)).success == 2
 
-        fragile_node.end(signal.SIGKILL)
+        fragile_node.kill()
         assert cc.exists([1, 2], OPTION).success == 0
         assert not Ems.check_health()
         for begin in (cc.async_load, cc.async_save):
@@ -78,7 +80,7 @@ class TestNodeKilled:
     ) -> None:
         cc = connect(fragile_node, health=NEVER)
         cc.register_kvcache(make_caches())
-        fragile_node.end(signal.SIGKILL)
+        fragile_node.kill()
         assert Ems.check_health()
         future = getattr(cc, verb)(range(4), [1], [4], OPTION)
         assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_RECOVERD_ERROR
@@ -88,7 +90,7 @@ class TestNodeKilled:
         """Calls that were not even tried while degraded are no new failures."""
         cc = connect(fragile_node)
         cc.register_kvcache(make_caches())
-        fragile_node.end(signal.SIGKILL)
+        fragile_node.kill()
         assert cc.exists([1], OPTION).success == 0
         fragile_node.start()
 
@@ -104,7 +106,7 @@ class TestNodeKilled:
         cc.register_kvcache(make_caches())
         assert cc.get_result(cc.async_save(range(4), [1], [4], OPTION)).success == 1
         assert cc.exists([1], OPTION).success == 1
-        fragile_node.end(signal.SIGKILL)
+        fragile_node.kill()
         fragile_node.start()
 
         assert cc.exists([1], OPTION).success == 1
@@ -117,7 +119,7 @@ class TestNodeKilled:
         cc.register_kvcache(make_caches())
         pages = cc._pages
         first = pages.epoch
-        fragile_node.end(signal.SIGKILL)
+        fragile_node.kill()
         until(lambda: not Ems.check_health())
         fragile_node.start()
         until(Ems.check_health)
@@ -134,7 +136,7 @@ class TestNodeKilled:
             return str(fragile_node.directory) in Path("/proc/self/maps").read_text()
 
         assert mapped()
-        fragile_node.end(signal.SIGKILL)
+        fragile_node.kill()
         until(lambda: not mapped())
 
 
@@ -202,12 +204,12 @@ class Meddling(CpuDevice):
         self._meddle = meddle
         self._copies = 0
 
-    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_out(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         super().copy_tokens_out(rows, place, page)
         self._meddle(self._copies)
         self._copies += 1
 
-    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_in(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         super().copy_tokens_in(rows, place, page)
         self._meddle(self._copies)
         self._copies += 1
@@ -340,17 +342,17 @@ class TestCopiesThatGoWrong:
 
         meddle(cc, breaks)
         assert cc.get_result(cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3
-        until(lambda: client.stats()["leases"] == 0, 10.0)
+        until(lambda: client.stats()["leases"] == 0, seconds=10.0)
         future = cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION)
         assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_INTERNAL_ERROR
-        until(lambda: client.stats()["leases"] == 0, 10.0)
+        until(lambda: client.stats()["leases"] == 0, seconds=10.0)
         assert held == [1] * 5
         client.close()
 
 
 class TestRoom:
     def test_a_full_pool_stores_what_it_can(self, connect: Connect) -> None:
-        with running_node("--size", "1MB", "--segment-size", "1MB") as tiny:
+        with NodeProcess("--size", "1MB", "--segment-size", "1MB") as tiny:
             cc = connect(tiny)
             cc.register_kvcache(make_caches(layers=4, heads=8, size=256))  # pages of 256 KiB: three fit
             slots, hashes, offsets = range(32), list(range(8)), [4] * 8
@@ -370,7 +372,7 @@ class TestRoom:
     def test_a_page_larger_than_the_pool_is_refused_with_a_sentence(
         self, connect: Connect, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with running_node("--size", "1MB", "--segment-size", "1MB") as tiny:
+        with NodeProcess("--size", "1MB", "--segment-size", "1MB") as tiny:
             cc = connect(tiny, health=NEVER)
             cc.register_kvcache(make_caches(layers=20, heads=8, size=256))
             assert "does not fit in a segment" in caplog.text
@@ -387,7 +389,7 @@ class TestDeathInTheMiddle:
         assert cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3
         other = zeros_like(caches)
         cc.register_kvcache(other)
-        meddle(cc, lambda copy: fragile_node.end(signal.SIGKILL))
+        meddle(cc, lambda copy: fragile_node.kill())
         assert cc.get_result(cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3
         assert same(tokens(other, range(12)), tokens(caches, range(12)))
         assert cc.exists([1], OPTION).success == 0
@@ -395,7 +397,7 @@ class TestDeathInTheMiddle:
     def test_the_node_dies_while_a_save_copies(self, fragile_node: NodeProcess, connect: Connect) -> None:
         cc = connect(fragile_node, health=NEVER)
         cc.register_kvcache(make_caches())
-        meddle(cc, lambda copy: fragile_node.end(signal.SIGKILL))
+        meddle(cc, lambda copy: fragile_node.kill())
         future = cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION)
         assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_RECOVERD_ERROR
         assert not Ems.check_health()
@@ -405,6 +407,7 @@ class TestDeathInTheMiddle:
         script = f"""
 import threading
 from pathlib import Path
+from ems.config import NodeConfig
 from tests.cc_v1.conftest import *
 from tests.cc_v1.test_faults import meddle
 
@@ -431,7 +434,7 @@ cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], CcKvOption(timeout=
         assert cc.exists([1, 2, 3], OPTION).success == 0
         engine.kill()
         engine.communicate()
-        until(lambda: watcher.stats()["reservations"] == 0, 20.0)
+        until(lambda: watcher.stats()["reservations"] == 0, seconds=20.0)
         watcher.close()
         assert cc.exists([1, 2, 3], OPTION).success == 0
         assert cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION)).success == 3

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cc_v1.conftest import NEVER, OPTION
+from tests.kit.node import NodeProcess
 
 if TYPE_CHECKING:
     from ems.cc_v1.context_caching import ContextCaching
-    from tests.cc_v1.conftest import Connect, NodeProcess
+    from tests.cc_v1.conftest import Connect
 
 BLOCK, BLOCKS = 4, 6
 SLOTS = BLOCK * BLOCKS

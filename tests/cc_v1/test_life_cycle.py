@@ -22,14 +22,16 @@ from ems.cc_v1.cc_config import KVCacheType
 from ems.cc_v1.errors import code_of
 from ems.errors import ConfigError, NoSpace, PoolRefused, Unauthorised, VersionMismatch
 from ems.pool.client.pool_client import PoolClient
-from tests.cc_v1.conftest import OPTION, QUICK, make_caches, rank_config, until
+from tests.cc_v1.conftest import OPTION, QUICK, make_caches, rank_config
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.cc_v1.conftest import Connect, NodeProcess
+    from tests.cc_v1.conftest import Connect
 
 
 ENGINE = """
@@ -155,7 +157,7 @@ class TestInit:
         assert len(nodes_of(home)) == 1
 
     def test_it_succeeds_once_somebody_started_a_node(self, fragile_node: NodeProcess) -> None:
-        fragile_node.end()
+        fragile_node.kill()
         wanted = config(autostart=False, node=fragile_node.config)
         assert init_code(wanted) == EmsErrorCode.EMS_RECOVERD_ERROR
         assert not Ems.check_health()
@@ -290,7 +292,7 @@ class TestRevival:
         session = Ems._session
         assert session is not None
         session._revives = True
-        fragile_node.end(signal.SIGKILL)
+        fragile_node.kill()
         until(lambda: not Ems.check_health())
         checks = _count_checks()
         until(lambda: checks() >= 3)
@@ -370,9 +372,9 @@ def test_a_forked_child_has_no_session_and_does_no_harm(node: NodeProcess) -> No
 def test_the_node_knows_who_is_connected(node: NodeProcess, connect: Connect) -> None:
     connect(node)
     client = PoolClient(node.config.socket)
-    until(lambda: client.stats()["clients"] == 3, 10.0)
+    until(lambda: client.stats()["clients"] == 3, seconds=10.0)
     Ems.close()
-    until(lambda: client.stats()["clients"] == 1, 10.0)
+    until(lambda: client.stats()["clients"] == 1, seconds=10.0)
     client.close()
 
 

@@ -14,7 +14,8 @@ from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import GateClosed, Monitor
 from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError, PoolTimeout, PoolUnavailable
-from tests.cc_v1.conftest import NEVER, QUICK, until
+from tests.cc_v1.conftest import NEVER, QUICK
+from tests.kit.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

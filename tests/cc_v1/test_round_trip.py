@@ -13,10 +13,11 @@ from ems.cc_v1.cc_config import KVCacheType
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import integer_key
 from tests.cc_v1.conftest import NEVER, OPTION, make_caches, same, tokens, zeros_like
+from tests.kit.node import NodeProcess
 
 if TYPE_CHECKING:
     from ems.cc_v1.context_caching import ContextCaching
-    from tests.cc_v1.conftest import Caches, Connect, NodeProcess
+    from tests.cc_v1.conftest import Caches, Connect
 
 HASHES = [-3, 1 << 200, 0, -(1 << 99)]
 

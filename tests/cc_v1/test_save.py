@@ -17,14 +17,14 @@ from ems.cc_v1.tensors import CpuDevice, TokenRows
 from ems.cc_v1.transfer import CcFuture
 from ems.errors import PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Hits, Namespace, Reservation
-from ems.pool.core.room import Outcome
 from ems.pool.keys import NO_PARENT
-from ems.pool.segments.layout import PageRef
+from ems.pool.layout import PageRef
+from ems.pool.pages import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-GRANTED, PRESENT, WRITING, NO_SPACE, NOT_TOUCHED = Outcome
+GRANTED, PRESENT, WRITING, NO_SPACE, NOT_TOUCHED, _ = Outcome
 BLOCK = 4
 
 

@@ -12,9 +12,9 @@ from ems import Ems, EmsConfig, EmsErrorCode, EmsException
 from ems.cc_v1.cc_config import CcKvOption
 from ems.cc_v1.health import HealthRules
 from ems.pool.tenants import registry as tenancy
-from ems.testing.node import NodeProcess
-from ems.testing.waiting import until
 from tests.cc_v1.conftest import rank_config
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.pool.tenants.people import ANN, BOB, registry_of, save
 
 QUICK = HealthRules(check_seconds=0.05, good_checks=1)

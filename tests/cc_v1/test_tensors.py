@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ems.cc_v1.registration import PageMemory
-from ems.cc_v1.slots import Run, Scattered, place_of
+from ems.cc_v1.slots import Scattered, SlotRun, place_of
 from ems.cc_v1.tensors import BlockRows, CpuDevice, StreamDevice, TokenRows, device_of
 from ems.errors import ConfigError
 from tests.cc_v1.conftest import make_caches, same, tokens, zeros_like
@@ -117,7 +117,7 @@ def test_tensors_of_engines_in_inference_mode(device: Device) -> None:
         caches = [[torch.zeros(8, 4, 2, 8)]]
     rows = TokenRows(caches)
     page = memoryview(bytearray(np.arange(rows.page_bytes // 4, dtype=np.float32).tobytes()))
-    device.copy_tokens_in(rows, Run(2, 0, 4), page)
+    device.copy_tokens_in(rows, SlotRun(2, 0, 4), page)
     device.copy_tokens_in(rows, Scattered(np.array([5, 7]), np.array([3, 0])), page)
     device.synchronise()
     assert caches[0][0][2].flatten().tolist() == list(range(64))
@@ -193,9 +193,9 @@ def test_parts_begin_on_even_addresses() -> None:
 @pytest.mark.parametrize(
     ("slots", "expected"),
     [
-        ([8, 9, 10, 11], Run(2, 0, 4)),
-        ([9, 10], Run(2, 1, 2)),
-        ([31], Run(7, 3, 1)),
+        ([8, 9, 10, 11], SlotRun(2, 0, 4)),
+        ([9, 10], SlotRun(2, 1, 2)),
+        ([31], SlotRun(7, 3, 1)),
         ([10, 11, 12], None),
         ([9, 8, 11, 10], None),
         ([8, 10, 9, 11], None),
@@ -203,7 +203,7 @@ def test_parts_begin_on_even_addresses() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, list) else "",
 )
-def test_runs_are_recognised(slots: list[int], expected: Run | None) -> None:
+def test_runs_are_recognised(slots: list[int], expected: SlotRun | None) -> None:
     place = place_of(np.array(slots), 4)
     if expected is None:
         assert isinstance(place, Scattered)

@@ -10,10 +10,11 @@ import torch
 
 from ems import Ems
 from tests.cc_v1.conftest import NEVER, OPTION, make_caches
+from tests.kit.node import NodeProcess
 
 if TYPE_CHECKING:
     from ems.cc_v1.context_caching import ContextCaching
-    from tests.cc_v1.conftest import Caches, Connect, NodeProcess
+    from tests.cc_v1.conftest import Caches, Connect
 
 THREADS, ROUNDS, BLOCK, BLOCKS_EACH = 6, 40, 4, 8
 

@@ -10,7 +10,7 @@ from ems.cc_v1.errors import EmsErrorCode, EmsException
 from ems.cc_v1.summary import Kind
 from ems.cc_v1.transfer import LEAST_CALL_SECONDS, CcFuture, CcResult
 from ems.errors import PoolUnavailable
-from tests.cc_v1.conftest import until
+from tests.kit.waiting import until
 
 
 class Clock:

@@ -11,13 +11,13 @@ from ems.cli import run
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers import NAMESPACE, PAGE, chain, fetch
+from ems.testing.tiers import KEYS, NAMESPACE, PAGE, chain, fetch
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tier with three packs."""
-    tier = PackTier("dir", FolderBlobs(tmp_path))
+    tier = PackTier("dir", FolderBlobs(tmp_path), KEYS)
     for name in "abc":
         tier.store(NAMESPACE, chain(name, 3))
     return tmp_path
@@ -27,14 +27,14 @@ def packs(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.pack"))
 
 
-def damage(pack: Path, place: int = -5) -> None:
+def damage(pack: Path, place: int = -500) -> None:
     raw = bytearray(pack.read_bytes())
     raw[place] ^= 1
     pack.write_bytes(raw)
 
 
 def good(folder: Path) -> int:
-    tier = PackTier("dir", FolderBlobs(folder))
+    tier = PackTier("dir", FolderBlobs(folder), KEYS)
     tier.maintain()
     keys = [page.key for name in "abc" for page in chain(name, 3)]
     return sum(outcome is Outcome.DONE for outcome, _ in fetch(tier, keys))
@@ -54,7 +54,7 @@ def test_a_dry_run_says_what_is_wrong_and_changes_nothing(folder: Path, capsys: 
     report = json.loads(capsys.readouterr().out)
     (finding,) = report["findings"]
     assert finding["bad_pages"] == 1
-    assert not finding["mended"]
+    assert finding["kind"] == "damaged"
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -62,31 +62,35 @@ def test_what_is_bad_goes_and_what_is_good_stays(folder: Path, capsys: pytest.Ca
     damage(packs(folder)[0])
     damage(packs(folder)[1], 3)
     (folder / "mine.txt").write_text("not of EMS")
-    (folder / "catalogue.bin").write_bytes(b"EMSCAT01 and nothing that makes sense")
+    (folder / "ems-catalogue.bin").write_bytes(b"EMSCAT02 and nothing that makes sense")
     assert run(["fsck", f"dir:{folder}"]) == 0
     out = capsys.readouterr().out
     assert out.count(", mended") == 3
     assert "mine.txt" in out
-    assert good(folder) == 5
+    assert good(folder) == 8
     assert (folder / "mine.txt").exists()
     assert run(["fsck", f"dir:{folder}"]) == 0
     assert "mended" not in capsys.readouterr().out
 
 
 def test_encrypted_packs_are_checked_without_their_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ems.pool.tiers.cipher import Secrets
+    from ems.pool.tiers.pack_seal import read_keys
 
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 32)
     secret.chmod(0o600)
     folder = tmp_path / "tier"
-    tier = PackTier("dir", FolderBlobs(folder), secrets_=Secrets(secret))
+    tier = PackTier("dir", FolderBlobs(folder), read_keys(secret, encrypts=True))
     pages = chain("a", 3)
     tier.store(NAMESPACE, pages)
     damage(packs(folder)[0])
+    assert run(["fsck", f"dir:{folder}"]) == 1
+    assert "1 bad pages, 0 damaged records, not mended, 2 pages are good" in capsys.readouterr().out
+    assert run(["fsck", f"dir:{folder}?key={secret}"]) == 0
+    assert "1 bad pages, 0 damaged records, mended, 2 pages kept" in capsys.readouterr().out
     assert run(["fsck", f"dir:{folder}"]) == 0
-    assert "1 bad pages" in capsys.readouterr().out
-    again = PackTier("dir", FolderBlobs(folder), secrets_=Secrets(secret))
+    assert "1 packs have the right checksums" in capsys.readouterr().out
+    again = PackTier("dir", FolderBlobs(folder), read_keys(secret, encrypts=True))
     again.maintain()
     found = fetch(again, [page.key for page in pages])
     assert [outcome for outcome, _ in found] == [Outcome.DONE, Outcome.DONE, Outcome.MISSING]
@@ -105,3 +109,24 @@ def test_a_mistake_is_one_line_and_status_2(tier: str, capsys: pytest.CaptureFix
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert run(["fsck", f"dir:{tmp_path}/none"]) == 2
     assert not (tmp_path / "none").exists()
+
+
+def test_a_pack_of_another_format_version_is_named_and_left_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack = packs(folder)[0]
+    raw = pack.read_bytes()
+    pack.write_bytes(raw.replace(raw[:12], raw[:8] + b"\x09\0\0\0"))
+    before = pack.read_bytes()
+    assert run(["fsck", f"dir:{folder}"]) == 1
+    out = capsys.readouterr().out
+    assert "format version 9" in out
+    assert "all is well" not in out
+    assert pack.read_bytes() == before
+
+
+def test_a_damaged_magic_costs_no_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(packs(folder)[0], 3)
+    assert run(["fsck", f"dir:{folder}"]) == 0
+    assert "all is well" not in capsys.readouterr().out
+    assert good(folder) == 9

@@ -13,7 +13,7 @@ import pytest
 from ems.cli.status import summary_rows
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from tests.e2e.engines import Node, running_node, wait_for
+from tests.kit.node import NodeProcess
 
 pytestmark = pytest.mark.process
 
@@ -25,13 +25,13 @@ def ems(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    with running_node("--size", "8MB") as running:
-        wait_for(lambda: running.stats()["bytes_touched"] == 8 << 20, "the memory is touched")
+def node() -> Iterator[NodeProcess]:
+    with NodeProcess("--size", "8MB") as running:
+        running.wait_touched()
         yield running
 
 
-def test_status_shows_what_the_pool_holds(node: Node) -> None:
+def test_status_shows_what_the_pool_holds(node: NodeProcess) -> None:
     client = PoolClient(node.socket, "test")
     namespace = Namespace("default/model/layout", 4096)
     client.commit(client.reserve(namespace, bytes(16), [b"a" * 16, b"b" * 16]))
@@ -48,7 +48,7 @@ def test_status_shows_what_the_pool_holds(node: Node) -> None:
     assert dict(summary_rows(figures))["pages"] == "2 stored, 0 evicted"
 
 
-def test_stop_ends_the_node_and_leaves_nothing(node: Node) -> None:
+def test_stop_ends_the_node_and_leaves_nothing(node: NodeProcess) -> None:
     done = ems("stop", "--socket", str(node.socket))
 
     assert (done.returncode, done.stdout) == (0, "")
@@ -94,4 +94,20 @@ def test_bench_pool_refuses_what_cannot_be_measured(flags: tuple[str, str]) -> N
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_upgrade_says_to_scripts_what_was_and_what_is(node: NodeProcess) -> None:
+    before = node.figures()
+    done = ems("upgrade", "--socket", str(node.socket), "-o", "json")
+    after = node.figures()
+    ems("stop", "--socket", str(node.socket))  # it may be another process than the one that was started
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "socket": str(node.socket),
+        "pid": after["pid"],
+        "release": after["release"],
+        "before": {"pid": before["pid"], "release": before["release"]},
+    }
     assert len(done.stderr.splitlines()) == 1

@@ -19,7 +19,7 @@ VERBS = {"node", "status", "stop", "router", "proxy", "bench"}
 def verb(monkeypatch: pytest.MonkeyPatch) -> type[Verb]:
     """Make `ems` an application whose only verb raises or returns what the test puts there."""
 
-    def build() -> App:
+    def build(tokens: object) -> App:
         app = App(exit_on_error=False, print_error=False, suppress_keyboard_interrupt=False)
         app.command(Verb.call, name="verb")
         return app
@@ -49,6 +49,18 @@ def test_every_verb_can_be_imported(capsys: pytest.CaptureFixture[str]) -> None:
     for name in [["node"], ["status"], ["stop"], ["router"], ["proxy"], ["bench", "pool"], ["bench", "ttft"]]:
         assert run([*name, "--help"]) == 0
         assert "Usage: ems" in capsys.readouterr().out
+
+
+def test_the_help_of_a_verb_is_its_whole_description(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["clear", "--help"]) == 0
+    assert "exit status 1 when some of it is still there" in " ".join(capsys.readouterr().out.split()).lower()
+
+
+def test_every_verb_that_answers_answers_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {f"{group} {name}" for group, (_, verbs) in ems.cli.GROUPS.items() for name in verbs}
+    for name in {*ems.cli.VERBS, *groups} - {"node", "router", "completion"}:
+        assert run([*name.split(), "--help"]) == 0
+        assert "--output -o" in capsys.readouterr().out, name
 
 
 def test_help_imports_no_verb() -> None:
@@ -113,6 +125,48 @@ def test_a_defect_keeps_its_trace(verb: type[Verb]) -> None:
 
     with pytest.raises(ZeroDivisionError):
         run(["verb"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        (["stats"], "unknown command 'stats', did you mean status?"),
+        (["bench", "tracee"], "unknown command 'tracee', did you mean trace?"),
+        (["tenant", "ad"], "unknown command 'ad', did you mean add?"),
+        (["nonsense"], "unknown command 'nonsense'; see ems --help"),
+        (["status", "--outptu", "json"], "there is no option --outptu, did you mean --output?"),
+        (["status", "-x"], "there is no option -x; see ems status --help"),
+        (["status", "more"], "nothing is expected where 'more' stands, leave it out; see ems status --help"),
+        (["status", "-o", "yaml"], "-o is 'yaml', expected table or json; see ems status --help"),
+        (["status", "-o"], "-o has no value, give it table or json; see ems status --help"),
+        (["stop", "--timeout", "nan"], "--timeout is 'nan', expected seconds, 0 or more; see ems stop --help"),
+        (["bench", "ttft"], "URL1 is missing; see ems bench ttft --help"),
+        (
+            ["bench", "ttft", "a", "b", "--seed", "x"],
+            "--seed is 'x', expected a whole number; see ems bench ttft --help",
+        ),
+        (["node", "--http-port", "x"], "--http-port is 'x', expected a whole number; see ems node --help"),
+        (["node", "--high-watermark", "x"], "--high-watermark is 'x', expected a number; see ems node --help"),
+        (["node", "--http=maybe"], "--http is 'maybe', expected true or false; see ems node --help"),
+        (["list", "--by", "x"], "--by is 'x', expected namespace, model or tenant; see ems list --help"),
+        (
+            ["list", "--by", "model", "--by", "tenant"],
+            "--by is given more than once, give it once; see ems list --help",
+        ),
+    ],
+)
+def test_a_mistake_in_usage_is_one_sentence(
+    tokens: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tokens) == 2
+    assert capsys.readouterr() == ("", f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_verbs_and_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("resize", "older-than", "tenant"))
 
 
 def test_reader_that_leaves_early() -> None:

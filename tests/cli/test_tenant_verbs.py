@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from ems.pool.client.answers import Namespace
 from ems.pool.node.audit import AuditLog
 from ems.pool.tenants import store
 from ems.pool.tenants.credentials import Credentials
-from ems.testing.node import NodeProcess
+from tests.kit.node import NodeProcess
 
 SPACE = Namespace("model", 4096)
 
@@ -52,13 +54,43 @@ def test_a_key_is_shown_once_and_stored_nowhere(path: Path, capsys: pytest.Captu
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
 
 
+@pytest.mark.parametrize("verb", ["add", "rotate"])
+def test_a_key_can_go_into_a_file_that_nobody_else_reads(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    said(capsys, "tenant", "add", "ann")
+    out = tmp_path / "ann.key"
+    shown, err = said(capsys, "key", verb, "ann", "--out", str(out))
+    key = out.read_text().strip()
+    assert (len(key) > 40, shown, key in err) == (True, "", False)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    before = path.read_bytes()
+    for taken in (out, tmp_path / "no" / "folder"):
+        assert "give a new file" in said(capsys, "key", verb, "ann", "--out", str(taken), status=2)[1]
+    assert (path.read_bytes(), out.read_text().strip()) == (before, key), "nothing was made or written"
+    assert "access_key" not in told(capsys, "key", verb, "ann", "--out", str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o600, False)])
+def test_a_key_in_a_file_that_others_can_read_is_warned_of(
+    path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: int, warned: bool
+) -> None:
+    assert run(["tenant", "add", "ann"]) == 0
+    file = tmp_path / "ann.key"
+    with file.open("w") as opened:
+        file.chmod(mode)
+        command = [sys.executable, "-m", "ems.cli", "key", "add", "ann"]
+        done = subprocess.run(command, stdout=opened, stderr=subprocess.PIPE, text=True, check=True)
+    assert ("warning: others can read the file with the key (mode 644)" in done.stderr) is warned
+
+
 def test_what_is_there_is_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "tenant", "add", "ann", "--minimum", "1GB", "--cap", "50%")
     made = told(capsys, "key", "add", "ann", "--ttl", "1d")
-    assert told(capsys, "tenant", "list") == [
-        {"tenant": "ann", "minimum": "1GB", "cap": "50%", "keys": 1, "bytes": None}
-    ]
-    (key,) = told(capsys, "key", "list", "ann")
+    assert told(capsys, "tenant", "list") == {
+        "items": [{"tenant": "ann", "minimum": "1GB", "cap": "50%", "keys": 1, "bytes": None}]
+    }
+    (key,) = told(capsys, "key", "list", "ann")["items"]
     assert (key["key"], key["valid"]) == (made["key"], True)
     assert key["expires"] == made["expires"] > key["created"]
     shown = told(capsys, "tenant", "show", "ann")
@@ -92,6 +124,7 @@ def test_a_dry_run_checks_and_changes_nothing(path: Path, capsys: pytest.Capture
         (["tenant", "add", "a/b"], "a tenant is called 'a/b'"),
         (["tenant", "add", "ann"], "there is a tenant 'ann' already"),
         (["tenant", "add", "bob", "--cap", "much"], "cap is 'much'"),
+        (["tenant", "add", "bob", "--minimum", "20GB", "--cap", "10GB"], "minimum is 20GB, expected at most the cap"),
         (["tenant", "set", "ann"], "give --minimum or --cap"),
         (["tenant", "set", "bob", "--cap", "1GB"], "there is no tenant 'bob'"),
         (["key", "add", "bob"], "there is no tenant 'bob'"),
@@ -147,14 +180,14 @@ def test_a_running_node_obeys_before_the_verb_returns(path: Path, capsys: pytest
             new = node.client("new", Credentials("ann", made["access_key"]))
             assert new.lookup(SPACE, bytes(16)).count == 0
             new.close()
-            (old,) = [one["key"] for one in told(capsys, "key", "list", "ann") if one["key"] != made["key"]]
+            (old,) = [one["key"] for one in told(capsys, "key", "list", "ann")["items"] if one["key"] != made["key"]]
             _, err = said(capsys, "key", "revoke", "ann", old, *at)
             assert f"the node on {node.socket} obeys" in err
             with pytest.raises((Unauthorised, PoolUnavailable)):
                 client.lookup(SPACE, bytes(16))
             with pytest.raises(Unauthorised):
                 client.lookup(SPACE, bytes(16))
-            assert told(capsys, "tenant", "list", *at)[0]["bytes"] == 0
+            assert told(capsys, "tenant", "list", *at)["items"][0]["bytes"] == 0
             status = told(capsys, "status", *at)
             assert status["tenants"]["revision"] == store.read(path).revision
         finally:

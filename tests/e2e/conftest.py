@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ems.testing.engine import VllmServer
-from ems.testing.tiny_model import make_model
 from tests.e2e.engines import OPTIONS, Reference
+from tests.kit.engine import VllmServer
+from tests.kit.tiny_model import make_model
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -23,7 +23,7 @@ import pytest
 
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.processes import process_lives
-from ems.testing.engine import EngineOptions, VllmServer
+from tests.kit.engine import EngineOptions, VllmServer
 
 BLOCK = 32
 OPTIONS = EngineOptions(block_size=BLOCK, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16)
@@ -101,7 +101,7 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with (self.directory / "node.err").open("ab") as log:
+        with self.directory.with_suffix(".err").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ems.cli", "node", "--dir", str(self.directory), "--no-http", *self._flags],
                 stderr=log,
@@ -182,7 +182,7 @@ class Node:
 @contextmanager
 def pool_directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ems-e2e-", dir="/dev/shm", ignore_cleanup_errors=True) as name:
-        yield Path(name)
+        yield Path(name) / "pool"
 
 
 @contextmanager

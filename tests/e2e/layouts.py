@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from ems.testing.engine import EngineOptions, VllmServer
-from ems.testing.tiny_model import Size, make_model
 from tests.e2e.engines import OPTIONS, Node, Reference, connector, running, running_node
+from tests.kit.engine import EngineOptions, VllmServer
+from tests.kit.tiny_model import Size, make_model
 
 CALL_TIMEOUT_MS = 5_000
 """Some of the tests wait until a call to a frozen node is given up."""

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from ems.pool.segments.layout import HEADER_BYTES, HEADERS_OFFSET, MAGIC, SlotState, unpack_header
+from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, MAGIC, SlotState, unpack_header
 
 _SLOT_COUNT_OFFSET = len(MAGIC) + 8
 _GENERATION_OFFSET = 4

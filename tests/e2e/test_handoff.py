@@ -9,19 +9,16 @@ import sys
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from ems.testing.engine import VllmServer, free_port
 from tests.e2e.engines import (
     ANSWER_SECONDS,
     BLOCK,
     OPTIONS,
-    Node,
     Reference,
     complete,
     complete_all,
@@ -32,42 +29,10 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
+from tests.e2e.fleet import CHAT, Fleet, external_hits, running_router
+from tests.kit.engine import VllmServer
 
 pytestmark = pytest.mark.e2e
-
-CHAT = {
-    "messages": [{"role": "user", "content": "Hello, how are you? Tell me about caches, and take your time with it."}],
-    "max_tokens": 24,
-    "temperature": 0,
-}
-
-
-class Fleet:
-    """One prefill server, one decode server, the router's address."""
-
-    def __init__(self, node: Node, prefill: VllmServer, decode: VllmServer, url: str) -> None:
-        self.node = node
-        self.prefill = prefill
-        self.decode = decode
-        self.url = url
-
-
-@contextmanager
-def running_router(prefill: VllmServer, decode: VllmServer, log: Path) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "ems.cli", "proxy", "--port", str(port)]
-    command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill.port)]
-    command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode.port)]
-    with log.open("wb") as errors:
-        router = subprocess.Popen(command, stderr=errors)
-    try:
-        wait_for(
-            lambda: b"Initialized 1 prefill clients and 1 decode clients." in log.read_bytes(), "the router starts"
-        )
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        router.terminate()
-        router.wait(20)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +50,6 @@ def fleet(model: Path, logs: Path) -> Iterator[Fleet]:
         )
         with running(prefill, decode), running_router(prefill, decode, logs / "router.log") as url:
             yield Fleet(node, prefill, decode, url)
-
-
-def external_hits(server: VllmServer) -> float:
-    return server.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
 
 
 def test_completions_through_the_pair_say_what_one_engine_says(fleet: Fleet, reference: Reference) -> None:

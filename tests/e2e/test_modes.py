@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from ems.testing.engine import VllmServer
 from tests.e2e.engines import OPTIONS, Node, Reference, complete, complete_all, connector, random_prompt, running_node
+from tests.kit.engine import VllmServer
 
 pytestmark = pytest.mark.e2e
 

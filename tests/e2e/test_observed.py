@@ -13,8 +13,8 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from ems.testing.engine import VllmServer, free_port
 from tests.e2e.engines import BLOCK, OPTIONS, Node, connector, post, random_prompt, running, running_node, wait_for
+from tests.kit.engine import VllmServer, free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ems.testing.engine import VllmServer
 from tests.e2e.engines import (
     OPTIONS,
     Prompt,
@@ -23,6 +22,7 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
+from tests.kit.engine import VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
 

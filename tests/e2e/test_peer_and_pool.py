@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ems.testing.engine import VllmServer
 from tests.e2e.engines import (
     BLOCK,
     HITS_COUNT,
@@ -20,8 +19,8 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
-from tests.e2e.test_handoff import Fleet, external_hits, running_router
-from tests.e2e.test_peer_to_peer import hand_off
+from tests.e2e.fleet import Fleet, external_hits, hand_off, running_router
+from tests.kit.engine import VllmServer
 
 pytestmark = pytest.mark.e2e
 

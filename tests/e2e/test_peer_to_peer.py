@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ems.testing.engine import VllmServer
 from tests.e2e.engines import (
     BLOCK,
     OPTIONS,
@@ -22,23 +21,10 @@ from tests.e2e.engines import (
     running,
     running_node,
 )
-from tests.e2e.test_handoff import CHAT, Fleet, external_hits, running_router
+from tests.e2e.fleet import CHAT, Fleet, external_hits, hand_off, running_router
+from tests.kit.engine import VllmServer
 
 pytestmark = pytest.mark.e2e
-
-SIZES = {"prefill": {"dp_size": 1, "tp_size": 1}, "decode": {"dp_size": 1, "tp_size": 1}}
-
-
-def hand_off(role: str) -> dict[str, object]:
-    """The same on both sides: port, identity, and keys that only mean something to other hardware and releases."""
-    return {
-        "kv_connector": "MooncakeConnectorV1",
-        "kv_role": role,
-        "kv_port": "20001",
-        "kv_buffer_device": "npu",
-        "kv_parallel_size": 1,
-        "kv_connector_extra_config": {"use_ascend_direct": True, **SIZES},
-    }
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ems.testing.engine import VllmServer
 from tests.e2e.engines import (
     BLOCK,
     OPTIONS,
@@ -26,6 +25,7 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
+from tests.kit.engine import VllmServer
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ems.testing.engine import VllmServer
 from tests.e2e.engines import (
     BLOCK,
     OPTIONS,
@@ -21,6 +20,7 @@ from tests.e2e.engines import (
     random_prompt,
     running,
 )
+from tests.kit.engine import VllmServer
 
 pytestmark = pytest.mark.e2e
 

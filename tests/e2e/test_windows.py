@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ems.testing.engine import VllmServer
-from ems.testing.tiny_model import SHAPES, make_model
 from tests.e2e.engines import OPTIONS, Node, Reference, complete, connector, random_prompt, running, running_node
 from tests.e2e.pages import stored_pages
+from tests.kit.engine import VllmServer
+from tests.kit.tiny_model import SHAPES, make_model
 
 pytestmark = pytest.mark.e2e
 

@@ -10,6 +10,7 @@ from ems.router.counters import Counters, Prefill
 from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Step, TryDecode, TryPrefill
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.request import parse
+from tests.router.soundness import unsound
 
 REQUEST = parse(b'{"model":"m","prompt":"hello world, this is it"}')
 
@@ -114,7 +115,7 @@ def test_decodes_that_all_break_are_given_up_after_the_retries() -> None:
     assert [one, two, one] == [where(step) for step in steps[:-1]]
     assert GiveUp(1) == steps[-1]
     assert counters.retries[Role.DECODE] == 2
-    assert fleet.check() == []
+    assert unsound(fleet) == []
     assert not one.load + two.load
 
 
@@ -169,7 +170,7 @@ def test_every_course_ends_within_its_attempts_and_leaves_no_load(
             assert not step.instance.draining
             assert 0 <= step.delay <= DELAY_CAP
             assert sum(one.running for role in Role for one in fleet.listed(role)) == 1
-            assert fleet.check() == []
+            assert unsound(fleet) == []
 
             prefill_end, decode_end, seconds = next(story)
             now += seconds

@@ -11,6 +11,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from ems.router.fleet import Role
+from tests.metric_rules import broken_rules, families, listed
 from tests.router.fakes import FakeEngine, Running, completion, dead_address, running, status, until
 
 
@@ -255,13 +256,14 @@ async def test_metrics_tell_what_happened() -> None:
             await router.post()
         await router.post(data=b"{")
         response = await router.get("/metrics")
-        families = {f.name: f for f in text_string_to_metric_families(await response.text())}
+        page = await response.text()
 
     assert response.headers["Content-Type"].startswith("text/plain; version=")
-    assert all(name.startswith("ems_router_") for name in families)
+    assert broken_rules(page, prefix="ems_") == []
+    assert families(page) == listed("ems_router_") | listed("ems_build_info")
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in families.values()
+        for family in text_string_to_metric_families(page)
         for sample in family.samples
     }
 

@@ -38,10 +38,10 @@ class SteppedNode:
             self._store(TIER, parent, [key])
             self.brought += 1
 
-    def _store(self, owner: int, parent: bytes, keys: list[bytes]) -> None:
-        reserved = self.core.reserve(owner, self.namespace, parent, keys)
+    def _store(self, client_id: int, parent: bytes, keys: list[bytes]) -> None:
+        reserved = self.core.reserve(client_id, self.namespace, parent, keys)
         if reserved.granted:
-            self.core.commit(owner, reserved.reservation)
+            self.core.commit(client_id, reserved.reservation)
 
     def store(self, keys: list[bytes]) -> None:
         """Some engine stores ``keys``."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -50,17 +51,17 @@ def test_a_configuration_says_which_runner_computes_and_where_it_does_not_the_en
 
 
 def test_several_groups_need_a_release_that_can_be_told_of_failed_requests() -> None:
-    compat.check_groups(1, reports=False)
-    compat.check_groups(3, reports=True)
+    compat.check_failures(1, False, reports=False)
+    compat.check_failures(3, False, reports=True)
     with pytest.raises(ConfigError, match=r"has 3 KV cache groups.* --disable-hybrid-kv-cache-manager$"):
-        compat.check_groups(3, reports=False)
+        compat.check_failures(3, False, reports=False)
 
 
 def test_windows_need_a_release_that_can_be_told_of_failed_requests() -> None:
-    compat.check_windows(False, reports=False)
-    compat.check_windows(True, reports=True)
+    compat.check_failures(1, False, reports=False)
+    compat.check_failures(1, True, reports=True)
     with pytest.raises(ConfigError, match=r"has a sliding window.*; take vLLM 0.30 or later$"):
-        compat.check_windows(True, reports=False)
+        compat.check_failures(1, True, reports=False)
 
 
 def test_results_have_the_fields_that_the_engine_reads() -> None:
@@ -105,6 +106,22 @@ def test_a_kind_of_state_has_a_word() -> None:
 def test_failed_receives_of_an_output_with_and_without_them() -> None:
     assert compat.failed_receives(SimpleNamespace(failed_recving={"a"})) == {"a"}
     assert compat.failed_receives(SimpleNamespace()) == set()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "together", "hosts"),
+    [(None, [], 1), (1, [], 1), (2, [[True], [True, True]], 1), (2, [[True, False], [True]], 2)],
+    ids=["no ranks yet", "one host", "data-parallel ranks elsewhere", "ranks elsewhere"],
+)
+def test_ranks_of_an_engine_say_on_how_many_hosts_they_run(
+    monkeypatch: pytest.MonkeyPatch, nodes: int | None, together: list[list[bool]], hosts: int
+) -> None:
+    """The configuration does not say it where Ray starts them."""
+    monkeypatch.setattr(parallel_state, "_NODE_COUNT", nodes)
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(cpu_group=0))
+    monkeypatch.setattr(parallel_state, "_PP", SimpleNamespace(cpu_group=1))
+    monkeypatch.setattr(parallel_state, "in_the_same_node_as", lambda group: together[group])
+    assert compat.hosts_of_ranks() == hosts
 
 
 def test_a_request_whose_steps_nobody_counts_may_still_be_computing() -> None:
@@ -157,18 +174,21 @@ def test_a_step_that_computes_nothing_saves_what_a_request_left(worker: WorkerSi
         worker.computed()
         wait_for(lambda: node.counters["pages_committed"] == 2, "the blocks are stored")
     else:
-        assert worker.results()[0] == set(), "the blocks must be kept until they are copied"
+        worker.results()
+        assert worker.take_report() is None, "the blocks must be kept until they are copied"
     worker.end()
 
-    sent: set[str] = set()
+    saved: dict[str, int] = {}
 
     def told() -> bool:
         worker.begin(StepMetadata())
         worker.start_loads()
-        sent.update(worker.results()[0])
+        worker.results()
+        report = worker.take_report()
+        saved.update(report.saved if report is not None else {})
         worker.end()
-        return bool(sent)
+        return bool(saved)
 
     wait_for(told, "the engine hears that it may have the blocks")
-    assert sent == {"a"}
+    assert saved == {"a": 1}
     wait_for(lambda: node.counters["pages_committed"] == 2, "the blocks are stored")

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,13 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 
-from ems.testing.tiny_model import make_model
 from ems.vllm import plugin
+from ems.vllm.hooks import follow_engine
+from tests.kit.tiny_model import make_model
 
 SIZES = {"prefill": {"dp_size": 1, "tp_size": 1}, "decode": {"dp_size": 1, "tp_size": 1}}
 HAND_OFF = {
@@ -146,3 +151,38 @@ def test_sizes_that_say_nothing_of_a_head_leave_it_out(model: Path) -> None:
     rewrite(model, head_dim=None, kv_lora_rank=16)
 
     assert not hasattr(ModelConfig(model=str(model), max_model_len=128).hf_config, "head_dim")
+
+
+class Told:
+    """A connector of EMS: notes what it hears of the engine."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def weights_declared(self, version: str) -> None:
+        self.heard.append(version)
+
+    def paused(self, *, paused: bool) -> None:
+        self.heard.append(paused)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "below the multi connector"])
+def test_a_connector_hears_of_pauses_and_of_what_the_weights_are_called(beside: bool) -> None:
+    follow_engine()
+    follow_engine()
+    ours = Told()
+    connector: Any = SimpleNamespace(_connectors=[object(), ours]) if beside else ours
+    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
+    EngineCore.set_weight_version(engine, "run/1")
+    for state in (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL, PauseState.UNPAUSED):
+        Scheduler.set_pause_state(engine.scheduler, state)
+    assert ours.heard == ["run/1", True, True, False]
+    assert engine._weight_version == "run/1"
+    assert engine.scheduler._pause_state is PauseState.UNPAUSED
+
+
+def test_an_engine_without_a_connector_is_left_alone() -> None:
+    follow_engine()
+    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(connector=None))
+    EngineCore.set_weight_version(engine, "run/1")
+    assert engine._weight_version == "run/1"

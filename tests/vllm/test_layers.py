@@ -16,7 +16,7 @@ from ems.vllm.planes import Plane
 from ems.vllm.requests import Load, LoadPart, Save
 from ems.vllm.search import Prompt, Search
 from tests.e2e.engines import Node, first, running_node, wait_for
-from tests.vllm.test_ranks import BLOCK, LAYERS, Ranks
+from tests.vllm.ranks import BLOCK, LAYERS, Ranks
 
 TOKENS = list(range(8))
 
@@ -83,7 +83,7 @@ def test_a_layer_is_used_while_later_ones_are_loaded(ranks: Ranks, node: Node, m
 
     monkeypatch.setattr(CpuDevice, "copy_in", held)
     part = LoadPart(0, [5, 6], found.pages[0].keys, found.pages[0].packed_refs)
-    job = ranks.loaders[0].start(Load("r", found.leases[0].node, [part], joined=True), None, joined=True)
+    job = ranks.loaders[0].start(Load("r", found.leases[0].node, [part], in_step=True), None, in_step=True)
     for number, name in enumerate(LAYERS):
         assert not job.progress.wait(name, 0)[0]
         go_on[number].set()

@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
-from ems.pool.client.answers import Lease, Reservation
-from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import NO_PARENT, KeyChain
-from ems.pool.segments.layout import Header, PageRef, SlotState, write_header
-from ems.vllm.loads import Loader, LoadResult
-from ems.vllm.model import LocalPlane
-from ems.vllm.pages import PlaneRows
-from ems.vllm.planes import Plane, Portion
-from ems.vllm.requests import Load, LoadPart, Save
-from ems.vllm.saves import Saver
-from tests.e2e.engines import Node, first, running_node, wait_for
-
-LAYERS, BLOCKS, TOKENS = 3, 16, 4
-logger = logging.getLogger("test")
-
-
-class Engine:
-    """An engine's memory, a client, and the threads that copy."""
-
-    window = 0
-
-    def __init__(self, node: Node, name: str) -> None:
-        generator = torch.Generator().manual_seed(hash(name) % 1000)
-        shape = (BLOCKS, 2, TOKENS, 16)
-        self.tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
-        layers = tuple(f"layers.{number}" for number in range(LAYERS))
-        self.rows = PlaneRows(
-            LocalPlane(0, Plane("default/model/layout", window=self.window), layers, Portion(), (2,) * LAYERS),
-            self.tensors,
-        )
-        self.namespace = self.rows.namespace
-        self.client = PoolClient(node.socket, name)
-        self.device = CpuDevice()
-        self.loader = Loader(self.client, [self.rows], self.device, logger, 2.0)
-        self.saver = Saver(self.client, [self.rows], self.device, logger, 2.0)
-
-    def block(self, number: int) -> list[torch.Tensor]:
-        return [tensor[number].clone() for tensor in self.tensors]
-
-    def save(self, chain: KeyChain, blocks: list[int], start: int = 0) -> None:
-        keys = list(chain[start : start + len(blocks)])
-        batch = self.saver.start([Save("save", start, chain.parent(start), keys, [blocks])])
-        batch.computed(self.device.mark())
-        wait_for(lambda: not self.saver.busy("save"), "the blocks are copied")
-
-    def lease(self, chain: KeyChain) -> Lease:
-        found = self.client.lookup(self.namespace, chain.joined(0, len(chain)), lease=True)
-        assert found.lease is not None
-        return found.lease
-
-    def load(self, chain: KeyChain, lease: Lease, blocks: list[int]) -> LoadResult:
-        part = LoadPart(0, blocks, chain.joined(0, len(blocks)), lease.packed_refs)
-        self.loader.start(Load("load", lease.node, [part]), None)
-        return first(self.loader.results, "the load ends")
-
-    def close(self) -> None:
-        self.loader.close()
-        self.saver.close()
-        self.client.close()
+from ems.pool.client.answers import Reservation
+from ems.pool.keys import NO_PARENT
+from ems.pool.layout import Header, PageRef, SlotState, write_header
+from ems.vllm.requests import Save
+from tests.e2e.engines import Node, running_node, wait_for
+from tests.vllm.engine_memory import Engine, chain_of, equal, present
 
 
 @pytest.fixture
@@ -84,20 +29,6 @@ def engines(node: Node) -> Iterator[tuple[Engine, Engine]]:
     yield pair
     for engine in pair:
         engine.close()
-
-
-def chain_of(blocks: int, seed: int = 0) -> KeyChain:
-    chain = KeyChain("default/model/layout", TOKENS)
-    chain.extend([seed * 1000 + token for token in range(blocks * TOKENS)])
-    return chain
-
-
-def present(engine: Engine, chain: KeyChain) -> int:
-    return engine.client.lookup(engine.namespace, chain.joined(0, len(chain))).count
-
-
-def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
 def test_blocks_come_back_byte_for_byte_in_another_engine(engines: tuple[Engine, Engine]) -> None:
@@ -120,7 +51,7 @@ def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: t
     batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])])
 
     def seen() -> tuple[int, int]:
-        found = two.client.lookup(two.namespace, chain.joined(0, 2))
+        found = two.client.lookup(two.namespace, chain.packed(0, 2))
         return found.count, found.pending
 
     wait_for(lambda: seen() == (0, 2), "the pages are reserved")
@@ -303,7 +234,7 @@ def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine,
     assert node.stats()["slots_resting"] == 2
 
 
-def test_a_full_pool_stores_what_fits(engines: tuple[Engine, Engine], node: Node) -> None:
+def test_a_process_that_holds_its_share_stores_no_more(engines: tuple[Engine, Engine], node: Node) -> None:
     one, _ = engines
     capacity = 0
     held: list[Reservation] = []
@@ -318,7 +249,7 @@ def test_a_full_pool_stores_what_fits(engines: tuple[Engine, Engine], node: Node
 
     one.save(chain_of(2), [0, 1])
 
-    assert node.counters["refused_no_space"] >= 2
+    assert node.counters["refused_share"] >= 2
 
 
 class WindowedEngine(Engine):

@@ -19,7 +19,8 @@ from ems.pool.reasons.words import Reason
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Stored
-from ems.vllm.looking import LookupAnswer, LookupJob
+from ems.testing.tiers import KEYS
+from ems.vllm.lookup_schedule import LookupAnswer, LookupJob
 from ems.vllm.lookups import Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING
@@ -31,7 +32,7 @@ logger = logging.getLogger("test")
 
 
 def test_what_a_tier_has_is_found(tmp_path: Path) -> None:
-    tier = PackTier("dir", FolderBlobs(tmp_path))
+    tier = PackTier("dir", FolderBlobs(tmp_path), KEYS)
     chain = KeyChain(NAMESPACE.name, 16)
     chain.extend(TOKENS)
     pages = [Stored(one, NO_PARENT, None, memoryview(bytes(256))) for one in chain]
@@ -56,7 +57,9 @@ def node() -> Iterator[Node]:
 class Side:
     """A scheduler's lookups and a writer beside it."""
 
-    def __init__(self, node: Node, start_node: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, node: Node, start_node: Callable[[], object] | None = None, *, call_timeout: float = 60.0
+    ) -> None:
         self.client = PoolClient(node.socket, "scheduler")
         self.writer = PoolClient(node.socket, "writer")
         self.lookups = Lookups(
@@ -66,10 +69,10 @@ class Side:
             NAMESPACE.name,
             logger,
             handoff_timeout=2.0,
-            call_timeout=0.5,
+            call_timeout=call_timeout,
             start_node=start_node,
         )
-        self.lookups.limits.tier = 5.0
+        self.lookups.limits.tier = 60.0
         self.chain = KeyChain(NAMESPACE.name, 16)
         self.chain.extend(TOKENS)
 
@@ -214,7 +217,8 @@ def test_a_dead_node_is_a_miss_and_is_started_again(node: Node) -> None:
         side.close()
 
 
-def test_a_node_that_hangs_is_a_miss_within_the_deadline(side: Side, node: Node, calls_take_a_minute: float) -> None:
+def test_a_node_that_hangs_is_a_miss_within_the_deadline(node: Node, calls_take_a_minute: float) -> None:
+    side = Side(node, call_timeout=0.5)
     side.ask()
     side.answer()
     pid = int(node.stats()["pid"])
@@ -226,6 +230,7 @@ def test_a_node_that_hangs_is_a_miss_within_the_deadline(side: Side, node: Node,
         assert time.monotonic() - began < calls_take_a_minute
     finally:
         os.kill(pid, signal.SIGCONT)
+        side.close()
 
 
 def test_who_asks_for_it_learns_of_a_gap(side: Side) -> None:

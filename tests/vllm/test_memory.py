@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.e2e.engines import running_node, wait_for
-from tests.vllm.test_loads_and_saves import Engine, chain_of, present
+from tests.vllm.engine_memory import Engine, chain_of, present
 
 
 def mapped(directory: Path) -> int:

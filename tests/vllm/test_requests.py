@@ -14,6 +14,7 @@ from ems.vllm.requests import (
     NOTHING,
     Ask,
     Found,
+    Full,
     Load,
     LoadPart,
     Pages,
@@ -46,7 +47,7 @@ def hit(blocks: int, lease: Lease | None = None, *, tail: int = 0) -> Found:
     if not blocks and not tail:
         return NOTHING
     held = lease or make_lease(blocks + bool(tail))
-    keys = make_chain(blocks * BLOCK).joined(0, blocks) + (b"t" * 16 if tail else b"")
+    keys = make_chain(blocks * BLOCK).packed(0, blocks) + (b"t" * 16 if tail else b"")
     return Found(blocks * BLOCK + tail, blocks, (Pages(0, 0, keys, held.packed_refs),), (held,))
 
 
@@ -76,7 +77,7 @@ def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
 
     chain = make_chain(10)
     assert book.allocated("r", [[7, 8, 9]], 4) == [
-        Load("r", "node", [LoadPart(0, [8], chain.joined(1, 2), lease.packed_refs[REF : 2 * REF])])
+        Load("r", "node", [LoadPart(0, [8], chain.packed(1, 2), lease.packed_refs[REF : 2 * REF])])
     ]
     assert book.received("r", set()) == [Release(lease)]
     assert book.leases == 0
@@ -146,7 +147,7 @@ def test_blocks_that_could_not_be_loaded_are_offered_once_they_are_computed() ->
     assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(2, 4, 0)
 
 
-def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
+def test_after_a_reset_nothing_of_before_is_used_or_offered() -> None:
     book = make_book()
     leases = [make_lease(2, number) for number in range(2)]
     for number, lease in enumerate(leases):
@@ -160,10 +161,58 @@ def test_after_a_reset_nothing_that_is_known_is_used_or_offered() -> None:
     assert book.received("r1", set()) == [Release(leases[1])]
     late = make_lease(2, 9)
     assert book.answered("asked", make_chain(8), hit(2, late)) == [Release(late)]
-    for name in ("r0", "r1", "asked"):
-        assert book.match(name, 8, 0, 0.0) == (0, [])
-        assert book.scheduled(name, [[1, 2]], 8, replace=True) is None
-        assert book.last_save(name, [[1, 2]], 8) is None
+    assert book.match("r1", 8, 0, 0.0) == (0, [])
+    assert book.scheduled("r1", [[1, 2]], 8, replace=True) is None
+    assert book.last_save("r1", [[1, 2]], 8) is None
+    assert book.leases == 0
+    for name in ("r0", "asked"):
+        known = book.get(name)
+        assert known is not None
+        assert (known.phase, known.chain, known.next_save) == (Phase.NEW, None, 0), "it is looked up under other names"
+    assert book.start_lookups() == [Ask("r0", 0), Ask("asked", 0)]
+
+
+def test_many_waiting_requests_hold_few_leases_and_start_few_lookups() -> None:
+    """The engine asks for all that wait in each step, first those that came first."""
+    book, names = make_book(), [f"r{number}" for number in range(2000)]
+    asked = [ask for name in names for ask in book.arrive(name, 8, 0)]
+    for step in range(5):
+        asked += [effect for name in names for effect in book.match(name, 8, 0, step)[1] if isinstance(effect, Ask)]
+        for number, ask in enumerate(asked):
+            book.answered(ask.request_id, make_chain(8), hit(2, make_lease(2, number)))
+        book.begin_step()
+    assert [ask.request_id for ask in asked] == names[:EAGER_LEASES]
+    assert book.leases == EAGER_LEASES
+
+
+def test_who_comes_first_is_looked_up_though_others_came_before() -> None:
+    """Where requests have priorities the engine does not ask in the order in which they came."""
+    book, names = make_book(), [f"r{number}" for number in range(EAGER_LEASES + 3)]
+    for name in names:
+        book.arrive(name, 8, 0)
+    for name in names[:EAGER_LEASES]:
+        book.answered(name, make_chain(8), hit(2))
+    order = [*names[-2:], *names[:-2]]
+    effects = [effect for name in order for effect in book.match(name, 8, 0, 0.0)[1]]
+    assert [effect for effect in effects if isinstance(effect, Ask)] == [Ask(name, 0) for name in names[-2:]]
+    assert sum(isinstance(effect, Release) for effect in effects) == 2
+    assert book.take_over() == names[EAGER_LEASES - 1 : EAGER_LEASES - 3 : -1]
+    book.begin_step()
+    effects = [effect for name in order for effect in book.match(name, 8, 0, 0.0)[1]]
+    assert effects == [Full()] * 3, "nothing changes from step to step"
+    assert book.leases == EAGER_LEASES - 2
+
+
+def test_the_time_for_a_lookup_begins_with_it() -> None:
+    book, names = make_book(), [f"r{number}" for number in range(EAGER_LEASES + 1)]
+    for name in names:
+        book.arrive(name, 8, 0)
+    for name in names:
+        assert book.match(name, 8, 0, 0.0)[0] is None
+    book.finished(names[0])
+    book.begin_step()
+    assert book.match(names[-1], 8, 0, 100.0) == (None, [Ask(names[-1], 0)])
+    assert book.match(names[-1], 8, 0, 100.5) == (None, [])
 
 
 def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
@@ -347,14 +396,14 @@ def test_those_behind_are_looked_up_when_one_of_the_first_leaves() -> None:
         assert book.arrive(f"r{number}", 8, 0) == [Ask(f"r{number}", 0)]
     for name in ("a", "b", "c"):
         assert book.arrive(name, 8, 0) == []
-    assert book.look_ahead() == []
+    assert book.start_lookups() == []
     assert book.take_over() == []
     book.finished("b")
     for number in (5, 6):
         book.finished(f"r{number}")
     assert book.take_over() == ["r5", "r6"]
-    assert book.look_ahead() == [Ask("a", 0), Ask("c", 0)]
-    assert book.look_ahead() == []
+    assert book.start_lookups() == [Ask("a", 0), Ask("c", 0)]
+    assert book.start_lookups() == []
 
 
 def test_a_preempted_request_is_looked_up_before_those_that_wait() -> None:
@@ -368,7 +417,7 @@ def test_a_preempted_request_is_looked_up_before_those_that_wait() -> None:
     book.preempted("r")
     book.finished("r0")
 
-    assert book.look_ahead() == [Ask("r", 0)]
+    assert book.start_lookups() == [Ask("r", 0)]
     assert book.match("r", 9, 0, 70.0) == (None, [])
     assert book.match("r", 9, 0, 71.0) == (0, [])
 
@@ -382,21 +431,22 @@ def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
             book.answered(f"r{number}", make_chain(8), hit(2, make_lease(2, number)))
 
     assert book.arrive("late", 8, 0) == []
-    assert book.match("late", 8, 0, 0.0) == (None, [Ask("late", 0)])
+    last = Release(make_lease(2, EAGER_LEASES - 1))
+    assert book.match("late", 8, 0, 0.0) == (None, [last, Ask("late", 0)]), "the last one gives way"
 
 
-def joined_load(*, several: bool = False) -> RequestBook:
+def in_step_load(*, several: bool = False) -> RequestBook:
     """A request of four blocks that loads two of them as part of its first step."""
     book = make_book(several=several)
     book.arrive("r", 16, 0)
     book.answered("r", make_chain(16), hit(2))
-    assert book.match("r", 16, 0, 0.0, joined=True) == (8, [])
+    assert book.match("r", 16, 0, 0.0, in_step=True) == (8, [])
     book.allocated("r", [[1, 2, 3, 4]], 8)
     return book
 
 
 def test_a_request_that_loads_and_ends_in_one_step_keeps_its_blocks_while_they_are_saved() -> None:
-    book = joined_load()
+    book = in_step_load()
     assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(2, 4, 0)
     assert book.finished("r")[0]
 
@@ -414,7 +464,7 @@ def test_saves_that_ended_with_a_preemption_keep_no_blocks() -> None:
 
 
 def test_with_several_ranks_nothing_is_saved_behind_a_load_that_may_fail() -> None:
-    book = joined_load(several=True)
+    book = in_step_load(several=True)
     assert book.scheduled("r", [[1, 2, 3, 4]], 15, replace=True) is None
     book.received("r", {2})
     assert book.scheduled("r", [], 16, replace=False) == Span(1, 4, 0)
@@ -454,13 +504,15 @@ class Life(RuleBasedStateMachine):
         self.held: dict[int, Lease] = {}
         self.asked: set[str] = set()
         self.loading: dict[str, list[int]] = {}
-        self.joined: set[str] = set()
+        self.in_step: set[str] = set()
         self.prompt: dict[str, int] = {}
         self.offered: dict[str, int] = {}
         self.ended: set[str] = set()
 
-    def do(self, effects: list[Ask | Load | Release]) -> None:
+    def do(self, effects: list[Ask | Full | Load | Release]) -> None:
         for effect in effects:
+            if isinstance(effect, Full):
+                continue
             if isinstance(effect, Ask):
                 self.asked.add(effect.request_id)
             elif isinstance(effect, Release):
@@ -482,8 +534,8 @@ class Life(RuleBasedStateMachine):
         return name
 
     @rule()
-    def look_ahead(self) -> None:
-        self.do(list(self.book.look_ahead()))
+    def start_lookups(self) -> None:
+        self.do(list(self.book.start_lookups()))
         for name in self.book.take_over():
             known = self.book.get(name)
             assert known is None or known.phase not in (Phase.ASKED, Phase.ANSWERED) or name in self.asked
@@ -516,20 +568,20 @@ class Life(RuleBasedStateMachine):
             return
         tokens = self.prompt[name]
         local = data.draw(st.integers(0, (tokens - 1) // BLOCK)) * BLOCK
-        joined = data.draw(st.booleans())
-        found, effects = self.book.match(name, tokens, local, self.now, joined=joined)
+        in_step = data.draw(st.booleans())
+        found, effects = self.book.match(name, tokens, local, self.now, in_step=in_step)
         self.do(list(effects))
         if found is None:
             return
-        assert 0 <= found <= tokens - local - joined
+        assert 0 <= found <= tokens - local - in_step
         ids = list(range(100, 100 + -(-tokens // BLOCK)))
         take = found if data.draw(st.booleans()) else 0
         self.do(list(self.book.allocated(name, [ids], take)))
         if take:
             assert self.loading[name] == ids[local // BLOCK : -(-(local + take) // BLOCK)]
-            if not joined:
+            if not in_step:
                 return
-            self.joined.add(name)
+            self.in_step.add(name)
         after = data.draw(st.integers(local + take + 1 if take else 0, tokens))
         span = self.book.scheduled(name, [ids], after, replace=True)
         if span is not None:
@@ -545,10 +597,10 @@ class Life(RuleBasedStateMachine):
             return
         self.do(list(self.book.received(name, set(blocks[1:]) if failed else set())))
         known = self.book.get(name)
-        if failed and name in self.joined and known is not None:
+        if failed and name in self.in_step and known is not None:
             # What was computed behind blocks that hold nothing is computed, and offered, once more.
             self.offered[name] = known.next_save
-        self.joined.discard(name)
+        self.in_step.discard(name)
 
     @rule(name=live)
     def preempt(self, name: str) -> None:
@@ -565,7 +617,7 @@ class Life(RuleBasedStateMachine):
         keep, effects = self.book.finished(name)
         self.do(list(effects))
         if name in self.loading:
-            assert not keep or name in self.joined
+            assert not keep or name in self.in_step
             return name
         return multiple()
 

@@ -144,7 +144,7 @@ def test_what_is_found_is_what_can_be_used(data: st.DataObject) -> None:
     assert found.tokens == best
     for pages in found.pages:
         plane = planes[pages.plane]
-        wanted = prompt.chain.joined(pages.first, found.blocks)
+        wanted = prompt.chain.packed(pages.first, found.blocks)
         assert pages.keys.startswith(page_keys(wanted, plane.shards))
         assert pages.first <= first_in_sight(plane.window, found.tokens - 1, BLOCK)
         refs = [pages.packed_refs[i : i + KEY_BYTES] for i in range(0, len(pages.packed_refs), REF)]
@@ -191,9 +191,9 @@ def test_what_comes_up_from_a_tier_is_told_and_pages_share_the_computing() -> No
     looking = search(shelf, planes)
     looking.computing = 0.5
     told = []
-    for below in ([], [bytes(page_keys(prompt.chain.joined(0, 1), 2)[:KEY_BYTES])], []):
+    for below in ([], [bytes(page_keys(prompt.chain.packed(0, 1), 2)[:KEY_BYTES])], []):
         shelf.below = below
         looking.take(prompt)
-        told.append(looking.rising)
+        told.append(looking.promoting)
     assert told == [False, True, False]
     assert shelf.computing == {0.25}

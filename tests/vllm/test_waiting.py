@@ -11,7 +11,7 @@ from ems.vllm.waiting import (
     MOST_PAUSE,
     QUEUED_PAUSE,
     Waiting,
-    keep_rising,
+    keep_promoting,
     keep_waiting,
 )
 
@@ -35,7 +35,7 @@ def test_a_handoff_waits_for_what_is_being_written(
 
 
 @pytest.mark.parametrize(
-    ("rising", "waited", "limit", "computing", "waits"),
+    ("promoting", "waited", "limit", "computing", "waits"),
     [
         (True, 0.1, 0.8, 0.0, True),  # nobody knows what computing takes
         (True, 0.8, 0.8, 0.0, False),  # not for ever
@@ -46,9 +46,9 @@ def test_a_handoff_waits_for_what_is_being_written(
     ],
 )
 def test_who_is_due_waits_for_what_comes_up_from_a_tier(
-    rising: bool, waited: float, limit: float, computing: float, waits: bool
+    promoting: bool, waited: float, limit: float, computing: float, waits: bool
 ) -> None:
-    assert keep_rising(rising, waited, limit, computing) is waits
+    assert keep_promoting(promoting, waited, limit, computing) is waits
 
 
 def test_in_the_queue_a_request_waits_for_a_tier_however_long_that_takes() -> None:
@@ -106,15 +106,15 @@ def test_looks_grow_rarer_and_begin_anew_when_the_scheduler_asks() -> None:
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 20))),
 )
 def test_once_the_scheduler_asks_every_wait_is_bounded(
-    tokens: int, rising: int, token_seconds: float, limit: float, steps: list[tuple[float, int]]
+    tokens: int, promoting: int, token_seconds: float, limit: float, steps: list[tuple[float, int]]
 ) -> None:
     waiting, now = Waiting(0.0, 10), 0.0
     waiting.hurry(now)
-    waiting.for_tiers(tokens, rising, token_seconds, limit, now)
+    waiting.for_tiers(tokens, promoting, token_seconds, limit, now)
     for seconds, more in steps:
         now, tokens = now + seconds, tokens + more
         if now >= limit:
-            assert not waiting.for_tiers(tokens, rising, token_seconds, limit, now)
+            assert not waiting.for_tiers(tokens, promoting, token_seconds, limit, now)
             assert not waiting.for_prefill(0, True, limit, now)
-        if token_seconds and now >= token_seconds * rising:
-            assert not waiting.for_tiers(tokens, rising, token_seconds, limit, now)
+        if token_seconds and now >= token_seconds * promoting:
+            assert not waiting.for_tiers(tokens, promoting, token_seconds, limit, now)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from ems.cc_v1.tensors import CpuDevice
+from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
-from ems.pool.segments.layout import REF_BYTES
+from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.loads import Loader, LoadJob
 from ems.vllm.metadata import QUIET, StepMetadata
@@ -76,15 +78,15 @@ def test_what_is_computed_behind_blocks_that_hold_nothing_is_not_stored(
 ) -> None:
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(4 * BLOCK)))
-    gone = LoadPart(0, [1, 2], chain.joined(0, 2), bytes(2 * REF_BYTES))
-    loads = [Load("r", "a-node-that-is-gone", [gone], joined=True)] if fails else []
+    gone = LoadPart(0, [1, 2], chain.packed(0, 2), bytes(2 * REF_BYTES))
+    loads = [Load("r", "a-node-that-is-gone", [gone], in_step=True)] if fails else []
     save = Save("r", 2, chain.parent(2), list(chain[2:4]), [[3, 4]])
     run(worker, StepMetadata(loads=loads, saves=[save], awaited=set(), preempted=set()), drafts=drafts)
 
     assert worker.take_invalid_blocks() == ({1, 2} if fails else set())
     wait_for(lambda: node.counters["pages_committed"] + node.counters["pages_aborted"] == 2, "the save is over")
     client = PoolClient(node.socket, "test")
-    assert client.lookup(Namespace(NAME, 0), chain.joined(2, 4)).count == (0 if fails else 2)
+    assert client.lookup(Namespace(NAME, 0), chain.packed(2, 4)).count == (0 if fails else 2)
     client.close()
 
 
@@ -109,7 +111,7 @@ def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None
 
     worker.begin(QUIET)
     worker.computed()
-    assert worker.results() == (set(), set(), set())
+    assert worker.results() == (set(), set())
     report, stats = worker.take_report(), worker.take_stats()
     assert report is not None
     assert stats is not None
@@ -137,16 +139,16 @@ def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
     worker.computed()
     wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
     client = PoolClient(node.socket, "test")
-    lease = client.lookup(Namespace(NAME, 0), chain.joined(0, 2), lease=True).lease
+    lease = client.lookup(Namespace(NAME, 0), chain.packed(0, 2), lease=True).lease
     assert lease is not None
-    part = LoadPart(0, [1, 2], chain.joined(0, 2), lease.packed_refs)
-    worker.begin(StepMetadata(loads=[Load("s", lease.node, [part], joined=True)]))
+    part = LoadPart(0, [1, 2], chain.packed(0, 2), lease.packed_refs)
+    worker.begin(StepMetadata(loads=[Load("s", lease.node, [part], in_step=True)]))
     assert threads == [threading.current_thread()] * 2
     worker.computed()
-    assert worker.results() == (set(), set(), set())
+    assert worker.results() == (set(), set())
     report = worker.take_report()
     assert report is not None
-    assert report.joined == {"s": 1}
+    assert report.in_step == {"s": 1}
     assert worker.take_invalid_blocks() == set()
     client.close()
 
@@ -159,7 +161,7 @@ def test_layers_are_stopped_at_only_where_a_step_has_work_in_them(worker: Worker
     for step in (
         StepMetadata(),
         StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]),
-        StepMetadata(loads=[Load("r", "a-node-that-is-gone", [], joined=True)]),
+        StepMetadata(loads=[Load("r", "a-node-that-is-gone", [], in_step=True)]),
         StepMetadata(loads=[Load("r", "a-node-that-is-gone", [])]),
     ):
         worker.begin(step)
@@ -177,13 +179,13 @@ def test_behind_a_window_a_load_fails_whole(worker: WorkerSide, window: int) -> 
     """What comes before the block that is missing is not there either: the engine has dropped it."""
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(4 * BLOCK)))
-    gone = LoadPart(0, [3, 4], chain.joined(2, 4), bytes(2 * REF_BYTES))
+    gone = LoadPart(0, [3, 4], chain.packed(2, 4), bytes(2 * REF_BYTES))
     worker.begin(StepMetadata(loads=[Load("r", "a-node-that-is-gone", [gone])]))
     whole: set[str] = set()
     blocks: set[int] = set()
 
     def ended() -> bool:
-        whole.update(worker.results()[2])
+        whole.update(worker.results()[1])
         blocks.update(worker.take_invalid_blocks())
         return bool(whole or blocks)
 
@@ -204,12 +206,27 @@ def test_a_step_waits_for_a_load_only_if_it_has_nothing_to_compute(
     monkeypatch.setattr(Loader, "_load", load)
     monkeypatch.setattr("ems.vllm.worker.IDLE_SECONDS", 60.0)
     worker.begin(StepMetadata(idle=True))
-    assert worker.results()[1] == set(), "there is no load to wait for"
+    assert worker.results()[0] == set(), "there is no load to wait for"
     worker.end()
     worker.begin(StepMetadata(loads=[Load("r", "node", [])]))
-    assert worker.results()[1] == set(), "what is computed does not wait"
+    assert worker.results()[0] == set(), "what is computed does not wait"
     worker.end()
     worker.begin(StepMetadata(idle=True))
     threading.Timer(0.05, loaded.set).start()
-    assert worker.results()[1] == {"r"}
+    assert worker.results()[0] == {"r"}
     worker.end()
+
+
+@pytest.mark.parametrize("on_error", ["refuse", "serve_without"])
+def test_ranks_on_several_hosts_are_refused_or_load_nothing(node: Node, on_error: str) -> None:
+    settings, _ = read_settings("kv_both", {"socket": str(node.socket), "autostart": False, "on_error": on_error}, {})
+    plane = Plane(NAME)
+    model, planes = BlockModel(NAME, BLOCK, 16, 1, (plane,)), [LocalPlane(0, plane, LAYERS, Portion(), (2, 2))]
+    side = WorkerSide(settings, model, planes, hosts=2)
+    with pytest.raises(ConfigError, match="ranks run on 2 hosts") if on_error == "refuse" else nullcontext():
+        side.register({name: torch.zeros((16, 2, BLOCK, 16), dtype=torch.bfloat16) for name in LAYERS})
+        side.begin(StepMetadata(loads=[Load("r", "node", [LoadPart(0, [3], bytes(16), bytes(REF_BYTES))])]))
+        side.start_loads()
+        assert side.results() == ({"r"}, set())
+        assert side.take_invalid_blocks() == {3}
+    side.close()

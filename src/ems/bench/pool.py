@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ems.bench.stopwatch import timed
 from ems.config import MIB, NodeConfig, format_size
 from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
 from ems.pool.checksum import page_checksum
@@ -183,7 +184,6 @@ class Bench:
         return Namespace(f"bench/{self._tag}/{page_bytes}", page_bytes)
 
     def bandwidth(self, page_bytes: int, rounds: int) -> Bandwidth:
-        """Measure pages of one size."""
         self._progress(f"pages of {format_size(page_bytes)}")
         count = max(WORKING_SET // page_bytes, 4)
         batch = max(BATCH // page_bytes, 1)
@@ -199,12 +199,12 @@ class Bench:
         taken: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds + 1):
             keys = [os.urandom(KEY_BYTES) for _ in range(count)]
-            taken["memcpy"].append(_timed(engine.memcpy))
+            taken["memcpy"].append(timed(engine.memcpy))
             taken["memcpy_to_slots"].append(self._copy_to_slots(namespace, engine, keys))
-            taken["save"].append(_timed(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
+            taken["save"].append(timed(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
             taken["memcpy_from_slots"].append(self._copy_from_slots(namespace, engine, keys, batch))
             for name, policy in checks.items():
-                taken[name].append(_timed(partial(self._load, namespace, engine, keys, batch, policy)))
+                taken[name].append(timed(partial(self._load, namespace, engine, keys, batch, policy)))
         # The first round warms engine memory and page tables.
         seconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
         moved = page_bytes * count / 1e9
@@ -225,7 +225,7 @@ class Bench:
             raise NoSpace(_TOO_SMALL)
         segments = self._client.segments(reserved.epoch)
         pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
-        seconds = _timed(lambda: engine.plain_out(pages))
+        seconds = timed(lambda: engine.plain_out(pages))
         self._client.abort(reserved)
         return seconds
 
@@ -240,7 +240,7 @@ class Bench:
             segments = self._client.segments(hits.lease.epoch)
             pages += [segments.page(ref, namespace.page_size) for ref in hits.lease.refs]
             leases.append(hits.lease)
-        seconds = _timed(lambda: engine.plain_in(pages))
+        seconds = timed(lambda: engine.plain_in(pages))
         for lease in leases:
             self._client.release(lease)
         return seconds
@@ -278,7 +278,6 @@ class Bench:
             self._client.release(hits.lease)
 
     def lookups(self, keys: int, repeats: int, *, lease: bool) -> LookupLatency:
-        """Measure lookups of ``keys`` keys that are all present."""
         self._progress(f"lookups of {keys} keys{' with a lease' if lease else ''}")
         namespace = self._namespace(256)
         chain = [bytes([1]) + number.to_bytes(KEY_BYTES - 1, "little") for number in range(keys)]
@@ -337,25 +336,13 @@ class Engine:
             rows[block] = source[start:end]
 
 
-def _timed(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolReport:
     """Measure on the node at ``socket``, or on one of its own when that is None.
 
     Raises:
         PoolError: no node answers, or it has no room for the run.
     """
-    if socket is None:
-        with own_node() as own:
-            return measure(plan, own, progress)
-    bench = Bench(socket, progress)
-    try:
+    with nullcontext(socket) if socket else own_node() as used, closing(Bench(used, progress)) as bench:
         bandwidth = [bench.bandwidth(page, plan.rounds) for page in plan.pages]
         lookups = [bench.lookups(count, plan.lookups, lease=lease) for lease in (False, True) for count in plan.keys]
-    finally:
-        bench.close()
     return PoolReport(bandwidth, lookups)

@@ -10,7 +10,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,14 +17,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ems.config import MIB
+from ems.bench.stopwatch import timed
+from ems.config import MIB, format_size
 from ems.errors import ConfigError
 from ems.pool.keys import NO_PARENT
-from ems.pool.tiers.carrier import PORTION
+from ems.pool.tiers.manager import PORTION
 from ems.pool.tiers.opening import open_tier
+from ems.pool.tiers.pack_seal import make_key
 from ems.pool.tiers.seam import Outcome, Stored, Wanted
 from ems.pool.tiers.settings import TierConfig
 
+DEFAULT_PAGES = (64 << 10, 512 << 10, 4 * MIB)
 NAMESPACE = "bench/tier/pages"
 
 
@@ -65,7 +67,7 @@ def measure(config: TierConfig, plan: TierPlan, progress: Callable[[str], None])
         raise ConfigError("only tiers in a directory can be measured beside plain I/O, give dir:/folder")
     rows = []
     for size in plan.page_sizes:
-        progress(f"pages of {size} bytes")
+        progress(f"pages of {format_size(size)}")
         rounds = [_round(config, plan.total // size * size, size) for _ in range(plan.rounds)]
         medians = [statistics.median(values) for values in zip(*rounds, strict=True)]
         shares = [statistics.median(one[2 * n + 1] / one[2 * n] for one in rounds) for n in range(2)]
@@ -74,31 +76,31 @@ def measure(config: TierConfig, plan: TierPlan, progress: Callable[[str], None])
 
 
 def _round(config: TierConfig, total: int, page: int) -> tuple[float, float, float, float]:
-    Path(config.place).mkdir(mode=0o700, parents=True, exist_ok=True)
-    home = Path(tempfile.mkdtemp(prefix="bench-", dir=config.place))
     try:
+        Path(config.place).mkdir(mode=0o700, parents=True, exist_ok=True)
+        home = Path(tempfile.mkdtemp(prefix="bench-", dir=config.place))
+    except OSError as error:
+        raise ConfigError(f"cannot write below {config.place} ({error.strerror}), give another folder") from error
+    try:
+        if config.key is None and config.seal_key is None:
+            make_key(home / "seal.key")
+            config = msgspec.structs.replace(config, seal_key=home / "seal.key")
         data = np.random.default_rng(7).integers(0, 256, total, dtype=np.uint8).data
-        plain_write = total / _timed(lambda: _write_plain(home / "plain", data, config.batch))
-        tier_write = total / _timed(lambda: _write_tier(config, home / "tier", data, page))
+        plain_write = total / timed(lambda: _write_plain(home / "plain", data, config.batch))
+        tier_write = total / timed(lambda: _write_tier(config, home / "tier", data, page))
         into = memoryview(bytearray(total))
-        _forget(home)
-        plain_read = total / _timed(lambda: _read_plain(home / "plain", into, config.batch))
-        _forget(home)
+        _sync(home, forget=True)
+        plain_read = total / timed(lambda: _read_plain(home / "plain", into, config.batch))
+        _sync(home, forget=True)
         into[:] = bytes(total)
         tier = open_tier(msgspec.structs.replace(config, place=str(home / "tier")))
         tier.maintain()
-        tier_read = total / _timed(lambda: _read_tier(tier.load, config.readers, into, page))
+        tier_read = total / timed(lambda: _read_tier(tier.load, config.readers, into, page))
         if into != data:
             raise ConfigError("what was read is not what was written, the disk cannot be trusted")
         return plain_write, tier_write, plain_read, tier_read
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def _key(number: int) -> bytes:
@@ -128,12 +130,14 @@ def _write_tier(config: TierConfig, folder: Path, data: memoryview, page: int) -
     _sync(folder)
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the disk has all files below ``folder``."""
+def _sync(folder: Path, *, forget: bool = False) -> None:
+    """Wait until the disk has all files below ``folder``; with ``forget`` the kernel keeps nothing of them."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
+            if forget:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
 
@@ -156,16 +160,3 @@ def _read_tier(
 
     with ThreadPoolExecutor(readers) as pool:
         list(pool.map(portion, range(0, count, step)))
-
-
-def _forget(home: Path) -> None:
-    """Let the kernel forget what it keeps of these files."""
-    for path in home.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-DEFAULT_PAGES = (64 << 10, 512 << 10, 4 * MIB)

@@ -9,11 +9,10 @@ import random
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from ems.bench.latency import Latency, summarise
 from ems.errors import ConfigError
+from ems.tables import Table
 
 MOST_TOKEN_ID = 1 << 24
 
@@ -39,7 +38,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError(f"--token-ids is {given}, expected FIRST-LAST with FIRST below LAST, such as 300-999")
 
     def prompts(self, name: str) -> list[list[int]]:
-        """Return the prompts of the set ``name``; other names and other seeds give others."""
         source = random.Random(f"{self.seed}/{name}")
         ids = range(self.first_token_id, self.last_token_id + 1)
         return [source.choices(ids, k=self.input_tokens) for _ in range(self.requests)]
@@ -52,7 +50,7 @@ def parse_token_ids(text: str) -> tuple[int, int]:
         ConfigError: it is something else.
     """
     first, dash, last = text.partition("-")
-    if not (dash and first.isdigit() and last.isdigit()):
+    if not (dash and first.isdecimal() and last.isdecimal()):
         raise ConfigError(f"--token-ids is {text!r}, expected FIRST-LAST such as 300-999")
     return int(first), int(last)
 
@@ -133,31 +131,28 @@ def _times(one: Pass) -> list[float]:
 
 
 def changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return how much each figure that both know has grown."""
     return {name: after[name] - before[name] for name in before if name in after}
 
 
 def table(report: Report) -> Table:
-    """Return the report for people."""
     plan = report.plan
     load = f"{plan.requests} requests, {plan.concurrency} at once"
     size = f"{plan.input_tokens} tokens in, {plan.output_tokens} out, seed {plan.seed}"
-    result = Table(
-        title=f"Time to first token\n{load}, {size}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    meanwhile = ", ".join(f"{name} {value:+,.0f}" for name, value in (report.pool or {}).items())
+    return Table(
+        ("step", "mean ms", "p50 ms", "p99 ms", "speed-up", "same text", "failed"),
+        [
+            (
+                step.name,
+                f"{step.ttft.mean * 1e3:,.0f}",
+                f"{step.ttft.p50 * 1e3:,.0f}",
+                f"{step.ttft.p99 * 1e3:,.0f}",
+                f"{step.ratio:.1f}",
+                f"{step.same_text}/{plan.requests}",
+                str(step.failed),
+            )
+            for step in report.steps
+        ],
+        title=f"Time to first token: {load}, {size}",
+        remark="" if report.pool is None else f"pool meanwhile: {meanwhile}",
     )
-    for heading in ("step", "mean ms", "p50 ms", "p99 ms", "speed-up", "same text", "failed"):
-        result.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
-    for step in report.steps:
-        result.add_row(
-            step.name,
-            f"{step.ttft.mean * 1e3:,.0f}",
-            f"{step.ttft.p50 * 1e3:,.0f}",
-            f"{step.ttft.p99 * 1e3:,.0f}",
-            f"{step.ratio:.1f}",
-            f"{step.same_text}/{plan.requests}",
-            str(step.failed),
-        )
-    if report.pool is not None:
-        result.caption_justify = "left"
-        result.caption = "pool meanwhile: " + ", ".join(f"{name} {value:+,.0f}" for name, value in report.pool.items())
-    return result

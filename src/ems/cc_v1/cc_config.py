@@ -126,12 +126,10 @@ class EmsConfig:
 
     @property
     def tenant(self) -> str:
-        """Whose pages these are."""
         return self.access_id or "default"
 
     @property
     def credentials(self) -> Credentials:
-        """What proves it to a node with tenants."""
         return Credentials(self.access_id or "", self.access_key or "")
 
     def check(self) -> None:

@@ -174,15 +174,13 @@ class ContextCaching:
 
     @property
     def registration(self) -> Registration | None:
-        """The engine's caches and their namespace, once there are any."""
         registered = self._registered
         return registered.registration if registered else None
 
-    def let_go(self) -> None:
-        """Of the memory of a node that is gone."""
+    def release_stale_memory(self) -> None:
         registration = self.registration
         if registration is not None:
-            registration.let_go(self._pages.epoch)
+            registration.release_stale_memory(self._pages.epoch)
 
     def abandon(self) -> None:
         """From now on refuse everything; transfers that wait for their turn fail."""

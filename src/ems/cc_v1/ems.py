@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ems.cc_v1.cc_config import EmsConfig
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
-from ems.cc_v1.session import Lookout, Session
+from ems.cc_v1.session import NodeProbe, Session
 
 if TYPE_CHECKING:
     from ems.cc_v1.context_caching import ContextCaching
@@ -22,7 +22,7 @@ class Ems:
 
     _lock = threading.Lock()
     _session: Session | None = None
-    _lookout = Lookout()
+    _probe = NodeProbe()
 
     @classmethod
     def init(cls, config: EmsConfig) -> None:
@@ -42,7 +42,7 @@ class Ems:
                 if cls._session.identity == config.identity():
                     return
                 cls._end()
-            cls._lookout.expect(config)
+            cls._probe.expect(config)
             cls._session = Session.open(config)
 
     @classmethod
@@ -66,7 +66,7 @@ class Ems:
         The health gate's word, or where there is no session yet, whether a node answers.
         """
         session = cls._session
-        return cls._lookout.look() if session is None else session.monitor.healthy
+        return cls._probe.look() if session is None else session.monitor.healthy
 
     @classmethod
     def close(cls) -> None:
@@ -85,7 +85,7 @@ class Ems:
         """In the child: the parent's threads are not here, and its sockets are not ours."""
         session, cls._session = cls._session, None
         cls._lock = threading.Lock()
-        cls._lookout = Lookout()
+        cls._probe = NodeProbe()
         if session is not None:
             session.abandon()
 

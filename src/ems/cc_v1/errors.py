@@ -63,7 +63,6 @@ class EmsException(EmsError):
         self._code = code
 
     def status_code(self) -> EmsErrorCode:
-        """The kind of fault."""
         return self._code
 
     @property
@@ -85,12 +84,10 @@ _CODES: tuple[tuple[type[EmsError], EmsErrorCode], ...] = (
 
 
 def code_of(error: EmsError) -> EmsErrorCode:
-    """The code under which ``error`` reaches a caller of the SDK."""
     if isinstance(error, EmsException):
         return error.status_code()
     return next((code for kind, code in _CODES if isinstance(error, kind)), EmsErrorCode.EMS_INTERNAL_ERROR)
 
 
 def invalid(message: str) -> EmsException:
-    """The caller's fault, as an exception to raise."""
     return EmsException(message, EmsErrorCode.EMS_INVALID_ARGUMENT)

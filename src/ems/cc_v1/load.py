@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ems.cc_v1.slots import Blocks
     from ems.cc_v1.transfer import CcFuture
     from ems.pool.client.pool_client import PoolClient
-    from ems.pool.segments.layout import PageRef
+    from ems.pool.layout import PageRef
     from ems.pool.segments.reader import PageReader
 
 BATCH_BYTES = 8 << 20
@@ -29,7 +29,6 @@ TOKEN_COUNT = struct.Struct("<I")
 
 
 def batch_size(page_size: int) -> int:
-    """How many pages of ``page_size`` bytes are copied in one go."""
     return max(BATCH_BYTES // page_size, 1)
 
 
@@ -118,7 +117,6 @@ class Loader:
         return copied
 
     def _enough(self, blocks: Blocks, position: int, key: bytes, page: memoryview) -> bool:
-        """Whether the page has as many tokens as are asked for; a whole block always has."""
         if key == self._registration.names.whole(blocks.hashes[position]):
             return True
         (tokens,) = TOKEN_COUNT.unpack_from(page, len(page) - TOKEN_COUNT.size)

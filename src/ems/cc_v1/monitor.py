@@ -68,12 +68,10 @@ class Monitor:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Begin the watch."""
         threading.Thread(target=self._run, name="ems-monitor", daemon=True).start()
 
     @property
     def healthy(self) -> bool:
-        """Whether the pool may be asked."""
         return self._gate.healthy
 
     def failed(self, error: EmsError) -> None:
@@ -82,7 +80,6 @@ class Monitor:
             self._tell(OperationFailed(str(error)))
 
     def add(self, sample: Sample) -> None:
-        """An operation ended."""
         with self._lock:
             self._summary.add(sample)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ems.pool.keys import NO_PARENT, BlockKey, integer_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 REMEMBERED = 1 << 16
 """How many blocks' keys are kept, and of how many at least the block before is remembered."""
@@ -25,23 +25,18 @@ class BlockNames:
 
     def __init__(self, namespace: str) -> None:
         beginnings = f"{namespace}/beginning"
-        self._whole = lru_cache(REMEMBERED)(lambda value: integer_key(value, namespace))
-        self._beginning = lru_cache(REMEMBERED // 16)(lambda value: integer_key(value, beginnings))
+        self.whole: Callable[[int], BlockKey] = lru_cache(REMEMBERED)(lambda value: integer_key(value, namespace))
+        """The key of a block with all of its tokens."""
+        self.beginning: Callable[[int], BlockKey] = lru_cache(REMEMBERED // 16)(
+            lambda value: integer_key(value, beginnings)
+        )
+        """The key of a block that has only its first tokens."""
         self._lock = threading.Lock()
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
-    def whole(self, value: int) -> BlockKey:
-        """The key of a block with all of its tokens."""
-        return self._whole(value)
-
-    def beginning(self, value: int) -> BlockKey:
-        """The key of a block that has only its first tokens."""
-        return self._beginning(value)
-
     def key(self, value: int, *, whole: bool) -> BlockKey:
-        """The key under which a block is saved."""
-        return self._whole(value) if whole else self._beginning(value)
+        return self.whole(value) if whole else self.beginning(value)
 
     def remember(self, hashes: Sequence[int]) -> None:
         """``hashes`` are consecutive blocks: each comes before the next one."""
@@ -57,4 +52,4 @@ class BlockNames:
         """
         with self._lock:
             parent = self._young.get(value, self._old.get(value))
-        return NO_PARENT if parent is None else self._whole(parent)
+        return NO_PARENT if parent is None else self.whole(parent)

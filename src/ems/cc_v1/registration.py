@@ -14,12 +14,12 @@ from ems.cc_v1.names import BlockNames
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.client.segments import SegmentMap
+from ems.pool.facts import MODEL, TENANT, plain_facts
 from ems.pool.keys import fingerprint, namespace_name
-from ems.pool.reasons.layouts import MODEL, TENANT, plain_facts
 
 if TYPE_CHECKING:
     from ems.cc_v1.tensors import Device, TokenRows
-    from ems.pool.segments.layout import PageRef
+    from ems.pool.layout import PageRef
 
 PAGE_FORM = "cc-v1/1"
 """Changes whenever the meaning of a page's bytes does."""
@@ -37,7 +37,6 @@ def namespace_of(config: EmsConfig, rows: TokenRows) -> Namespace:
 
 
 def description_of(config: EmsConfig, rows: TokenRows) -> dict[str, str]:
-    """What that namespace means, in words, for a node that is to tell what differs from another."""
     return plain_facts({TENANT: config.tenant, MODEL: _model(config), **_facts(config, rows), "kind": "cc_v1"})
 
 
@@ -88,7 +87,6 @@ class PageMemory:
             return self._pinned[number]
 
     def page(self, ref: PageRef) -> memoryview:
-        """The bytes of a page's slot."""
         return self.segment(ref.segment)[ref.offset : ref.offset + self._page_size]
 
 
@@ -120,8 +118,8 @@ class Registration:
                 self._memory = (epoch, PageMemory(segments, self.device, self.namespace.page_size))
             return self._memory[1]
 
-    def let_go(self, epoch: int) -> None:
-        """Of memory that belongs to another connection than ``epoch``: a node that starts again may need it."""
+    def release_stale_memory(self, epoch: int) -> None:
+        """Unpin memory of other connections than ``epoch``: a node that starts again may need it."""
         with self._lock:
             if self._memory is not None and self._memory[0] != epoch:
                 self._memory = None

@@ -12,7 +12,7 @@ from ems.cc_v1.load import TOKEN_COUNT, batch_size
 from ems.cc_v1.present import twice
 from ems.errors import EmsError, StaleReference
 from ems.pool.checksum import page_checksum
-from ems.pool.core.room import Outcome
+from ems.pool.pages import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,6 @@ class Saver:
     def _copy(
         self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
     ) -> dict[int, int]:
-        """Positions of the pages that were copied, with the checksums of their bytes."""
         if not wanted:
             return {}
         device, rows = self._registration.device, self._registration.rows

@@ -100,7 +100,6 @@ class Session:
             raise EmsException(str(error), code) from error
 
     def close(self) -> None:
-        """End threads and connections."""
         self.monitor.close()
         self.cc.abandon()
         for client in self._clients:
@@ -108,7 +107,7 @@ class Session:
         self.cc.join()
 
     def abandon(self) -> None:
-        """In a forked child: leave everything to the parent, whose threads are not here."""
+        """In a forked child: everything is the parent's, whose threads are not here."""
         self.cc.abandon()
         for client in self._clients:
             client.abandon()
@@ -122,7 +121,7 @@ class Session:
                 self._started_by_engine = bool(client.autostarted)
             except EmsError as error:
                 failure = error
-        self.cc.let_go()
+        self.cc.release_stale_memory()
         if failure is not None:
             raise failure
 
@@ -144,7 +143,7 @@ def _start(node: NodeConfig) -> None:
         raise EmsException(str(error), EmsErrorCode.EMS_RECOVERD_ERROR) from error
 
 
-class Lookout:
+class NodeProbe:
     """Whether it is worth calling ``init``, for a process that has no session.
 
     When an ``init`` failed for want of a node, looking also starts one in the background: nobody else would.
@@ -159,7 +158,6 @@ class Lookout:
         self._started = float("-inf")
 
     def expect(self, config: EmsConfig) -> None:
-        """From now on look at the node of ``config``."""
         with self._lock:
             self._config = config
             self._looked = float("-inf")

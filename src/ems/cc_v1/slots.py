@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """``tokens`` tokens that lie side by side in engine block ``block``, the first at position ``first``."""
 
     block: int
@@ -35,18 +35,16 @@ class Scattered(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens these are."""
         return len(self.blocks)
 
 
-Place = Run | Scattered
+SlotSpan = SlotRun | Scattered
 
 
-def place_of(slots: Numbers, block_size: int) -> Place:
-    """Where the tokens of one block (at least one) lie."""
+def place_of(slots: Numbers, block_size: int) -> SlotSpan:
     count, first, last = len(slots), int(slots[0]), int(slots[-1])
     if last - first == count - 1 and first // block_size == last // block_size and bool((np.diff(slots) == 1).all()):
-        return Run(first // block_size, first % block_size, count)
+        return SlotRun(first // block_size, first % block_size, count)
     return Scattered(slots // block_size, slots % block_size)
 
 
@@ -81,12 +79,10 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def place(self, position: int) -> Place:
-        """Where the tokens of the block at ``position`` lie."""
+    def place(self, position: int) -> SlotSpan:
         return place_of(self._slots[self._starts[position] : self._starts[position + 1]], self.block_size)
 
     def whole(self, position: int) -> bool:
-        """Whether the block at ``position`` has all of its tokens."""
         return self.offsets[position] == self.block_size
 
 

@@ -82,7 +82,6 @@ class Summary:
         self._found = 0
 
     def add(self, sample: Sample) -> None:
-        """Take note of an operation that ended."""
         match sample.kind:
             case Kind.LOAD:
                 self._loads.add(sample)

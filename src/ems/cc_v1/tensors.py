@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ems.cc_v1.slots import Numbers, Place, Run
+from ems.cc_v1.slots import Numbers, SlotRun, SlotSpan
 from ems.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -219,11 +219,11 @@ class Device(ABC):
         """A page of ``rows.page_bytes`` bytes to a shard of an engine block; only its part of ``tensors``."""
 
     @abstractmethod
-    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_out(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         """The tokens of one block, wherever the engine has them, to the beginnings of a token page's parts."""
 
     @abstractmethod
-    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_in(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         """The first ``place.tokens`` tokens of a token page to where the engine wants them."""
 
     @abstractmethod
@@ -269,18 +269,18 @@ class CpuDevice(Device):
             target = array[row]
             target[...] = np.ndarray(target.shape, target.dtype, page, start)
 
-    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_out(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         for array, part in zip(rows.arrays, rows.parts, strict=True):
             target = np.ndarray((place.tokens, part.heads, part.head_size), array.dtype, page, part.start)
-            if isinstance(place, Run):
+            if isinstance(place, SlotRun):
                 target[...] = array[place.block, place.first : place.first + place.tokens]
             else:
                 target[...] = array[place.blocks, place.positions]
 
-    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_in(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         for array, part in zip(rows.arrays, rows.parts, strict=True):
             source = np.ndarray((place.tokens, part.heads, part.head_size), array.dtype, page, part.start)
-            if isinstance(place, Run):
+            if isinstance(place, SlotRun):
                 array[place.block, place.first : place.first + place.tokens] = source
             else:
                 array[place.blocks, place.positions] = source
@@ -336,20 +336,20 @@ class StreamDevice(Device):
                 target = tensor[row]
                 target.copy_(host[start:end].view(tensor.dtype).view(target.shape), non_blocking=True)
 
-    def copy_tokens_out(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_out(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         host = torch.frombuffer(page, dtype=torch.uint8)
         with torch.inference_mode(), self._backend.stream(self._stream):
             index = _index(place, rows.tensors[0].device)
             for tensor, part in zip(rows.tensors, rows.parts, strict=True):
                 _tokens(host, tensor, part, place.tokens).copy_(tensor[index], non_blocking=True)
 
-    def copy_tokens_in(self, rows: TokenRows, place: Place, page: memoryview) -> None:
+    def copy_tokens_in(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
         host = torch.frombuffer(page, dtype=torch.uint8)
         with torch.inference_mode(), self._backend.stream(self._stream):
             index = _index(place, rows.tensors[0].device)
             for tensor, part in zip(rows.tensors, rows.parts, strict=True):
                 source = _tokens(host, tensor, part, place.tokens)
-                if isinstance(place, Run):
+                if isinstance(place, SlotRun):
                     tensor[index].copy_(source, non_blocking=True)
                 else:
                     tensor[index] = source.to(tensor.device, non_blocking=True)
@@ -366,8 +366,8 @@ class StreamDevice(Device):
         self._stream.synchronize()
 
 
-def _index(place: Place, device: torch.device) -> tuple[Any, Any]:
-    if isinstance(place, Run):
+def _index(place: SlotSpan, device: torch.device) -> tuple[Any, Any]:
+    if isinstance(place, SlotRun):
         return place.block, slice(place.first, place.first + place.tokens)
     return torch.from_numpy(place.blocks).to(device), torch.from_numpy(place.positions).to(device)
 

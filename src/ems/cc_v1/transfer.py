@@ -67,7 +67,6 @@ class CcFuture:
 
     @property
     def open(self) -> bool:
-        """Whether there is time to go on."""
         return not self._done.is_set() and self._clock() < self.deadline
 
     @contextlib.contextmanager

@@ -1,20 +1,24 @@
 """The ``ems`` command: one file a verb, imported when the verb is called.
 
 What always holds, whatever the verb does: data goes to stdout and everything else to stderr; a mistake in usage or in
-a setting is one line and exit status 2, another failure that EMS foresees is one line and exit status 1, Ctrl-C is
-exit status 130 without a word.  A stack trace means a defect in EMS.
+a setting is one sentence and exit status 2, another failure that EMS foresees is one sentence and exit status 1, Ctrl-C
+is exit status 130 without a word, except that it stops a server.  A stack trace means a defect in EMS.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from cyclopts import App, CycloptsError, UnknownCommandError
+if TYPE_CHECKING:
+    from cyclopts import App, CycloptsError
 
-from ems import __version__
-from ems.errors import ConfigError, EmsError
+    from ems.errors import EmsError
 
 __all__ = ["build_app", "main"]
 
@@ -23,8 +27,68 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
-def build_app() -> App:
-    """Return the root application; the verbs' modules are not imported yet."""
+VERBS = {
+    "node": ("node:node", "Run the pool node of this host."),
+    "status": ("status:status", "Show the pool at a glance."),
+    "explain": ("explain:explain", "Say why a prompt, a request or a key was a miss."),
+    "list": ("listing:listing", "List what the pool holds: namespaces, models or tenants."),
+    "show": ("show:show", "Show a namespace or a page."),
+    "clear": ("clear:clear", "Take pages out of the pool: memory and tiers."),
+    "pin": ("pin:pin", "Keep pages from being evicted."),
+    "unpin": ("pin:unpin", "Let pinned pages be evicted again."),
+    "warm": ("warm:warm", "Bring pages from a lower tier into memory."),
+    "drain": ("drain:drain", "Let the node take nothing new in, and stop it if wished."),
+    "resize": ("resize:resize", "Give the running pool another size."),
+    "health": ("health:health", "Say what is well with the node and what is not."),
+    "stop": ("stop:stop", "Stop the pool node of this host."),
+    "upgrade": ("upgrade:upgrade", "Let the running node become the installed release."),
+    "completion": ("completion:completion", "Print the completion of a shell."),
+    "fsck": ("fsck:fsck", "Check a tier below memory and mend it."),
+    "router": ("router:router", "Run the OpenAI-compatible router in front of prefill and decode servers."),
+}
+"""Each verb with its function and what lists say of it."""
+GROUPS = {
+    "tenant": (
+        "Who may use a node, and how much of its pool.",
+        {
+            "add": ("tenant:add", "Let somebody in."),
+            "list": ("tenant:list_", "List the tenants."),
+            "show": ("tenant:show", "Show one tenant and its keys."),
+            "set": ("tenant:set_", "Change a tenant's quota."),
+            "remove": ("tenant:remove", "Remove a tenant, its keys and its pages."),
+        },
+    ),
+    "key": (
+        "Access keys of tenants.",
+        {
+            "add": ("key:add", "Make a key; it is shown this once."),
+            "list": ("key:list_", "List a tenant's keys."),
+            "rotate": ("key:rotate", "Make a key; the others go on for a while."),
+            "revoke": ("key:revoke", "End a key, and the connections that it opened, at once."),
+        },
+    ),
+    "bench": (
+        "Measure the pool and what it gains.",
+        {
+            "pool": ("bench:pool", "Throughput and latency of the pool beside plain memcpy."),
+            "tier": ("bench_tier:tier", "A directory tier beside plain I/O on the same disk."),
+            "ttft": ("bench:ttft", "Time to first token in three steps on two servers."),
+            "trace": ("bench_trace:trace", "Replay a trace: which policy hits how often."),
+        },
+    ),
+}
+ALIASES = {"router": ["router", "proxy"]}
+
+
+def build_app(tokens: Sequence[str] = ()) -> App:
+    """Return the application for a command line; no module of a verb is imported yet.
+
+    The verb that ``tokens`` call is described by its own docstring, which is longer.
+    """
+    from cyclopts import App
+
+    from ems.version import __version__
+
     app = App(
         name="ems",
         help="Elastic memory service: a shared KV-cache pool, a router and their tools for LLM inference engines.",
@@ -35,59 +99,45 @@ def build_app() -> App:
         print_error=False,
         suppress_keyboard_interrupt=False,
     )
-    app.command("ems.cli.node:node", name="node", help="Run the pool node of this host.")
-    app.command("ems.cli.status:status", name="status", help="Show the pool at a glance.")
-    app.command("ems.cli.explain:explain", name="explain", help="Say why a prompt, a request or a key was a miss.")
-    app.command("ems.cli.listing:listing", name="list", help="List what the pool holds: namespaces, models or tenants.")
-    app.command("ems.cli.show:show", name="show", help="Show a namespace or a page.")
-    app.command("ems.cli.clear:clear", name="clear", help="Take pages out of the pool: memory and tiers.")
-    app.command("ems.cli.pin:pin", name="pin", help="Keep pages from being evicted.")
-    app.command("ems.cli.pin:unpin", name="unpin", help="Let pinned pages be evicted again.")
-    app.command("ems.cli.warm:warm", name="warm", help="Bring pages from a lower tier into memory.")
-    app.command("ems.cli.drain:drain", name="drain", help="Let the node take nothing new in, and stop it if wished.")
-    app.command("ems.cli.resize:resize", name="resize", help="Give the running pool another size.")
-    app.command("ems.cli.health:health", name="health", help="Say what is well with the node and what is not.")
-    app.command("ems.cli.stop:stop", name="stop", help="Stop the pool node of this host.")
-    app.command("ems.cli.upgrade:upgrade", name="upgrade", help="Swap the pool node's process under live load.")
-    app.command("ems.cli.fsck:fsck", name="fsck", help="Check a tier below memory and mend it.")
-    app.command(
-        "ems.cli.router:router",
-        name=["router", "proxy"],
-        help="Run the OpenAI-compatible router in front of prefill and decode servers.",
-    )
-    tenant = App(name="tenant", help="Who may use a node, and how much of its pool.")
-    tenant.command("ems.cli.tenant:add", name="add", help="Let somebody in.")
-    tenant.command("ems.cli.tenant:list_", name="list", help="List the tenants.")
-    tenant.command("ems.cli.tenant:show", name="show", help="Show one tenant and its keys.")
-    tenant.command("ems.cli.tenant:set_", name="set", help="Change a tenant's quota.")
-    tenant.command("ems.cli.tenant:remove", name="remove", help="Remove a tenant, its keys and its pages.")
-    app.command(tenant)
-    key = App(name="key", help="Access keys of tenants.")
-    key.command("ems.cli.key:add", name="add", help="Make a key; it is shown this once.")
-    key.command("ems.cli.key:list_", name="list", help="List a tenant's keys.")
-    key.command("ems.cli.key:rotate", name="rotate", help="Make a key; the others go on for a while.")
-    key.command("ems.cli.key:revoke", name="revoke", help="End a key, and the connections that it opened, at once.")
-    app.command(key)
-    bench = App(name="bench", help="Measure the pool and what it gains.")
-    bench.command("ems.cli.bench:pool", name="pool", help="Throughput and latency of the pool beside plain memcpy.")
-    bench.command("ems.cli.bench_tier:tier", name="tier", help="A directory tier beside plain I/O on the same disk.")
-    bench.command("ems.cli.bench:ttft", name="ttft", help="Time to first token in three steps on two servers.")
-    bench.command("ems.cli.bench_trace:trace", name="trace", help="Replay a trace: which policy hits how often.")
-    app.command(bench)
+
+    def add(to: App, verbs: dict[str, tuple[str, str]], called: Sequence[str]) -> None:
+        for name, (function, text) in verbs.items():
+            names = ALIASES.get(name, [name])
+            path = f"ems.cli.{function}"
+            to.command(path, name=names, help=_description(path) if called and called[0] in names else text)
+
+    add(app, VERBS, tokens)
+    for name, (text, verbs) in GROUPS.items():
+        group = App(name=name, help=text)
+        add(group, verbs, tokens[1:] if tokens[:1] == [name] else ())
+        app.command(group)
     return app
+
+
+def _description(path: str) -> str:
+    """The docstring of a verb's function up to its parameters, with a line for each paragraph."""
+    module, _, name = path.partition(":")
+    text = inspect.getdoc(getattr(import_module(module), name)) or ""
+    paragraphs = text.partition("\n\nParameters\n")[0].split("\n\n")
+    return "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
 
 def main(tokens: Sequence[str] | None = None) -> None:
     """Run one command line and leave the process with its exit status."""
-    sys.exit(run(sys.argv[1:] if tokens is None else tokens))
+    status = EXIT_INTERRUPTED
+    try:
+        status = run(sys.argv[1:] if tokens is None else tokens)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left to do is short and has nothing to say
+    except KeyboardInterrupt:
+        pass  # another one, while the first was obeyed
+    sys.exit(status)
 
 
 def run(tokens: Sequence[str]) -> int:
     """Run one command line and return its exit status."""
     try:
-        outcome = build_app()(list(tokens), result_action="return_value")
-    except (CycloptsError, EmsError) as error:
-        return _complain(error, tokens)
+        outcome = _call(tokens)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -97,14 +147,38 @@ def run(tokens: Sequence[str]) -> int:
     return outcome if isinstance(outcome, int) and not isinstance(outcome, bool) else 0
 
 
-def _complain(error: CycloptsError | EmsError, tokens: Sequence[str]) -> int:
-    """Say in one line what is wrong and return the exit status that belongs to it."""
-    if isinstance(error, UnknownCommandError):
-        # Its own text would import every verb to guess what was meant.
-        message = f"unknown command {' '.join(error.unused_tokens or tokens)!r}"
-    else:
-        message = " ".join(str(error).split()).removesuffix(".")
-    print(f"error: {message}", file=sys.stderr)
-    if isinstance(error, CycloptsError):
-        print("\nhint: `ems --help` and `ems VERB --help` show what is expected", file=sys.stderr)
-    return EXIT_USAGE if isinstance(error, (CycloptsError, ConfigError)) else EXIT_FAILURE
+def _call(tokens: Sequence[str]) -> object:
+    # Loading these takes long enough to be interrupted.
+    from cyclopts import CycloptsError
+
+    from ems.errors import EmsError
+
+    try:
+        _check_text(tokens)
+        return build_app(list(tokens))(list(tokens), result_action="return_value")
+    except (CycloptsError, EmsError) as error:
+        return _complain(error)
+
+
+def _check_text(tokens: Sequence[str]) -> None:
+    """Bytes that are no UTF-8 come as halves of characters, which nothing that is sent or written can have."""
+    from ems.errors import ConfigError
+
+    for token in tokens:
+        if not token.isascii() and any("\ud800" <= letter <= "\udfff" for letter in token):
+            shown = token.encode(errors="backslashreplace").decode()
+            raise ConfigError(f"the argument {shown} is not in UTF-8, give another name")
+
+
+def _complain(error: CycloptsError | EmsError) -> int:
+    """Say in one sentence what is wrong and return the exit status that belongs to it."""
+    from ems.cli.shown import complain
+    from ems.errors import ConfigError, EmsError
+
+    if isinstance(error, EmsError):
+        complain(" ".join(str(error).split()).removesuffix("."))
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
+    from ems.cli.usage import sentence
+
+    complain(sentence(error))
+    return EXIT_USAGE

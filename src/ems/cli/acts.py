@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ems.config import default_socket
-from ems.errors import PoolTimeout
-from ems.pool.administration.acts import Acts, Follow
+import msgspec
+
+from ems.cli.options import Asking
+from ems.cli.shown import counted, note, print_json, say
+from ems.errors import ConfigError, PoolTimeout
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.protocol.acts import Acts, Follow
+from ems.pool.protocol.limits import MAX_TEXT
 
 _POLL_SECONDS = 0.05
 PATIENCE = 120.0
 """Seconds that a verb waits for progress of what it began."""
+_TELL_AFTER = 1.0
+"""Seconds without progress after which it is said who is waited for."""
 
 
-def ask(socket: Path | None, act: Acts, *, dry_run: bool = False, timeout: float = PATIENCE) -> dict[str, Any]:
+@contextmanager
+def connected(path: Path) -> Iterator[PoolClient]:
+    """An administrator's connection to the node on the socket ``path``."""
+    client = PoolClient(path, "ems", administers=True)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def figures(path: Path) -> dict[str, Any]:
+    with connected(path) as client:
+        return client.stats()
+
+
+def answer(report: dict[str, Any], text: str, asked: Asking) -> None:
+    """Print the report to a script, or the sentence that it makes to a person."""
+    if asked.json:
+        print_json(report)
+    else:
+        say(text)
+
+
+def ask(path: Path, act: Acts, *, dry_run: bool = False, timeout: float = PATIENCE) -> dict[str, Any]:
     """The report of ``act``, once it is done.
 
     Raises:
         PoolError: the node refused, or got no further for ``timeout`` seconds; what it began goes on.
     """
-    client = PoolClient(socket or default_socket(), "ems", administers=True)
-    try:
+    for text in msgspec.structs.asdict(act).values():
+        if isinstance(text, str) and len(text) > MAX_TEXT:
+            raise ConfigError(f"{text[:40]}... has {len(text)} characters, expected a name of at most {MAX_TEXT}")
+    with connected(path) as client:
         report = client.administer(act, dry_run=dry_run)
-        deadline = time.monotonic() + timeout
+        since = time.monotonic()
+        named = ""
         while not report.get("done", True):
-            if time.monotonic() >= deadline:
-                raise PoolTimeout(f"the node got no further for {timeout:.0f} s and goes on (job {report['job']})")
+            waited, who = time.monotonic() - since, " and ".join(holders(report))
+            if waited >= timeout:
+                waits = f", waits for {who}" if who else ""
+                raise PoolTimeout(f"the node got no further for {timeout:g} s{waits} and goes on (job {report['job']})")
+            if waited >= _TELL_AFTER and who and who != named:
+                named = who
+                note(f"waiting for {who}")
             time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
             before, report = report, {**report, **client.administer(Follow(report["job"]))}
-            if report != before:
-                deadline = time.monotonic() + timeout
+            if _progress(report) != _progress(before):
+                since = time.monotonic()
         return report
-    finally:
-        client.close()
+
+
+def _progress(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in report.items() if name != "held_by"}
+
+
+def holders(report: dict[str, Any]) -> Iterator[str]:
+    """Who reads or writes what was to leave, one text each."""
+    for one in report.get("held_by", ()):
+        holds = [(one["leases"], "lease"), (one["reservations"], "reservation")]
+        text = " and ".join(counted(count, what) for count, what in holds if count)
+        who = f"{one['client']} (process {one['pid']}{one['tenant'] and ', tenant ' + one['tenant']})"
+        yield f"{who}: {text} on {counted(one['pages'], 'page')}"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 
 from ems.bench.completions import base_url
 from ems.bench.pool import PoolPlan
@@ -18,9 +15,10 @@ from ems.bench.pool import measure as measure_pool
 from ems.bench.pool_report import tables as pool_tables
 from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, parse_token_ids, table
+from ems.cli.options import Format, Seconds, parse_counts
 from ems.cli.progress import Bars
+from ems.cli.shown import note, print_json, show
 from ems.config import default_socket, parse_size
-from ems.errors import ConfigError
 
 
 def ttft(
@@ -35,10 +33,10 @@ def ttft(
     seed: int | None = None,
     model: str | None = None,
     token_ids: str = "300-999",
-    timeout: float = 600,
+    timeout: Seconds = 600,
     socket: Path | None = None,
     api_key: Annotated[str | None, Parameter(env_var="OPENAI_API_KEY")] = None,
-    output: Annotated[Literal["table", "json"], Parameter(name=["--output", "-o"])] = "table",
+    output: Format = "table",
 ) -> int:
     """Measure the time to first token in three steps on two OpenAI-compatible servers.
 
@@ -98,9 +96,9 @@ def ttft(
             )
         )
     if output == "json":
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
     else:
-        Console().print(table(report))
+        show(table(report))
     return 1 if report.failed else 0
 
 
@@ -111,7 +109,7 @@ def pool(
     keys: str = "1,128,1024",
     rounds: int = 5,
     lookups: int = 400,
-    output: Annotated[Literal["table", "json"], Parameter(name=["--output", "-o"])] = "table",
+    output: Format = "table",
 ) -> None:
     """Measure the pool: bandwidth of saves and loads beside plain memcpy, latency of lookups.
 
@@ -132,20 +130,12 @@ def pool(
     """
     plan = PoolPlan(
         pages=tuple(parse_size(part, name="--pages") for part in pages.split(",")),
-        keys=tuple(_count(part, "--keys") for part in keys.split(",")),
+        keys=parse_counts(keys, "--keys"),
         rounds=rounds,
         lookups=lookups,
     )
-    report = measure_pool(plan, socket, lambda what: print(what, file=sys.stderr, flush=True))
+    report = measure_pool(plan, socket, note)
     if output == "json":
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
-        return
-    console = Console()
-    for shown in pool_tables(report):
-        console.print(shown)
-
-
-def _count(text: str, flag: str) -> int:
-    if not text.strip().isdigit():
-        raise ConfigError(f"{flag} is {text!r}, expected whole numbers separated by commas, such as 1,128,1024")
-    return int(text)
+        print_json(report)
+    else:
+        show(*pool_tables(report))

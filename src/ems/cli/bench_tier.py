@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Annotated, Literal
-
-import msgspec
-from cyclopts import Parameter
-
 from ems.bench.tier import DEFAULT_PAGES, TierPlan, measure
+from ems.cli.options import Format
+from ems.cli.shown import note, print_json, show
 from ems.config import format_size, parse_size
 from ems.pool.tiers.settings import parse_tier
+from ems.tables import Table
 
 
 def tier(
@@ -20,7 +17,7 @@ def tier(
     total: str = "512MB",
     page: list[str] | None = None,
     rounds: int = 5,
-    output: Annotated[Literal["table", "json"], Parameter(name=["--output", "-o"])] = "table",
+    output: Format = "table",
 ) -> None:
     """Measure how fast a directory tier writes and reads, beside plain sequential I/O of the same bytes.
 
@@ -39,19 +36,12 @@ def tier(
     """
     sizes = [parse_size(one, name="--page") for one in page] if page else list(DEFAULT_PAGES)
     plan = TierPlan(parse_size(total, name="--total"), sizes, rounds)
-    rows = measure(parse_tier(tier), plan, lambda text: print(text, file=sys.stderr))
+    rows = measure(parse_tier(tier), plan, note)
     if output == "json":
-        print(msgspec.json.format(msgspec.json.encode(rows)).decode())
+        print_json({"items": rows})
         return
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Bandwidth in GB/s", box=SIMPLE_HEAD, title_justify="left")
-    for column in ("page", "plain write", "tier write", "share", "plain read", "tier read", "share"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
+    cells = [
+        (
             format_size(row.page_bytes),
             f"{row.plain_write / 1e9:.2f}",
             f"{row.tier_write / 1e9:.2f}",
@@ -60,4 +50,7 @@ def tier(
             f"{row.tier_read / 1e9:.2f}",
             f"{row.read_share:.0%}",
         )
-    Console().print(table)
+        for row in rows
+    ]
+    columns = ("page", "plain write", "tier write", "share", "plain read", "tier read", "share")
+    show(Table(columns, cells, "Bandwidth in GB/s"))

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-import msgspec
-from cyclopts import Parameter
-from rich.console import Console
 
 from ems.bench.trace.compare import TracePlan, compare
 from ems.bench.trace.files import read_trace
 from ems.bench.trace.made import KINDS, made_trace
 from ems.bench.trace.report import plot as draw
-from ems.bench.trace.report import table, tier_table
-from ems.bench.trace.swap import Swap
+from ems.bench.trace.report import refuse_plot, table, tier_table
+from ems.cli.options import Format, parse_counts
 from ems.cli.progress import Bars
+from ems.cli.shown import print_json, show
 from ems.config import POLICIES, PolicyName
 from ems.errors import ConfigError
 
@@ -31,10 +27,9 @@ def trace(
     capacity: str = "5000,10000",
     look_ahead: int = 0,
     tier: float = 0,
-    swap: Swap | None = None,
     requests: int = 4000,
     plot: Path | None = None,
-    output: Annotated[Literal["table", "json"], Parameter(name=["--output", "-o"])] = "table",
+    output: Format = "table",
 ) -> None:
     """Replay a trace of prompts through the pool's brain: which policy hits how often at which size.
 
@@ -43,8 +38,7 @@ def trace(
     Parameters
     ----------
     file
-        One JSON object a line with timestamp (milliseconds) and hash_ids (names of the prompt's blocks); or made:KIND
-        for made-up traffic: conversations, documents, shifting, scans or loop.
+        JSON lines with timestamp (ms) and hash_ids; or made: and conversations, documents, shifting, scans or loop.
     policy
         Policies, separated by commas.
     capacity
@@ -53,9 +47,6 @@ def trace(
         Length of the queue of waiting requests, which are announced to the pool.
     tier
         Blocks a second that a tier below memory brings up for announced requests; 0 means there is none.
-    swap
-        Another process becomes the node in the middle: by a hand-over, after a stop, after a kill (with what was
-        written down a while before), or without anything that was learned (oblivion).
     requests
         Requests of made-up traffic.
     plot
@@ -63,7 +54,11 @@ def trace(
     output
         Tables for people or JSON for scripts.
     """
-    plan = TracePlan(_policies(policy), tuple(_count(part) for part in capacity.split(",")), look_ahead, tier, swap)
+    if requests < 1:
+        raise ConfigError(f"--requests is {requests}, expected 1 or more")
+    if plot is not None:
+        refuse_plot(plot)
+    plan = TracePlan(_policies(policy), parse_counts(capacity, "--capacity"), look_ahead, tier)
     if file.startswith(MADE):
         kind = file.removeprefix(MADE)
         if kind not in KINDS:
@@ -76,12 +71,9 @@ def trace(
     if plot is not None:
         draw(found, plot)
     if output == "json":
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-        return
-    console = Console()
-    for shown in (table(found), tier_table(found)):
-        if shown is not None:
-            console.print(shown)
+        print_json(found)
+    else:
+        show(*filter(None, (table(found), tier_table(found))))
 
 
 def _policies(text: str) -> tuple[PolicyName, ...]:
@@ -91,9 +83,3 @@ def _policies(text: str) -> tuple[PolicyName, ...]:
         if name not in known:
             raise ConfigError(f"there is no policy called {name!r}, expected some of {', '.join(POLICIES)}")
     return tuple(known[name] for name in names)
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdigit():
-        raise ConfigError(f"--capacity is {text!r}, expected whole numbers separated by commas, such as 5000,10000")
-    return int(text)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from ems.cli.acts import ask
-from ems.cli.options import CHANGING, Changing
-from ems.cli.shown import print_json
+from ems.cli.acts import answer, ask
+from ems.cli.options import CHANGING, Asking, Changing, Flag, Seconds
+from ems.cli.shown import complain
 from ems.cli.stop import stop as stop_node
-from ems.pool.administration.acts import Drain
+from ems.pool.protocol.acts import Drain
 
 _POLL_SECONDS = 0.1
 
 
 def drain(
     *,
-    undo: Annotated[bool, Parameter(negative="")] = False,
-    stop: Annotated[bool, Parameter(negative="")] = False,
-    timeout: float = 60.0,
+    undo: Flag = False,
+    stop: Flag = False,
+    timeout: Seconds = 60.0,
     asked: Changing = CHANGING,
 ) -> int:
     """Let the node take no new pages in, and wait until nobody reads or writes.
@@ -37,24 +33,22 @@ def drain(
     timeout
         Seconds to wait for readers and writers; exit status 1 when they take longer.
     """
-    report = ask(asked.socket, Drain(draining=not undo), dry_run=asked.dry_run)
+    report = ask(asked.at, Drain(draining=not undo), dry_run=asked.dry_run)
     deadline = time.monotonic() + timeout
     while not (undo or asked.dry_run) and _in_use(report) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
-        report = ask(asked.socket, Drain(), dry_run=True)
+        report = ask(asked.at, Drain(), dry_run=True)
     idle = not _in_use(report)
-    if asked.json:
-        print_json(report)
-    else:
-        state = "takes nothing new in" if report["draining"] else "takes pages in"
-        print(f"the node {state}; {report['leases']} leases and {report['reservations']} reservations are held")
+    state = "takes nothing new in" if report["draining"] else "takes pages in"
+    held = f"{report['leases']} leases and {report['reservations']} reservations are held"
+    answer(report, f"the node {state}; {held}", asked)
     if undo or asked.dry_run:
         return 0
     if not idle:
-        print(f"error: the node was still in use after {timeout:.0f} s, it goes on draining", file=sys.stderr)
+        complain(f"the node was still in use after {timeout:g} s, it goes on draining")
         return 1
-    return stop_node(socket=asked.socket) if stop else 0
+    return stop_node(asked=Asking(socket=asked.socket)) if stop else 0
 
 
 def _in_use(report: dict[str, int]) -> bool:
-    return bool(report["leases"] or report["reservations"] or report["slots_resting"])
+    return bool(report["leases"] or report["reservations"])

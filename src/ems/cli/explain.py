@@ -8,18 +8,17 @@ from typing import Any
 
 import msgspec
 
-from ems.cli.acts import ask
+from ems.cli.acts import connected
 from ems.cli.options import ASKING, Asking
-from ems.cli.show import facts_of
+from ems.cli.show import show
 from ems.cli.shown import print_facts, print_json
-from ems.config import default_socket
 from ems.errors import ConfigError, PoolRefused
-from ems.pool.administration.acts import List, Show
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
+from ems.pool.names import own_name
+from ems.pool.protocol.acts import List, Show
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
-from ems.pool.tenants.names import own_name
 from ems.vllm.planes import page_keys
 
 
@@ -69,26 +68,17 @@ def explain(
         raise ConfigError("give one of --prompt, --tokens, --request and --key")
     what = request if request is not None else key
     if what is not None:
-        report = ask(asked.socket, Show(what))
-        if asked.json:
-            print_json(report)
-        else:
-            for number, facts in enumerate(facts_of(report)):
-                print("\n" * bool(number), end="")
-                print_facts(facts)
+        show(what, asked=asked)
         return
     ids = ids_of(prompt, model, tokens)
-    client = PoolClient(asked.socket or default_socket(), "ems explain", administers=True)
-    try:
-        planes = _described(client)
+    with connected(asked.at) as client:
+        planes = described_planes(client)
         if not planes:
             raise PoolRefused(
                 "no engine has described a layout to this node yet, so the names of the prompt's blocks are not known; "
                 "start an engine, or ask for a --key"
             )
         every = [look(client, plane, ids) for plane in planes]
-    finally:
-        client.close()
     tell_of_others(every)
     named = {plane.namespace for plane in planes if namespace in (None, plane.namespace, plane.identity)}
     rows = [row for row in every if row["namespace"] in named]
@@ -99,9 +89,7 @@ def explain(
     if asked.json:
         print_json({"tokens": len(ids), "namespaces": rows})
         return
-    for number, row in enumerate(rows):
-        print("\n" * bool(number), end="")
-        print_facts(_told(row, len(ids)))
+    print_facts(*(_told(row, len(ids)) for row in rows))
 
 
 def read_tokens(path: Path) -> list[int]:
@@ -111,13 +99,17 @@ def read_tokens(path: Path) -> list[int]:
         ConfigError: it cannot be read, or has something else.
     """
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read tokens from {path}: {error}") from error
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read tokens from {path} ({error.strerror}), name another file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text, expected a JSON list or numbers separated by spaces") from error
     try:
         ids = msgspec.json.decode(text, type=list[int]) if text.lstrip()[:1] == "[" else [int(n) for n in text.split()]
     except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError(f"{path} has something else than token ids: {error}") from error
+        raise ConfigError(
+            f"{path} has something else than token ids, expected a JSON list or numbers separated by spaces"
+        ) from error
     if not ids:
         raise ConfigError(f"{path} has no token ids, expected a JSON list or numbers separated by spaces")
     return ids
@@ -146,16 +138,8 @@ def ids_of(prompt: str | None, model: Path | None, tokens: Path | None) -> list[
     return read_tokens(tokens) if tokens is not None else _tokenize(prompt or "", model)
 
 
-def described_planes(socket: Path | None) -> list[Plane]:
-    """The namespaces that vLLM engines described to the node of ``socket``."""
-    client = PoolClient(socket or default_socket(), "ems", administers=True)
-    try:
-        return _described(client)
-    finally:
-        client.close()
-
-
-def _described(client: PoolClient) -> list[Plane]:
+def described_planes(client: PoolClient) -> list[Plane]:
+    """The namespaces that vLLM engines described to the node."""
     found = []
     for row in client.administer(List())["namespaces"]:
         name: str = row["namespace"]
@@ -184,12 +168,12 @@ def look(client: PoolClient, plane: Plane, ids: list[int]) -> dict[str, Any]:
     }
     step = MAX_KEYS // plane.shards
     for start in range(0, blocks, step):
-        keys = page_keys(chain.joined(start, min(start + step, blocks)), plane.shards)
-        told = client.explain(plane.namespace, keys)
-        for offset in range(len(told.codes) // plane.shards):
-            codes = told.codes[offset * plane.shards : (offset + 1) * plane.shards]
+        keys = page_keys(chain.packed(start, min(start + step, blocks)), plane.shards)
+        explained = client.explain(plane.namespace, keys)
+        for offset in range(len(explained.codes) // plane.shards):
+            codes = explained.codes[offset * plane.shards : (offset + 1) * plane.shards]
             missing = next((code for code in codes if code not in (0, Reason.GAP.code)), 0)
-            _count(row, start + offset, missing, told.detail)
+            _count(row, start + offset, missing, explained.detail)
     return row
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Annotated, Literal
 
-import msgspec
-from cyclopts import Parameter
-
+from ems.cli.options import Flag, Format
+from ems.cli.shown import note, print_json, say
 from ems.config import format_size
-from ems.pool.tiers.fsck import Report, check
+from ems.pool.tiers.fsck import Finding, Report, check
 from ems.pool.tiers.settings import parse_tier
 
-Output = Literal["text", "json"]
 EXIT_WRONG = 1
 _EVERY = 100
 
@@ -22,12 +18,14 @@ def fsck(
     tier: str,
     /,
     *,
-    dry_run: bool = False,
-    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+    dry_run: Flag = False,
+    output: Format = "table",
 ) -> int:
     """Check a tier below memory and mend it; a node may use it meanwhile.
 
-    Exit status 1 when something is wrong that was not mended.
+    Good pages of damaged packs are written anew, and the packs set aside in the tier's quarantine. What is no pack of
+    this release, or was sealed with another key, is named and left as it is. Exit status 1 when something is wrong that
+    was not mended.
 
     Parameters
     ----------
@@ -41,7 +39,7 @@ def fsck(
     config = parse_tier(tier)
     report = check(config, time.time(), dry_run=dry_run, progress=_say)
     if output == "json":
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        print_json(report)
     else:
         _print(report)
     return EXIT_WRONG if report.unmended else 0
@@ -49,18 +47,29 @@ def fsck(
 
 def _say(packs: int) -> None:
     if packs % _EVERY == 0:
-        print(f"{packs} packs checked", file=sys.stderr)
+        note(f"{packs} packs checked")
 
 
 def _print(report: Report) -> None:
-    print(f"{report.tier}: {report.packs} packs, {report.pages} good pages, {format_size(report.bytes)}")
+    say(f"{report.tier}: {report.packs} packs, {report.pages} good pages, {format_size(report.bytes)}")
     for finding in report.findings:
-        done = "mended" if finding.mended else "not mended"
-        kept = f", {finding.good_pages} pages kept" if finding.mended else ""
-        print(f"{finding.blob}: {finding.reason}, {done}{kept}")
+        say(f"{finding.blob}: {finding.reason}, {_done(finding)}")
+    if report.unchecked:
+        say(f"{report.unchecked} packs have the right checksums; for want of their key nobody knows who wrote them")
+    if report.quarantined:
+        say(f"{len(report.quarantined)} damaged packs are set aside: {', '.join(report.quarantined)}")
     if report.leftovers:
-        print(f"{report.leftovers} pieces that dead writers left, {'left' if report.dry_run else 'removed'}")
+        say(f"{report.leftovers} pieces that dead writers left, {'left' if report.dry_run else 'removed'}")
     if report.foreign:
         more = "" if report.foreign == len(report.foreign_names) else ", ..."
-        print(f"{report.foreign} that are not of EMS and were left alone: {', '.join(report.foreign_names)}{more}")
-    print("something is wrong" if report.unmended else "all is well")
+        say(f"{report.foreign} that are not of EMS and were left alone: {', '.join(report.foreign_names)}{more}")
+    mended = len(report.findings) - report.unmended
+    say("something is wrong" if report.unmended else f"{mended} mended, all else is well" if mended else "all is well")
+
+
+def _done(finding: Finding) -> str:
+    if finding.kind == "mended":
+        return f"mended, {finding.good_pages} pages kept"
+    if finding.kind == "damaged":
+        return f"not mended, {finding.good_pages} pages are good"
+    return "left as it is"

@@ -8,8 +8,8 @@ from ems.cli.acts import ask
 from ems.cli.options import ASKING, Asking
 from ems.cli.shown import age, print_json, print_table
 from ems.config import format_size
-from ems.pool.administration.acts import List
 from ems.pool.administration.grouping import By, grouped
+from ems.pool.protocol.acts import List
 
 
 def listing(*, by: By = "namespace", asked: Asking = ASKING) -> None:
@@ -20,13 +20,13 @@ def listing(*, by: By = "namespace", asked: Asking = ASKING) -> None:
     by
         One line for each namespace, model or tenant.
     """
-    rows = grouped(ask(asked.socket, List())["namespaces"], by)
+    rows = grouped(ask(asked.at, List())["namespaces"], by)
     if asked.json:
-        print_json({by + "s": rows})
+        print_json({"items": rows})
         return
     tiers = list(dict.fromkeys(tier["name"] for row in rows for tier in row["tiers"]))
     print_table(
-        (by.upper(), "PAGES", "WRITING", "LEASES", "PINNED", "BYTES", "LAST USED", *tiers),
+        (by.upper(), "PAGES", "WRITING", "LEASES", "PINNED", "BYTES", "IDLE", *tiers),
         [
             (
                 str(row[by]),
@@ -35,7 +35,7 @@ def listing(*, by: By = "namespace", asked: Asking = ASKING) -> None:
                 str(row["leases"]),
                 str(row["pinned"]),
                 format_size(row["bytes"]),
-                f"{age(row['idle_seconds'])} ago",
+                age(row["idle_seconds"]),
                 *(_below(row["tiers"], tier) for tier in tiers),
             )
             for row in rows

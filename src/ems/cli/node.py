@@ -7,68 +7,79 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import structlog
 import uvloop
 from cyclopts import Parameter
 
-from ems.config import (
-    DEFAULT_HTTP_PORT,
-    DEFAULT_POLICY,
-    NodeConfig,
-    PolicyName,
-    default_directory,
-    format_size,
-    parse_size,
-)
-from ems.errors import ConfigError, PoolError
+from ems.cli.node_file import SYSTEM_FILE, parse_mode, parse_tiers, read_file, settings
+from ems.cli.options import Flag
+from ems.cli.shown import complain
+from ems.config import NodeConfig, PolicyName, allows_disk, format_size, parse_size
+from ems.errors import ConfigError, PoolError, PoolRefused
+from ems.pool.layout import FORMAT_VERSION
 from ems.pool.node.pool_node import Node
-from ems.pool.node.succession import Inheritance
+from ems.pool.node.restart import Check, KeptOpen, become, kept_open
+from ems.pool.ownership import is_foreign
+from ems.pool.tenants import store
+from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.settings import parse_tier
+from ems.version import __version__
 
 EXIT_CANNOT_START = 3
 
 
 def node(
     *,
-    dir: Annotated[Path | None, Parameter(env_var="EMS_DIR")] = None,  # noqa: A002 - the flag is called --dir
-    socket: Annotated[Path | None, Parameter(env_var="EMS_SOCKET")] = None,
-    socket_mode: str = "600",
-    tenants: Annotated[Path | None, Parameter(env_var="EMS_TENANTS")] = None,
-    size: Annotated[str | None, Parameter(env_var="EMS_POOL_SIZE")] = None,
+    config: Path | None = None,
+    dir: Annotated[str, Parameter(env_var="EMS_DIR", show_default=False)] = "",  # noqa: A002 - the flag is called --dir
+    allow_disk: bool | None = None,
+    socket: Annotated[str, Parameter(env_var="EMS_SOCKET", show_default=False)] = "",
+    socket_mode: str | None = None,
+    tenants: Annotated[str, Parameter(env_var="EMS_TENANTS", show_default=False)] = "",
+    size: Annotated[str, Parameter(env_var="EMS_POOL_SIZE", show_default=False)] = "",
     segment_size: str | None = None,
-    high_watermark: float = 0.95,
-    eviction_ratio: float = 0.05,
-    policy: PolicyName = DEFAULT_POLICY,
-    http_host: str = "127.0.0.1",
-    http_port: int = DEFAULT_HTTP_PORT,
+    high_watermark: float | None = None,
+    eviction_ratio: float | None = None,
+    policy: PolicyName | None = None,
+    http_host: str | None = None,
+    http_port: int | None = None,
     http_token_file: Path | None = None,
-    http: bool = True,
-    prefault: bool = True,
-    verify: Literal["always", "sampled", "never"] = "sampled",
-    fresh: bool = False,
-    tier: Annotated[list[str] | None, Parameter(env_var="EMS_TIER")] = None,
+    http: bool | None = None,
+    prefault: bool | None = None,
+    verify: Literal["always", "sampled", "never"] | None = None,
+    fresh: Flag = False,
+    tier: Annotated[list[str] | None, Parameter(env_var="EMS_TIER", negative="")] = None,
     autostarted: Annotated[bool, Parameter(show=False)] = False,
-    take_over: Annotated[bool, Parameter(show=False)] = False,
+    check: Annotated[bool, Parameter(show=False)] = False,
 ) -> int:
     """Run the pool node of this host.
 
+    Flags go before environment variables, and these before the file of --config.
+
     Parameters
     ----------
+    config
+        TOML file whose keys are these flags' names, as in size = "8GB"; default /etc/ems/node.toml where that is.
     dir
-        tmpfs folder of the segments, default /dev/shm/ems (root) or /dev/shm/ems-UID.
+        tmpfs folder of the segments and of nothing else, default /dev/shm/ems (root) or /dev/shm/ems-UID.
+    allow_disk
+        Keep the segments in that folder even where it is on a disk; default EMS_ALLOW_DISK.
     socket
         Unix socket that engines connect to, default node.sock in that folder.
     socket_mode
-        Who may connect to it, as the octal mode of a file; 666 lets other users in, which takes --tenants.
+        Who may connect to it, as the octal mode of a file, default 600; 666 lets other users in, which takes --tenants.
     tenants
         File of tenants and their keys (see ems tenant); without one the node is open to whoever reaches its socket.
     size
@@ -76,57 +87,62 @@ def node(
     segment_size
         Size of one segment, default a sixteenth of the pool between 64 MiB and 1 GiB.
     high_watermark
-        Share of the pool in use at which eviction starts.
+        Share of the pool in use at which eviction starts, default 0.95.
     eviction_ratio
-        Share of the pool that one eviction frees.
+        Share of the pool that one eviction frees, default 0.05.
     policy
-        Which page leaves first: forecast learns from the load; lru, s3fifo and arc are for comparison.
+        Which page leaves first: forecast, the default, learns from the load; lru, s3fifo and arc are for comparison.
     http_host
-        Address of /health, /readyz and /metrics.
+        Address of /health, /readyz and /metrics, default 127.0.0.1.
     http_port
-        Port of the same; 0 picks a free one.
+        Port of the same, default 9410; 0 picks a free one.
     http_token_file
-        File with the token that shows the metrics of a node with tenants; without one it shows them to nobody.
+        File (mode 600) with the token that shows namespaces, requests and keys over HTTP; without one nobody sees them.
     http
-        Serve HTTP at all.
+        Serve HTTP at all; by default it does.
     prefault
-        Touch the pool's memory in the background right after the start.
+        Touch the pool's memory in the background right after the start; by default it does.
     verify
-        Which loaded pages engines check against their checksums; those from before a restart are checked always.
+        Which loaded pages engines check against checksums, default sampled; those from before a restart always.
     fresh
         Drop the pages that an earlier node left in the folder; what tiers have stays there.
     tier
-        Where pages live below memory, such as 'dir:/var/cache/ems?size=100GB' or 's3://bucket/prefix'; may be repeated.
+        Where pages live below memory, such as dir:/var/cache/ems?size=100GB or s3://bucket/prefix; may be repeated.
     autostarted
         Set by engines that start a node by themselves.
-    take_over
-        Set by `ems upgrade`: be the node that listens on the socket, with its settings, in the place of its process.
+    check
+        Say which release this is if it could start like this, and start nothing; a node asks before it restarts.
     """
-    directory = dir or default_directory()
-    if take_over:
-        return _run(lambda: _succeed(socket or directory / "node.sock"))
-    config = NodeConfig(
-        directory=directory,
-        socket=socket or directory / "node.sock",
-        socket_mode=_mode(socket_mode),
-        tenants=tenants,
-        size=parse_size(size, name="--size") if size else 0,
-        segment_size=parse_size(segment_size, name="--segment-size") if segment_size else 0,
-        high_watermark=high_watermark,
-        eviction_ratio=eviction_ratio,
-        policy=policy,
-        http_host=http_host,
-        http_port=http_port if http else None,
-        http_token_file=http_token_file,
-        prefault=prefault,
-        verify=verify,
-        fresh=fresh,
-        tiers=tuple(tier or ()),
-        autostarted=autostarted,
-    )
-    for one in config.tiers:
-        parse_tier(one)
-    return _run(lambda: uvloop.run(_serve(config)))
+    # A variable that is set to nothing is one that is not set; as a path it would be the current folder.
+    flags = {
+        "directory": Path(dir) if dir else None,
+        "allow_disk": allows_disk() if allow_disk is None and os.environ.get("EMS_ALLOW_DISK") else allow_disk,
+        "socket": Path(socket) if socket else None,
+        "socket_mode": None if socket_mode is None else parse_mode(socket_mode),
+        "tenants": Path(tenants) if tenants else None,
+        "size": parse_size(size, name="--size") if size else None,
+        "segment_size": parse_size(segment_size, name="--segment-size") if segment_size else None,
+        "high_watermark": high_watermark,
+        "eviction_ratio": eviction_ratio,
+        "policy": policy,
+        "http_host": http_host,
+        "http_port": http_port,
+        "http_token_file": http_token_file,
+        "http": http,
+        "prefault": prefault,
+        "verify": verify,
+        "tiers": None if tier is None else parse_tiers(tier),
+    }
+    if config is None and SYSTEM_FILE.exists() and not autostarted:
+        config = SYSTEM_FILE
+    fields = {} if config is None else read_file(config)
+    fields |= {name: value for name, value in flags.items() if value is not None}
+    chosen = settings({**fields, "fresh": fresh, "autostarted": autostarted})
+    if check:
+        _can_start(chosen)
+        print(msgspec.json.encode(Check(__version__, FORMAT_VERSION)).decode())
+        return 0
+    return _run(lambda: uvloop.run(_serve(chosen, kept_open())))
 
 
 def _run(serve: Callable[[], None]) -> int:
@@ -137,30 +153,24 @@ def _run(serve: Callable[[], None]) -> int:
     try:
         serve()
     except (ConfigError, PoolError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(str(error))
         return EXIT_CANNOT_START
     return 0
 
 
-def _succeed(path: Path) -> None:
-    """Take the place of the process that is the node on the socket ``path``."""
-    # From here on its clients wait: whatever can be done before is done before.
-    import ems.pool.http.server
-    import ems.pool.policy.forecast  # noqa: F401 - loaded when needed, which must not be then
+def _can_start(config: NodeConfig) -> None:
+    """Look at all that a start needs beside the folder and the sockets, which the node that asks has already.
 
-    inheritance = Inheritance(path)
-    try:
-        uvloop.run(_serve(inheritance.config, inheritance))
-    except BaseException:
-        inheritance.close()
-        raise
-
-
-def _mode(text: str) -> int:
-    try:
-        return int(text, 8)
-    except ValueError:
-        raise ConfigError(f"--socket-mode is {text!r}, expected an octal mode such as 600 or 666") from None
+    Raises:
+        ConfigError: something of it is wrong.
+    """
+    _token(config)
+    if config.tenants is not None:
+        store.read(config.tenants)
+    for tier in config.tiers:
+        open_tier(parse_tier(tier))
+    if config.http_port is not None:
+        import_module("ems.pool.http.server")
 
 
 def _token(config: NodeConfig) -> str:
@@ -168,9 +178,19 @@ def _token(config: NodeConfig) -> str:
     if path is None:
         return ""
     try:
+        status = path.stat()
+        if status.st_mode & 0o027 or is_foreign(status.st_uid):
+            raise ConfigError(
+                f"{path} can be read or changed by others (mode {status.st_mode & 0o777:o}, user {status.st_uid}), "
+                "expected a file of this user or root with mode 600 or 640; change that, or make another token"
+            )
         token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token in {path} ({error}), give another --http-token-file") from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the token in {path} ({error.strerror}), give another --http-token-file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text, expected a token, give another --http-token-file") from error
     if not token:
         raise ConfigError(f"{path} is empty, expected a token; write one into it or leave --http-token-file out")
     return token
@@ -181,7 +201,7 @@ def _log_to_stderr() -> None:
         processors=[
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.add_log_level,
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR")),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -189,12 +209,17 @@ def _log_to_stderr() -> None:
 
 
 @contextlib.contextmanager
-def _bound(config: NodeConfig) -> Iterator[socket.socket | None]:
-    """The socket of the HTTP server, None for a node without one.
+def _bound(config: NodeConfig, kept: KeptOpen | None) -> Iterator[socket.socket | None]:
+    """The socket of the HTTP server, None for a node without one; the one that was ``kept`` open if there is one.
 
     A node that an engine started takes any port where its own is taken: nobody is there to choose another.
     """
     host, port = config.http_host, config.http_port
+    if kept is not None and kept.http is not None:
+        with socket.socket(fileno=kept.http) as listener:
+            if port is not None:
+                yield listener
+                return
     if port is None:
         yield None
         return
@@ -205,6 +230,10 @@ def _bound(config: NodeConfig) -> Iterator[socket.socket | None]:
             _bind(listener, host, port, or_any=config.autostarted)
             listener.listen()
         except OSError as error:
+            if kept is not None:  # its clients do not lose their pool for that
+                structlog.get_logger("ems.node").error("cannot serve HTTP", port=port, reason=error.strerror)
+                yield None
+                return
             raise ConfigError(
                 f"cannot serve HTTP on {host}:{port}: {error.strerror}; give another --http-port, 0 for a free one, "
                 "or --no-http"
@@ -227,7 +256,21 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _serve(config: NodeConfig, inheritance: Inheritance | None = None) -> None:
+def _as_it_was(config: NodeConfig, kept: KeptOpen) -> NodeConfig:
+    """The settings of a node that restarts: all of its pages stay, whatever a file of settings says by now."""
+    return msgspec.structs.replace(
+        config,
+        fresh=False,
+        size=kept.size,
+        segment_size=kept.segment_size,
+        directory=Path(kept.directory),
+        socket=Path(kept.socket),
+    )
+
+
+async def _serve(config: NodeConfig, kept: KeptOpen | None) -> None:
+    if kept is not None:
+        config = _as_it_was(config, kept)
     token = _token(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -235,20 +278,16 @@ async def _serve(config: NodeConfig, inheritance: Inheritance | None = None) -> 
         loop.add_signal_handler(number, stop.set)
     log = structlog.get_logger("ems.node")
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_bound(config)) if inheritance is None else None
+        listener = stack.enter_context(_bound(config, kept))
         # Pages by the hundred thousand are made, none of which is garbage.
         gc.disable()
-        node = Node(config, inheritance=inheritance)
-        if inheritance is None:
-            node.http_socket = listener
-        elif node.http_socket is not None:
-            listener = stack.enter_context(node.http_socket)
+        node = Node(config, kept=kept)
         stack.callback(node.close)
         node.start()
         gc.freeze()
         gc.enable()
         # A terminal that is closed says the same, and means the end.
-        loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stdin.isatty() else Successor(config).start)
+        loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stdin.isatty() else partial(_restart, node))
         port = listener.getsockname()[1] if listener else None
         log.info(
             "ready",
@@ -261,40 +300,37 @@ async def _serve(config: NodeConfig, inheritance: Inheritance | None = None) -> 
             await _end_of(node, stop)
         else:
             await _serve_http(node, listener, stop, token)
-        if not node.handed_over.is_set():
-            log.info("stopping")
+        if node.restart.due.is_set():
+            stays = node.keep_open(listener)
+            node.close()
+            await loop.shutdown_default_executor()
+            become(stays)  # in here: to forget all pages one by one would take its time
+        log.info("stopping")
 
 
 async def _end_of(node: Node, stop: asyncio.Event) -> None:
-    """Wait until the node is to stop, or is another process's."""
-    ends = {asyncio.create_task(stop.wait()), asyncio.create_task(node.handed_over.wait())}
+    """Wait until the node is to stop or to restart."""
+    ends = {asyncio.create_task(stop.wait()), asyncio.create_task(node.restart.due.wait())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
 
 
 async def _serve_http(node: Node, listener: socket.socket, stop: asyncio.Event, token: str) -> None:
-    from ems.pool.http.server import build_server
+    from ems.pool.http.server import HttpServer
 
-    server = build_server(node, private=node.config.tenants is not None, token=token)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    server = HttpServer(node, private=node.config.tenants is not None, token=token)
+    serving = asyncio.create_task(server.serve(listener))
     stopping = asyncio.create_task(_end_of(node, stop))
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    server.should_exit = True
-    await serving
+    for task in (serving, stopping):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
-class Successor:
-    """What a node starts when it is asked (SIGHUP) to go on as a process of the release that is installed now."""
-
-    def __init__(self, config: NodeConfig) -> None:
-        self._socket = config.socket.absolute()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start the process that will ask to take over; one at a time."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        command = [sys.executable, "-m", "ems.cli", "node", "--take-over", "--socket", str(self._socket)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+def _restart(node: Node) -> None:
+    try:
+        node.restart.wish()
+    except PoolRefused as error:
+        structlog.get_logger("ems.node").warning("the node does not restart", reason=str(error))

@@ -4,15 +4,39 @@ A verb takes a whole group as its last argument; to whoever types they are flags
 real ones, not texts: groups of other modules that build on these inherit them, and have other names in sight.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from ems.config import default_socket
+from ems.errors import ConfigError
+
+
+def _seconds(_: object, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError("seconds, 0 or more")
+
+
 Output = Literal["table", "json"]
 Socket = Annotated[Path | None, Parameter(env_var="EMS_SOCKET")]
 Format = Annotated[Output, Parameter(name=["--output", "-o"])]
+Seconds = Annotated[float, Parameter(validator=_seconds)]
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
+"""A flag whose absence means no."""
+
+
+def parse_counts(text: str, name: str) -> tuple[int, ...]:
+    """The whole numbers in ``text``, separated by commas.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ConfigError(f"{name} is {text!r}, expected whole numbers separated by commas, such as 128,1024")
+    return tuple(int(part) for part in text.split(","))
 
 
 @Parameter(name="*")
@@ -27,8 +51,12 @@ class Asking:
 
     @property
     def json(self) -> bool:
-        """Whether a script reads the answer."""
         return self.output == "json"
+
+    @property
+    def at(self) -> Path:
+        """The socket that is meant; a variable that is set to nothing is one that is not set."""
+        return self.socket if self.socket not in (None, Path()) else default_socket()
 
 
 @Parameter(name="*")
@@ -36,7 +64,7 @@ class Asking:
 class Changing(Asking):
     """The same for a verb that changes something."""
 
-    dry_run: Annotated[bool, Parameter(negative="")] = False
+    dry_run: Flag = False
     """Only say what would be done."""
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ems.cli.acts import ask
-from ems.cli.clear import parse_age
+from ems.cli.acts import answer, ask
 from ems.cli.options import CHANGING, Changing
-from ems.cli.shown import print_json
+from ems.config import parse_duration
 from ems.errors import ConfigError
-from ems.pool.administration.acts import Pin
 from ems.pool.keys import KEY_BYTES
+from ems.pool.protocol.acts import Pin
 
 
 def pin(namespace: str, /, *keys: str, lasting: str = "0", asked: Changing = CHANGING) -> None:
@@ -23,7 +22,7 @@ def pin(namespace: str, /, *keys: str, lasting: str = "0", asked: Changing = CHA
     lasting
         How long, such as 15m or 12h, a day at most; 0 is a day.
     """
-    act = Pin(namespace, parse_keys(keys), seconds=parse_age(lasting, "--lasting"))
+    act = Pin(namespace, parse_keys(keys), seconds=parse_duration(lasting, name="--lasting"))
     _tell(act, "pin", asked)
 
 
@@ -60,10 +59,8 @@ def parse_keys(keys: tuple[str, ...]) -> bytes:
 
 
 def _tell(act: Pin, verb: str, asked: Changing) -> None:
-    report = ask(asked.socket, act, dry_run=asked.dry_run)
-    if asked.json:
-        print_json(report)
-    else:
-        done = f"would {verb}" if asked.dry_run else f"{verb}ned"
-        refused = f"; {report['refused']} more would be over half of its room" if report["refused"] else ""
-        print(f"{done} {report['pages']} pages; {report['pinned']} pages of the namespace are pinned{refused}")
+    report = ask(asked.at, act, dry_run=asked.dry_run)
+    done = f"would {verb}" if asked.dry_run else f"{verb}ned"
+    refused = f"; {report['refused']} more would be over half of its room" if report["refused"] else ""
+    text = f"{done} {report['pages']} pages; {report['pinned']} pages of the namespace are pinned{refused}"
+    answer(report, text, asked)

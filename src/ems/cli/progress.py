@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ems.cli.shown import note
 
 
 class Bars:
@@ -29,7 +30,7 @@ class Bars:
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total)
             if self._progress.disable:
-                print(name.strip(), file=sys.stderr, flush=True)
+                note(name.strip())
         self._progress.update(self._tasks[name], completed=done)
 
     def __enter__(self) -> Self:

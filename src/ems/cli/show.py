@@ -8,7 +8,7 @@ from ems.cli.acts import ask
 from ems.cli.options import ASKING, Asking
 from ems.cli.shown import age, print_facts, print_json
 from ems.config import format_size
-from ems.pool.administration.acts import Show
+from ems.pool.protocol.acts import Show
 
 
 def show(what: str, /, *, asked: Asking = ASKING) -> None:
@@ -19,14 +19,11 @@ def show(what: str, /, *, asked: Asking = ASKING) -> None:
     what
         A namespace's name, a key of 32 hex digits, or the id of a request (or a part of it).
     """
-    report = ask(asked.socket, Show(what))
+    report = ask(asked.at, Show(what))
     if asked.json:
         print_json(report)
     else:
-        for number, facts in enumerate(facts_of(report)):
-            if number:
-                print()
-            print_facts(facts)
+        print_facts(*facts_of(report))
 
 
 def facts_of(report: dict[str, Any]) -> list[list[tuple[str, str]]]:

@@ -1,40 +1,72 @@
-"""How verbs show what they found: tables for people, JSON for scripts, remarks beside both."""
+"""How verbs show what they found: tables for people, JSON for scripts, remarks beside both.
+
+What goes to a terminal is folded to its width; a file and a pipe get whole lines.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from typing import TextIO
 
 import msgspec
 
+from ems.tables import Table, fold
+
+_LONGEST_NAME = 16
+_LEAST_TEXT = 24
+"""Columns of a fact's name, and of its text beside it; where either is not enough, the text has lines of its own."""
+
 
 def print_json(report: object) -> None:
-    """For scripts."""
     print(msgspec.json.format(msgspec.json.encode(report)).decode())
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """For people: the first column and texts to the left, all others to the right."""
-    from rich.console import Console
-    from rich.table import Table
-
-    # Into a file or a pipe nothing is cut.
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 250)
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for number, column in enumerate(columns):
-        left = number == 0 or not any(row[number][:1].isdigit() for row in rows)
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    show(Table(columns, rows))
 
 
-def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Name and text, a line each."""
-    width = max((len(name) for name, _ in facts), default=0)
-    for name, text in facts:
-        print(f"{name:<{width}}  {text}")
+def show(*tables: Table) -> None:
+    for number, table in enumerate(tables):
+        if number:
+            print()
+        for line in table.lines(_width(sys.stdout)):
+            print(line)
+
+
+def print_facts(*groups: Sequence[tuple[str, str]]) -> None:
+    """Name and text, a line each, with an empty line between groups."""
+    width = _width(sys.stdout)
+    for number, facts in enumerate(groups):
+        if number:
+            print()
+        names = max((len(name) for name, _ in facts if width is None or len(name) <= _LONGEST_NAME), default=0) + 2
+        for name, text in facts:
+            beside = len(name) <= names and names + max(_LEAST_TEXT, *map(len, text.split())) <= (width or sys.maxsize)
+            lines = (
+                fold(text, width, " " * names, name.ljust(names))
+                if beside
+                else [*fold(name, width), *fold(text, width, "  ")]
+            )
+            print("\n".join(lines))
+
+
+def say(text: str) -> None:
+    """Print a sentence that was asked for."""
+    print("\n".join(fold(text, _width(sys.stdout))))
+
+
+def note(text: str) -> None:
+    """Say something to the person, not to the script."""
+    print("\n".join(fold(text, _width(sys.stderr))), file=sys.stderr, flush=True)
+
+
+def complain(text: str) -> None:
+    """Say to the person that something is wrong."""
+    note(f"error: {text}")
 
 
 def age(seconds: float) -> str:
@@ -50,6 +82,13 @@ def moment(wall: float | None) -> str:
     return "never" if wall is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(wall))
 
 
-def note(text: str) -> None:
-    """Say something to the person, not to the script."""
-    print(text, file=sys.stderr)
+def counted(count: int, what: str) -> str:
+    """How many of something, in words."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _width(stream: TextIO) -> int | None:
+    """Columns of the terminal that shows ``stream``; None for a file or a pipe, unless COLUMNS gives data a width."""
+    if stream.isatty() or (stream is sys.stdout and os.environ.get("COLUMNS")):
+        return shutil.get_terminal_size().columns
+    return None

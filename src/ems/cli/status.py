@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from ems.cli.acts import figures
 from ems.cli.options import ASKING, Asking
-from ems.cli.shown import print_json
-from ems.config import default_socket, format_size
-from ems.pool.client.pool_client import PoolClient
+from ems.cli.shown import print_facts, print_json, print_table
+from ems.config import format_size
 
 
 def status(*, asked: Asking = ASKING) -> None:
     """Show the pool of this host at a glance."""
-    client = PoolClient(asked.socket or default_socket(), "ems status", administers=True)
-    try:
-        figures = client.stats()
-    finally:
-        client.close()
+    found = figures(asked.at)
     if asked.json:
-        print_json(figures)
-        return
-    _print_tables(figures)
+        print_json(found)
+    else:
+        _print_tables(found)
 
 
-def summary_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is shown of the node's ``figures`` above the table of namespaces, as name and text."""
-    counters = figures["counters"]
-    total, used = figures["bytes_total"], figures["bytes_used"]
+def summary_rows(seen: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is shown of the node's figures above the table of namespaces, as name and text."""
+    counters = seen["counters"]
+    total, used = seen["bytes_total"], seen["bytes_used"]
     asked, hit = counters["keys_looked_up"], counters["keys_hit"]
-    started = "an engine" if figures["autostarted"] else "hand"
+    started = "an engine" if seen["autostarted"] else "hand"
     return [
-        ("node", f"{figures['node'][:12]}, EMS {figures['release']}, process {figures['pid']}, started by {started}"),
-        ("up", _duration(figures["uptime_seconds"])),
+        ("node", f"{seen['node'][:12]}, EMS {seen['release']}, process {seen['pid']}, started by {started}"),
+        ("up", _duration(seen["uptime_seconds"])),
         ("memory", f"{format_size(used)} of {format_size(total)} hold pages ({_share(used, total)})"),
-        ("touched", f"{format_size(figures['bytes_touched'])} ({_share(figures['bytes_touched'], total)})"),
-        ("clients", f"{figures['clients'] - 1}, {figures['leases']} leases, {figures['reservations']} reservations"),
+        ("touched", f"{format_size(seen['bytes_touched'])} ({_share(seen['bytes_touched'], total)})"),
+        ("clients", f"{seen['clients'] - 1}, {seen['leases']} leases, {seen['reservations']} reservations"),
+        (
+            "writing",
+            f"{format_size(seen['bytes_reserved'])} reserved, {seen['slots_resting']} slots wait for cut-off writers",
+        ),
         ("lookups", f"{counters['lookups']}, {hit} of {asked} keys found ({_share(hit, asked)})"),
-        ("missed", _misses(figures.get("misses", {}))),
+        ("missed", _misses(seen.get("misses", {}))),
         ("pages", f"{counters['pages_committed']} stored, {counters['pages_evicted']} evicted"),
         (
             "refused",
             f"{counters['refused_no_space']} without room, {counters['refused_not_touched']} before memory was touched",
         ),
-        *(("tier", _tier(tier)) for tier in figures.get("tiers", ())),
+        (
+            "too many",
+            f"{counters['refused_share']} above a writer's share, {counters['reservations_expired']} late reservations",
+        ),
+        *(("tier", _tier(tier)) for tier in seen.get("tiers", ())),
     ]
 
 
@@ -80,27 +83,21 @@ def _duration(seconds: float) -> str:
     return "".join(shown) or "0s"
 
 
-def _print_tables(figures: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # Into a file or a pipe nothing is cut.
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 200)
-    for name, text in summary_rows(figures):
-        console.print(f"{name:<8} {text}")
-    if not figures["namespaces"]:
-        return
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for column in ("NAMESPACE", "PAGES", "WRITING", "SLOTS", "PAGE SIZE", "BYTES"):
-        table.add_column(column, justify="left" if column == "NAMESPACE" else "right", no_wrap=True)
-    for row in figures["namespaces"]:
-        table.add_row(
-            row["name"],
-            str(row["pages"]),
-            str(row["writing"]),
-            str(row["capacity"]),
-            format_size(row["page_size"]),
-            format_size(row["pages"] * row["page_size"]),
+def _print_tables(seen: dict[str, Any]) -> None:
+    print_facts(summary_rows(seen))
+    if seen["namespaces"]:
+        print()
+        print_table(
+            ("NAMESPACE", "PAGES", "WRITING", "SLOTS", "PAGE SIZE", "BYTES"),
+            [
+                (
+                    row["name"],
+                    str(row["pages"]),
+                    str(row["writing"]),
+                    str(row["capacity"]),
+                    format_size(row["page_size"]),
+                    format_size(row["pages"] * row["page_size"]),
+                )
+                for row in seen["namespaces"]
+            ],
         )
-    console.print()
-    console.print(table)

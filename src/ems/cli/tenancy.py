@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from ems.cli.acts import figures
 from ems.cli.options import Asking, Changing
-from ems.cli.shown import note
-from ems.config import default_socket, default_tenants
+from ems.cli.shown import note, print_json
+from ems.config import default_tenants
 from ems.errors import EmsError, PoolError, PoolUnavailable
-from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.audit import NAME, AuditLog, act
 from ems.pool.tenants import store
 from ems.pool.tenants.registry import Registry
@@ -29,9 +29,8 @@ class Reading(Asking):
     """The file of tenants, default /etc/ems/tenants.json (root) or ~/.config/ems/tenants.json."""
 
     @property
-    def path(self) -> Path:
-        """The file of tenants."""
-        return self.tenants or default_tenants()
+    def file(self) -> Path:
+        return self.tenants if self.tenants not in (None, Path()) else default_tenants()
 
 
 @Parameter(name="*")
@@ -62,7 +61,7 @@ def change(
     Raises:
         ConfigError: it makes no sense, or the file cannot be used.
     """
-    path = asked.path
+    path = asked.file
     log = AuditLog(path.with_name(NAME))
     if asked.dry_run:
         before = store.read(path) if path.exists() or not create else _empty()
@@ -84,15 +83,25 @@ def _empty() -> Registry:
     return Registry(secret=bytes(SECRET_BYTES))
 
 
+def done(said: str, after: Registry, what: Mapping[str, object], asked: Writing) -> None:
+    """Say what was done, and whether the node obeys."""
+    if asked.json:
+        print_json({**what, "revision": after.revision, "dry_run": asked.dry_run})
+    if asked.dry_run:
+        note(f"{said}, were this not a dry run: nothing was changed")
+        return
+    note(said)
+    tell(asked, after.revision)
+
+
 def tell(asked: Writing, revision: int) -> None:
     """Wait until the node obeys ``revision`` of the file, and say on stderr whether it does."""
-    path = asked.socket or default_socket()
-    file = str(asked.path.absolute())
-    client = PoolClient(path, "ems tenants", administers=True)
+    path = asked.at
+    file = str(asked.file.absolute())
     deadline = time.monotonic() + OBEY_SECONDS
     try:
         while True:
-            known: Any = client.stats().get("tenants") or {}
+            known: Any = figures(path).get("tenants") or {}
             if known.get("file") != file:
                 note(f"the node on {path} does not read {file}, start it with 'ems node --tenants {file}'")
                 return
@@ -107,22 +116,17 @@ def tell(asked: Writing, revision: int) -> None:
         note(f"no node runs on {path}, the next one started with --tenants {file} obeys")
     except PoolError as error:
         note(f"the node on {path} could not be asked whether it obeys: {error}")
-    finally:
-        client.close()
 
 
-def usage(socket: Path | None) -> dict[str, int] | None:
+def usage(socket: Path) -> dict[str, int] | None:
     """Bytes of pages of each tenant on the running node; None when it cannot be asked."""
-    from ems.pool.tenants.names import tenant_of
+    from ems.pool.names import tenant_of
 
-    client = PoolClient(socket or default_socket(), "ems tenants", administers=True)
     used: dict[str, int] = {}
     try:
-        rows: Any = client.stats()["namespaces"]
+        rows: Any = figures(socket)["namespaces"]
     except EmsError:
         return None
-    finally:
-        client.close()
     for row in rows:
         owner = tenant_of(row["name"])
         used[owner] = used.get(owner, 0) + row["pages"] * row["page_size"]

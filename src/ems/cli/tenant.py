@@ -6,13 +6,13 @@ import secrets
 
 import msgspec
 
-from ems.cli.shown import moment, note, print_json, print_table
-from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, tell, usage
-from ems.config import format_size
+from ems.cli.shown import moment, print_facts, print_json, print_table
+from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, done, usage
+from ems.config import GIB, format_size
 from ems.errors import ConfigError
+from ems.pool.core.quota import Quota
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram, store
-from ems.pool.tenants.quota import Quota
 from ems.pool.tenants.registry import Registry
 
 
@@ -28,7 +28,7 @@ def add(name: str, /, *, minimum: str = "0", cap: str = "100%", asked: Writing =
     cap
         Memory that it never exceeds, such as 16GB or 50%.
     """
-    quota = _quota(minimum, cap)
+    quota = _sensible(Quota(minimum, cap))
     what = {"tenant": name, "minimum": minimum, "cap": cap}
     _, after = change(
         "tenant add",
@@ -37,7 +37,7 @@ def add(name: str, /, *, minimum: str = "0", cap: str = "100%", asked: Writing =
         asked=asked,
         create=True,
     )
-    _done(f"tenant {name} added", after, what, asked)
+    done(f"tenant {name} added", after, what, asked)
 
 
 def set_(name: str, /, *, minimum: str | None = None, cap: str | None = None, asked: Writing = WRITING) -> None:
@@ -58,12 +58,19 @@ def set_(name: str, /, *, minimum: str | None = None, cap: str | None = None, as
 
     def apply(known: Registry) -> Registry:
         old = known.tenant(name).quota
-        quota = _quota(old.minimum if minimum is None else minimum, old.cap if cap is None else cap)
+        quota = _sensible(Quota(old.minimum if minimum is None else minimum, old.cap if cap is None else cap))
         what.update(minimum=quota.minimum, cap=quota.cap)
         return tenancy.set_quota(known, name, quota)
 
     _, after = change("tenant set", what, apply, asked=asked)
-    _done(f"tenant {name} changed", after, what, asked)
+    done(f"tenant {name} changed", after, what, asked)
+
+
+def _sensible(quota: Quota) -> Quota:
+    """``quota``, if it can be kept in a pool of some size."""
+    if all(quota.within(size).minimum > quota.within(size).cap for size in (GIB, GIB << 20)):
+        raise ConfigError(f"minimum is {quota.minimum}, expected at most the cap, which is {quota.cap}")
+    return quota
 
 
 def remove(name: str, /, *, asked: Writing = WRITING) -> None:
@@ -78,13 +85,13 @@ def remove(name: str, /, *, asked: Writing = WRITING) -> None:
     """
     what = {"tenant": name}
     _, after = change("tenant remove", what, lambda known: tenancy.remove_tenant(known, name), asked=asked)
-    _done(f"tenant {name} removed", after, what, asked)
+    done(f"tenant {name} removed", after, what, asked)
 
 
 def list_(*, asked: Reading = READING) -> None:
     """List the tenants, with what each of them has in the running node."""
-    known = store.read(asked.path)
-    used = usage(asked.socket)
+    known = store.read(asked.file)
+    used = usage(asked.at)
     rows = [
         {
             "tenant": name,
@@ -96,7 +103,7 @@ def list_(*, asked: Reading = READING) -> None:
         for name, tenant in sorted(known.tenants.items())
     ]
     if asked.json:
-        print_json(rows)
+        print_json({"items": rows})
         return
     cells = [
         (
@@ -105,7 +112,7 @@ def list_(*, asked: Reading = READING) -> None:
         )
         for row in rows
     ]  # fmt: skip
-    print_table(("TENANT", "MINIMUM", "CAP", "KEYS", "PAGES"), cells)
+    print_table(("TENANT", "MINIMUM", "CAP", "KEYS", "BYTES"), cells)
 
 
 def show(name: str, /, *, asked: Reading = READING) -> None:
@@ -116,34 +123,18 @@ def show(name: str, /, *, asked: Reading = READING) -> None:
     name
         The tenant.
     """
-    tenant = store.read(asked.path).tenant(name)
-    used = usage(asked.socket)
+    tenant = store.read(asked.file).tenant(name)
+    used = usage(asked.at)
     held = None if used is None else used.get(name, 0)
     keys = [{"key": key.id, "created": key.created, "expires": key.expires} for key in tenant.keys]
     if asked.json:
         print_json({"tenant": name, **msgspec.to_builtins(tenant.quota), "bytes": held, "keys": keys})
         return
-    print(f"tenant   {name}")
-    print(f"quota    at least {tenant.quota.minimum}, at most {tenant.quota.cap}")
-    print(f"pages    {'no node could be asked' if held is None else format_size(held)}")
-    for key in tenant.keys:
-        print(f"key      {key.id}, made {moment(key.created)}, ends {moment(key.expires)}")
-
-
-def _quota(minimum: str, cap: str) -> Quota:
-    return Quota(minimum, cap)
-
-
-def _done(
-    said: str,
-    after: Registry,
-    what: dict[str, object] | dict[str, str],
-    asked: Writing,
-) -> None:
-    if asked.json:
-        print_json({**what, "revision": after.revision, "dry_run": asked.dry_run})
-    if asked.dry_run:
-        note(f"{said}, were this not a dry run: nothing was changed")
-        return
-    note(said)
-    tell(asked, after.revision)
+    facts = [
+        ("tenant", name),
+        ("quota", f"at least {tenant.quota.minimum}, at most {tenant.quota.cap}"),
+        ("pages", "no node could be asked" if held is None else format_size(held)),
+    ]
+    print_facts(
+        [*facts, *(("key", f"{key.id}, made {moment(key.created)}, ends {moment(key.expires)}") for key in tenant.keys)]
+    )

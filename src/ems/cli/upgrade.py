@@ -1,51 +1,54 @@
-"""``ems upgrade``: let a new process of the installed release take the place of the pool node's, under live load."""
+"""``ems upgrade``: let the pool node become the installed release, under live load."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from pathlib import Path
+import time
 from typing import Any
 
-from ems.cli.options import Socket
-from ems.config import default_socket
+from ems.cli.acts import connected
+from ems.cli.options import ASKING, Asking, Seconds
+from ems.cli.shown import note, print_json
+from ems.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.node.launcher import START_SECONDS, start_successor
+from ems.pool.protocol.acts import Upgrade
+
+RESTART_SECONDS = 120.0
+"""How long an upgrade may take; it takes two seconds, half of them a restart, unless the machine is very busy."""
+_POLL_SECONDS = 0.05
 
 
-def upgrade(
-    *,
-    socket: Socket = None,
-    timeout: float = START_SECONDS,
-) -> int:
-    """Let a new process of the installed release take the place of the pool node's.
+def upgrade(*, timeout: Seconds = RESTART_SECONDS, asked: Asking = ASKING) -> None:
+    """Let the pool node become the release that is installed now, in its own process.
 
-    Pages, clients, leases and settings stay; clients do not notice. If the new process cannot take over, the old one
-    goes on as if nothing had been. SIGHUP to the node does the same.
+    Pages, pins and settings stay. Clients wait for about a second and go on. If the installed release cannot start the
+    node goes on as it is. SIGHUP to the node does the same.
 
     Parameters
     ----------
-    socket
-        The node's Unix socket, default that of this user's node.
     timeout
-        Seconds to wait for the new process.
+        Seconds to wait until the node is back.
     """
-    path = socket or default_socket()
-    before = _figures(path)
-    with tempfile.TemporaryFile() as log:
-        pid = start_successor(path, log, timeout)
-    after = _figures(path)
-    print(
-        f"the node on {path} is process {pid} with EMS {after['release']}, was process {before['pid']} with EMS "
-        f"{before['release']}",
-        file=sys.stderr,
-    )
-    return 0
+    deadline = time.monotonic() + timeout
+    with connected(asked.at) as client:
+        before = client.stats(timeout)
+        client.administer(Upgrade(), timeout=timeout)
+        after = _back(client, str(before["node"]), deadline)
+    note(f"the node on {asked.at} is EMS {after['release']}, was EMS {before['release']} (process {after['pid']})")
+    if asked.json:
+        was = {"pid": before["pid"], "release": before["release"]}
+        print_json({"socket": str(asked.at), "pid": after["pid"], "release": after["release"], "before": was})
 
 
-def _figures(path: Path) -> dict[str, Any]:
-    client = PoolClient(path, "ems upgrade", administers=True)
-    try:
-        return client.stats()
-    finally:
-        client.close()
+def _back(client: PoolClient, node: str, deadline: float) -> dict[str, Any]:
+    """The figures of the node after its restart; ``node`` is its identity before."""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            figures: dict[str, Any] = client.stats(left)
+        except PoolTimeout:
+            break
+        if figures["node"] != node:
+            return figures
+        if not figures["restart"]["wished"]:
+            raise PoolRefused(figures["restart"]["failure"])
+        time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
+    raise PoolUnavailable("the node did not come back in time, see its log and `ems health`")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from ems.cli.acts import ask
+from ems.cli.acts import ask, connected
 from ems.cli.explain import described_planes, ids_of
 from ems.cli.options import CHANGING, Changing
 from ems.cli.pin import parse_keys
-from ems.cli.shown import print_json
+from ems.cli.shown import complain, print_json, say
 from ems.config import format_size, parse_size
 from ems.errors import ConfigError, PoolRefused
-from ems.pool.administration.acts import Refill, Warm
 from ems.pool.keys import KEY_BYTES, KeyChain
+from ems.pool.protocol.acts import Refill, Warm
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.vllm.planes import page_keys
 
@@ -63,17 +62,18 @@ def warm(
         wanted = [(namespace or "", parse_keys(keys))]
     else:
         ids = ids_of(prompt, None if model is None else Path(model), tokens)
-        planes = [one for one in described_planes(asked.socket) if namespace in (None, one.namespace, one.identity)]
+        with connected(asked.at) as client:
+            planes = [one for one in described_planes(client) if namespace in (None, one.namespace, one.identity)]
         if not planes:
             raise PoolRefused("no engine has described such a layout to this node, give the namespace and the keys")
         wanted = []
         for plane in planes:
             chain = KeyChain(plane.identity, plane.block_size)
             blocks = chain.extend(ids)
-            wanted.append((plane.namespace, page_keys(chain.joined(0, blocks), plane.shards)))
+            wanted.append((plane.namespace, page_keys(chain.packed(0, blocks), plane.shards)))
     most = MAX_KEYS * KEY_BYTES
     reports = [
-        {"namespace": name, **ask(asked.socket, Warm(name, raw[start : start + most]), dry_run=asked.dry_run)}
+        {"namespace": name, **ask(asked.at, Warm(name, raw[start : start + most]), dry_run=asked.dry_run)}
         for name, raw in wanted
         for start in range(0, len(raw), most)
     ]
@@ -95,13 +95,13 @@ def _whole(
     if namespace is None and model is None and tenant is None:
         raise ConfigError("give a namespace, --model or --tenant, or one of --prompt and --tokens")
     most = 0 if limit is None else parse_size(limit, name="--limit")
-    report = ask(asked.socket, Refill(tenant, model, namespace, most), dry_run=asked.dry_run)
+    report = ask(asked.at, Refill(tenant, model, namespace, most), dry_run=asked.dry_run)
     if asked.json:
         print_json(report)
     else:
         _tell_whole(report, dry_run=asked.dry_run)
     for tier in report["tiers"]:
-        print(f"error: nothing more comes from {tier['name']}, {tier['reason']}", file=sys.stderr)
+        complain(f"nothing more comes from {tier['name']}, {tier['reason']}")
     return 1 if report["tiers"] else 0
 
 
@@ -111,10 +111,10 @@ def _tell_whole(report: dict[str, Any], *, dry_run: bool) -> None:
         came = f"at most {row['pages']} pages ({size}) would come" if dry_run else f"{row['pages']} pages ({size}) came"
         alone = f", {row['without_prefix']} left below without their prefix" if row["without_prefix"] else ""
         reason = f"; {row['reason']}" if row["reason"] else ""
-        print(f"{row['namespace']}: {came}, {row['in_memory']} were in memory{alone}{reason}")
+        say(f"{row['namespace']}: {came}, {row['in_memory']} were in memory{alone}{reason}")
 
 
 def _tell(reports: list[dict[str, Any]], *, dry_run: bool) -> None:
     for report in reports:
         rest = "would be asked for" if dry_run else f"{report['on_their_way']} on their way"
-        print(f"{report['namespace']}: {report['pages']} pages, {report['in_memory']} in memory, {rest}")
+        say(f"{report['namespace']}: {report['pages']} pages, {report['in_memory']} in memory, {rest}")

@@ -80,7 +80,6 @@ class Admin:
         await reply.whole(200, b"ok\n", kind=b"text/plain; charset=utf-8")
 
     async def readyz(self, reply: Reply) -> None:
-        """Whether a decode instance is known to work, with one line an instance."""
         ready = self._fleet.ready()
         lines = ["ready" if ready else "not ready: no decode instance is known to work"]
         for role in Role:

@@ -100,10 +100,6 @@ class Router:
     # -------------------------------------------------------------------------------------------------------- routing
 
     def _find(self, scope: Scope) -> Page:
-        """Return what serves a request.
-
-        :raises Refusal: no such page (404), or not with this method (405).
-        """
         methods = self._pages.get(scope["path"])
         if methods is None:
             raise Refusal(404, f"There is no {scope['path']} here", code="not_found")

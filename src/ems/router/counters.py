@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
+
+from ems.histogram import Histogram
 
 if TYPE_CHECKING:
     from ems.router.fleet import Role
@@ -26,28 +27,6 @@ class Prefill(StrEnum):
     """Not done in time: decode computed the prompt itself."""
 
 
-class Histogram:
-    """Counts by bucket; a value belongs to the first bucket whose bound is not below it."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS) + 1)
-        self.total = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS, seconds)] += 1
-        self.total += seconds
-
-    def cumulative(self) -> list[tuple[str, int]]:
-        """Return (upper bound, count up to it) pairs, the last bound being ``+Inf``."""
-        pairs, running = [], 0
-        for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts, strict=True):
-            running += count
-            pairs.append((bound, running))
-        return pairs
-
-
 class Counters:
     """One set a router."""
 
@@ -62,7 +41,7 @@ class Counters:
         """Clients that left before the end."""
         self.breaks = 0
         """Answers that ended early after the first byte."""
-        self.first_byte = Histogram()
+        self.first_byte = Histogram(SECONDS)
         """Seconds from a request's arrival to the first byte of its answer."""
-        self.prefill_time = Histogram()
+        self.prefill_time = Histogram(SECONDS)
         """Seconds of the prefills that were done."""

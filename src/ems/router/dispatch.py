@@ -90,7 +90,6 @@ class Dispatch:
     # -------------------------------------------------------------------------------------------------------- prefill
 
     def prefill_answered(self, status: int, now: float) -> Step:
-        """Note a whole answer from the prefill instance."""
         instance = self._let_go()
         if 200 <= status < 300:
             self._fleet.succeeded(instance)
@@ -105,12 +104,10 @@ class Dispatch:
         return PassOn()
 
     def prefill_broke(self, now: float) -> Step:
-        """Note that the prefill instance cannot be reached, broke off, or sent something that is no answer."""
         self._fleet.failed(self._let_go(), now)
         return self._prefill(now, again=True)
 
     def prefill_timed_out(self, now: float) -> Step:
-        """Note that the time for prefill is over."""
         self._fleet.failed(self._let_go(), now)
         self._counters.prefills[Prefill.TIMED_OUT] += 1
         return self._decode(now)
@@ -138,12 +135,10 @@ class Dispatch:
             self._fleet.succeeded(instance)
 
     def decode_broke(self, now: float) -> Step:
-        """Note that no byte comes from the decode instance: it cannot be reached, or broke off."""
         self._fleet.failed(self._let_go(), now)
         return self._decode(now)
 
     def decode_cut(self, now: float) -> None:
-        """Note that the decode instance broke off after its first byte, or has been silent for too long."""
         self._fleet.failed(self._let_go(), now)
 
     def _decode(self, now: float) -> Step:

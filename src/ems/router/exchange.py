@@ -132,7 +132,6 @@ class Exchange:
             self._dispatch.close()
 
     async def _take(self, step: Step) -> Step | None:
-        """Do a step; return the next one, None when the answer is complete or given up."""
         if isinstance(step, TryPrefill | TryDecode):
             if step.delay:
                 await asyncio.sleep(step.delay)
@@ -225,7 +224,6 @@ class Exchange:
     # ------------------------------------------------------------------------------------------------------ the rest
 
     async def _cancelled(self, reason: Reason) -> None:
-        """End the answer after the watch has cancelled the task."""
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
@@ -252,7 +250,6 @@ class Exchange:
         return await self._parts.upstream.send("POST", instance.address, self._target, fields, body)
 
     def _failed(self, instance: Instance, reason: str) -> None:
-        """Tell the log, and have the prober look whether the fleet wants to know more."""
         log.warning(
             "Request %s failed on the %s instance %s: %s",
             self._reply.request_id.decode("latin-1"),

@@ -1,6 +1,6 @@
 """The fleet: the instances of both roles, what runs on them, which may be used, which are leaving.
 
-What always holds (:meth:`Fleet.check` tells what does not): an instance's load is the sum of the holds on it and never
+What always holds: an instance's load is the sum of the holds on it and never
 negative; an instance that was removed gets no new request and is forgotten when its last one has ended, no matter what
 the others do.
 """
@@ -113,7 +113,6 @@ class Fleet:
         return any(instance.breaker.usable for instance in self._listed[role].values())
 
     def ready(self) -> bool:
-        """Whether a decode instance is known to work; without prefill ones the router still serves."""
         return any(one.breaker.usable and one.breaker.proven for one in self._listed[Role.DECODE].values())
 
     def retry_after(self, role: Role, now: float) -> int:
@@ -124,7 +123,6 @@ class Fleet:
     # ---------------------------------------------------------------------------------------------------- their load
 
     def hold(self, instance: Instance, cost: int) -> Hold:
-        """Count a request of this cost (tokens, at least 0) on an instance until the hold is released."""
         self._turn += 1
         instance.turn = self._turn
         instance.load += cost
@@ -133,7 +131,6 @@ class Fleet:
         return Hold(self, instance, cost)
 
     def release(self, hold: Hold) -> None:
-        """Take a hold's cost back; called once, by the hold."""
         instance = hold.instance
         instance.load -= hold.cost
         instance.running -= 1
@@ -156,14 +153,12 @@ class Fleet:
         instance.breaker.suspect(now)
 
     def due_probes(self, now: float) -> list[Instance]:
-        """Return the instances to be probed now; each must be told the outcome."""
         due = [instance for instance in self._everyone() if instance.breaker.due(now)]
         for instance in due:
             instance.breaker.probe_started()
         return due
 
     def next_probe(self) -> float | None:
-        """Return when the next probe is due, None when none is."""
         return min(
             (
                 one.breaker.probe_at
@@ -176,19 +171,3 @@ class Fleet:
     def _everyone(self) -> Iterator[Instance]:
         for instances in self._listed.values():
             yield from instances.values()
-
-    # ------------------------------------------------------------------------------------------------------ itself
-
-    def check(self) -> list[str]:
-        """Return the invariants that do not hold; empty in a sound fleet."""
-        wrong = []
-        for instance in (*self._everyone(), *self._leaving.values()):
-            if instance.load < 0 or instance.running < 0:
-                wrong.append(f"{instance!r} has a negative load")
-            if not instance.running and instance.load:
-                wrong.append(f"{instance!r} is loaded and runs nothing")
-            listed = self._listed[instance.role].get(instance.address) is instance
-            if listed == instance.draining:
-                wrong.append(f"{instance!r} is listed and leaving at once, or neither")
-        wrong.extend(f"{one!r} has left and is still known" for one in self._leaving.values() if not one.running)
-        return wrong

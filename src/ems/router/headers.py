@@ -37,7 +37,6 @@ _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering"
 
 
 def find(headers: RawHeaders, name: bytes) -> bytes | None:
-    """Return the first value of a header; all names are in lower case, as ASGI has them."""
     for key, value in headers:
         if key == name:
             return value
@@ -45,7 +44,6 @@ def find(headers: RawHeaders, name: bytes) -> bytes | None:
 
 
 def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool) -> list[tuple[str, str]]:
-    """Return the headers for an instance from those of the client, whose names are in lower case."""
     dropped = _NOT_TO_PREFILL if to_prefill else _NOT_SENT
     connection = find(headers, b"connection")
     if connection is not None:
@@ -67,7 +65,6 @@ class Returned(NamedTuple):
 
 
 def returned(headers: RawHeaders, request_id: bytes) -> Returned:
-    """Return the headers for the client from those of an instance, whose names may be in any case."""
     kept = []
     present = {}
     for pair in headers:

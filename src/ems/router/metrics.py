@@ -9,11 +9,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ems.router.fleet import Fleet, Role
+from ems.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ems.router.counters import Counters, Histogram
+    from ems.histogram import Histogram
+    from ems.router.counters import Counters
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,6 +28,9 @@ class RouterCollector(Collector):
         self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
+        build = GaugeMetricFamily("ems_build_info", "1, with the release as label", labels=("version",))
+        build.add_metric((__version__,), 1)
+        yield build
         yield from self._requests()
         yield from self._instances()
 

@@ -68,7 +68,6 @@ class EveryInstance:
         self._timeout = timeout
 
     async def models(self, scope: Scope, reply: Reply) -> None:
-        """Answer ``GET /v1/models``; when no instance has a list, its error is the answer."""
         asked = self._fleet.usable(Role.DECODE) + self._fleet.usable(Role.PREFILL)
         pages = await self._ask("GET", "/v1/models", scope, reply, asked)
         answered = [page for page in pages if page is not None]
@@ -83,7 +82,6 @@ class EveryInstance:
             )
 
     async def reset_prefix_cache(self, scope: Scope, reply: Reply) -> None:
-        """Answer ``POST /reset_prefix_cache``: done everywhere, or which instances did not."""
         asked = self._fleet.listed(Role.PREFILL) + self._fleet.listed(Role.DECODE)
         query = scope["query_string"]
         target = "/reset_prefix_cache" + ("?" + query.decode("latin-1") if query else "")

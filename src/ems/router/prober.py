@@ -33,7 +33,6 @@ class Prober:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Probe until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as probes:
             while True:
@@ -60,7 +59,6 @@ class Prober:
         self.wake()
 
     async def _ask(self, instance: Instance) -> str | None:
-        """Return why the instance is not healthy, None when it is."""
         try:
             async with asyncio.timeout(self._timeout):
                 answer = await self._upstream.send("GET", instance.address, "/health", [])

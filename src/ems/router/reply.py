@@ -48,7 +48,6 @@ class Reply:
         kind: bytes = b"application/json",
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Send an answer of the router itself."""
         fields = [(b"content-length", b"%d" % len(body)), (b"x-request-id", self.request_id)]
         if body:
             fields.append((b"content-type", kind))

@@ -64,17 +64,14 @@ class CompletionRequest:
 
     @property
     def single(self) -> bool:
-        """Whether the engine makes one sequence of the request; what it will refuse counts as several."""
         return _is_single(self.fields)
 
     @property
     def prefill_cost(self) -> int:
-        """Tokens that a prefill instance computes for this request."""
         return self.prompt_tokens + REQUEST_OVERHEAD
 
     @property
     def decode_cost(self) -> int:
-        """Tokens whose KV a decode instance holds for this request at the end."""
         return self.prompt_tokens + self.output_tokens + REQUEST_OVERHEAD
 
 

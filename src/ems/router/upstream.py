@@ -39,9 +39,7 @@ class Answer(Protocol):
     def headers(self) -> tuple[tuple[bytes, bytes], ...]: ...
 
     @property
-    def ended(self) -> bool:
-        """Whether all of the body has been read."""
-        ...
+    def ended(self) -> bool: ...
 
     async def read(self) -> bytes:
         """Return the next piece of the body as soon as there is one, ``b""`` at its end.

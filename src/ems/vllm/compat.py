@@ -7,11 +7,13 @@ carries, because forks keep numbers of their own; and what it lacks is either re
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
 from vllm import envs
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -50,15 +52,15 @@ def untested_release(version: str = vllm.__version__) -> str | None:
 
 
 def runs_on_v2(vllm_config: Any) -> bool:
-    """Whether the engine computes with vLLM's Model Runner V2."""
-    told = getattr(vllm_config, "use_v2_model_runner", None)
-    return bool(getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False) if told is None else told)
+    configured = getattr(vllm_config, "use_v2_model_runner", None)
+    return bool(getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False) if configured is None else configured)
 
 
-def check_groups(groups: int, *, reports: bool = REPORTS_FAILED_REQUESTS) -> None:
-    """Refuse several KV cache groups where a load that failed could not be reported.
+def check_failures(groups: int, windows: bool, *, reports: bool = REPORTS_FAILED_REQUESTS) -> None:
+    """Refuse models of which a load that failed could not be reported: before 0.30 the engine is told of blocks only.
 
-    Before 0.30 failed loads are reported by block, and the engine ends when it has several groups to look for it in.
+    Several KV cache groups have blocks of one number, and the engine ends.  Behind a sliding window it computes from
+    the first block that failed, with what it has dropped before that as it is.
 
     Raises:
         ConfigError: so it is.
@@ -68,16 +70,6 @@ def check_groups(groups: int, *, reports: bool = REPORTS_FAILED_REQUESTS) -> Non
             f"the model has {groups} KV cache groups, and vLLM {vllm.__version__} cannot be told of a load that failed "
             "in one of several; take vLLM 0.30 or later, or start with --disable-hybrid-kv-cache-manager"
         )
-
-
-def check_windows(windows: bool, *, reports: bool = REPORTS_FAILED_REQUESTS) -> None:
-    """Refuse layers that drop old blocks where a load that failed could not be reported whole.
-
-    Before 0.30 the engine computes from the first block that failed, with what it has dropped before that as it is.
-
-    Raises:
-        ConfigError: so it is.
-    """
     if windows and not reports:
         raise ConfigError(
             f"the model's attention has a sliding window, and vLLM {vllm.__version__} cannot be told of a load that "
@@ -86,12 +78,46 @@ def check_windows(windows: bool, *, reports: bool = REPORTS_FAILED_REQUESTS) -> 
 
 
 def failed_receives(connector_output: Any) -> set[str]:
-    """Requests whose loads failed, in what the workers reported."""
     return getattr(connector_output, "failed_recving", None) or set()
 
 
+def hosts_of_ranks() -> int:
+    """How many hosts the tensor- and pipeline-parallel ranks run on.  All ranks must call this together.
+
+    The configuration does not say where Ray puts the ranks.
+    """
+    if (getattr(parallel_state, "_NODE_COUNT", None) or 1) == 1:
+        return 1
+    groups = (parallel_state.get_tp_group(), parallel_state.get_pp_group())
+    together = all(all(parallel_state.in_the_same_node_as(group.cpu_group)) for group in groups)
+    return 1 if together else int(parallel_state.get_node_count())
+
+
+def around_reset(block_pool: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` when the engine is about to empty its prefix cache, and ``after`` if it has.
+
+    vLLM keeps its cache while a block is in use, and tells the connector only after it was emptied.
+    """
+    reset = block_pool.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        before()
+        done = bool(reset())
+        if done:
+            after()
+        return done
+
+    block_pool.reset_prefix_cache = reset_prefix_cache
+
+
+def around_free_blocks(block_pool: Any, none_free: Callable[[], bool]) -> None:
+    """While ``none_free`` the engine finds no free block, and so it schedules no further request."""
+    free = block_pool.get_num_free_blocks
+    block_pool.get_num_free_blocks = lambda: 0 if none_free() else free()
+
+
 def computing(request: Any) -> bool:
-    """Whether a step that was launched may still write state of ``request``; not known before 0.27: it may."""
+    """Whether a step that was launched may still write state of ``request``; releases that do not say count as yes."""
     return bool(getattr(request, "num_in_flight_tokens", 1))
 
 
@@ -99,7 +125,7 @@ def computing(request: Any) -> bool:
 
 
 def event_extra_keys(entries: list[Any]) -> list[Any] | None:
-    """What else names blocks, as events tell it: without the tags that hashes have since 0.32."""
+    """The extra keys of blocks as events carry them: without the tags of hashes since 0.32."""
     convert = getattr(kv_cache_utils, "to_event_extra_keys", None)
     if not any(entries):
         return None
@@ -107,13 +133,12 @@ def event_extra_keys(entries: list[Any]) -> list[Any] | None:
 
 
 def block_stored(kind: Any, **fields: Any) -> Any:
-    """A ``BlockStored`` event of what this release has in one."""
+    """A ``BlockStored`` event with those ``fields`` that this release knows."""
     known = kind.__struct_fields__
     return kind(**{name: value for name, value in fields.items() if name in known})
 
 
 def spec_kind(spec: Any) -> str | None:
-    """The word for a layer's kind of state; None where the release has none."""
     name = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
     return None if name is None else str(name(spec).value)
 
@@ -127,17 +152,14 @@ def hash_tokens(kv_cache_config: Any, block_size: int) -> int:
 
 
 def num_heads(spec: Any) -> int:
-    """Heads on this rank, as the tensors have them."""
     return int(getattr(spec, "num_heads", spec.num_kv_heads))
 
 
 def tokens_per_state(spec: Any) -> str:
-    """How many tokens one stored state stands for, as a fraction."""
     return str(getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1)))
 
 
 def state_content_size_bytes(spec: Any) -> int:
-    """Bytes of one state of one head, keys and values."""
     known = getattr(spec, "state_content_size_bytes", None)
     return int(spec.page_size_bytes // (spec.block_size * num_heads(spec)) if known is None else known)
 

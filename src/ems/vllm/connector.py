@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,7 +24,9 @@ from vllm.logger import init_logger
 from ems.errors import ConfigError
 from ems.pool.client.pool_client import PoolClient
 from ems.vllm import compat
+from ems.vllm.adapters import Adapters, how_used, watch_loads
 from ems.vllm.configuration.settings import read_settings, reads_by_layer
+from ems.vllm.hooks import follow_engine
 from ems.vllm.idle import IdleScheduler, IdleWorker
 from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, group_kinds, publishes_events
 from ems.vllm.metadata import StepMetadata, StepReport
@@ -33,6 +36,21 @@ from ems.vllm.scheduler import SchedulerSide
 from ems.vllm.worker import WorkerSide
 
 logger = init_logger("vllm.ems")
+
+_WORKERS: WeakValueDictionary[str, WorkerSide] = WeakValueDictionary()
+"""The worker sides of engines that run in one process, by the engine's id."""
+
+
+def _end_saves(engine_id: str, seconds: float) -> None:
+    worker = _WORKERS.get(engine_id)
+    if worker is not None:
+        worker.finish_saves(seconds)
+
+
+def _adapters(vllm_config: Any) -> Adapters | None:
+    """The engine's adapters, if it has any and this release shows what it reads; this process notes it from now on."""
+    lora = getattr(vllm_config, "lora_config", None)
+    return Adapters(how_used(lora)) if lora is not None and watch_loads() else None
 
 
 class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -53,8 +71,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             settings, warnings = read_settings(transfer.kv_role, extra)
             model = describe(vllm_config, kv_cache_config, settings)
-            compat.check_groups(model.groups)
-            compat.check_windows(any(plane.window for plane in model.planes))
+            compat.check_failures(model.groups, any(plane.window for plane in model.planes))
         except ConfigError as error:
             if extra.get("on_error") != "serve_without":
                 raise
@@ -73,8 +90,8 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy = "recompute"
             parallel = vllm_config.parallel_config
             # vllm#49250: it goes on behind a load that failed within a step as if that had not failed.
-            may_join = not compat.runs_on_v2(vllm_config)
-            if settings.load_async is False and not may_join:
+            may_load_in_step = not compat.runs_on_v2(vllm_config)
+            if settings.load_async is False and not may_load_in_step:
                 logger.warning(
                     "EMS: load_async is false, but vLLM's Model Runner V2 computes wrong tokens behind a load that "
                     "fails within a step, so loads are made between steps"
@@ -93,9 +110,12 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 workers,
                 step_tokens=step_tokens,
                 steps_overlap=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
-                may_join=may_join,
+                may_load_in_step=may_load_in_step,
                 events=events,
+                adapters=_adapters(vllm_config),
             )
+            follow_engine()
+            self._scheduler.end_saves = partial(_end_saves, transfer.engine_id)
         else:
             planes = local_planes(
                 model,
@@ -104,7 +124,9 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 get_tensor_model_parallel_rank(),
                 get_pp_group().rank_in_group,
             )
-            self._side = self._worker = WorkerSide(settings, model, planes)
+            _adapters(vllm_config)
+            worker = WorkerSide(settings, model, planes, hosts=compat.hosts_of_ranks())
+            self._side = self._worker = _WORKERS[transfer.engine_id] = worker
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -113,13 +135,17 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A graph of the whole model has no hooks between its layers, and would read blocks before they are loaded."""
+        """A graph of the whole model has no hooks between layers, so it would read blocks before they are loaded."""
         return reads_by_layer(extra_config)
 
     # Scheduler side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.block_pool = gpu_block_pool
+        self._scheduler.bind(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """While this is true vLLM makes steps, and in them workers report their saves."""
+        return self._scheduler.saving
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
@@ -151,6 +177,15 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         self._scheduler.reset()
         return True
+
+    def weights_declared(self, version: str) -> None:
+        self._scheduler.weights_declared(version)
+
+    def adapter_loaded(self, lora: Any) -> None:
+        self._scheduler.adapter_loaded(lora)
+
+    def paused(self, *, paused: bool) -> None:
+        self._scheduler.paused(paused=paused)
 
     def take_events(self) -> list[KVCacheEvent]:
         return self._scheduler.take_events()
@@ -193,7 +228,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.end()
 
     def has_connector_metadata(self) -> bool:
-        """VLLM asks before it calls the hooks of each layer: only where this step has something to do in them."""
+        """VLLM calls the hooks of each layer only if this is true."""
         return self._worker.in_layers
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -210,16 +245,13 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received, _ = self._worker.results()
-        return sent, received
+        return None, self._worker.results()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         if not self._worker.has_results:
             return compat.KVConnectorTransferResults()
-        sent, received, failed = self._worker.results()
-        return compat.KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=received, failed_recving=failed
-        )
+        received, failed = self._worker.results()
+        return compat.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         return self._worker.take_report()

@@ -93,7 +93,7 @@ def fill_head_dim() -> None:
 
 
 def _fill_head_dim(model: Any) -> None:
-    """What vLLM computes must be what everybody would: attention with latents, or of uneven sizes, is left alone."""
+    """Only where every program would compute the same: not for attention with latents or of uneven sizes."""
     text = getattr(model, "hf_text_config", None)
     hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
     if text is None or getattr(text, "head_dim", None) or getattr(text, "kv_lora_rank", None):
@@ -119,10 +119,10 @@ def allow_matrix_tiles() -> None:
 
 
 def share_cores() -> None:
-    """Let vLLM's processes rest between two looks for a message, if the environment asks for that.
+    """Let vLLM's processes sleep between two looks for a message, if the environment asks for it.
 
-    They look without a pause for a second after each step and yield the processor in between.  On Linux 6.18 that can
-    keep others from their cores for seconds, among them the engine's own threads and the pool's node.
+    Otherwise they poll for a second after each step and only yield the processor.  On Linux 6.18 this can keep others
+    from their cores for seconds, among them the engine's own threads and the pool's node.
     """
     asked = os.environ.get(SHARE_CORES, "").strip().lower()
     if asked not in TRUE:
@@ -135,3 +135,47 @@ def share_cores() -> None:
         logger.info_once("EMS cannot make this release of vLLM share its cores, %s is ignored", SHARE_CORES)
         return
     utils.USE_SCHED_YIELD = False
+
+
+def follow_engine() -> None:
+    """Tell connectors what vLLM tells only its engine: pauses, names of weights, adapters that it has read."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    if _INSTALLED in vars(EngineCore):
+        return
+    try:
+        set_version, set_pause = EngineCore.set_weight_version, Scheduler.set_pause_state
+        add_lora = EngineCore.add_lora
+    except AttributeError as error:
+        logger.info("EMS does not hear of pauses and weights versions of this release of vLLM: %s", error)
+        return
+
+    @functools.wraps(set_version)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        set_version(self, weight_version)
+        for connector in _ours(getattr(self.scheduler, "connector", None)):
+            connector.weights_declared(weight_version)
+
+    @functools.wraps(set_pause)
+    def set_pause_state(self: Any, pause_state: Any) -> None:
+        set_pause(self, pause_state)
+        for connector in _ours(self.connector):
+            connector.paused(paused=pause_state.name != "UNPAUSED")
+
+    @functools.wraps(add_lora)
+    def add_adapter(self: Any, lora_request: Any) -> bool:
+        added = bool(add_lora(self, lora_request))
+        for connector in _ours(getattr(self.scheduler, "connector", None)):
+            connector.adapter_loaded(lora_request)
+        return added
+
+    EngineCore.set_weight_version = set_weight_version
+    EngineCore.add_lora = add_adapter
+    Scheduler.set_pause_state = set_pause_state
+    setattr(EngineCore, _INSTALLED, True)
+
+
+def _ours(connector: Any) -> list[Any]:
+    children = getattr(connector, "_connectors", (connector,))
+    return [child for child in children if hasattr(child, "weights_declared")]

@@ -26,16 +26,13 @@ class Lane(Generic[Job, Result]):
         self._thread = threading.Thread(target=work, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin; for an owner that has all that ``work`` needs."""
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread has not ended."""
         return self._thread.is_alive()
 
     def put(self, job: Job) -> None:
-        """Queue a job."""
         self._inbox.put(job)
 
     def next(self, timeout: float | None = None) -> Job | None:
@@ -47,7 +44,6 @@ class Lane(Generic[Job, Result]):
         return self._inbox.get(timeout=timeout)
 
     def ended(self, result: Result) -> None:
-        """What became of a job."""
         self._results.put(result)
         self.news = True
 
@@ -63,7 +59,10 @@ class Lane(Generic[Job, Result]):
             results.append(self._results.get())
         return results
 
-    def close(self) -> None:
-        """End the thread after the jobs that are queued."""
+    def end(self) -> None:
+        """End the thread after the jobs that are queued, without waiting for that."""
         self._inbox.put(None)
+
+    def close(self) -> None:
+        self.end()
         self._thread.join(timeout=CLOSE_SECONDS)

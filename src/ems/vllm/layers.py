@@ -50,7 +50,6 @@ class Progress:
         self._changed = threading.Condition()
 
     def done(self, name: str, mark: object = None) -> None:
-        """Layer ``name`` is done."""
         with self._changed:
             self._marks[name] = mark
             self._changed.notify_all()
@@ -64,7 +63,6 @@ class Progress:
 
     @property
     def over(self) -> bool:
-        """Whether :meth:`finish` was called."""
         return self._over
 
     def wait(self, name: str | None, timeout: float) -> tuple[bool, object]:

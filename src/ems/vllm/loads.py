@@ -2,20 +2,26 @@
 
 What always holds: a loaded block is reported good only if the headers of all its pages said the same before and
 after the copy, and their bytes were right as far as these are checked; every load ends, whatever fails, and its end
-is reported exactly once.
+is reported exactly once; nothing is copied into the blocks of a load whose end was reported.
+
+A load that does not go on is given up: it counts as failed, and its copies that have not begun never do.  A copy that
+has begun cannot be called back.  Only the kernel can keep one from ending (memory on a disk that is gone), and whoever
+waits for it goes on waiting.
 """
 
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from logging import Logger
 
 import msgspec
 
 from ems.cc_v1.tensors import Device
-from ems.errors import EmsError, StaleReference
+from ems.errors import EmsError, PoolTimeout, StaleReference
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.segments.reader import PageReader
 from ems.vllm.lane import Lane
@@ -27,13 +33,13 @@ NOTICE_SECONDS = 1.0
 """How often an idle thread looks whether its node is still there."""
 
 LOAD_SECONDS = 60.0
-"""How long a step waits for a load that it needs; copies take milliseconds, so over that the loader is dead."""
+"""How long nothing may go on before loads are given up, and how long a step waits for one; copies take milliseconds."""
 
 
 class LoadResult(msgspec.Struct, frozen=True):
     """A load that ended: how many of its blocks hold what they should, the others, and how long it took.
 
-    ``sound`` is False when any block of it holds nothing.  ``joined`` loads are part of the step that asked for them.
+    ``sound`` is False when any block of it holds nothing.  ``in_step`` loads are part of the step that asked for them.
     ``error`` is the class of what made it fail as a whole.
     """
 
@@ -43,19 +49,23 @@ class LoadResult(msgspec.Struct, frozen=True):
     bytes: int
     seconds: float
     sound: bool
-    joined: bool
+    in_step: bool
     error: str = ""
 
 
 class LoadJob:
-    """One load on its way.  ``joined``: the step that asked for it waits, layer by layer or for all of it."""
+    """One load on its way.  ``in_step``: the step that asked for it waits, layer by layer or for all of it."""
 
-    def __init__(self, load: Load, mark: object, *, joined: bool) -> None:
+    def __init__(self, load: Load, mark: object, *, in_step: bool) -> None:
         self.load = load
         self.mark = mark
-        self.joined = joined
+        self.in_step = in_step
         self.progress = Progress()
         self.sound = False
+        self.ended = False
+        """Whether its end was reported; changes while :attr:`copying` is held."""
+        self.copying = threading.Lock()
+        """Held by each of its copies."""
 
 
 class Loader:
@@ -79,45 +89,92 @@ class Loader:
         self._order = LayerOrder(planes)
         self._device = device
         self._logger = logger
-        self._under_way = 0
+        self._jobs: list[LoadJob] = []
+        """Loads whose ends were not collected."""
+        self._moved_at = 0.0
+        self._stuck = False
+        """Whether loads were given up since one ended: those that come meanwhile are as well."""
         self._lane: Lane[LoadJob, LoadResult] = Lane("ems-load", self._run)
         self._lane.start()
 
     @property
     def news(self) -> bool:
-        """Whether loads may have ended since :meth:`results`."""
-        return self._lane.news
+        """Whether loads may have ended, or are to be given up, since :meth:`results`."""
+        return self._lane.news or self._overdue
 
-    def start(self, load: Load, mark: object, *, joined: bool = False) -> LoadJob:
+    @property
+    def _overdue(self) -> bool:
+        return bool(self._jobs) and time.monotonic() - self._moved_at > LOAD_SECONDS
+
+    def start(self, load: Load, mark: object, *, in_step: bool = False) -> LoadJob:
         """Queue a load, to begin once the engine's work up to ``mark`` is over: that may write into the same blocks."""
-        job = LoadJob(load, mark, joined=joined)
-        self._under_way += 1
-        self._lane.put(job)
+        job = self._begun(load, mark, in_step=in_step)
+        if self._stuck:
+            self._end(job, None, 0.0, PoolTimeout.__name__)
+        else:
+            self._lane.put(job)
         return job
 
     def make(self, load: Load, mark: object) -> LoadJob:
         """A load on the caller's thread, which would wait for it all the same; its end is reported as any other's."""
-        job = LoadJob(load, mark, joined=True)
-        self._under_way += 1
+        job = self._begun(load, mark, in_step=True)
         self._make(job)
         return job
 
+    def _begun(self, load: Load, mark: object, *, in_step: bool) -> LoadJob:
+        if not self._jobs:
+            self._moved_at = time.monotonic()
+        job = LoadJob(load, mark, in_step=in_step)
+        self._jobs.append(job)
+        return job
+
+    def wait(self, job: LoadJob, layer: str | None) -> None:
+        """Wait until ``layer`` of a load (None: all of it) is there; in the end all that wait for one are given up."""
+        if job.progress.wait(layer, LOAD_SECONDS)[0]:
+            return
+        self._logger.warning("EMS gives up a load that a step waits for, once no copy of it is being made")
+        for other in self._jobs:
+            if other.in_step:
+                self._give_up(other)
+
     def results(self, wait: float = 0.0) -> list[LoadResult]:
         """Loads that ended since the last call; waits at most ``wait`` seconds for the first, if any is under way."""
-        results = self._lane.results(wait if self._under_way else 0.0)
-        self._under_way -= len(results)
+        if self._overdue:
+            for job in self._jobs:
+                self._give_up(job, blocking=False)
+        results = self._lane.results(wait if self._jobs else 0.0)
+        self._jobs = [job for job in self._jobs if not job.ended]
         return results
 
+    def _give_up(self, job: LoadJob, *, blocking: bool = True) -> None:
+        """End a load as failed before its next copy; one that is being made is waited for if ``blocking``."""
+        if not job.copying.acquire(blocking=blocking):
+            return
+        try:
+            if not job.ended:
+                if not self._stuck:
+                    self._logger.warning(
+                        "EMS loads have not gone on for %.0f s, their blocks are computed", LOAD_SECONDS
+                    )
+                self._stuck = True
+                # An accelerator may have been told of copies that it has not made yet.
+                self._device.synchronise()
+                self._end(job, None, LOAD_SECONDS, PoolTimeout.__name__)
+        finally:
+            job.copying.release()
+
     def close(self) -> None:
-        """End the thread after the loads that are queued."""
         self._lane.close()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
             self._make(job)
+            self._stuck = False
 
     def _make(self, job: LoadJob) -> None:
         load = job.load
+        if job.ended:
+            return
         begin = time.perf_counter()
         lost: dict[int, set[int]] | None = None
         failure = ""
@@ -130,10 +187,26 @@ class Loader:
             # Root of a load: a defect here must cost a recompute, never the engine.
             failure = type(error).__name__
             self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
-        result = self._result(job, lost, time.perf_counter() - begin, failure)
+        with job.copying:
+            if not job.ended:
+                self._end(job, lost, time.perf_counter() - begin, failure)
+
+    def _end(self, job: LoadJob, lost: dict[int, set[int]] | None, seconds: float, failure: str) -> None:
+        result = self._result(job, lost, seconds, failure)
         job.sound = result.sound
+        job.ended = True
+        self._moved_at = time.monotonic()
         self._lane.ended(result)
         job.progress.finish()
+
+    @contextmanager
+    def _copying(self, job: LoadJob) -> Iterator[None]:
+        """One copy of a load, which may be given up before it but not while it is made."""
+        with job.copying:
+            if job.ended:
+                raise PoolTimeout("the load was given up")
+            yield
+            self._moved_at = time.monotonic()
 
     def _result(self, job: LoadJob, lost: dict[int, set[int]] | None, seconds: float, error: str) -> LoadResult:
         load = job.load
@@ -147,7 +220,7 @@ class Loader:
             for part in load.parts
             if part.plane in self._by_number
         )
-        return LoadResult(load.request_id, failed, loaded, size, seconds, sound, job.joined, error)
+        return LoadResult(load.request_id, failed, loaded, size, seconds, sound, job.in_step, error)
 
     def _next(self) -> LoadJob | None:
         while True:
@@ -167,9 +240,10 @@ class Loader:
         """Copy; returns the engine blocks of each plane, by its number, that hold nothing."""
         load = job.load
         if load.broken:
-            raise StaleReference("the engine wants another part of the prompt than was looked up")
+            raise StaleReference("the engine wants another part of the prompt, or other weights, than was looked up")
         if self._client.node != load.node:
-            # A connection that is there need not wait for its turn behind a save's call.
+            # A connection that is there need not wait for its turn behind a save's call, but may have ended unnoticed.
+            self._client.notice()
             self._client.connect(self._call_timeout)
         if self._client.node != load.node:
             # Slots of another node, or of the same one before it started again, are other memory.
@@ -187,11 +261,11 @@ class Loader:
                 readers[position].suspect(page.ref, page.key)
         self._device.wait_for(job.mark)
         try:
-            if job.joined and self._by_layer:
-                self._copy_by_layer(readers, wanted, job.progress)
+            if job.in_step and self._by_layer:
+                self._copy_by_layer(readers, wanted, job)
             else:
                 for position, pages in wanted.items():
-                    wanted[position] = self._copy(readers[position], self._planes[position], pages)
+                    wanted[position] = self._copy(readers[position], self._planes[position], pages, job)
         finally:
             # Also when it fails: the blocks are computed then, and no copy may come after that.
             self._device.synchronise()
@@ -216,30 +290,30 @@ class Loader:
 
     @staticmethod
     def _whole(reader: PageReader, pages: Sequence[LoadedPage]) -> list[LoadedPage]:
-        """The leading pages whose slots hold them."""
         for count, page in enumerate(pages):
             if not reader.holds(page.ref, page.key):
                 return list(pages[:count])
         return list(pages)
 
-    def _copy(self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage]) -> list[LoadedPage]:
+    def _copy(self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage], job: LoadJob) -> list[LoadedPage]:
         """Copy pages; the leading ones whose bytes are right."""
         for count, page in enumerate(pages):
-            self._device.copy_in(plane.rows, page.row, reader.page(page.ref))
+            place = reader.page(page.ref)
+            with self._copying(job):
+                self._device.copy_in(plane.rows, page.row, place)
             if not reader.sound(page.ref, page.key):
                 return pages[:count]
         return pages
 
-    def _copy_by_layer(
-        self, readers: Sequence[PageReader], wanted: dict[int, list[LoadedPage]], progress: Progress
-    ) -> None:
+    def _copy_by_layer(self, readers: Sequence[PageReader], wanted: dict[int, list[LoadedPage]], job: LoadJob) -> None:
         for layer in self._order.layers:
             plane = self._planes[layer.plane]
             for page in wanted.get(layer.plane, ()):
                 place = readers[layer.plane].page(page.ref)
-                self._device.copy_in(plane.rows, page.row, place, layer.tensors)
+                with self._copying(job):
+                    self._device.copy_in(plane.rows, page.row, place, layer.tensors)
             self._device.synchronise()
-            progress.done(layer.name)
+            job.progress.done(layer.name)
         for position, pages in wanted.items():
             sound = readers[position].sound
             good = next((count for count, page in enumerate(pages) if not sound(page.ref, page.key)), len(pages))

@@ -1,12 +1,11 @@
 """Lookups beside the scheduler: a thread asks the node, the scheduler takes the answers when it looks.
 
-The scheduler never waits here.  What is asked, and for how long, is :mod:`ems.vllm.looking`.  Whatever goes wrong is a
-miss with a reason in the log.
+The scheduler never waits here.  :mod:`ems.vllm.lookup_schedule` knows what is asked, and for how long.  Whatever goes
+wrong is a miss with a reason in the log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -18,7 +17,8 @@ from ems.pool.client.answers import Lease
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
-from ems.vllm.looking import Hooks, Looking, LookupAnswer, LookupJob
+from ems.vllm.lane import Lane
+from ems.vllm.lookup_schedule import Hooks, LookupAnswer, LookupJob, LookupSchedule
 from ems.vllm.planes import Plane
 from ems.vllm.reporting.gaps import why_not_more
 from ems.vllm.requests import NOTHING, Found
@@ -71,10 +71,6 @@ class Lookups:
         self._start_node = start_node
         self._next_start = 0.0
         self._said: str | None = None
-        self._inbox: queue.Queue[LookupJob | Lease | None] = queue.Queue()
-        self._answers: queue.SimpleQueue[tuple[LookupJob, LookupAnswer]] = queue.SimpleQueue()
-        self.news = False
-        """Whether there may be an answer; costs nothing to ask in each step."""
         self._jobs: dict[str, LookupJob] = {}
         """Those of requests that wait; the scheduler's thread alone uses it."""
         hooks = Hooks(
@@ -85,73 +81,65 @@ class Lookups:
             lambda: self.seconds_a_token(),  # noqa: PLW0108 - both are set later
             lambda: self.usable(),  # noqa: PLW0108
         )
-        self._looking = Looking(client, planes, block_size, call_timeout, self.limits, hooks, self._tell)
-        self._thread = threading.Thread(target=self._run, name="ems-lookup", daemon=True)
-        self._thread.start()
+        self._schedule = LookupSchedule(client, planes, block_size, call_timeout, self.limits, hooks, self._tell)
+        self._lane: Lane[LookupJob | Lease, tuple[LookupJob, LookupAnswer]] = Lane("ems-lookup", self._run)
+        self._lane.start()
+
+    @property
+    def news(self) -> bool:
+        return self._lane.news
 
     def ask(self, job: LookupJob) -> None:
-        """Queue a lookup."""
         self._jobs[job.request_id] = job
-        self._inbox.put(job)
+        self._lane.put(job)
 
     def hurry(self, request_id: str) -> None:
-        """The scheduler asks for the request: its lookup waits only where that is worth it."""
+        """The scheduler asks for the request: from now on its lookup waits only where that pays off."""
         job = self._jobs.get(request_id)
         if job is not None and not job.due:
             job.due = True
-            self._inbox.put(job)
+            self._lane.put(job)
 
     def forget(self, request_id: str) -> None:
-        """Nobody wants to know what becomes of the request's lookup."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             job.over = True
-            self._inbox.put(job)
+            self._lane.put(job)
 
     def release(self, lease: Lease) -> None:
-        """Queue a lease to be given back."""
-        self._inbox.put(lease)
+        self._lane.put(lease)
 
     def answers(self, wait: float = 0.0) -> list[LookupAnswer]:
-        """What was found since the last call; waits at most ``wait`` seconds until there is something."""
-        # Before the look: what is answered from now on is news again.
-        self.news = False
-        told = []
-        if wait:
-            with contextlib.suppress(queue.Empty):
-                told.append(self._answers.get(timeout=wait))
-        while not self._answers.empty():
-            told.append(self._answers.get())
-        for job, answer in told:
+        """Answers since the last call; waits at most ``wait`` seconds for the first."""
+        results = self._lane.results(wait)
+        for job, answer in results:
             if job.over:
                 # A request that came since may have the same name.
                 for lease in answer.found.leases:
                     self.release(lease)
-        return [answer for job, answer in told if not job.over]
+        return [answer for job, answer in results if not job.over]
 
     def _tell(self, job: LookupJob, answer: LookupAnswer) -> None:
-        self._answers.put((job, answer))
-        self.news = True
+        self._lane.ended((job, answer))
 
     def close(self) -> None:
-        """End the thread once what it does now is done."""
-        self._inbox.put(None)
+        self._lane.end()
 
     def _run(self) -> None:
         while True:
-            wake = self._looking.next_at
+            wake = self._schedule.next_at
             item: LookupJob | Lease | None
             try:
-                item = self._inbox.get(timeout=NOTICE_SECONDS if wake is None else max(wake - time.monotonic(), 0))
+                item = self._lane.next(NOTICE_SECONDS if wake is None else max(wake - time.monotonic(), 0))
                 if item is None:
                     return
             except queue.Empty:
-                item = self._looking.next_job(time.monotonic())
+                item = self._schedule.next_job(time.monotonic())
             if item is None:
                 self._notice()
                 continue
             try:
-                self._looking.told(item, time.monotonic())
+                self._schedule.handle(item, time.monotonic())
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost hits, never the engine.
                 self._logger.exception("EMS lookup failed, the request is computed")
@@ -166,7 +154,7 @@ class Lookups:
             self._logger.exception("EMS could not look after its connection")
 
     def _prompt(self, job: LookupJob) -> Prompt:
-        chain, extra = KeyChain(self.chain_name, self._block_size), job.extra()
+        chain, extra = KeyChain(self.chain_name + job.adapter, self._block_size), job.extra()
         whole = len(job.tokens) // self._block_size
         while len(chain) < whole:
             if len(chain):

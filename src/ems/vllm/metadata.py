@@ -17,21 +17,17 @@ class StepMetadata(KVConnectorMetadata):
 
     loads: list[Load] = field(default_factory=list)
     """Loads to begin."""
-
     saves: list[Save] = field(default_factory=list)
     """Blocks that are whole once this step's forward is over."""
-
     preempted: set[str] = field(default_factory=set)
     """Requests whose blocks may be written by others in this very step: their saves end before it begins."""
-
     awaited: set[str] = field(default_factory=set)
-    """Requests that ended and whose blocks the engine keeps until their saves are reported done."""
-
+    """Requests that ended and whose blocks are held until their saves are reported done."""
     idle: bool = False
     """Nothing is computed in this step."""
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        """What is sent to each worker in each step is short."""
+        """Short, because it is sent to each worker in each step."""
         if self is QUIET:
             return "QUIET"
         return StepMetadata, (self.loads, self.saves, self.preempted, self.awaited, self.idle)
@@ -45,20 +41,21 @@ QUIET = StepMetadata()
 class StepReport(KVConnectorWorkerMetadata):
     """What workers report of one step, added up over them."""
 
-    joined: dict[str, int] = field(default_factory=dict)
+    in_step: dict[str, int] = field(default_factory=dict)
     """Requests whose loads were part of the step and are over, with the number of workers that say so."""
-
     transfers: list[Transferred] = field(default_factory=list)
     """Loads and saves that ended."""
-
     errors: dict[str, int] = field(default_factory=dict)
     """What made loads and saves fail: names of classes, and how often."""
+    saved: dict[str, int] = field(default_factory=dict)
+    """Requests that ended and whose saves are over, with the number of workers that say so."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
-        """Both workers' reports as one."""
         assert isinstance(other, StepReport)
-        both = Counter(self.joined)
-        both.update(other.joined)
+        both = Counter(self.in_step)
+        both.update(other.in_step)
+        saved = Counter(self.saved)
+        saved.update(other.saved)
         errors = Counter(self.errors)
         errors.update(other.errors)
-        return StepReport(dict(both), [*self.transfers, *other.transfers], dict(errors))
+        return StepReport(dict(both), [*self.transfers, *other.transfers], dict(errors), dict(saved))

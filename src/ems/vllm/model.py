@@ -7,8 +7,6 @@ missed but never mistaken.  What cannot be served is refused by name before the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +25,23 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ems.errors import ConfigError
+from ems.pool.facts import MODEL, PLANE, TENANT, plain_facts
 from ems.pool.keys import fingerprint, namespace_name
-from ems.pool.reasons.layouts import MODEL, PLANE, TENANT, plain_facts
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings, check_kvcache_type
 from ems.vllm.planes import Plane, Portion, portion, shard_count
+from ems.vllm.weights import config_digest, plain_text, weights_identity
 
 LAYOUT_VERSION = 2
 """Grows when the meaning of a stored page changes."""
 
-_SAMPLES = 16
-_SAMPLE_BYTES = 64 << 10
-_CONFIGS = ("config.json", "params.json")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_DRAFTS_WITHOUT_STATE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Ways to draft that keep no KV of their own and leave the model's as it is."""
+
+_MULTIMODAL = (
+    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "language_model_only",
+    "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_device_do_normalize",
+)  # fmt: skip
 
 
 class BlockModel(msgspec.Struct, frozen=True):
@@ -58,15 +60,14 @@ class BlockModel(msgspec.Struct, frozen=True):
 
     @property
     def fails_whole(self) -> bool:
-        """Whether a load that fails in part is of no use at all.
+        """Whether a load that fails in part fails as a whole.
 
-        Blocks of several groups cannot be told apart by their numbers.  Behind a window the engine has dropped what is
-        needed to compute the first block that is missing.
+        Block numbers do not tell several groups apart.  Behind a window the engine has dropped what it would need to
+        compute the first missing block.
         """
         return self.groups > 1 or any(plane.window for plane in self.planes)
 
     def descriptions(self) -> dict[str, dict[str, str]]:
-        """What each plane's namespace means, for a node that is to tell what differs from another."""
         return {
             plane.namespace: {
                 **self.facts,
@@ -80,7 +81,6 @@ class BlockModel(msgspec.Struct, frozen=True):
 
     @property
     def namespaces(self) -> list[str]:
-        """Names of the planes' namespaces, in their order."""
         return [plane.namespace for plane in self.planes]
 
 
@@ -98,7 +98,7 @@ class LocalPlane(msgspec.Struct, frozen=True):
 
     @property
     def leading(self) -> bool:
-        """Whether what happens to these pages stands for their blocks."""
+        """Whether these pages are the ones by which blocks are counted."""
         return not self.number and not self.portion.first
 
 
@@ -138,12 +138,13 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     facts = {
         "layout_version": LAYOUT_VERSION,
         "namespace": settings.namespace,
-        "weights": settings.model_id or weights_identity(model),
-        "draft": _draft_identity(vllm_config),
-        "config": config_digest(model),
+        "weights": settings.model_id or weights_identity(model, vllm_config.load_config, vllm_config.parallel_config),
+        "draft": _draft_identity(vllm_config, named=bool(settings.model_id)),
+        "config": config_digest(model, named=bool(settings.model_id)),
         "rope_length": _rope_length(model),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
+        "multimodal": _multimodal(model),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "cache_dtype_not_in": sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()),
         "block_size": block_size,
@@ -157,7 +158,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     }
     name = Path(str(model.model)).name
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
-    told = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
+    in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
     planes = [
         Plane(f"{identity}/{group}.{stage}", group, stage, shards[group], _window(spec))
         for group, spec in enumerate(specs)
@@ -165,7 +166,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     ]
     # Searches begin with the planes that need every block.
     planes.sort(key=lambda plane: plane.window > 0)
-    return BlockModel(identity, block_size, kv_cache_config.num_blocks, len(groups), tuple(planes), told)
+    return BlockModel(identity, block_size, kv_cache_config.num_blocks, len(groups), tuple(planes), in_words)
 
 
 def local_planes(
@@ -188,8 +189,23 @@ def local_planes(
     return found
 
 
+def check_hosts(hosts: int) -> None:
+    """Refuse an engine whose tensor- and pipeline-parallel ranks run on several hosts, which have a pool each.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if hosts > 1:
+        raise ConfigError(
+            f"the engine's tensor- and pipeline-parallel ranks run on {hosts} hosts, which have a pool each, but "
+            "EmsStoreConnector serves ranks of one host; give each an engine or data-parallel ranks of its own, or "
+            "start without --kv-transfer-config"
+        )
+
+
 def _check_run(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
+    check_hosts(int(getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))))
     for key, flag in (
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
@@ -211,7 +227,11 @@ def _check_run(vllm_config: Any) -> None:
 
 
 def _attention(spec: Any) -> AttentionSpec:
-    """The layers' kind of state, if it is one that a page can hold."""
+    """``spec`` as an attention that pages can hold.
+
+    Raises:
+        ConfigError: it is another kind of state.
+    """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs = list(spec.kv_cache_specs.values())
         for other in specs:
@@ -241,12 +261,11 @@ def _heads_of_layers(spec: Any, layers: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _window(spec: AttentionSpec) -> int:
-    """Tokens in sight of a layer whose old blocks the engine drops; layers that keep all blocks have none."""
+    """How many tokens a layer with a sliding window sees; 0 for layers that keep all blocks."""
     return int(spec.sliding_window) + compat.extra_retained_tokens(spec) if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def _heads(vllm_config: Any, spec: AttentionSpec) -> int:
-    """Distinct KV heads over all ranks."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1:
         return compat.num_heads(spec)
@@ -289,14 +308,28 @@ def _layer_count(model: Any) -> int:
     return int(model.hf_text_config.num_hidden_layers)
 
 
-def _draft_identity(vllm_config: Any) -> str:
-    """What tells one draft model from another: its layers' state is stored with the model's own."""
+def _draft_identity(vllm_config: Any, *, named: bool) -> str:
+    """The identity of the draft model if its layers' KV is stored with the model's own, else empty."""
     speculative = vllm_config.speculative_config
-    if speculative is None:
+    if speculative is None or speculative.method in _DRAFTS_WITHOUT_STATE:
         return ""
     draft = getattr(speculative, "draft_model_config", None)
-    method = str(speculative.method)
-    return method if draft is None else f"{method}/{weights_identity(draft)}"
+    if draft is None or speculative.method == "custom_class":
+        return f"{speculative.method}/{speculative.model}"
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    try:
+        weights = weights_identity(draft, load, vllm_config.parallel_config)
+    except ConfigError:
+        if not named:
+            raise
+        weights = f"{draft.model}@{draft.revision}"
+    return f"{speculative.method}/{weights}/{config_digest(draft, named=True)}"
+
+
+def _multimodal(model: Any) -> str:
+    """Settings that change how images, sounds and videos are processed; their hashes do not cover these."""
+    config = getattr(model, "multimodal_config", None)
+    return "" if config is None else plain_text({name: getattr(config, name, None) for name in _MULTIMODAL})
 
 
 def _device_identity(vllm_config: Any) -> str:
@@ -310,42 +343,3 @@ def _device_identity(vllm_config: Any) -> str:
 def _rope_length(model: Any) -> int:
     """The context length where the position embedding depends on it (LongRoPE picks its factors by it), else 0."""
     return int(model.max_model_len) if "longrope" in model.hf_config.to_json_string(use_diff=False) else 0
-
-
-def config_digest(model_config: Any) -> str:
-    """A digest of the model's configuration as it was given, overrides included.
-
-    Not of what the engine made of it: some models change that while they load, in the processes that load them.  The
-    configuration of a model on a hub is part of its revision.
-    """
-    place = Path(str(model_config.hf_config_path or model_config.model))
-    digest = hashlib.sha256(str(model_config.hf_config_path or "").encode())
-    for path in (place / name for name in _CONFIGS):
-        if path.is_file():
-            digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
-    overrides = model_config.hf_overrides
-    text = overrides.__qualname__ if callable(overrides) else json.dumps(overrides, sort_keys=True, default=str)
-    digest.update(f"\0{text}".encode())
-    return digest.hexdigest()
-
-
-def weights_identity(model_config: Any) -> str:
-    """What tells one set of weights from another: a digest of the weight files, or name and revision on a hub.
-
-    Local files count by name, size, time of change and :data:`_SAMPLES` spots of each, so that a model of any size
-    costs a few megabytes of reading, and an edit is noticed wherever it is.
-    """
-    place = Path(str(model_config.model))
-    if not place.exists():
-        commit = getattr(model_config.hf_config, "_commit_hash", None)
-        return f"{model_config.model}@{commit or model_config.revision or 'main'}"
-    files = {path for pattern in _WEIGHTS for path in place.glob(pattern)} if place.is_dir() else {place}
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        facts = path.stat()
-        digest.update(f"{path.name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
-        with path.open("rb") as weights:
-            for sample in range(_SAMPLES):
-                weights.seek(max(facts.st_size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
-                digest.update(weights.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -9,7 +9,7 @@ from ems.cc_v1.tensors import BlockRows
 from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.segments.layout import PageRef, unpack_refs
+from ems.pool.layout import PageRef, unpack_refs
 from ems.vllm.planes import page_key
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ class PlaneRows:
 
     @property
     def block_bytes(self) -> int:
-        """What this rank has of one block."""
         return int(self.rows.page_bytes * self.local.portion.count)
 
     @property

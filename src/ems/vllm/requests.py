@@ -22,7 +22,7 @@ import msgspec
 
 from ems.pool.client.answers import Lease
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
-from ems.pool.segments.layout import REF_BYTES
+from ems.pool.layout import REF_BYTES
 from ems.vllm.planes import Plane, first_in_sight
 
 NEVER = 1 << 62
@@ -53,6 +53,10 @@ class Release(msgspec.Struct, frozen=True):
     lease: Lease
 
 
+class Full(msgspec.Struct, frozen=True):
+    """Effect: as many requests as may be looked up are, and all stand before this one in the engine's queue."""
+
+
 class Pages(msgspec.Struct, frozen=True):
     """Pages of one plane: those of the blocks ``[first, ...)`` of a prompt, block by block, all shards of each."""
 
@@ -60,6 +64,13 @@ class Pages(msgspec.Struct, frozen=True):
     first: int
     keys: bytes
     packed_refs: bytes
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter as the engine numbers it, and the digest of its files."""
+
+    number: int
+    digest: str
 
 
 class LoadPart(msgspec.Struct, frozen=True):
@@ -79,12 +90,13 @@ class Load(msgspec.Struct, frozen=True):
     parts: list[LoadPart]
     broken: bool = False
     """The engine wants another part of the prompt than was found: nothing can be loaded."""
-
-    joined: bool = False
+    in_step: bool = False
     """The step that begins the load needs it."""
+    adapter: Adapter | None = None
+    """The one that the pages were computed with."""
 
     def split(self) -> tuple[Load, Load]:
-        """All but the last block of each part, and these last ones, into which the engine may write next."""
+        """Two loads: one without the last block of each part, and one of these, which the engine fills next."""
         rest, last = [], []
         for part in self.parts:
             end = len(part.block_ids) - 1
@@ -110,9 +122,10 @@ class Save(msgspec.Struct, frozen=True):
     block_ids: Sequence[Sequence[int]]
     tail: Tail | None = None
     """The last block, where that is not full."""
-
     ended: bool = False
     """The request has ended: the engine keeps all its blocks until the save is over."""
+    adapter: Adapter | None = None
+    """The one that the blocks are computed with."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -142,21 +155,24 @@ class Request:
     """What is known of one request."""
 
     __slots__ = (
-        "block_ids", "chain", "ended", "expected", "failed", "found", "joined", "loading", "local", "matched_at",
-        "next_save", "phase", "prompt_tokens", "request_id", "saved_any", "saved_tail",
+        "adapter", "block_ids", "chain", "ended", "expected", "failed", "found", "in_step", "loading", "local",
+        "matched_at", "matched_in", "next_save", "phase", "prompt_tokens", "request_id", "saved_any", "saved_tail",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, prompt_tokens: int, expected: int) -> None:
+    def __init__(self, request_id: str, prompt_tokens: int, expected: int, adapter: Adapter | None = None) -> None:
         self.request_id = request_id
+        self.adapter = adapter
         self.prompt_tokens = prompt_tokens
         self.expected = expected
         self.phase = Phase.NEW
         self.matched_at: float | None = None
         """When the engine first asked for it, from when on its lookup has to end."""
+        self.matched_in = -1
+        """The number of the step in which the engine last asked for it."""
         self.chain: KeyChain | None = None
         self.found = NOTHING
         self.local = 0
-        self.joined = False
+        self.in_step = False
         """Its load is part of the step that begins it."""
         self.failed = False
         self.ended = False
@@ -201,13 +217,18 @@ class RequestBook:
         self.paused = False
         """While this is set nothing is offered for saving, nor later what follows it."""
         self._lookup_timeout = lookup_timeout
+        self._restarted_at = float("-inf")
         self._handoff_timeout = handoff_timeout
         self._requests: dict[str, Request] = {}
         self._leases = 0
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, None] = {}
         self._unasked: OrderedDict[str, None] = OrderedDict()
         """Requests that are not looked up yet, in the order of the engine's queue."""
         self._over: list[str] = []
+        self._loading = 0
+        self._step = 0
+        self._later: list[str] | None = None
+        """Requests of :attr:`_waiting` that the engine had not asked for in this step when another one needed room."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -217,42 +238,37 @@ class RequestBook:
 
     @property
     def leases(self) -> int:
-        """Leases held now."""
         return self._leases
 
     @property
     def unasked(self) -> bool:
-        """Whether requests wait that are not looked up yet."""
         return bool(self._unasked)
 
     @property
     def loading(self) -> bool:
-        """Whether a load is under way."""
-        return any(request.phase is Phase.LOADING for request in self._requests.values())
+        return self._loading > 0
 
     def get(self, request_id: str) -> Request | None:
-        """What is known of a request."""
         return self._requests.get(request_id)
 
     def awaits(self, request_id: str) -> bool:
-        """Whether the request's lookup has not ended."""
         request = self._requests.get(request_id)
         return request is not None and request.phase is Phase.ASKED
 
     # Arrival, lookup
 
-    def arrive(self, request_id: str, prompt_tokens: int, expected: int) -> list[Ask]:
+    def arrive(self, request_id: str, prompt_tokens: int, expected: int, adapter: Adapter | None = None) -> list[Ask]:
         """A request came in; ``expected`` of its tokens were announced by a prefill (0: none were)."""
-        request = Request(request_id, prompt_tokens, expected)
+        request = Request(request_id, prompt_tokens, expected, adapter)
         self._requests[request_id] = request
         if prompt_tokens < 2 or not self._loads:
             # One token must be computed in any case.
             request.phase = Phase.SETTLED
             return []
         self._unasked[request_id] = None
-        return self.look_ahead()
+        return self.start_lookups()
 
-    def look_ahead(self) -> list[Ask]:
+    def start_lookups(self) -> list[Ask]:
         """Look up the next requests of the engine's queue, as many as may wait with a lease."""
         asks = []
         while self._unasked and len(self._waiting) < EAGER_LEASES:
@@ -262,27 +278,29 @@ class RequestBook:
     def _ask(self, request: Request) -> Ask:
         request.phase = Phase.ASKED
         self._unasked.pop(request.request_id, None)
-        self._waiting.add(request.request_id)
+        self._waiting[request.request_id] = None
         return Ask(request.request_id, request.expected)
 
     def take_over(self) -> list[str]:
-        """Requests that need nothing from their lookups any more, since the last call."""
+        """Requests that since the last call stopped to need their lookups."""
         over, self._over = self._over, []
         return over
 
     def _no_longer_waits(self, request_id: str) -> None:
         self._unasked.pop(request_id, None)
         if request_id in self._waiting:
-            self._waiting.remove(request_id)
+            del self._waiting[request_id]
             self._over.append(request_id)
 
     def answered(self, request_id: str, chain: KeyChain, found: Found) -> list[Release]:
-        """The lookup ended with ``found``."""
         request = self._requests.get(request_id)
-        if request is not None and (request.chain is None or len(request.chain) < len(chain)):
+        if request is None or request.phase is Phase.NEW:
+            # It ended, or what it was asked for has other names by now.
+            return [Release(lease) for lease in found.leases]
+        if request.chain is None or len(request.chain) < len(chain):
             request.chain = chain
-        if request is None or request.phase not in (Phase.ASKED, Phase.ANSWERED):
-            # The request ended, or gave up waiting, while the lookup was under way.
+        if request.phase not in (Phase.ASKED, Phase.ANSWERED):
+            # It gave up waiting while the lookup was under way.
             return [Release(lease) for lease in found.leases]
         before, request.found = request.found.leases, found
         self._leases += len(found.leases) - len(before)
@@ -296,43 +314,79 @@ class RequestBook:
         return [Release(lease) for lease in before]
 
     def match(
-        self, request_id: str, tokens: int, local: int, now: float, *, joined: bool = False
-    ) -> tuple[int | None, list[Ask | Release]]:
-        """How many tokens beyond the ``local`` ones can be loaded for a request of ``tokens`` tokens.
+        self, request_id: str, tokens: int, local: int, now: float, *, in_step: bool = False
+    ) -> tuple[int | None, list[Ask | Release | Full]]:
+        """How many tokens behind the ``local`` ones can be loaded for a request of ``tokens`` tokens; None: ask again.
 
-        None means: ask again.  The last token of a request that is present whole is counted too; the engine
-        computes it again by itself.  The step that makes a ``joined`` load computes that token, so it is left out.
+        If the pool has the whole request, its last token counts too, because the engine computes it again by itself.
+        It does not count for a load ``in_step``: that step computes it.
         """
         request = self._requests.get(request_id)
         if request is None:
             return 0, []
+        request.matched_in = self._step
+        if request.phase is Phase.NEW:
+            if len(self._waiting) < EAGER_LEASES:
+                effects: list[Ask | Release | Full] = []
+            else:
+                later = self._last_later()
+                if later is None:
+                    return None, [Full()]
+                effects = list(self._defer(later))
+            request.matched_at = now
+            return None, [*effects, self._ask(request)]
         if request.matched_at is None:
             request.matched_at = now
-        if request.phase is Phase.NEW:
-            return None, [self._ask(request)]
         if request.phase is Phase.ASKED:
             patience = self._lookup_timeout + (self._handoff_timeout if request.expected else 0.0)
-            if now - request.matched_at < patience:
+            if now - max(request.matched_at, self._restarted_at) < patience:
                 return None, []
             self._settle(request)
         found = 0
-        released: list[Ask | Release] = []
+        released: list[Ask | Release | Full] = []
         if request.phase is Phase.ANSWERED:
-            request.local, request.joined = local, joined
-            leaves_last = joined or self._windows
+            request.local, request.in_step = local, in_step
+            leaves_last = in_step or self._windows
             found = max(min(request.found.tokens, tokens - leaves_last) - local, 0)
             if not found:
                 released += self._settle(request)
         return found, released
 
+    def node_restarts(self, now: float) -> None:
+        """The node is not there for a moment: nobody's lookup can have been answered, and none has waited yet."""
+        self._restarted_at = now
+
+    def begin_step(self) -> None:
+        self._step += 1
+        self._later = None
+
+    def _last_later(self) -> Request | None:
+        """The last request with a lookup for which the engine has not asked in this step, because it stands later."""
+        if self._later is None:
+            self._later = [name for name in self._waiting if self._requests[name].matched_in != self._step]
+        while self._later:
+            name = self._later.pop()
+            if name in self._waiting and self._requests[name].matched_in != self._step:
+                return self._requests[name]
+        return None
+
+    def _defer(self, request: Request) -> list[Release]:
+        """Drop the request's lookup.  It is looked up again when there is room."""
+        released = self._settle(request)
+        request.phase, request.matched_at = Phase.NEW, None
+        request.next_save = request.saved_tail = 0
+        self._unasked[request.request_id] = None
+        return released
+
     def decline(self, request_id: str) -> list[Release]:
-        """Nothing is to be loaded for a request, whatever was found or will be."""
+        """Load nothing for the request, whatever its lookup finds."""
         request = self._requests.get(request_id)
         if request is None or request.phase is Phase.LOADING:
             return []
         return self._settle(request)
 
     def _settle(self, request: Request) -> list[Release]:
+        self._loading -= request.phase is Phase.LOADING
         request.phase = Phase.SETTLED
         self._no_longer_waits(request.request_id)
         leases = request.found.leases
@@ -354,6 +408,7 @@ class RequestBook:
             # It is computed now, whatever its lookup will find.
             return list(self._settle(request))
         request.phase = Phase.LOADING
+        self._loading += 1
         last = -(-(request.local + external) // self._block_size)
         request.loading = request.block_ids[0][request.local // self._block_size : last]
         self._no_longer_waits(request_id)
@@ -361,9 +416,8 @@ class RequestBook:
         tokens = request.local + external
         broken = any(self._first_wanted(request, pages, tokens) < pages.first for pages in found.pages)
         parts = [] if broken else [self._part(request, pages, tokens) for pages in found.pages]
-        return [
-            Load(request_id, found.leases[0].node, [part for part in parts if part.block_ids], broken, request.joined)
-        ]
+        parts = [part for part in parts if part.block_ids]
+        return [Load(request_id, found.leases[0].node, parts, broken, request.in_step, request.adapter)]
 
     def _first_wanted(self, request: Request, pages: Pages, tokens: int) -> int:
         window = self._planes[pages.plane].window
@@ -378,10 +432,7 @@ class RequestBook:
         return LoadPart(pages.plane, ids, keys, pages.packed_refs[begin * REF_BYTES : end * REF_BYTES])
 
     def received(self, request_id: str, invalid: set[int], *, failed: bool = False) -> list[Release]:
-        """The load ended; blocks in ``invalid`` hold nothing, none does if it ``failed``.
-
-        A failed load is not tried again.
-        """
+        """The load ended without the blocks in ``invalid``, or without any if it ``failed``.  It is not tried again."""
         request = self._requests.get(request_id)
         if request is None or request.phase is not Phase.LOADING:
             return []
@@ -415,11 +466,11 @@ class RequestBook:
         return self._offer(request, min(computed_after, request.prompt_tokens), request.prompt_tokens)
 
     def _offer(self, request: Request, computed: int, end: int) -> Span | None:
-        """Blocks that are full within ``computed`` tokens, and the part of one behind them once ``end`` is reached."""
+        """The full blocks of ``computed`` tokens that were not offered yet, and the tail once ``end`` is reached."""
         if not self._saves or not request.block_ids or not request.prompt_tokens:
             # Without tokens: the cache was reset since, its keys name what other weights computed.
             return None
-        if self._several and request.joined and request.phase is Phase.LOADING:
+        if self._several and request.in_step and request.phase is Phase.LOADING:
             # Whoever computes behind a load that fails elsewhere, or a step ago, learns of it too late.
             return None
         held = min(len(ids) for ids in request.block_ids)
@@ -453,12 +504,12 @@ class RequestBook:
             keys.append(tail.key)
             end += 1
         block_ids = [ids[span.first : end] for ids in request.block_ids]
-        return Save(request_id, span.first, chain.parent(span.first), keys, block_ids, tail)
+        return Save(request_id, span.first, chain.parent(span.first), keys, block_ids, tail, adapter=request.adapter)
 
     # Ends
 
     def preempted(self, request_id: str) -> None:
-        """The engine took the request's blocks away; it starts over later, and what was being saved may not be."""
+        """The engine took the request's blocks away.  The request starts over later; its saves may be called off."""
         request = self._requests.get(request_id)
         if request is None or request.phase is Phase.LOADING:
             return
@@ -473,26 +524,41 @@ class RequestBook:
             self._unasked.move_to_end(request_id, last=False)
 
     def abandon(self, request_id: str) -> list[Release]:
-        """Know nothing of a request any more, but for what it may still be loading."""
+        """Forget the request, unless a load or a save of it is under way."""
         request = self._requests.get(request_id)
         if request is None or request.phase is Phase.LOADING or request.saved_any:
             return []
         del self._requests[request_id]
         return self._settle(request)
 
+    def leave_out(self, request_id: str) -> list[Release]:
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        request.failed = True
+        request.prompt_tokens = 0
+        request.next_save = NEVER
+        return self.decline(request_id)
+
     def reset(self) -> list[Release]:
-        """What was computed until now must not be used again: no request that is known looks up or offers any more."""
+        """Use nothing again that was computed until now.
+
+        Requests without blocks are looked up again under new names.  The others look up and offer nothing.
+        """
         released: list[Release] = []
-        for request in self._requests.values():
-            request.failed = True
-            request.prompt_tokens = 0
-            request.next_save = NEVER
-            if request.phase is not Phase.LOADING:
-                released += self._settle(request)
+        for request_id, request in self._requests.items():
+            released += self.decline(request_id)
+            if request.block_ids or request.failed:
+                released += self.leave_out(request_id)
+                continue
+            request.chain, request.next_save, request.saved_tail = None, 0, 0
+            if request.prompt_tokens > 1 and self._loads:
+                request.phase, request.matched_at = Phase.NEW, None
+                self._unasked[request.request_id] = None
         return released
 
     def last_save(self, request_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> Span | None:
-        """The request is about to end with ``computed`` tokens in ``block_ids``: what of them was not offered yet."""
+        """The request is about to end with ``computed`` tokens in ``block_ids``; what was not offered yet."""
         request = self._requests.get(request_id)
         if request is None or request.phase is not Phase.SETTLED or computed <= 0:
             return None
@@ -508,6 +574,6 @@ class RequestBook:
             # The engine itself keeps the blocks until the load is reported; the lease stays as long.
             # A load that is part of a step has its request's saves beside it, and for these the engine would not wait.
             request.ended = True
-            return request.joined and request.saved_any, []
+            return request.in_step and request.saved_any, []
         del self._requests[request_id]
         return request.saved_any, self._settle(request)

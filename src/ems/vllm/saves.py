@@ -19,8 +19,8 @@ from ems.errors import EmsError, StaleReference
 from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.core.room import Outcome
 from ems.pool.keys import Tail
+from ems.pool.pages import Outcome
 from ems.vllm.lane import Lane
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import PlaneRows, StoredPage
@@ -95,11 +95,9 @@ class SaveBatch:
             self.progress.finish()
 
     def computed_layer(self, name: str, mark: object) -> None:
-        """The step's forward pass was launched up to ``mark``, behind layer ``name``."""
         self.progress.done(name, mark)
 
     def computed(self, mark: object) -> None:
-        """The step's forward pass was launched up to ``mark``."""
         self.progress.finish(mark)
 
 
@@ -133,7 +131,6 @@ class Saver:
         self._lane.start()
 
     def start(self, saves: Sequence[Save]) -> SaveBatch:
-        """Queue the saves of one step, whose forward pass is about to begin."""
         jobs = [SaveJob(save, plane) for save in saves for plane in self._planes]
         batch = self._latest = SaveBatch([job for job in jobs if job.pages], by_layer=self._by_layer)
         with self._lock:
@@ -146,7 +143,6 @@ class Saver:
 
     @property
     def news(self) -> bool:
-        """Whether saves may have ended since :meth:`results`."""
         return self._lane.news
 
     def results(self) -> list[SaveResult]:
@@ -163,18 +159,25 @@ class Saver:
     def leave_windows(self) -> None:
         """Blocks that left a sliding window in an earlier step go to others now: finish with them, or call them off."""
         jobs, self._windows = self._windows, []
-        deadline = time.monotonic() + WINDOW_SECONDS
+        self._finish(jobs, WINDOW_SECONDS)
+
+    def finish(self, seconds: float) -> None:
+        """All saves end within ``seconds``, or are called off."""
+        with self._lock:
+            jobs = [job for jobs in self._jobs.values() for job in jobs]
+        self._finish(jobs, seconds)
+
+    def _finish(self, jobs: Sequence[SaveJob], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         for job in jobs:
             if not job.closed.wait(max(deadline - time.monotonic(), 0)):
                 job.cancel(self._device)
 
     def busy(self, request_id: str) -> bool:
-        """Whether blocks of the request are still to be copied."""
         with self._lock:
             return self._open[request_id] > 0 and self._lane.alive
 
     def close(self) -> None:
-        """End the thread after the saves that are queued and computed."""
         if self._latest is not None:
             self._latest.call_off()
         self._lane.close()
@@ -209,15 +212,21 @@ class Saver:
         try:
             step(job)
         except EmsError as error:
-            job.reservation = None
+            self._give_up(job)
             self._lane.ended(SaveResult(job.save.request_id, 0, 0, 0, len(job.pages), 0.0, 0, type(error).__name__))
             if not self._failing:
                 self._failing = True
                 self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
         except Exception:  # the root of what this thread does, see below
             # Root of this thread: a defect here must cost a later hit, never the engine.
-            job.reservation = None
+            self._give_up(job)
             self._logger.exception("EMS save for request %s failed", job.save.request_id)
+
+    def _give_up(self, job: SaveJob) -> None:
+        """No copy of the job runs any more, which the pool has to know: it gives the slots to nobody before."""
+        reserved, job.reservation = job.reservation, None
+        if reserved is not None:
+            self._give_back(reserved)
 
     def _reserve(self, job: SaveJob) -> None:
         keys = [page.key for page in job.pages]
@@ -256,12 +265,7 @@ class Saver:
         reserved = job.reservation
         if reserved is None:
             return
-        try:
-            written = self._copy(job, reserved, ALL)
-        except BaseException:
-            self._give_back(reserved)
-            raise
-        self._commit(job, reserved, written)
+        self._commit(job, reserved, self._copy(job, reserved, ALL))
 
     def _copy(self, job: SaveJob, reserved: Reservation, tensors: slice) -> list[int]:
         begin = time.perf_counter()
@@ -305,15 +309,9 @@ class Saver:
         reserved = job.reservation
         if reserved is None or job.cancelled:
             return
-        try:
-            written = self._copy(job, reserved, tensors)
-        except BaseException:
-            self._give_back(reserved)
-            raise
-        if len(written) < len(reserved.granted):
+        if len(self._copy(job, reserved, tensors)) < len(reserved.granted):
             # Called off: a page that lacks a layer is none.
-            job.reservation = None
-            self._give_back(reserved)
+            self._give_up(job)
 
     def _publish(self, job: SaveJob) -> None:
         if job.reservation is not None and not job.cancelled:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,37 +17,43 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from ems.errors import ConfigError
+from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.node.launcher import ensure_node
 from ems.pool.reasons.words import Reason
 from ems.vllm import compat
+from ems.vllm.adapters import Adapters
 from ems.vllm.configuration.settings import ConnectorSettings
+from ems.vllm.epoch import KeyEpoch
 from ems.vllm.gate.admission import Offer
 from ems.vllm.kv_events.events import BlockEvents
-from ems.vllm.looking import LookupJob
+from ems.vllm.lookup_schedule import LookupJob
 from ems.vllm.lookups import Lookups
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
-from ems.vllm.requests import NEVER, Ask, Load, Release, RequestBook, Save, Span
+from ems.vllm.requests import NEVER, Adapter, Ask, Full, Load, Release, RequestBook, Save, Span
 
 logger = init_logger("vllm.ems.scheduler")
 
 ANNOUNCED = "ems_tokens"
 """Key in ``kv_transfer_params``: how many tokens of the prompt the prefill side stores."""
+NEVER_SECONDS = float("inf")
 ANSWER_SECONDS = 0.002
-"""How long an engine without anything to compute waits for a lookup: one takes about 1 ms, longer after a rest or on a
-slow core, where it may miss this; a step in which nothing is computed takes longer still."""
+"""How long an engine without work waits for a lookup.  A lookup takes about 1 ms, and a step without work longer."""
 MAX_OFFERS = 200
-"""How often in a row a hit is offered to an engine that runs nothing and does not take it: a load must leave blocks
-free that computing need not, so one of nearly all blocks may never be taken."""
-JOIN_SECONDS = 0.02
-"""How long a step of an engine that has one request only waits for that one's load; a request that comes in meanwhile
-waits as long.  Between steps the load would take another step, in which nothing is computed, of some milliseconds."""
+"""How often in a row a hit is offered to an engine that runs nothing.  vLLM reserves more blocks for a load than for
+computing, so it may never accept a load of nearly all blocks."""
+IN_STEP_SECONDS = 0.02
+"""How long a step waits for the load of the engine's only request.  A request that arrives meanwhile waits as long.  A
+load between steps would cost one more step, of some milliseconds."""
+RESET_SECONDS = 0.1
+"""How long pending saves may keep a reset of the engine's cache, or its pause, waiting."""
 ANSWER_BLOCKS = 256
-"""Lookups of more blocks take longer than that, and are not waited for."""
+"""A lookup of more blocks takes longer than :data:`ANSWER_SECONDS`, so the engine does not wait for it."""
 
 
 class SchedulerSide:
@@ -60,19 +67,18 @@ class SchedulerSide:
         *,
         step_tokens: int = 0,
         steps_overlap: bool = False,
-        may_join: bool = True,
+        may_load_in_step: bool = True,
         events: BlockEvents | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        self._settings = settings
-        self._model = model
-        # A load that is part of a step can report its failure by block only.
-        self._joins = settings.load_async is False and may_join and not model.fails_whole
-        self._joins_alone = (
-            settings.load_async is None and may_join and not model.fails_whole and not steps_overlap and workers == 1
-        )
+        self._settings, self._model = settings, model
+        # A load within a step can report its failure by block only.
+        self._loads_in_step = settings.load_async is False and may_load_in_step and not model.fails_whole
+        alone = settings.load_async is None and not steps_overlap and workers == 1
+        self._loads_alone_in_step = alone and may_load_in_step and not model.fails_whole
         self.block_pool: Any = None
-        """VLLM's own, for what it must not find again; without it all loads are made between steps."""
-        self._joining: set[str] = set()
+        """VLLM's own, to hold blocks and to forget some; without it all loads are made between steps."""
+        self._loading_in_step: set[str] = set()
         """Requests whose loads are part of a step that is not over."""
         self._book = RequestBook(
             model.block_size,
@@ -87,14 +93,17 @@ class SchedulerSide:
         )
         start_node = self._start_node if settings.autostart else None
         self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens, start_node=start_node)
-        self._client = PoolClient(settings.socket, "vllm-scheduler", credentials=settings.credentials)
+        self._client = PoolClient(
+            settings.socket, "vllm-scheduler", credentials=settings.credentials, restart_seconds=RESTART_SECONDS
+        )
         for name, facts in model.descriptions().items():
             self._client.describe(name, facts)
+        self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
         self._lookups = Lookups(
             self._client,
             model.planes,
             model.block_size,
-            model.identity,
+            self._epoch.chain_name,
             logger,
             handoff_timeout=settings.handoff_timeout,
             call_timeout=settings.call_timeout,
@@ -105,16 +114,33 @@ class SchedulerSide:
         self._lookups.usable = lambda: self._observer.usable
         self._lookups.seconds_a_token = lambda: self._observer.seconds_a_token
         self._events = events
+        self._adapters = adapters
+        """The engine's LoRA adapters; without it requests with one are not stored."""
         self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._awaited: set[str] = set()
+        self._held: dict[str, list[Any]] = {}
+        """Blocks of requests that ended, held until all workers say that their saves are over."""
+        self._given_back: set[str] = set()
+        """Requests whose blocks went back before that: their saves end before anything is computed."""
+        self._saved: Counter[str] = Counter()
+        self._call_off_at = NEVER_SECONDS
+        """When saves that keep a pause of the engine waiting are called off."""
+        self.end_saves: Callable[[float], None] = _nothing
+        """Ends the saves of a worker in this process within so many seconds."""
         self._invalid: set[int] = set()
         self._workers = workers
         self._running: set[str] = set()
         """Requests that the engine computes."""
         self._usable = True
         """Whether the pool may be asked, as of the last step."""
+        self._turned_away = False
+        """Whether the request that vLLM looks at has to wait, and with it all behind it.
+
+        VLLM would go through its whole queue for requests that it has to ask for again, some microseconds for each.  It
+        ends its walk at a request for which there are no blocks, so there are none until it looks at the next one.
+        """
         self._waited = False
         """Whether this step has waited for an answer."""
         self._loaded_from = ""
@@ -123,6 +149,12 @@ class SchedulerSide:
         self._offered: Counter[str] = Counter()
         """Offers in a row that an engine without anything else to do did not take."""
 
+    def bind(self, block_pool: Any) -> None:
+        """VLLM's ``bind_gpu_block_pool``."""
+        self.block_pool = block_pool
+        compat.around_reset(block_pool, self._give_back, self._emptied)
+        compat.around_free_blocks(block_pool, lambda: self._turned_away)
+
     def _start_node(self) -> None:
         if ensure_node(self._settings.node_config()):
             logger.info("EMS started a pool node on this host")
@@ -130,28 +162,48 @@ class SchedulerSide:
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        """A request came in: its lookup begins at once.
-
-        An adapter is known by its name and path only, not by what is in it, so requests with one stay out of the pool.
-        """
+        """A request came in: its lookup begins at once."""
         self._observer.arrived(request)
         self._enter(request)
 
     def _enter(self, request: Any) -> None:
-        if request.lora_request:
-            self._observer.left_out(request.request_id, Reason.ADAPTER)
-            return
         if not self._observer.usable:
-            self._observer.left_out(request.request_id, Reason.POOL_DOWN)
+            self._observer.requests.left_out(request.request_id, Reason.POOL_DOWN)
             return
         if not self._settings.loads:
-            self._observer.left_out(request.request_id, Reason.DOES_NOT_LOAD)
+            self._observer.requests.left_out(request.request_id, Reason.DOES_NOT_LOAD)
         self._vllm_requests[request.request_id] = request
         expected = self._announced(request)
-        self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected))
+        adapter = self._adapter(request.lora_request) if request.lora_request else None
+        if request.lora_request and adapter is None:
+            self._observer.requests.left_out(request.request_id, Reason.ADAPTER)
+            self._book.arrive(request.request_id, 0, 0)
+            return
+        self._do(self._book.arrive(request.request_id, request.num_prompt_tokens, expected, adapter))
+
+    def _adapter(self, lora: Any) -> Adapter | None:
+        if self._adapters is None:
+            logger.warning_once("EMS cannot tell which weights LoRA adapters have with this release of vLLM")
+            return None
+        try:
+            if getattr(lora, "load_inplace", False):
+                self.adapter_loaded(lora)
+            return self._adapters.find(lora)
+        except ConfigError as error:
+            logger.warning_once("EMS does not store what a LoRA adapter computes: %s", str(error))
+            return None
+
+    def adapter_loaded(self, lora: Any) -> None:
+        """The engine has read an adapter's files (vLLM's ``add_lora``), perhaps in place of others of that number."""
+        if self._adapters is None or not self._adapters.loaded(lora):
+            return
+        for request_id, request in self._vllm_requests.items():
+            if request.lora_request and request.lora_request.lora_int_id == lora.lora_int_id:
+                self._adapters.mixed(request.lora_request)
+                self._do(self._book.leave_out(request_id))
 
     def _announced(self, request: Any) -> int:
-        """Tokens that the request's prefill stores; none where a connector beside this one hands over the blocks."""
+        """How many tokens the request's prefill stores; 0 if another connector hands over its blocks."""
         params = request.kv_transfer_params or {}
         announced = None if params.get("remote_engine_id") else params.get(ANNOUNCED)
         return min(announced, request.num_prompt_tokens) if isinstance(announced, int) and announced > 0 else 0
@@ -161,18 +213,23 @@ class SchedulerSide:
         request_id, now = request.request_id, time.monotonic()
         if request_id not in self._book:
             self._enter(request)
-        if local and self._joining:
+        if local and self._loading_in_step:
             # VLLM finds blocks that a step loads at once.  Should the load fail, whoever shares them must not have
             # been computed behind them.
             return None, False
+        self._turned_away = False
         self._lookups.hurry(request_id)
         self._take_answers(self._patience(request))
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
-        joined = self.block_pool is not None and (self._joins or self._loads_alone(request_id, local, now))
-        found, effects = self._book.match(request_id, request.num_tokens, local, now, joined=joined)
+        if self._client.waits_out_restart:
+            self._book.node_restarts(now)
+        in_step = self.block_pool is not None and (self._loads_in_step or self._loads_alone(request_id, local, now))
+        found, effects = self._book.match(request_id, request.num_tokens, local, now, in_step=in_step)
         self._do(effects)
         self._lookups.hurry(request_id)
+        if self._turned_away:
+            return 0, False
         if found:
             offer = Offer(local, found, handoff=self._announced(request) > 0)
             reason = self._observer.why_not(request_id, offer, now)
@@ -181,22 +238,22 @@ class SchedulerSide:
             if reason is not None:
                 self._decline(request_id, reason)
                 found = 0
-        self._observer.matched(request_id, local, found)
-        return found, bool(found) and not joined
+        self._observer.requests.matched(request_id, local, found)
+        return found, bool(found) and not in_step
 
     def _loads_alone(self, request_id: str, local: int, now: float) -> bool:
-        """Whether the load of what was found would keep nobody waiting but the request, and not for long."""
-        if not self._joins_alone or self._running or len(self._vllm_requests) > 1:
+        """Whether a load within the step would keep only this request waiting, and only for a moment."""
+        if not self._loads_alone_in_step or self._running or len(self._vllm_requests) > 1:
             return False
         known = self._book.get(request_id)
         if known is None or not known.found.leases or known.found.leases[0].node != self._loaded_from:
             # The first load of a node's pages may have to reach the node, and to map its memory.
             return False
-        seconds = self._observer.load_seconds(known.found.tokens - local, now)
-        return seconds is not None and seconds <= JOIN_SECONDS
+        seconds = self._observer.cost.load_seconds(known.found.tokens - local, now)
+        return seconds is not None and seconds <= IN_STEP_SECONDS
 
     def _not_taken(self, request_id: str) -> bool:
-        """Whether an engine that could have taken this offer long ago will never do so."""
+        """Whether the engine could have taken this offer long ago, so that it never will."""
         if self._running or self._book.loading:
             self._offered.pop(request_id, None)
             return False
@@ -204,10 +261,9 @@ class SchedulerSide:
         return self._offered[request_id] > MAX_OFFERS
 
     def _patience(self, request: Any) -> float:
-        """Seconds to wait for what a lookup finds, once a step.
+        """Seconds to wait for a lookup, once a step, if the engine has nothing to compute.
 
-        The engine computes what it has in the meantime; one that has nothing would take a whole empty step, several
-        times as long as most lookups, before it asks again.
+        Otherwise it would make an empty step, which takes several times as long as most lookups.
         """
         if self._waited or self._running or not self._book.awaits(request.request_id):
             return 0.0
@@ -217,18 +273,18 @@ class SchedulerSide:
         return ANSWER_SECONDS
 
     def _decline(self, request_id: str, reason: Reason) -> None:
-        self._observer.left_out(request_id, reason)
+        self._observer.requests.left_out(request_id, reason)
         self._do(self._book.decline(request_id))
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""
         self._offered.pop(request.request_id, None)
         if external > 0:
-            self._observer.loading(request.request_id, external)
+            self._observer.requests.loading(request.request_id, external)
         self._do(self._book.allocated(request.request_id, blocks.get_block_ids(), external))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the ended request's blocks must be kept, and what a decode should know (``request_finished``)."""
+        """VLLM's ``request_finished``: that it need not keep the request's blocks, and what a decode should know."""
         request_id = request.request_id
         self._offered.pop(request_id, None)
         ran = request_id in self._running
@@ -245,19 +301,65 @@ class SchedulerSide:
         self._do(effects)
         self._vllm_requests.pop(request_id, None)
         if keep:
-            self._awaited.add(request_id)
+            self._hold(request_id, block_ids)
             blocks = -(-stored // self._model.block_size)
             logger.info("Delaying free of %d blocks for request %s", blocks, request_id)
         params = request.kv_transfer_params or {}
-        told = self._observer.finished(request)
+        answer = self._observer.finished(request)
         if params.get("do_remote_decode") and self._settings.saves:
             announced = min(stored, request.num_prompt_tokens)
             # Nothing but a key of our own: vLLM ends where two connectors of one engine answer with the same one.
-            told |= {ANNOUNCED: announced}
-        return keep, told or None
+            answer |= {ANNOUNCED: announced}
+        return False, answer or None
+
+    # Blocks of requests that ended
+
+    @property
+    def saving(self) -> bool:
+        """Whether the engine should make steps, even empty ones, because requests that ended are being saved."""
+        return bool(self._held)
+
+    def _hold(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """Keep an ended request's blocks from others until its saves are over.
+
+        They are held here and not by vLLM, which would not give them up for a reset of its cache.
+        """
+        if self.block_pool is None:
+            self._given_back.add(request_id)
+            return
+        blocks = [self.block_pool.blocks[block] for ids in block_ids for block in ids if block]
+        self.block_pool.touch(blocks)
+        self._held.setdefault(request_id, []).extend(blocks)
+        self._awaited.add(request_id)
+
+    def _give_back(self) -> None:
+        """Free all held blocks: the engine resets its cache, or its pause has waited long enough."""
+        self._saves = [save for save in self._saves if save.request_id not in self._held]
+        for request_id, blocks in self._held.items():
+            if blocks:
+                self.block_pool.free_blocks(reversed(blocks))
+                self._given_back.add(request_id)
+                blocks.clear()
+        self.end_saves(RESET_SECONDS)
+
+    def _emptied(self) -> None:
+        self._epoch.empty = True
+        if self._adapters is not None:
+            requests = self._vllm_requests.values()
+            self._adapters.emptied(request.lora_request for request in requests if request.lora_request)
+
+    def _no_longer_saved(self, counts: Mapping[str, int]) -> None:
+        for request_id in self._on_all_workers(self._saved, counts):
+            blocks = self._held.pop(request_id, None)
+            if blocks:
+                self.block_pool.free_blocks(reversed(blocks))
+
+    def paused(self, *, paused: bool) -> None:
+        """The engine takes no more requests and waits for what is under way, or it goes on."""
+        self._call_off_at = time.monotonic() + RESET_SECONDS if paused else NEVER_SECONDS
 
     def _save_rest(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """Store what the answer added, in the step that follows; the request's blocks are kept until then."""
+        """Save what the answer added.  The save begins in the next step and holds the request's blocks."""
         if compat.computing(request):
             # A step that was launched may still write into the last blocks.
             return
@@ -274,18 +376,23 @@ class SchedulerSide:
         tokens = output.num_scheduled_tokens
         if self._lookups.news:
             self._take_answers()
-        waits = any(load.joined for load in self._loads) if self._loads else False
+        waits = any(load.in_step for load in self._loads) if self._loads else False
         leisure = not output.scheduled_new_reqs
         self._observer.step_began(tokens, time.monotonic(), loads=waits, leisure=leisure)
         usable = self._usable = self._observer.usable
         self._book.paused = not usable
         preempted = getattr(output, "preempted_req_ids", None)
         self._running.update(tokens)
-        self._waited = False
+        self._waited = self._turned_away = False
+        self._book.begin_step()
+        if tokens or self._loads:
+            self._epoch.empty = False
         if preempted:
             self._preempted(preempted, tokens)
+        if self._held or self._given_back:
+            preempted = self._end_saves(preempted, computes=bool(tokens))
         if usable and self._book.unasked:
-            self._do(self._book.look_ahead())
+            self._do(self._book.start_lookups())
         for data in output.scheduled_new_reqs:
             self._plan_save(output, data.req_id, data.block_ids, data.num_computed_tokens, replace=True)
         cached = output.scheduled_cached_reqs
@@ -303,6 +410,17 @@ class SchedulerSide:
         loads, saves, awaited = self._loads, self._saves, self._awaited
         self._loads, self._saves, self._awaited = [], [], set()
         return StepMetadata(loads, saves, set(preempted or ()), awaited, idle=not tokens)
+
+    def _end_saves(self, preempted: Iterable[str] | None, *, computes: bool) -> set[str]:
+        """Requests whose saves must end before this step: ``preempted`` ones, and those whose blocks went back."""
+        end = set(preempted or ())
+        late = time.monotonic() >= self._call_off_at
+        if late:
+            self._give_back()
+        if computes or late:
+            end |= self._given_back
+            self._given_back.clear()
+        return end
 
     def _preempted(self, request_ids: Iterable[str], scheduled: Container[str]) -> None:
         for request_id in request_ids:
@@ -328,13 +446,12 @@ class SchedulerSide:
             self._saves.append(self._named(self._vllm_requests[request_id], span))
 
     def _named(self, request: Any, span: Span) -> Save:
-        """The save of ``span`` with the names of its pages."""
         known = self._book.get(request.request_id)
         assert known is not None
         size = self._model.block_size
         end = span.end * size
         if known.chain is None:
-            known.chain = KeyChain(self._lookups.chain_name, size)
+            known.chain = KeyChain(self._lookups.chain_name + self._adapter_key(request), size)
         extra = self._extra(request)() if len(known.chain) < span.end or span.tail else ()
         if len(known.chain) < span.end:
             # The chain takes what it needs of all tokens, without a copy of a long prompt.
@@ -346,7 +463,7 @@ class SchedulerSide:
             tail = known.chain.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
         save = self._book.save(request.request_id, span, known.chain, tail)
         if self._events is not None:
-            self._events.offered(request, save, extra or self._extra(request)())
+            self._events.offered(request, save, _extra_keys(request, size))
         return save
 
     def received(
@@ -359,40 +476,66 @@ class SchedulerSide:
         self._invalid |= invalid
         if isinstance(report, StepReport):
             self._observer.transferred(report.transfers, report.errors, time.monotonic())
-        for request_id in [*finished, *self._joined_loads(report)]:
+            self._no_longer_saved(report.saved)
+        for request_id in [*finished, *self._ended_in_step(report)]:
             known = self._book.get(request_id)
             filled = set(known.loading) if known is not None else set()
             if known is not None and known.found.leases and request_id not in failed and not filled & self._invalid:
                 self._loaded_from = known.found.leases[0].node
-            self._joining.discard(request_id)
-            if known is not None and known.joined and filled & self._invalid:
+            self._loading_in_step.discard(request_id)
+            if known is not None and known.in_step and filled & self._invalid:
                 self._forget(known.block_ids[0], self._invalid)
-            self._observer.load_failed(request_id, len(filled if request_id in failed else filled & self._invalid))
+            lost = filled if request_id in failed else filled & self._invalid
+            self._observer.requests.load_failed(request_id, len(lost))
             self._do(self._book.received(request_id, self._invalid, failed=request_id in failed))
             self._invalid -= filled
 
     def _forget(self, block_ids: Sequence[int], invalid: set[int]) -> None:
-        """Let the engine find neither blocks that hold nothing nor those computed behind them.
+        """Remove invalid blocks, and those computed behind them, from the engine's own cache.
 
-        It found them from when their load, part of a step, began, and finds them still when their request ends before
-        it has computed them.
+        The cache has had them since their load within the step began, and keeps them if the request ends early.
         """
         first = next((position for position, block in enumerate(block_ids) if block in invalid), len(block_ids))
         self.block_pool.evict_blocks(set(block_ids[first:]))
 
-    def _joined_loads(self, report: object) -> list[str]:
-        """Requests whose loads, part of a step, are over on all workers."""
+    def _ended_in_step(self, report: object) -> list[str]:
         if not isinstance(report, StepReport):
             return []
-        self._reported.update(report.joined)
-        over = [request_id for request_id, count in self._reported.items() if count >= self._workers]
+        return self._on_all_workers(self._reported, report.in_step)
+
+    def _on_all_workers(self, reported: Counter[str], counts: Mapping[str, int]) -> list[str]:
+        """Requests that are now over on all workers, after ``counts`` more reports."""
+        reported.update(counts)
+        over = [request_id for request_id, count in reported.items() if count >= self._workers]
         for request_id in over:
-            del self._reported[request_id]
+            del reported[request_id]
         return over
 
     def reset(self) -> None:
-        """The engine's weights or settings changed: nothing stored by it until now is found by it again."""
-        self._lookups.chain_name = f"{self._model.identity}/{secrets.token_hex(16)}"
+        """The engine's weights or settings changed.  It finds nothing again that it has stored until now."""
+        self._epoch.reset()
+        self._begin_epoch()
+        logger.info(
+            "EMS shares nothing with other engines until it knows its weights: once these are in place and before the "
+            "next request, name them with update_weight_version, or weight_version of finish_weight_update"
+        )
+
+    def weights_declared(self, version: str) -> None:
+        """The user names the engine's weights (vLLM's ``update_weight_version``)."""
+        before = self._epoch.chain_name
+        if not self._epoch.declare(version):
+            logger.warning(
+                "EMS shares nothing with other engines: weights version %s was declared while the engine holds KV of "
+                "other weights; reset its cache with reset_connector=True, then declare the version",
+                version,
+            )
+        elif self._epoch.chain_name != before:
+            logger.info("EMS shares blocks with engines whose weights version is %s", version)
+        if self._epoch.chain_name != before:
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._lookups.chain_name = self._epoch.chain_name
         self._saves.clear()
         self._do(self._book.reset())
         if self._events is not None:
@@ -408,7 +551,6 @@ class SchedulerSide:
         return self._observer.take_stats(time.monotonic()) if self._observer.has_stats(self._usable) else None
 
     def close(self) -> None:
-        """The engine stops."""
         self._observer.close()
         if self._events is not None:
             self._events.close()
@@ -421,22 +563,27 @@ class SchedulerSide:
         for answer in self._lookups.answers(wait):
             found, request = answer.found, self._vllm_requests.get(answer.request_id)
             if self._events is not None and answer.chain is not None and found.blocks and request is not None:
-                self._events.found(request, found, answer.chain, self._extra(request)())
-            self._observer.answered(answer.request_id, found.tokens, found.blocks, answer.reason, answer.detail)
+                self._events.found(request, found, answer.chain, _extra_keys(request, self._model.block_size))
+            self._observer.requests.answered(
+                answer.request_id, found.tokens, found.blocks, answer.reason, answer.detail
+            )
             if answer.chain is None:
                 self._do(self._book.abandon(answer.request_id))
             else:
                 self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
 
-    def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
+    def _do(self, effects: Sequence[Ask | Full | Load | Release]) -> None:
         for effect in effects:
             match effect:
                 case Ask(request_id, expected):
                     self._ask(request_id, expected)
+                case Full():
+                    # Without blocks that can be denied the engine asks for each.
+                    self._turned_away = self.block_pool is not None
                 case Load():
                     self._loads.append(effect)
-                    if effect.joined:
-                        self._joining.add(effect.request_id)
+                    if effect.in_step:
+                        self._loading_in_step.add(effect.request_id)
                 case Release(lease):
                     self._lookups.release(lease)
         for request_id in self._book.take_over():
@@ -448,28 +595,47 @@ class SchedulerSide:
         prompt = request.prompt_token_ids
         tokens = prompt if prompt is not None else [0] * request.num_prompt_tokens
         job = LookupJob(request_id, tokens, self._extra(request), expected, time.monotonic())
-        job.explain = self._observer.explains(request_id)
+        job.adapter = self._adapter_key(request)
+        job.explain = self._observer.requests.wanted(request_id)
         self._lookups.ask(job)
 
     def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
-        """What else changes a block's KV (LoRA, multimodal content, cache salt, prompt embeddings), block by block."""
-        plain = not (
-            request.lora_request
-            or request.mm_features
-            or request.cache_salt
-            or getattr(request, "prompt_embeds", None) is not None
+        """The extra keys of a request's blocks without the adapter, which vLLM would name by name and path."""
+        return partial(
+            _extra_keys, _WithoutAdapter(request) if request.lora_request else request, self._model.block_size
         )
-        if plain:
-            return tuple
 
-        def extra() -> Sequence[object]:
-            size, entries, position = self._model.block_size, [], 0
-            for start in range(0, request.num_tokens, size):
-                keys, position = generate_block_hash_extra_keys(request, start, start + size, position)
-                entries.append(keys)
-            return entries
+    def _adapter_key(self, request: Any) -> str:
+        """The request's adapter in the name where keys begin."""
+        known = self._book.get(request.request_id)
+        if known is None or known.adapter is None or self._adapters is None:
+            return ""
+        return f"/adapter/{self._adapters.key(request.lora_request, known.adapter)}"
 
-        return extra
+
+class _WithoutAdapter:
+    """A request as if it had none."""
+
+    lora_request = None
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _extra_keys(request: Any, block_size: int) -> Sequence[object]:
+    """What else changes a block's KV (LoRA, multimodal content, cache salt, prompt embeddings), block by block."""
+    if not (request.lora_request or request.mm_features or request.cache_salt) and (
+        getattr(request, "prompt_embeds", None) is None
+    ):
+        return ()
+    entries, position = [], 0
+    for start in range(0, request.num_tokens, block_size):
+        keys, position = generate_block_hash_extra_keys(request, start, start + block_size, position)
+        entries.append(keys)
+    return entries
 
 
 def _tokens(request: Any, start: int, end: int) -> Sequence[int]:
@@ -478,3 +644,7 @@ def _tokens(request: Any, start: int, end: int) -> Sequence[int]:
         return [0] * (end - start)
     tokens: Sequence[int] = request.all_token_ids[start:end]
     return tokens
+
+
+def _nothing(_seconds: float) -> None:
+    """The workers are in other processes."""

@@ -15,8 +15,8 @@ from ems.errors import EmsError
 from ems.pool.client.answers import NO_TAIL, Hits, Lease, Namespace, TailHit
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.reasons.words import Reason
-from ems.pool.segments.layout import REF_BYTES
 from ems.vllm.planes import Plane, first_in_sight, page_keys
 from ems.vllm.requests import NOTHING, Found, Pages
 
@@ -56,22 +56,21 @@ class Search:
         self._timeout = call_timeout
         self.reason: Reason | None = None
         """Why the last search found no more, as far as the node tells."""
-        self.rising = 0
-        """How many blocks the last search saw coming up from tiers below the node's memory."""
+        self.promoting = 0
+        """How many blocks tiers were promoting at the last search."""
         self.computing = 0.0
         """Seconds that a block takes to be computed, 0 while that is not known."""
         self._request = ""
 
     def reach(self, prompt: Prompt) -> tuple[int, bool]:
-        """How many tokens of ``prompt`` are there, and whether more are being written; promises nothing."""
+        """How many tokens of ``prompt`` are present, and whether more are being written.  Takes no lease."""
         self._request = ""  # a hand-off that waits asks often
-        self.rising = 0
+        self.promoting = 0
         reach = self._reach(prompt)
         return reach.blocks * self._block_size + reach.tail.tokens, reach.pending
 
     def take(self, prompt: Prompt) -> Found:
-        """Promise as much of ``prompt`` as can be used."""
-        self.reason, self._request, self.rising = None, prompt.request, 0
+        self.reason, self._request, self.promoting = None, prompt.request, 0
         if len(self._planes) == 1 and not self._planes[0].window:
             return self._take_leading(prompt)
         for _ in range(2):
@@ -130,12 +129,12 @@ class Search:
         return Found(tokens, blocks, (pages,), tuple(leases))
 
     def _hold_leading(self, prompt: Prompt, leases: list[Lease]) -> tuple[bytes, bytes, TailHit]:
-        """Pages of the leading blocks, and the tail behind all blocks, which means something if all are there."""
+        """Pages of the leading blocks, and the tail behind all blocks, which counts only if all blocks are present."""
         shards, whole = self._planes[0].shards, len(prompt.chain)
         rest = self._rest(prompt, whole)
         if not whole:
             return b"", b"", self._tail(prompt, 0, lease=shards == 1)
-        keys = page_keys(prompt.chain.joined(0, whole), shards)
+        keys = page_keys(prompt.chain.packed(0, whole), shards)
         if not len(rest):
             return *self._hold(keys, self._ask(0, keys, lease=True), leases), NO_TAIL
         hits, tail = self._client.lookup_with_tail(
@@ -148,14 +147,14 @@ class Search:
             request=self._request,
             compute=self._seconds_a_page(),
         )
-        self._see_rising(0, hits.below)
+        self._see_promoting(0, hits.below)
         held = self._hold(keys, hits, leases)
         if len(held[0]) == len(keys):
-            self.rising = max(self.rising, int(tail.below))
+            self.promoting = max(self.promoting, int(tail.below))
         return *held, tail
 
     def _hold(self, keys: bytes, hits: Hits, leases: list[Lease]) -> tuple[bytes, bytes]:
-        """The leading ones of ``keys`` that are there, and where; the lease on them is added to ``leases``."""
+        """The leading ones of ``keys`` that are present, and their places.  Adds the lease on them to ``leases``."""
         self.reason = self.reason or hits.reason
         if hits.lease is None:
             return b"", b""
@@ -163,7 +162,6 @@ class Search:
         return keys[: hits.count * KEY_BYTES], hits.lease.packed_refs
 
     def _ask(self, number: int, keys: bytes, *, lease: bool = False) -> Hits:
-        """Look ``keys`` up in plane ``number``."""
         hits = self._client.lookup(
             self._namespaces[number],
             keys,
@@ -172,15 +170,15 @@ class Search:
             request=self._request,
             compute=self._seconds_a_page(),
         )
-        self._see_rising(number, hits.below)
+        self._see_promoting(number, hits.below)
         return hits
 
     def _seconds_a_page(self) -> float:
         """A block's computing is shared by its pages of all planes."""
         return self.computing / sum(plane.shards for plane in self._planes)
 
-    def _see_rising(self, number: int, pages: int) -> None:
-        self.rising = max(self.rising, -(-pages // self._planes[number].shards))
+    def _see_promoting(self, number: int, pages: int) -> None:
+        self.promoting = max(self.promoting, -(-pages // self._planes[number].shards))
 
     # Several
 
@@ -188,7 +186,7 @@ class Search:
         blocks, pending = len(prompt.chain), False
         for number, plane in enumerate(self._planes):
             if not plane.window and blocks:
-                found, writing = self._leading(number, prompt.chain.joined(0, blocks))
+                found, writing = self._leading(number, prompt.chain.packed(0, blocks))
                 blocks, pending = found, pending or (writing and found < blocks)
         for _ in range(ATTEMPTS):
             tail = self._whole_tail(prompt, blocks)
@@ -201,7 +199,7 @@ class Search:
         return Reach(0, NO_TAIL, pending)
 
     def _leading(self, number: int, keys: bytes) -> tuple[int, bool]:
-        """How many leading blocks of ``keys`` a plane has all pages of, and whether the next is being written."""
+        """How many leading blocks of ``keys`` are whole in a plane, and whether the next is being written."""
         plane = self._planes[number]
         blocks = len(keys) // KEY_BYTES
         if plane.shards > 1 and blocks > MANY:
@@ -217,18 +215,18 @@ class Search:
         return hits.count // plane.shards, bool(hits.pending)
 
     def _gap(self, prompt: Prompt, blocks: int, tail: TailHit) -> tuple[int | None, bool]:
-        """The first block that some window needs and that is not there; None when all are."""
+        """The first missing block that some window needs, or None; and whether it is being written."""
         tokens = blocks * self._block_size + tail.tokens
         for number, plane in enumerate(self._planes):
             first = self._first_in_sight(plane, tokens)
             if plane.window and first < blocks:
-                found, writing = self._leading(number, prompt.chain.joined(first, blocks))
+                found, writing = self._leading(number, prompt.chain.packed(first, blocks))
                 if first + found < blocks:
                     return first + found, writing
         return None, False
 
     def _first_in_sight(self, plane: Plane, tokens: int) -> int:
-        """As an engine needs it that computes the last of ``tokens`` again."""
+        """The first block that an engine needs which computes the last of ``tokens`` again."""
         return first_in_sight(plane.window, tokens - 1, self._block_size)
 
     def _tail(self, prompt: Prompt, blocks: int, *, lease: bool) -> TailHit:
@@ -238,7 +236,7 @@ class Search:
             return NO_TAIL
         name = self._tail_name(prompt, blocks, rest)
         hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease, timeout=self._timeout)
-        self.rising = max(self.rising, int(hit.below))
+        self.promoting = max(self.promoting, int(hit.below))
         return hit
 
     def _rest(self, prompt: Prompt, blocks: int) -> Sequence[int]:
@@ -264,7 +262,7 @@ class Search:
         plane = self._planes[number]
         first = self._first_in_sight(plane, reach.blocks * self._block_size + reach.tail.tokens)
         first = min(first, reach.blocks)
-        keys = page_keys(prompt.chain.joined(first, reach.blocks) + reach.tail.key, plane.shards)
+        keys = page_keys(prompt.chain.packed(first, reach.blocks) + reach.tail.key, plane.shards)
         hits = self._ask(number, keys, lease=True)
         if hits.lease is not None:
             leases.append(hits.lease)

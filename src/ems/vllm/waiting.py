@@ -1,9 +1,9 @@
 """How long the lookup of one request waits: for blocks that its prefill writes, and for those that come up from tiers.
 
-A brain.  Until the scheduler asks for a request it stands in the engine's queue, where waiting costs nothing: its
-lookup goes on until all that can come has come.  What always holds: a bounded time after the scheduler asked the wait
-is over; from then on nobody waits longer for blocks that come up than computing them takes, nor for a tier that has
-shown to be slower than computing.
+A brain.  Until the scheduler asks for a request, it stands in the engine's queue and waiting costs nothing, so its
+lookup goes on until everything is there.  What always holds: the wait ends a bounded time after the scheduler asked;
+from then on no request waits longer for promoted blocks than computing them takes, nor for a tier that turned out to be
+slower than computing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ GRACE_SECONDS = 0.5
 def keep_waiting(tokens: int, pending: bool, expected: int, waited: float, limit: float, known: float) -> bool:
     """Whether a hand-off of ``expected`` tokens, of which ``tokens`` are there, goes on waiting after ``waited`` s.
 
-    Blocks that are being written are worth the whole wait of ``limit`` seconds; blocks of which nothing is to be seen
-    only the first :data:`GRACE_SECONDS` that the request is ``known``, if it waited for them or not.
+    It waits up to ``limit`` seconds for blocks that are being written.  It waits for blocks that nobody writes yet only
+    until the request is ``known`` for :data:`GRACE_SECONDS`.
     """
     if tokens >= expected or waited >= limit:
         return False
     return pending or known < GRACE_SECONDS
 
 
-def keep_rising(rising: bool, waited: float, limit: float, computing: float) -> bool:
-    """Whether a request goes on waiting for what comes up from tiers below the node's memory.
+def keep_promoting(promoting: bool, waited: float, limit: float, computing: float) -> bool:
+    """Whether a request goes on waiting for blocks that tiers promote.
 
-    Not longer than ``limit`` seconds in all, nor than the ``computing`` of what comes up takes (0: not known).
+    It waits at most ``limit`` seconds in all, and at most as long as ``computing`` the blocks takes (0: not known).
     """
-    return rising and waited < (min(limit, computing) if computing else limit)
+    return promoting and waited < (min(limit, computing) if computing else limit)
 
 
 class Limits(msgspec.Struct):
@@ -54,14 +54,13 @@ class Waiting:
         self._expected = expected
         self._due: float | None = None
         self._pause = FIRST_PAUSE
-        self._rose: tuple[int, float] | None = None
+        self._promoted_from: tuple[int, float] | None = None
         """Tokens that were there when something was seen to rise, and when that was."""
         self._computing: float | None = None
         """Seconds that computing takes what was still to come up when the scheduler had asked."""
 
     @property
     def due(self) -> bool:
-        """Whether the scheduler has asked."""
         return self._due is not None
 
     def hurry(self, now: float) -> None:
@@ -79,26 +78,25 @@ class Waiting:
             return False
         return keep_waiting(tokens, pending, self._expected, self._waited(now), limit, now - self._asked_at)
 
-    def for_tiers(self, tokens: int, rising: int, token_seconds: float, limit: float, now: float) -> bool:
-        """Whether to go on waiting for ``rising`` tokens that come up behind the ``tokens`` ones that are there.
+    def for_tiers(self, tokens: int, promoting: int, token_seconds: float, limit: float, now: float) -> bool:
+        """Whether to go on waiting for ``promoting`` tokens behind the ``tokens`` ones that are in memory.
 
         ``token_seconds`` is what computing a token takes (0: not known).
         """
-        if rising <= 0:
+        if promoting <= 0:
             return False
-        if self._rose is None:
-            self._rose = tokens, now
+        if self._promoted_from is None:
+            self._promoted_from = tokens, now
         if self._due is None:
             return limit > 0
-        risen, seconds = tokens - self._rose[0], now - self._rose[1]
-        if token_seconds and risen > 0 and seconds > token_seconds * risen:
+        promoted, seconds = tokens - self._promoted_from[0], now - self._promoted_from[1]
+        if token_seconds and promoted > 0 and seconds > token_seconds * promoted:
             return False
         if self._computing is None:
-            self._computing = token_seconds * rising
-        return keep_rising(True, self._waited(now), limit, self._computing)
+            self._computing = token_seconds * promoting
+        return keep_promoting(True, self._waited(now), limit, self._computing)
 
     def pause(self) -> float:
-        """Seconds until the next look."""
         pause = self._pause
         self._pause = min(pause * 2, QUEUED_PAUSE if self._due is None else MOST_PAUSE)
         return pause

@@ -8,19 +8,22 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+import msgspec
 import torch
 from vllm.logger import init_logger
 
 from ems.cc_v1.tensors import CpuDevice, Device, device_of
 from ems.errors import ConfigError, EmsError
+from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.launcher import ensure_node
 from ems.pool.segments.touch import warm
+from ems.vllm.adapters import has_read
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.layers import LayerOrder
-from ems.vllm.loads import LOAD_SECONDS, Loader, LoadJob
+from ems.vllm.loads import Loader, LoadJob
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
-from ems.vllm.model import BlockModel, LocalPlane
+from ems.vllm.model import BlockModel, LocalPlane, check_hosts
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.reporting.transferred import TransferLog, Transferred
@@ -30,22 +33,31 @@ from ems.vllm.saves import SaveBatch, Saver
 logger = init_logger("vllm.ems.worker")
 
 IDLE_SECONDS = 0.01
-"""How long a step without anything to compute waits for a load.
+"""How long a step without work waits for a load.
 
-The engine would only ask again, in steps that cost milliseconds each and keep the interpreter from the thread that
-loads; a request that comes in meanwhile waits as long.
+Otherwise the engine would make more such steps, which cost milliseconds each and keep the interpreter from the loading
+thread.  A request that arrives meanwhile waits as long.
 """
 
 
 class WorkerSide:
     """Hooks that vLLM's model runner calls."""
 
-    def __init__(self, settings: ConnectorSettings, model: BlockModel, planes: list[LocalPlane]) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, model: BlockModel, planes: list[LocalPlane], *, hosts: int = 1
+    ) -> None:
         self._settings = settings
+        self._hosts = hosts
         self._model = model
         self._planes = planes
         self._rows: list[PlaneRows] = []
-        self._client = PoolClient(settings.socket, "vllm-worker", self._let_go, credentials=settings.credentials)
+        self._client = PoolClient(
+            settings.socket,
+            "vllm-worker",
+            self._let_go,
+            credentials=settings.credentials,
+            restart_seconds=RESTART_SECONDS,
+        )
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         # One for each direction, so that loads do not queue behind saves; memory is pinned through the first.
@@ -58,13 +70,15 @@ class WorkerSide:
         self._loads_started = False
         self.in_layers = False
         """Whether the layers of the step under way have to wait for loads, or are stored one by one."""
-        self._joined: list[LoadJob] = []
+        self._in_step_jobs: list[LoadJob] = []
         self._warmed = 0
         self._awaited: set[str] = set()
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._refused: set[str] = set()
         self._report: Counter[str] = Counter()
+        self._saved: set[str] = set()
+        """Awaited requests whose saves are over, to be reported."""
         self._transfers = TransferLog()
         self._for_stats = self._for_report = False
         """Whether there may be something in it for either reader."""
@@ -76,9 +90,10 @@ class WorkerSide:
         """VLLM's ``register_kv_caches``.
 
         Raises:
-            ConfigError: the tensors are not what the engine's configuration says.
+            ConfigError: the tensors are not what the engine's configuration says, or the ranks run on several hosts.
         """
         try:
+            check_hosts(self._hosts)
             self._rows = plane_rows(self._planes, kv_caches, self._model.num_blocks)
         except ConfigError as error:
             if self._settings.on_error != "serve_without":
@@ -122,7 +137,7 @@ class WorkerSide:
             )
 
     def _warm_once(self) -> None:
-        """Begin to map the node's segments, once a connection, so that no request pays for it."""
+        """Start to map the node's segments, once for each connection, so that no request waits for it."""
         epoch = self._client.epoch
         if epoch not in (0, self._warmed):
             self._warmed = epoch
@@ -140,7 +155,6 @@ class WorkerSide:
             logger.debug("EMS segments are mapped later: %s", error)
 
     def _let_go(self, mapped: memoryview) -> None:
-        """A segment is about to be unmapped."""
         self._load_device.synchronise()
         self._save_device.synchronise()
         self._load_device.unpin(mapped)
@@ -148,18 +162,18 @@ class WorkerSide:
     # Steps
 
     def preempted(self, step: StepMetadata) -> None:
-        """Some requests' blocks go to others once this returns (vLLM's ``handle_preemptions``)."""
+        """VLLM's ``handle_preemptions``: after this returns, blocks of these requests belong to others."""
         if step.preempted and self._saver is not None:
             for request_id in step.preempted:
                 self._saver.cancel(request_id)
 
     def begin(self, step: StepMetadata) -> None:
-        """The step's metadata arrived; its forward pass has not begun."""
+        """The step's metadata arrived, before its forward pass."""
         if self._batch is not None:
             # All stages but the last of a pipeline are not told that a step with drafts was computed.
             self.computed()
         self._step = step
-        self._joined = []
+        self._in_step_jobs = []
         self._loads_started = step is QUIET
         self.in_layers = False
         if self._saver is not None and self._windowed:
@@ -187,41 +201,42 @@ class WorkerSide:
         mark = self._load_device.mark() if self._step.loads else None
         urgent: list[LoadJob] = []
         for load in self._step.loads:
-            if not load.joined:
+            if load.adapter is not None and not has_read(load.adapter, before=True):
+                load = msgspec.structs.replace(load, broken=True)  # noqa: PLW2901 - the same load, to fail
+            if not load.in_step:
                 self._loader.start(load, mark)
             elif self._settings.layerwise:
                 rest, last = load.split()
-                urgent.append(self._loader.start(last, mark, joined=True))
-                self._joined.append(self._loader.start(rest, mark, joined=True))
+                urgent.append(self._loader.start(last, mark, in_step=True))
+                self._in_step_jobs.append(self._loader.start(rest, mark, in_step=True))
                 self.in_layers = True
             elif self._load_device.at_once:
                 urgent.append(self._loader.make(load, mark))
             else:
-                urgent.append(self._loader.start(load, mark, joined=True))
-        for job in urgent:
-            self._wait(job, None)
-        self._joined += urgent
+                urgent.append(self._loader.start(load, mark, in_step=True))
+        self._wait(urgent)
+        self._in_step_jobs += urgent
 
     def _refuse(self, load: Load) -> None:
-        """A load that cannot even be tried; the scheduler side does not know, and hears of it as of any other."""
+        """Report a load that cannot be tried as one that failed."""
         if self._model.fails_whole:
             self._failed.add(load.request_id)
         else:
             self._invalid.update(block for part in load.parts for block in part.block_ids)
-        if load.joined:
+        if load.in_step:
             self._report[load.request_id] += 1
         else:
             self._refused.add(load.request_id)
 
-    def _wait(self, job: LoadJob, layer: str | None) -> None:
-        if not job.progress.wait(layer, LOAD_SECONDS)[0]:
-            raise TimeoutError(f"EMS did not load the blocks of request {job.load.request_id} in {LOAD_SECONDS:.0f} s")
+    def _wait(self, jobs: list[LoadJob], layer: str | None = None) -> None:
+        for job in jobs:
+            assert self._loader is not None
+            self._loader.wait(job, layer)
 
     def wait_for_layer(self, name: str) -> None:
         """VLLM's ``wait_for_layer_load``."""
-        for job in self._joined:
-            if name in self._order:
-                self._wait(job, name)
+        if self._in_step_jobs and name in self._order:
+            self._wait(self._in_step_jobs, name)
 
     def computed_layer(self, name: str) -> None:
         """VLLM's ``save_kv_layer``: the layer's state of this step is there once the engine's work until now is."""
@@ -230,17 +245,21 @@ class WorkerSide:
 
     def computed(self) -> None:
         """VLLM's ``wait_for_save``: the forward pass was launched; its blocks may be copied behind it."""
-        for job in self._joined:
-            self._wait(job, None)
+        self._wait(self._in_step_jobs)
         batch, self._batch = self._batch, None
         if batch is not None:
-            if not all(job.sound for job in self._joined):
+            if not all(job.sound for job in self._in_step_jobs):
                 # What the step computed behind blocks that hold nothing is wrong.
                 batch.call_off()
+            for job in batch.jobs:
+                adapter = job.save.adapter
+                if adapter is not None and not has_read(adapter, before=False):
+                    logger.warning_once("EMS does not store what a LoRA adapter computes: its files changed")
+                    job.cancelled = True
             batch.computed(self._save_device.mark())
 
     def end(self) -> None:
-        """The step is over; where nothing was to be computed, some releases of vLLM say only this."""
+        """The step is over.  Some releases of vLLM call nothing else in a step without work."""
         if self._batch is not None:
             self.computed()
         self._step = None
@@ -252,7 +271,7 @@ class WorkerSide:
     def has_results(self) -> bool:
         """Whether :meth:`results` may have something to say; False in most steps."""
         return bool(
-            self._joined
+            self._in_step_jobs
             or self._awaited
             or self._refused
             or (self._step is not None and self._step.idle)
@@ -260,13 +279,12 @@ class WorkerSide:
             or (self._saver is not None and self._saver.news)
         )
 
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose saves are done and that the engine waits for, those whose loads ended, those whose failed.
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads ended, those whose failed.
 
         VLLM asks before :meth:`computed` where it has drafts to compute: loads that are part of the step end first.
         """
-        for job in self._joined:
-            self._wait(job, None)
+        self._wait(self._in_step_jobs)
         # After a call that reached another node than before.
         self._warm_once()
         self._for_stats = self._for_report = True
@@ -277,7 +295,7 @@ class WorkerSide:
                 self._invalid |= result.failed_blocks
             elif not result.sound:
                 self._failed.add(result.request_id)
-            if result.joined:
+            if result.in_step:
                 self._report[result.request_id] += 1
             else:
                 received.add(result.request_id)
@@ -302,11 +320,12 @@ class WorkerSide:
                 self._transfers.failed(result.error)
         self._note_saves()
         saver = self._saver
-        sent = {request_id for request_id in self._awaited if saver is None or not saver.busy(request_id)}
-        self._awaited -= sent
+        saved = {request_id for request_id in self._awaited if saver is None or not saver.busy(request_id)}
+        self._awaited -= saved
+        self._saved |= saved
         failed = self._failed & received
         self._failed -= failed
-        return sent, received, failed
+        return received, failed
 
     def _note_saves(self) -> None:
         for result in self._saver.results() if self._saver is not None else ():
@@ -325,7 +344,6 @@ class WorkerSide:
                 self._transfers.failed(result.error)
 
     def take_stats(self) -> EmsStats | None:
-        """Loads and saves that :meth:`results` saw, for vLLM's log and metrics."""
         if not self._for_stats:
             return None
         self._for_stats = False
@@ -337,18 +355,27 @@ class WorkerSide:
         return invalid
 
     def take_report(self) -> StepReport | None:
-        """What the scheduler side is to hear of this step beside :meth:`results`."""
+        """The report to the scheduler side, beside :meth:`results`."""
         if not self._for_report and not self._report:
             return None
         self._for_report = False
-        joined, self._report = self._report, Counter()
+        in_step, self._report = self._report, Counter()
+        saved, self._saved = self._saved, set()
         transfers, errors = self._transfers.take_for_report()
-        if not joined and not transfers and not errors:
+        if not (in_step or saved or transfers or errors):
             return None
-        return StepReport(dict.fromkeys(joined, 1), transfers, errors)
+        return StepReport(dict.fromkeys(in_step, 1), transfers, errors, dict.fromkeys(saved, 1))
+
+    def finish_saves(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for all saves and call off the rest; after this no save reads the engine's blocks.
+
+        A scheduler in this process calls this before it gives blocks away between two steps.
+        """
+        if self._saver is not None:
+            self._saver.finish(seconds)
 
     def close(self) -> None:
-        """The engine stops: finish what is queued, bounded."""
+        """Finish what is queued, within a bounded time."""
         for thread in (self._loader, self._saver):
             if thread is not None:
                 thread.close()

@@ -169,14 +169,26 @@ def test_a_comparison_has_every_policy_and_the_optimum(tmp_path: Path) -> None:
     assert all(
         row.share <= best for row, best in zip(found.rows, [found.optimum[at // 2] for at in range(4)], strict=True)
     )
-    assert table(found).row_count == 2
+    assert len(table(found).rows) == 2
     tiers = tier_table(found)
     assert tiers is not None
-    assert tiers.row_count == 4
+    assert len(tiers.rows) == 4
     plot(found, tmp_path / "hits.svg")
     assert "<svg" in (tmp_path / "hits.svg").read_text()
     with pytest.raises(ConfigError, match="cannot draw"):
         plot(found, tmp_path / "hits.nonsense")
+
+
+def test_what_cannot_be_drawn_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ems.cli.bench_trace.compare", lambda *_: pytest.fail("it computes"))
+    monkeypatch.setattr("ems.bench.trace.report.find_spec", lambda _: None)
+    assert run(["bench", "trace", "made:loop", "--plot", str(tmp_path / "hits.svg")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+    monkeypatch.setattr("ems.bench.trace.report.find_spec", lambda _: "there")
+    for path in (tmp_path / "hits", tmp_path / "none" / "hits.svg"):
+        assert run(["bench", "trace", "made:loop", "--plot", str(path)]) == 2
 
 
 def test_the_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

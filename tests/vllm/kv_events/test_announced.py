@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.core.changes import Run
+from ems.pool.protocol.changes import ChangeRun
 from ems.vllm.kv_events import announced
-from ems.vllm.kv_events.announced import Announced, Block, Page, Removed, Stored, Tidings
+from ems.vllm.kv_events.announced import Announced, Block, BlockEvent, Page, Removed, Stored
 
 SHARDS = 2
 PLANES = (0, 1)
@@ -25,15 +25,15 @@ def pages(number: int) -> list[Page]:
     return [(plane, b"%8d%8d" % (number, shard)) for plane, shard in product(PLANES, range(SHARDS))]
 
 
-def run(page: Page, *, stored: bool) -> Run:
-    return Run(page[0], stored, page[1])
+def run(page: Page, *, stored: bool) -> ChangeRun:
+    return ChangeRun(page[0], stored, page[1])
 
 
 def offer(*numbers: int) -> list[tuple[Block, list[Page]]]:
     return [(block(number), pages(number)) for number in numbers]
 
 
-def store(*numbers: int) -> list[Run]:
+def store(*numbers: int) -> list[ChangeRun]:
     return [run(page, stored=True) for number in numbers for page in pages(number)]
 
 
@@ -96,7 +96,7 @@ def test_who_is_forgotten_for_want_of_room_is_taken_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(announced, "MOST_BLOCKS", 2)
     monkeypatch.setattr(announced, "MOST_STRAYS", 8)
     known = Announced()
-    told: list[Tidings] = []
+    told: list[BlockEvent] = []
     for number in range(10):
         told += known.offered(offer(number))
         told += known.changed(store(number))
@@ -122,31 +122,31 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_after_any_history_those_are_told_of_that_were_offered_and_are_whole(
-    events: list[tuple[str, int, int]],
+    history: list[tuple[str, int, int]],
 ) -> None:
     known = Announced()
     here: set[Page] = set()
     wanted: set[int] = set()
     told: set[object] = set()
-    for what, number, which in events:
+    for what, number, which in history:
         page = pages(number)[which]
         whole = here.issuperset(pages(number))
         if what == "offer":
             wanted.add(number)
-            tidings = known.offered(offer(number))
+            events = known.offered(offer(number))
         elif what == "find" and whole:
             wanted.add(number)
-            tidings = known.offered(offer(number), present=True)
+            events = known.offered(offer(number), present=True)
         elif what == "flip":
-            tidings = known.changed([run(page, stored=page not in here)])
+            events = known.changed([run(page, stored=page not in here)])
             here ^= {page}
         elif what == "withdraw":
-            tidings = known.withdraw()
+            events = known.withdraw()
             # What is in the pool is not known either, until it is stored anew.
             here, wanted = set(), set()
         else:
             continue
-        for news in tidings:
+        for news in events:
             if isinstance(news, Stored):
                 assert news.block.name not in told
                 told.add(news.block.name)

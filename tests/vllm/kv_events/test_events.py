@@ -67,7 +67,7 @@ class Engine:
 
     def commit(self, plane: int, first: int, end: int) -> None:
         one = self.model.planes[plane]
-        raw = page_keys(self.chain.joined(first, end), one.shards)
+        raw = page_keys(self.chain.packed(first, end), one.shards)
         keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         self.writer.commit(self.writer.reserve(Namespace(one.namespace, PAGE), NO_PARENT, keys))
 

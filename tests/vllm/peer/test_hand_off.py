@@ -18,9 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import RequestStatus
 
 from ems.errors import ConfigError
-from ems.testing.engine import free_port
 from ems.vllm.peer.mooncake import MooncakeHandOff
 from ems.vllm.peer.nixl import NixlHandOff
+from tests.kit.engine import free_port
 
 Make = Callable[..., Any]
 SIZES = {"prefill": {"dp_size": 1, "tp_size": 1}, "decode": {"dp_size": 1, "tp_size": 1}}

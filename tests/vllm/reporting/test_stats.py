@@ -8,6 +8,7 @@ from collections import Counter as Counts
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import prometheus_client
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from ems.vllm.metadata import StepReport
 from ems.vllm.reporting.explain import Tally
 from ems.vllm.reporting.stats import EmsStats, PoolState, transfers_of
 from ems.vllm.reporting.transferred import KEPT, TransferLog, Transferred
+from tests.metric_rules import broken_rules, families, listed
 
 LOAD = Transferred(load=True, leading=True, blocks=8, failed=0, bytes=8_000_000, seconds=0.002)
 OTHER_RANK = Transferred(load=True, leading=False, blocks=8, failed=0, bytes=8_000_000, seconds=0.004)
@@ -160,7 +162,7 @@ def test_every_figure_becomes_a_metric_of_its_engine(metrics: Metrics) -> None:
         "vllm:ems_pool_usable": 1,
         "vllm:ems_compute_tokens_per_second": 5000.4,
         "vllm:ems_load_tokens_per_second": 1e6,
-        "vllm:ems_loads_refused": 2,
+        "vllm:ems_refused_loads_total": 2,
     }
     assert {name: metrics.value(name, "1") for name in expected} == expected
     assert metrics.value("vllm:ems_misses_total", "1", reason="absent") == 2
@@ -171,10 +173,20 @@ def test_every_reason_has_its_counter_from_the_start(metrics: Metrics) -> None:
     assert {metrics.value("vllm:ems_misses_total", reason=reason.value) for reason in Reason} == {0.0}
 
 
-def test_every_metric_is_named_as_ours(metrics: Metrics) -> None:
-    exposed = prometheus_client.generate_latest(metrics.registry).decode()
+def test_names_follow_the_rules_and_all_are_in_the_reference(metrics: Metrics) -> None:
+    page = prometheus_client.generate_latest(metrics.registry).decode()
+    page = "\n".join(line for line in page.splitlines() if "_created" not in line)
 
-    assert all(line.split()[2].startswith("vllm:ems_") for line in exposed.splitlines() if line.startswith("#"))
+    assert broken_rules(page, prefix="vllm:ems_") == []
+    assert families(page) == listed("vllm:ems_")
+
+
+def test_refused_loads_are_counted_once(metrics: Metrics) -> None:
+    for refused in (2, 2, 5):
+        state = msgspec.structs.replace(STATE, refused=refused)
+        metrics.prom.observe(scheduler(lookups(), state).data, 1)
+
+    assert metrics.value("vllm:ems_refused_loads_total", "1") == 5
 
 
 def test_two_readers_each_get_every_transfer_once() -> None:

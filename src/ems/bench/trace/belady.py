@@ -13,7 +13,6 @@ from ems.bench.trace.files import TraceRequest
 
 
 def optimal_hits(requests: Sequence[TraceRequest], capacity: int) -> int:
-    """Blocks that were present with their whole prefix, in a pool of ``capacity`` blocks."""
     uses = [key for request in requests for key in request.keys]
     never = len(uses)
     upcoming = [never] * len(uses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
 import msgspec
 
@@ -11,7 +12,6 @@ from ems.bench.trace.belady import optimal_hits
 from ems.bench.trace.files import TraceRequest
 from ems.bench.trace.replay import replay
 from ems.bench.trace.residence import Residence, Tier, residence
-from ems.bench.trace.swap import Swap
 from ems.config import PolicyName
 from ems.errors import ConfigError
 
@@ -29,18 +29,14 @@ class TracePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacities: tuple[int, ...]
     look_ahead: int = 0
     tier_rate: float = 0.0
-    swap: Swap | None = None
-    """What befalls the node in the middle of the trace."""
 
     def __post_init__(self) -> None:
         if not self.policies:
             raise ConfigError("no policy is named, expected some such as forecast,lru")
         if not self.capacities or min(self.capacities) < 1:
             raise ConfigError("capacities are numbers of blocks above 0, such as 5000,10000")
-        if self.look_ahead < 0 or self.tier_rate < 0:
-            raise ConfigError("a look-ahead and the rate of a tier cannot be negative, 0 does without")
-        if self.swap and (self.look_ahead or self.tier_rate):
-            raise ConfigError("--swap goes without --look-ahead and --tier: what waits is announced to one node alone")
+        if self.look_ahead < 0 or not 0 <= self.tier_rate < inf:
+            raise ConfigError("a look-ahead and the rate of a tier are finite and cannot be negative, 0 does without")
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
@@ -82,7 +78,7 @@ def compare(requests: Sequence[TraceRequest], plan: TracePlan, progress: Progres
         for policy in dict.fromkeys((*plan.policies, "lru")):
             begun = time.perf_counter()
             tell = _telling(progress, policy, capacity, len(requests))
-            replayed = replay(requests, capacity, policy, look_ahead=plan.look_ahead, swap=plan.swap, progress=tell)
+            replayed = replay(requests, capacity, policy, look_ahead=plan.look_ahead, progress=tell)
             of[policy] = replayed.share, len(requests) / (time.perf_counter() - begun)
         base = of["lru"][0]
         for policy in plan.policies:

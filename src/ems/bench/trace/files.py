@@ -31,7 +31,6 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 def block_key(name: int) -> bytes:
-    """A key for the block that a trace calls ``name``."""
     return hashlib.sha256(b"%d" % name).digest()[:KEY_BYTES]
 
 

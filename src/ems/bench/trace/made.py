@@ -87,5 +87,4 @@ KINDS: dict[str, Callable[[int, int], Iterator[list[bytes]]]] = {
 
 
 def made_trace(kind: str, count: int, seed: int = 0, rate: float = 5.0) -> list[TraceRequest]:
-    """``count`` requests of ``kind``, ``rate`` of them a second."""
     return [TraceRequest(at / rate, keys) for at, keys in enumerate(KINDS[kind](count, seed))]

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ems.bench.trace.files import TraceRequest
-from ems.bench.trace.swap import Swap, swap_into, written_down
 from ems.config import PolicyName
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT
-from ems.pool.segments.layout import HEADER_BYTES, HEADERS_OFFSET, carve
+from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, carve
 
 PAGE_BYTES = 64
 """Bytes of a page that is never written."""
@@ -24,8 +23,6 @@ OWNER = 1
 """The engine of a replay."""
 BATCH = 8
 """Pages evicted at a time at most; a node takes more at a time, which costs some hits in a small pool."""
-WRITTEN_BEFORE = 100
-"""So many requests before it is killed a node has written down what its policy has learned."""
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -36,17 +33,11 @@ class Replayed(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Hits in all blocks."""
         return self.hits / self.blocks if self.blocks else 0.0
 
 
 def pool_of(capacity: int, policy: PolicyName) -> tuple[PoolCore, int]:
     """A brain with slots for exactly ``capacity`` pages of one namespace, and the number of that."""
-    core = _core_of(capacity, policy)
-    return core, core.open_namespace("trace", PAGE_BYTES)
-
-
-def _core_of(capacity: int, policy: PolicyName) -> PoolCore:
     size = HEADERS_OFFSET + capacity * (PAGE_BYTES + HEADER_BYTES)
     while carve(size, PAGE_BYTES).slot_count < capacity:
         size += 4096
@@ -54,7 +45,7 @@ def _core_of(capacity: int, policy: PolicyName) -> PoolCore:
     core = PoolCore([size], high_watermark=1.0, eviction_ratio=min(BATCH / capacity, 1.0), policy=policy)
     core.touched(0, geometry.slot_offset(capacity))
     core.touching_ended()
-    return core
+    return core, core.open_namespace("trace", PAGE_BYTES)
 
 
 def serve(core: PoolCore, namespace: int, keys: list[bytes]) -> int:
@@ -100,25 +91,17 @@ def replay(
     policy: PolicyName,
     *,
     look_ahead: int = 0,
-    swap: Swap | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Replayed:
     """Send ``requests`` through a pool of ``capacity`` blocks.
 
-    With ``look_ahead`` so many requests behind the one that is served are waiting, and announced.  With ``swap``
-    another process becomes the node after half of them; no request waits then.  ``progress`` is called now and then
-    with the number of requests that were served.
+    With ``look_ahead`` so many requests behind the one that is served are waiting, and announced.  ``progress`` is
+    called now and then with the number of requests that were served.
     """
     core, namespace = pool_of(capacity, policy)
     waiting = Queue(core, namespace, requests[1:], look_ahead)
     hits = blocks = 0
-    written = b""
     for number, request in enumerate(requests):
-        if swap is not None and number == len(requests) // 2 - WRITTEN_BEFORE:
-            written = written_down(core)
-        if swap is not None and number == len(requests) // 2:
-            core, ended = _core_of(capacity, policy), core
-            swap_into(core, ended, swap, written)
         core.tick(request.at)
         waiting.advance(request.at)
         hits += serve(core, namespace, request.keys)

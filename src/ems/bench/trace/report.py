@@ -2,59 +2,69 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from ems.bench.trace.compare import Comparison
 from ems.errors import ConfigError
+from ems.tables import Table
 
 
 def table(found: Comparison) -> Table:
-    """One row a capacity, one column a policy."""
     plan = found.plan
     ahead = f", {plan.look_ahead} requests ahead announced" if plan.look_ahead else ""
-    ahead += f", {plan.swap} after half of them" if plan.swap else ""
-    title = f"Hits in {found.blocks:,} blocks of {found.requests:,} requests ({found.distinct:,} different){ahead}"
-    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    shown.add_column("blocks of memory", justify="right")
-    for policy in plan.policies:
-        shown.add_column(policy, justify="right")
-    shown.add_column("optimum", justify="right")
+    rows = []
     for capacity, optimum in zip(plan.capacities, found.optimum, strict=True):
         cells = []
         for row in found.rows:
             if row.capacity == capacity:
                 times = f" ({row.of_lru:.2f}x)" if row.of_lru is not None and row.policy != "lru" else ""
                 cells.append(f"{row.share:.1%}{times}")
-        shown.add_row(f"{capacity:,}", *cells, f"{optimum:.1%}")
-    shown.caption = "In brackets: in hits of lru. The optimum knows the future."
-    return shown
+        rows.append((f"{capacity:,}", *cells, f"{optimum:.1%}"))
+    return Table(
+        ("blocks of memory", *plan.policies, "optimum"),
+        rows,
+        f"Hits in {found.blocks:,} blocks of {found.requests:,} requests ({found.distinct:,} different){ahead}",
+        "In brackets: in hits of lru. The optimum knows the future.",
+    )
 
 
 def tier_table(found: Comparison) -> Table | None:
     """What of the blocks that any tier held was in memory when its request was scheduled; None without a tier."""
     if not found.plan.tier_rate:
         return None
+    rows = [
+        (
+            f"{row.capacity:,}",
+            row.policy,
+            f"{row.tier.held:,}",
+            f"{row.tier.in_memory:,}",
+            f"{row.tier.share:.1%}",
+            f"{row.tier.brought:,}",
+        )
+        for row in found.rows
+        if row.tier is not None
+    ]
     title = (
         "In memory when scheduled, of what any tier held: "
         f"a tier below brings up {found.plan.tier_rate:g} blocks a second, {found.plan.look_ahead} requests wait"
     )
-    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    for column in ("blocks of memory", "policy", "held", "in memory", "share", "brought up"):
-        shown.add_column(column, justify="left" if column == "policy" else "right")
-    for row in found.rows:
-        if row.tier is not None:
-            shown.add_row(
-                f"{row.capacity:,}",
-                row.policy,
-                f"{row.tier.held:,}",
-                f"{row.tier.in_memory:,}",
-                f"{row.tier.share:.1%}",
-                f"{row.tier.brought:,}",
-            )
-    return shown
+    return Table(("blocks of memory", "policy", "held", "in memory", "share", "brought up"), rows, title)
+
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def refuse_plot(path: Path) -> None:
+    """Refuse to draw into ``path`` before anything is computed for it.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written, or its ending means nothing.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, install it with: pip install 'ems-kv[plot]'")
+    if path.suffix not in FORMATS or not path.parent.is_dir():
+        raise ConfigError(f"cannot draw into {path}, give a .svg, .png or .pdf file in a folder that is there")
 
 
 def plot(found: Comparison, path: Path) -> None:
@@ -63,10 +73,9 @@ def plot(found: Comparison, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, the ending means nothing, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, install it with: pip install 'ems-kv[plot]'") from error
+    refuse_plot(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     capacities = list(found.plan.capacities)

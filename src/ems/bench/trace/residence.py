@@ -43,7 +43,6 @@ class Residence(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Of what any tier held, what was in memory."""
         return self.in_memory / self.held if self.held else 1.0
 
 
@@ -70,7 +69,6 @@ class _Lift:
                 self._on_the_way.add(keys[at])
 
     def arrive(self, now: float) -> None:
-        """Put what has come up by ``now`` into memory."""
         while self._coming:
             asked, parent, key = self._coming[0]
             if self._core.page(self._namespace, key) is None:

@@ -33,7 +33,7 @@ class Installation(msgspec.Struct, frozen=True):
 
 
 def admit(fields: Mapping[str, Any], here: Installation) -> tuple[dict[str, Any], list[str]]:
-    """``fields`` of a KV transfer configuration as vLLM takes them, and a sentence for each connector that lost some.
+    """``fields`` of a KV transfer configuration in the form that vLLM accepts, and a sentence on what was left out.
 
     Where a connector of ours is used, what cannot be loaded is recomputed unless the configuration says otherwise.
     vLLM goes by the policy of the whole, so children need none.

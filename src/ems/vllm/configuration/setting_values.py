@@ -81,7 +81,6 @@ class SettingReader:
         return number
 
     def seconds(self, key: str, *variables: str, default_ms: float) -> float:
-        """Seconds of a value that is given in milliseconds."""
         name, value = self.find(key, *variables)
         if value is None:
             return default_ms / 1000

@@ -46,97 +46,72 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     saves: bool
     """Whether this engine stores what it computes (``kv_producer``, ``kv_both``; ``consumer_is_to_put`` too)."""
-
     loads: bool = True
     """Whether this engine loads what is stored; False only for a consumer by ``consumer_is_to_load``."""
-
     socket: Path
     """The node's socket; ``socket`` or ``EMS_SOCKET``."""
-
     directory: Path
     """Where a node that is started from here keeps its segments; ``directory`` or ``EMS_DIR``."""
-
     autostart: bool = True
     """Start a node when none runs; ``autostart`` or ``EMS_AUTOSTART``."""
-
     pool_size: int = 0
     """Bytes of a pool that is started from here, 0 for the node's default; ``pool_size`` or ``EMS_POOL_SIZE``."""
-
     load_async: bool | None = None
     """Load between steps while the request waits, or (False, by itself with ``layerwise``) in the step that needs it.
 
     None is between steps, but for a short load of an engine that has nothing else to do."""
-
     layerwise: bool = False
     """Move a block layer by layer beside compute, instead of whole; ``use_layerwise``."""
-
     save_answers: bool = True
     """Store the blocks of the answer too, so that a conversation's next turn finds them; ``save_decode_cache``."""
-
     save_tails: bool = True
     """Store the last block also when it is not full; the contrary of ``discard_partial_chunks``."""
-
     min_reuse_tokens: int = 0
     """Do not load when fewer tokens could be reused; ``num_min_reuse_tokens`` or ``EMS_NUM_MIN_REUSE_TOKENS``."""
-
     min_load_blocks: int = 0
     """Load only when more blocks than this come; ``num_min_load_blocks`` or ``EMS_NUM_MIN_LOAD_BLOCKS``."""
-
     cost_model: bool = True
     """Do not load what is computed faster."""
-
     health_gate: bool = True
     """Stay away from a pool that failed until it was well for a while."""
-
     health_check: float = 10.0
     """Seconds between two checks of the pool's health; ``health_check_ms``."""
-
     tenant: str = "default"
     """Whose pages these are."""
-
     credentials: Credentials = Credentials()
     """What proves it to a node with tenants; ``access_id`` and ``access_key``, or ``ACCELERATE_ID`` and ``_KEY``."""
-
     model_id: str = ""
     """A name for the weights; empty derives one from the weight files."""
-
+    weights_version: str = ""
+    """What the user calls the weights that the engine starts with, where they are not those of the files."""
     namespace: str = ""
     """Set engines of equal models apart: pages of two namespaces never meet; ``namespace`` or ``MODEL_ID``."""
-
     store_tp_size: int = 0
     """Parts by KV head that a block is stored in; 0 for as many as serve the usual tensor-parallel sizes."""
-
     kvcache_type: str = ""
     """``MHA`` (grouped queries too) or ``MLA`` where the user declared it, to be checked against the model."""
-
     on_error: str = "refuse"
     """What an engine does that cannot use the pool as configured: ``refuse`` to start, or ``serve_without``."""
-
     explain: bool = False
     """Say for each request how much was found, and why not more."""
-
     lookup_timeout: float = 1.0
     """Seconds after which a lookup that was not answered counts as a miss; ``lookup_timeout_ms``."""
-
     handoff_timeout: float = 2.0
     """Seconds that a decode waits for blocks that its prefill is still writing; ``handoff_timeout_ms``."""
-
     tier_timeout: float = 0.8
     """Seconds that a request waits for blocks that come up from tiers below memory, part of ``lookup_timeout``;
     ``tier_timeout_ms``."""
-
     call_timeout: float = 2.0
     """Seconds that one call to the node may take; ``call_timeout_ms``, ``EMS_CALL_TIMEOUT_MS`` or ``EMS_TIMEOUT``."""
 
     def node_config(self) -> NodeConfig:
-        """How to start a node with these settings."""
         return NodeConfig(
             directory=self.directory, socket=self.socket, size=self.pool_size, http_port=None, autostarted=True
         )
 
 
 def reads_by_layer(extra: Mapping[str, Any]) -> bool:
-    """Whether ``extra`` asks for blocks to be moved layer by layer; a wrong value is refused where all are read."""
+    """Whether ``extra`` asks for layer-by-layer moves.  :func:`read_settings` refuses a wrong value."""
     try:
         return _layerwise(SettingReader(extra, {}))
     except ConfigError:
@@ -187,6 +162,7 @@ def read_settings(
         tenant=reader.text("tenant", default="default"),
         credentials=Credentials(reader.text("access_id", ACCESS_ID), reader.secret("access_key", ACCESS_KEY)),
         model_id=reader.text("model_id"),
+        weights_version=reader.text("weights_version"),
         namespace=_namespace(reader),
         store_tp_size=_store_tp_size(reader),
         kvcache_type=reader.choice("kvcache_type", ("MHA", "MLA"), ""),
@@ -197,11 +173,11 @@ def read_settings(
         tier_timeout=reader.seconds("tier_timeout_ms", default_ms=800),
         call_timeout=reader.seconds("call_timeout_ms", "EMS_CALL_TIMEOUT_MS", "EMS_TIMEOUT", default_ms=2000),
     )
-    return settings, _ignored(extra, reader.known)
+    return settings, ignored_keys(extra, reader.known, WITHOUT_MEANING, "this connector")
 
 
 def _directions(reader: SettingReader, kv_role: str) -> tuple[bool, bool]:
-    """Whether the engine saves and whether it loads; what only concerns consumers is read but not used for others."""
+    """Whether the engine saves and whether it loads.  Only a consumer can change that."""
     consumer_loads = reader.boolean("consumer_is_to_load", default=True)
     consumer_saves = reader.boolean("consumer_is_to_put", default=False)
     if kv_role != "kv_consumer":
@@ -215,9 +191,9 @@ def _directions(reader: SettingReader, kv_role: str) -> tuple[bool, bool]:
 
 
 def _namespace(reader: SettingReader) -> str:
-    """``namespace``, else ``MODEL_ID`` where that has the form that context caching gave it, ``store@_@namespace``.
+    """``namespace``, else ``MODEL_ID`` if it has the form ``store@_@namespace`` of context caching.
 
-    Other programs use a variable of that common name for other things.
+    Other programs use ``MODEL_ID`` for other things.
     """
     name, value = reader.find("namespace", "MODEL_ID")
     if name == "MODEL_ID" and "@_@" not in value:
@@ -254,16 +230,17 @@ def check_kvcache_type(declared: str, *, mla: bool) -> None:
         )
 
 
-def _ignored(extra: Mapping[str, Any], known: set[str]) -> list[str]:
-    without_meaning = [key for key in extra if key in WITHOUT_MEANING]
-    said = [_unknown(key, known) for key in extra if key not in known and key not in WITHOUT_MEANING]
-    if without_meaning:
-        names = ", ".join(without_meaning)
-        said.append(f"accepted, but without a meaning for this connector, in kv_connector_extra_config: {names}")
+def ignored_keys(
+    extra: Mapping[str, Any], known: set[str], without_meaning: frozenset[str], connector: str
+) -> list[str]:
+    """A sentence for each key that nobody knows, and one for all that mean nothing to ``connector``."""
+    said = []
+    for key in extra:
+        if key not in known and key not in without_meaning:
+            near = difflib.get_close_matches(key, known | without_meaning, n=1)
+            hint = f", did you mean {near[0]!r}" if near else ""
+            said.append(f"key {key!r} in kv_connector_extra_config means nothing to this connector{hint}")
+    names = ", ".join(key for key in extra if key in without_meaning)
+    if names:
+        said.append(f"accepted, but without a meaning for {connector}, in kv_connector_extra_config: {names}")
     return said
-
-
-def _unknown(key: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(key, known | WITHOUT_MEANING, n=1)
-    hint = f", did you mean {near[0]!r}" if near else ""
-    return f"key {key!r} in kv_connector_extra_config means nothing to this connector{hint}"

@@ -19,7 +19,6 @@ class Offer(msgspec.Struct, frozen=True):
     handoff: bool = False
 
     def blocks(self, block_size: int) -> int:
-        """Blocks that would be loaded, a part of one counts."""
         return -(-(self.local + self.external) // block_size) - self.local // block_size
 
 
@@ -28,13 +27,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
     min_reuse_tokens: int = 0
     """Least tokens of a prefix that can be reused."""
-
     min_load_blocks: int = 0
     """A load is made only if it has more blocks than this."""
 
 
 def why_not(offer: Offer, thresholds: Thresholds, block_size: int, cost: CostModel, now: float) -> Reason | None:
-    """What speaks against loading ``offer``; None where nothing does."""
+    """The reason not to load ``offer``; None if it should be loaded."""
     if offer.handoff or offer.external <= 0:
         return None
     if offer.local + offer.external < thresholds.min_reuse_tokens:

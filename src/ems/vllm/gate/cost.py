@@ -21,7 +21,6 @@ class CostFigures(msgspec.Struct, frozen=True):
 
     compute_tokens_per_second: float
     load_tokens_per_second: float
-    load_fixed_seconds: float
     refused: int
     """Loads that were advised against."""
 
@@ -37,15 +36,14 @@ class CostModel:
         self._reluctance = Reluctance()
 
     def computed(self, tokens: int, seconds: float, now: float) -> None:
-        """A step computed ``tokens`` tokens, most of them of prompts, in ``seconds``."""
         self._computed.add(tokens, seconds, now)
 
     def loaded(self, tokens: int, seconds: float, now: float) -> None:
-        """The state of ``tokens`` tokens was loaded in ``seconds``, without the time that the load had to wait."""
+        """A load of ``tokens`` tokens took ``seconds``, not counting the time in the queue."""
         self._loaded.add(tokens, seconds, now)
 
     def learn(self, now: float) -> None:
-        """Take account of what was measured since; takes a moment, so it is not done while a request waits for it."""
+        """Learn from new measurements.  This takes a moment, so no request should be waiting for it."""
         self._computed.line(now)
         self._loaded.line(now)
 
@@ -53,11 +51,9 @@ class CostModel:
         return self._computed.line(now, draw=False), self._loaded.line(now, draw=False)
 
     def worth_loading(self, tokens: int, now: float) -> bool:
-        """Whether the state of ``tokens`` tokens should be loaded rather than computed."""
         return self._reluctance.allows(not self._enabled or self.saving(tokens, now) >= 0)
 
     def load_seconds(self, tokens: int, now: float) -> float | None:
-        """How long a load of ``tokens`` tokens takes; None while that is not known."""
         loaded = self._loaded.line(now, draw=False)
         return None if loaded is None else loaded.seconds(tokens)
 
@@ -71,11 +67,9 @@ class CostModel:
         return computed.per_unit * tokens + computed.fixed * further - loaded.seconds(tokens)
 
     def figures(self, now: float) -> CostFigures:
-        """What is known now."""
         computed, loaded = self._lines(now)
         return CostFigures(
             1 / computed.per_unit if computed is not None and computed.per_unit > 0 else 0.0,
             1 / loaded.per_unit if loaded is not None and loaded.per_unit > 0 else 0.0,
-            loaded.fixed if loaded is not None else 0.0,
             self._reluctance.refused,
         )

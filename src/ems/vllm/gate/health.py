@@ -17,6 +17,7 @@ from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.present import twice
 from ems.cc_v1.summary import Sample
 from ems.errors import ConfigError, EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
+from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.tenants.credentials import Credentials
 
@@ -46,39 +47,34 @@ class PoolHealth:
         credentials: Credentials | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = PoolClient(socket, "vllm-health", credentials=credentials)
+        self._client = PoolClient(socket, "vllm-health", credentials=credentials, restart_seconds=RESTART_SECONDS)
         self._logger = logger
         self._call_timeout = call_timeout
         self._start_node = start_node
         self._monitor = Monitor(rules, SUMMARY_SECONDS, self._check, self._revive, clock, logger)
 
     def start(self) -> None:
-        """Begin to check."""
         self._monitor.start()
 
     @property
     def usable(self) -> bool:
-        """Whether the pool may be asked."""
         return self._monitor.healthy
 
     def failed(self, error: EmsError) -> bool:
-        """An operation ended with ``error``: what says that the pool is ill closes the gate at once, and is logged."""
+        """An operation ended with ``error``.  True if the error means that the pool is ill: the gate closes at once."""
         if not isinstance(error, _SICK):
             return False
         self._monitor.failed(error)
         return True
 
     def failed_in_worker(self, kind: str) -> None:
-        """An operation of a worker ended with an error of the class called ``kind``."""
         if kind in _BY_NAME:
             self._monitor.failed(_BY_NAME[kind](f"a worker's load or save ended with {kind}"))
 
     def add(self, sample: Sample) -> None:
-        """Count an operation that ended for the summary line."""
         self._monitor.add(sample)
 
     def close(self) -> None:
-        """End the watch."""
         self._monitor.close()
         self._client.close()
 

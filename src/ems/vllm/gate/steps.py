@@ -22,7 +22,7 @@ class StepTimes:
         self._last_end = 0.0
 
     def began(self, tokens: int, most_of_one: int, now: float) -> None:
-        """A step with ``tokens`` tokens begins, of which ``most_of_one`` are the most of one request; 0 is not told."""
+        """A step of ``tokens`` tokens begins; no request computes more than ``most_of_one`` of them."""
         if len(self._begun) >= _MOST_AT_ONCE:
             self._begun.clear()
         self._begun.append((tokens if most_of_one >= PREFILL_TOKENS else 0, now))

@@ -1,9 +1,9 @@
 """Which of the pool's blocks this engine has told others about, and what it has to tell next (KV events).
 
-A brain: it hears which blocks the engine offers or finds, and what the node stored and removed, in any order, and
-answers with what became true.  What always holds: a block is told of only while all its pages are in the pool as far as
-the node has told; each telling is followed by one taking back at most, and no block is told of twice in between;
-memory is bounded by :data:`MOST_BLOCKS` and :data:`MOST_STRAYS`, and who must be forgotten is taken back first.
+A brain.  It hears in any order which blocks the engine offers or finds and which pages the node stored or removed, and
+returns the events to publish.  What always holds: a block is announced only while the pool has all its pages, as far as
+the node has said; between two announcements of a block there is one removal; memory is bounded by :data:`MOST_BLOCKS`
+and :data:`MOST_STRAYS`, and the removal of a block that must be forgotten is published first.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import msgspec
 
-from ems.pool.core.changes import Run
 from ems.pool.keys import KEY_BYTES
+from ems.pool.protocol.changes import ChangeRun
 
 MOST_BLOCKS = 65536
 """Blocks that are followed at a time."""
 MOST_STRAYS = 65536
-"""Pages that the node stored and that belong to no block known here yet: they may have come before their offer."""
+"""Stored pages of blocks that are not known yet: a page can be reported before its block is offered."""
 
 Page = tuple[int, bytes]
 """A plane's number and a key."""
@@ -32,6 +32,8 @@ class Block(msgspec.Struct, frozen=True):
     parent: Hashable | None
     tokens: tuple[int, ...]
     extra: object = None
+    adapter: tuple[int, str] | None = None
+    """Number and name of the LoRA adapter that computed it."""
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class Removed(msgspec.Struct, frozen=True):
     group: int
 
 
-Tidings = Stored | Removed
+BlockEvent = Stored | Removed
 
 
 class _Followed:
@@ -61,7 +63,7 @@ class _Followed:
         self.missing = set(pages)
 
     @property
-    def told(self) -> bool:
+    def announced(self) -> bool:
         return self.block is None
 
 
@@ -76,40 +78,38 @@ class Announced:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def offered(self, blocks: Iterable[tuple[Block, Sequence[Page]]], *, present: bool = False) -> list[Tidings]:
+    def offered(self, blocks: Iterable[tuple[Block, Sequence[Page]]], *, present: bool = False) -> list[BlockEvent]:
         """The engine offers blocks for saving, each with its pages, or found them in the pool (``present``)."""
-        tidings: list[Tidings] = []
+        events: list[BlockEvent] = []
         for block, pages in blocks:
             followed = self._blocks.get((block.group, block.name))
             if followed is None:
-                followed = self._follow(block, pages, tidings)
+                followed = self._follow(block, pages, events)
             if present:
                 followed.missing.clear()
             else:
                 self._claim(followed)
-            self._tell(followed, tidings)
-        return tidings
+            self._announce(followed, events)
+        return events
 
-    def changed(self, runs: Iterable[Run]) -> list[Tidings]:
-        """The node stored and removed pages; ``namespace`` of a run is the number of a plane."""
-        tidings: list[Tidings] = []
+    def changed(self, runs: Iterable[ChangeRun]) -> list[BlockEvent]:
+        events: list[BlockEvent] = []
         for run in runs:
             for at in range(0, len(run.keys), KEY_BYTES):
                 page = (run.namespace, run.keys[at : at + KEY_BYTES])
-                (self._stored if run.stored else self._removed)(page, tidings)
-        return tidings
+                (self._stored if run.stored else self._removed)(page, events)
+        return events
 
-    def withdraw(self) -> list[Tidings]:
-        """Nothing is known for certain any more: take back all."""
-        taken: list[Tidings] = [Removed(one.name, one.group) for one in self._blocks.values() if one.told]
+    def withdraw(self) -> list[BlockEvent]:
+        taken: list[BlockEvent] = [Removed(one.name, one.group) for one in self._blocks.values() if one.announced]
         self._blocks.clear()
         self._by_page.clear()
         self._strays.clear()
         return taken
 
-    def _follow(self, block: Block, pages: Sequence[Page], tidings: list[Tidings]) -> _Followed:
+    def _follow(self, block: Block, pages: Sequence[Page], events: list[BlockEvent]) -> _Followed:
         if len(self._blocks) >= MOST_BLOCKS:
-            self._forget(next(iter(self._blocks.values())), tidings)
+            self._forget(next(iter(self._blocks.values())), events)
         followed = self._blocks[block.group, block.name] = _Followed(block, pages)
         for page in pages:
             self._by_page[page] = followed
@@ -120,11 +120,11 @@ class Announced:
             del self._strays[page]
             followed.missing.discard(page)
 
-    def _stored(self, page: Page, tidings: list[Tidings]) -> None:
+    def _stored(self, page: Page, events: list[BlockEvent]) -> None:
         followed = self._by_page.get(page)
         if followed is not None:
             followed.missing.discard(page)
-            self._tell(followed, tidings)
+            self._announce(followed, events)
         else:
             self._stray(page)
 
@@ -133,24 +133,24 @@ class Announced:
             del self._strays[next(iter(self._strays))]
         self._strays[page] = None
 
-    def _removed(self, page: Page, tidings: list[Tidings]) -> None:
+    def _removed(self, page: Page, events: list[BlockEvent]) -> None:
         self._strays.pop(page, None)
         followed = self._by_page.get(page)
         if followed is None:
             return
         followed.missing.add(page)
-        if followed.told:
-            self._forget(followed, tidings)
+        if followed.announced:
+            self._forget(followed, events)
 
-    def _tell(self, followed: _Followed, tidings: list[Tidings]) -> None:
+    def _announce(self, followed: _Followed, events: list[BlockEvent]) -> None:
         if followed.block is not None and not followed.missing:
-            tidings.append(Stored(followed.block))
+            events.append(Stored(followed.block))
             # Its tokens are not needed to take it back.
             followed.block = None
 
-    def _forget(self, followed: _Followed, tidings: list[Tidings]) -> None:
-        if followed.told:
-            tidings.append(Removed(followed.name, followed.group))
+    def _forget(self, followed: _Followed, events: list[BlockEvent]) -> None:
+        if followed.announced:
+            events.append(Removed(followed.name, followed.group))
         del self._blocks[followed.group, followed.name]
         for page in followed.pages:
             self._by_page.pop(page, None)

@@ -1,8 +1,8 @@
 """KV events: tells vLLM's event stream which blocks the pool holds for this engine, and which no longer.
 
-The node is asked several times a second, by a thread of its own, what it stored and removed (:class:`ChangeFeed`), so
-that a block is announced after the commit of its last page, whichever rank or engine made it, and taken back when it
-was evicted.  Blocks carry the engine's own hashes.  vLLM sends what it is given with the next step that it makes.
+A thread asks the node several times a second what it stored and removed (:class:`ChangeFeed`).  So a block is announced
+after the commit of its last page, whichever rank or engine made it, and removed when it was evicted.  Blocks carry the
+engine's own hashes.  vLLM sends the events with its next step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KV
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ems.errors import EmsError, PoolRefused
-from ems.pool.client.answers import Place, PoolChanges
+from ems.pool.client.answers import PageLocation, PoolChanges
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain
 from ems.vllm import compat
-from ems.vllm.kv_events.announced import Announced, Block, Page, Removed, Stored, Tidings
+from ems.vllm.kv_events.announced import Announced, Block, BlockEvent, Page, Removed, Stored
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import page_keys
 from ems.vllm.requests import Found, Save
@@ -40,21 +40,19 @@ class ChangeFeed:
         self._client = client
         self._namespaces = namespaces
         self._logger = logger
-        self._place: Place | None = None
+        self._place: PageLocation | None = None
         self._refused = False
         self._changes: queue.SimpleQueue[PoolChanges | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="ems-events", daemon=True).start()
 
     def take(self) -> list[PoolChanges | None]:
-        """Changes since the last call, None where what is known is void; never waits."""
         taken = []
         while not self._changes.empty():
             taken.append(self._changes.get())
         return taken
 
     def close(self) -> None:
-        """End the thread."""
         self._stop.set()
         self._client.close()
 
@@ -111,41 +109,37 @@ class BlockEvents:
         self._hash_tokens = hash_tokens
         self._feed = feed
         self._announced = Announced()
-        self._tidings: list[Tidings] = []
+        self._untaken: list[BlockEvent] = []
 
     def offered(self, request: Any, save: Save, extra: Sequence[object]) -> None:
-        """The full blocks of ``save`` are on their way into the pool; ``extra`` is what else names each block."""
+        """The full blocks of ``save`` are being saved; ``extra`` has the extra keys of each block."""
         count = len(save.keys) - (save.tail is not None)
         keys = b"".join(save.keys[:count])
         for group in range(self._model.groups):
             held = [bool(block) for block in save.block_ids[group][:count]]
             blocks = self._blocks(request, group, save.first, keys, extra)
-            self._tidings += self._announced.offered(
+            self._untaken += self._announced.offered(
                 one for one, there in zip(blocks, held, strict=False) if there or not self._windowed(group)
             )
 
     def found(self, request: Any, found: Found, chain: KeyChain, extra: Sequence[object]) -> None:
-        """A lookup found these blocks in the pool and keeps them there for now."""
         for group in range(self._model.groups):
             planes = [pages for pages in found.pages if self._model.planes[pages.plane].group == group]
             first = max((pages.first for pages in planes), default=found.blocks)
-            keys = chain.joined(first, found.blocks)
+            keys = chain.packed(first, found.blocks)
             blocks = self._blocks(request, group, first, keys, extra)
-            self._tidings += self._announced.offered(blocks, present=True)
+            self._untaken += self._announced.offered(blocks, present=True)
 
     def reset(self) -> None:
-        """Nothing stored until now is found by this engine again."""
-        self._tidings += self._announced.withdraw()
+        self._untaken += self._announced.withdraw()
 
     def take(self) -> list[KVCacheEvent]:
-        """Events since the last call."""
         for changes in self._feed.take():
-            self._tidings += self._announced.withdraw() if changes is None else self._announced.changed(changes.runs)
-        tidings, self._tidings = self._tidings, []
-        return [self._event(together) for together in _together(tidings)]
+            self._untaken += self._announced.withdraw() if changes is None else self._announced.changed(changes.runs)
+        events, self._untaken = self._untaken, []
+        return [self._event(together) for together in _together(events)]
 
     def close(self) -> None:
-        """The engine stops."""
         self._feed.close()
 
     def _windowed(self, group: int) -> bool:
@@ -154,10 +148,12 @@ class BlockEvents:
     def _blocks(
         self, request: Any, group: int, first: int, keys: bytes, extra: Sequence[object]
     ) -> Iterator[tuple[Block, list[Page]]]:
-        """The blocks from number ``first`` on that have ``keys``, as far as the engine has hashed them."""
+        """The blocks from ``first`` on with their ``keys``, as far as the engine has hashed them."""
         size = self._model.block_size
         step = size // self._hash_tokens()
         hashes = request.block_hashes
+        lora = getattr(request, "lora_request", None)
+        adapter = (lora.lora_int_id, lora.lora_name) if lora else None
         planes = [
             (number, plane.shards, page_keys(keys, plane.shards))
             for number, plane in enumerate(self._model.planes)
@@ -174,12 +170,12 @@ class BlockEvents:
             ]
             name, parent = hashes[(number + 1) * step - 1], hashes[number * step - 1] if number else None
             tokens = tuple(request.all_token_ids[number * size : (number + 1) * size])
-            yield Block(name, group, parent, tokens, extra[number] if number < len(extra) else None), pages
+            yield Block(name, group, parent, tokens, extra[number] if number < len(extra) else None, adapter), pages
 
-    def _event(self, tidings: list[Tidings]) -> KVCacheEvent:
-        stored = [news.block for news in tidings if isinstance(news, Stored)]
+    def _event(self, events: list[BlockEvent]) -> KVCacheEvent:
+        stored = [news.block for news in events if isinstance(news, Stored)]
         if not stored:
-            removed = [news for news in tidings if isinstance(news, Removed)]
+            removed = [news for news in events if isinstance(news, Removed)]
             names = [maybe_convert_block_hash(news.name) for news in removed]
             return BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=removed[0].group)
         first, kind = stored[0], self._groups[stored[0].group]
@@ -189,8 +185,8 @@ class BlockEvents:
             parent_block_hash=None if first.parent is None else maybe_convert_block_hash(first.parent),
             token_ids=[token for block in stored for token in block.tokens],
             block_size=self._model.block_size,
-            lora_id=None,
-            lora_name=None,
+            lora_id=first.adapter[0] if first.adapter else None,
+            lora_name=first.adapter[1] if first.adapter else None,
             medium=MEDIUM_CPU,
             extra_keys=compat.event_extra_keys([block.extra for block in stored]),
             group_idx=first.group,
@@ -199,12 +195,12 @@ class BlockEvents:
         )
 
 
-def _together(tidings: Sequence[Tidings]) -> Iterator[list[Tidings]]:
-    """Tidings that one event can tell: blocks of a group in a row, or blocks of a group that left."""
-    if not tidings:
+def _together(events: Sequence[BlockEvent]) -> Iterator[list[BlockEvent]]:
+    """Runs that one event of vLLM can carry: blocks of a group in a row, or removed blocks of a group."""
+    if not events:
         return
-    run = [tidings[0]]
-    for before, news in pairwise(tidings):
+    run = [events[0]]
+    for before, news in pairwise(events):
         if not _continues(before, news):
             yield run
             run = []
@@ -212,19 +208,17 @@ def _together(tidings: Sequence[Tidings]) -> Iterator[list[Tidings]]:
     yield run
 
 
-def _continues(before: Tidings, news: Tidings) -> bool:
+def _continues(before: BlockEvent, news: BlockEvent) -> bool:
     if isinstance(before, Stored) and isinstance(news, Stored):
         return before.block.group == news.block.group and before.block.name == news.block.parent
     return isinstance(before, Removed) and isinstance(news, Removed) and before.group == news.group
 
 
 def publishes_events(vllm_config: Any) -> bool:
-    """Whether the engine publishes KV events at all."""
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
 
 
 def group_kinds(kv_cache_config: Any) -> list[GroupKind]:
-    """What events say of each of the engine's KV cache groups."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [GroupKind(compat.spec_kind(spec), getattr(spec, "sliding_window", None)) for spec in specs]

@@ -55,7 +55,7 @@ class HandOffLog(KVConnectorBase_V1):
 
 
 def translated(vllm_config: Any, role: KVConnectorRole, keys: tuple[str, ...]) -> Any:
-    """A copy of the engine's configuration in which the KV transfer is as a transport with these ``keys`` takes it.
+    """A copy of the engine's configuration with the KV transfer in the form of a transport with these ``keys``.
 
     Raises:
         ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
@@ -81,7 +81,7 @@ def translated(vllm_config: Any, role: KVConnectorRole, keys: tuple[str, ...]) -
 
 
 def _instance(vllm_config: Any) -> str:
-    """The same in all processes of one start of an engine, on all of its machines."""
+    """An id of this start of the engine, equal in all its processes on all machines."""
     parallel = vllm_config.parallel_config
     if getattr(parallel, "nnodes", 1) > 1:
         return f"{parallel.master_addr}:{parallel.master_port}"
@@ -89,6 +89,5 @@ def _instance(vllm_config: Any) -> str:
 
 
 def own_address() -> str:
-    """The address of this machine as other machines see it."""
     address = get_ip()
     return "127.0.0.1" if address == "0.0.0.0" else str(address)

@@ -60,10 +60,10 @@ class NixlHandOff(HandOffLog, NixlConnector):
 
 @contextmanager
 def resting_agents() -> Iterator[None]:
-    """The threads of NIXL agents that are made meanwhile rest between two looks.
+    """Threads of NIXL agents that are made inside sleep between two looks.
 
-    NIXL has a setting for that, which its Python interface leaves at 0: then each agent keeps a core busy, and several
-    on one core keep others from it for seconds.
+    NIXL has a setting for this, and its Python interface leaves it at 0.  Then each agent keeps a core busy, and
+    several agents on one core block it for seconds.
     """
     bindings = nixl_api.nixlBind
     make = bindings.nixlAgent
@@ -119,7 +119,6 @@ class ListeningPlace:
             ) from error
 
     def close(self) -> None:
-        """Let another engine of this machine have the port."""
         self._mark.close()
 
 

@@ -5,7 +5,6 @@ Knows neither vLLM nor sockets.  A wrong value is refused with a sentence that n
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 
 from ems.errors import ConfigError
 from ems.vllm.configuration.setting_values import SettingReader
-from ems.vllm.configuration.settings import ROLES, WITHOUT_MEANING
+from ems.vllm.configuration.settings import ROLES, WITHOUT_MEANING, ignored_keys
 
 _SIDES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
@@ -47,14 +46,8 @@ def read_transport(kv_role: str | None, extra: Mapping[str, Any], own: Paralleli
     if declared is not None:
         _check_own(_SIDES[kv_role], declared, own)
     passed = set(keys)
-    without_meaning = [key for key in extra if key not in passed and key in WITHOUT_MEANING - {"prefill", "decode"}]
-    known = passed | WITHOUT_MEANING
-    said = [_unknown(key, known) for key in extra if key not in known]
-    if without_meaning:
-        said.append(
-            "accepted, but without a meaning for MooncakeConnectorV1, in kv_connector_extra_config: "
-            + ", ".join(without_meaning)
-        )
+    known = passed | {"prefill", "decode"}
+    said = ignored_keys(extra, known, WITHOUT_MEANING - known, "MooncakeConnectorV1")
     return Transport(extra={key: value for key, value in extra.items() if key in passed}, said=said)
 
 
@@ -105,12 +98,6 @@ def _check_own(name: str, declared: Parallelism, own: Parallelism) -> None:
         # An engine of a dense model knows itself as one of one, however many run beside it.
         if says != runs and not (key == "dp_size" and runs == 1):
             raise ConfigError(f"{name}.{key} is {says}, but this engine runs with {flag} {runs}; make them equal")
-
-
-def _unknown(key: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f", did you mean {near[0]!r}" if near else ""
-    return f"key {key!r} in kv_connector_extra_config means nothing to this connector{hint}"
 
 
 def unique_engine_id(engine_id: str, kv_role: str, instance: str) -> str:

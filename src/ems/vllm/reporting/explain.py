@@ -35,7 +35,6 @@ class Explanation(msgspec.Struct, frozen=True):
     sentence: str
 
     def line(self) -> str:
-        """For the log."""
         return (
             f"{self.prompt} tokens in the prompt, {self.from_engine} from the engine's cache, {self.from_pool} "
             f"({self.loaded_blocks} blocks) from the pool{f' in {self.tier}' if self.from_pool else ''}, "
@@ -50,22 +49,19 @@ class Tally(msgspec.Struct):
     misses: Counter[str] = msgspec.field(default_factory=Counter)
 
 
-class _Record:
-    __slots__ = (
-        "answered", "decided", "detail", "external", "found", "found_blocks", "loaded", "local", "prompt", "reason",
-        "told", "wanted",
-    )  # fmt: skip
-
-    def __init__(self, prompt: int, wanted: bool) -> None:
-        self.prompt = prompt
-        self.wanted = wanted
-        self.found = self.found_blocks = 0
-        self.local = self.external = self.loaded = 0
-        self.answered = self.decided = False
-        self.reason: Reason | None = None
-        self.detail = ""
-        self.told: Reason | None = None
-        """The reason that the detail belongs to."""
+class _Record(msgspec.Struct):
+    prompt: int
+    wanted: bool
+    found: int = 0
+    found_blocks: int = 0
+    local: int = 0
+    loaded: int = 0
+    answered: bool = False
+    decided: bool = False
+    reason: Reason | None = None
+    detail: str = ""
+    reason_found: Reason | None = None
+    """The reason that the detail belongs to."""
 
 
 class Explanations:
@@ -81,25 +77,21 @@ class Explanations:
         return len(self._records)
 
     def take_tally(self) -> Tally:
-        """What was counted since the last call."""
         taken, self.tally = self.tally, Tally()
         return taken
 
     # A request's way
 
     def arrived(self, request_id: str, prompt: int, *, wanted: bool = False) -> None:
-        """A request came in; with ``wanted`` it asked for an explanation."""
         if len(self._records) >= MAX_RECORDS:
             del self._records[next(iter(self._records))]
         self._records[request_id] = _Record(prompt, wanted)
 
     def wanted(self, request_id: str) -> bool:
-        """Whether the request asked for an explanation."""
         record = self._records.get(request_id)
         return record is not None and record.wanted
 
     def left_out(self, request_id: str, reason: Reason) -> None:
-        """The request is not looked up at all."""
         record = self._records.get(request_id)
         if record is not None and not record.decided:
             self._miss(record, reason)
@@ -107,19 +99,19 @@ class Explanations:
     def answered(
         self, request_id: str, tokens: int, blocks: int, reason: Reason | None = None, detail: str = ""
     ) -> None:
-        """The lookup ended: so much was found, and for that ``reason`` not more (None: that is all there is).
+        """The lookup found ``tokens`` tokens, and not more for ``reason`` (None: there is no more).
 
-        ``detail`` is what else is known of the reason.
+        ``detail`` says more about the reason.
         """
         record = self._records.get(request_id)
         if record is not None and not record.decided:
             record.answered = True
             record.found, record.found_blocks = tokens, blocks
-            record.reason = record.told = reason
+            record.reason = record.reason_found = reason
             record.detail = detail
 
     def matched(self, request_id: str, local: int, external: int | None) -> None:
-        """The engine, which has ``local`` tokens, was told that ``external`` more can be loaded (None: ask again)."""
+        """The engine has ``local`` tokens and can load ``external`` more (None: it has to ask again)."""
         record = self._records.get(request_id)
         if record is None or record.decided or external is None:
             return
@@ -135,11 +127,10 @@ class Explanations:
         self._miss(record, reason)
 
     def loading(self, request_id: str, tokens: int) -> None:
-        """The engine gave blocks for ``tokens`` tokens to be loaded."""
         record = self._records.get(request_id)
         if record is None:
             return
-        record.external = record.loaded = tokens
+        record.loaded = tokens
         if not record.decided:
             self._decide(record, tokens)
             if record.reason is None:
@@ -147,7 +138,6 @@ class Explanations:
                 record.reason = Reason.NOTHING_MISSED if complete else Reason.ABSENT
 
     def load_failed(self, request_id: str, missing_blocks: int) -> None:
-        """Some of the blocks that were to be loaded hold nothing."""
         record = self._records.get(request_id)
         if record is not None and missing_blocks:
             record.loaded = max(record.loaded - missing_blocks * self._block_size, 0)
@@ -161,7 +151,7 @@ class Explanations:
             return None
         reason = record.reason or Reason.NOT_LOADED
         # What the pool told belongs to its own reason, not to one that came later.
-        detail = record.detail if reason is record.told else ""
+        detail = record.detail if reason is record.reason_found else ""
         return Explanation(
             prompt=record.prompt,
             found=record.found,

@@ -16,6 +16,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from ems.pool.reasons.words import Reason
+from ems.version import __version__
 from ems.vllm.reporting.explain import Tally
 from ems.vllm.reporting.transferred import Transferred
 
@@ -40,14 +41,12 @@ class EmsStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
         self.data: dict[str, Any] = {
             "transfers": [], "lookups": 0, "asked_tokens": 0, "hit_tokens": 0, "misses": {}, "state": {},
         }  # fmt: skip
 
     @classmethod
     def of_worker(cls, transfers: Iterable[Transferred]) -> EmsStats | None:
-        """What a worker has to tell; None where that is nothing."""
         rows = [list(msgspec.structs.astuple(transferred)) for transferred in transfers]
         if not rows:
             return None
@@ -71,11 +70,9 @@ class EmsStats(KVConnectorStats):
         return stats
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
         return not (self.data["transfers"] or self.data["lookups"] or self.data["misses"] or self.data["state"])
 
     def aggregate(self, other: KVConnectorStats) -> EmsStats:
-        """Add another's figures, of a later interval or another worker."""
         data = other.data
         self.data["transfers"] = [*self.data["transfers"], *data["transfers"]]
         for name in ("lookups", "asked_tokens", "hit_tokens"):
@@ -85,7 +82,6 @@ class EmsStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The line of vLLM's log."""
         transfers = transfers_of(self.data)
         asked, state = self.data["asked_tokens"], self.data["state"]
         figures: dict[str, int | float] = {
@@ -104,7 +100,6 @@ class EmsStats(KVConnectorStats):
 
 
 def transfers_of(data: Mapping[str, Any]) -> list[Transferred]:
-    """The transfers in a stats object's data."""
     return msgspec.convert(data["transfers"], list[Transferred])
 
 
@@ -136,10 +131,17 @@ class EmsPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._types, self._labels, self._values = metric_types, labelnames, per_engine_labelvalues
-        self._load_seconds = self._histogram("load_seconds", "Seconds that a worker's load of a request's blocks took")
-        self._save_seconds = self._histogram("save_seconds", "Seconds that a worker's save of a request's blocks took")
+        self._load_seconds, self._save_seconds = (
+            self._metric(
+                Histogram,
+                f"{name}_seconds",
+                f"Seconds that a worker's {name} of a request's blocks took",
+                buckets=list(_SECONDS),
+            )
+            for name in ("load", "save")
+        )
         self._counters = {
-            name: self._counter(name, text)
+            name: self._metric(Counter, name, text)
             for name, text in (
                 ("loaded_blocks", "Blocks that were loaded from the pool"),
                 ("loaded_bytes", "Bytes that were loaded from the pool, over all workers"),
@@ -149,8 +151,19 @@ class EmsPromMetrics(KVConnectorPromMetrics):
                 ("lookups", "Requests for which it was decided what to load from the pool"),
                 ("lookup_tokens", "Tokens of their prompts that the engine's own cache did not have"),
                 ("hit_tokens", "Tokens of these that were to be loaded from the pool"),
+                ("refused_loads", "Loads that were not made because computing is quicker"),
             )
         }
+        self._refused = dict.fromkeys(per_engine_labelvalues, 0)
+        """How many refused loads each engine's scheduler side has told of."""
+        build = metric_types[Gauge](
+            name="vllm:ems_build_info",
+            documentation="1, with the release of EMS as label",
+            labelnames=[*labelnames, "version"],
+            multiprocess_mode="mostrecent",
+        )
+        for values in per_engine_labelvalues.values():
+            build.labels(*values, __version__).set(1)
         misses = metric_types[Counter](
             name="vllm:ems_misses",
             documentation="Requests for which nothing was loaded, or whose load failed, by reason",
@@ -162,7 +175,7 @@ class EmsPromMetrics(KVConnectorPromMetrics):
             for reason in Reason
         }
         self._gauges = {
-            field: self._gauge(name, text)
+            field: self._metric(Gauge, name, text, multiprocess_mode="mostrecent")
             for field, name, text in (
                 (
                     "usable",
@@ -171,34 +184,17 @@ class EmsPromMetrics(KVConnectorPromMetrics):
                 ),
                 (*("compute_tokens_per_second",) * 2, "Tokens of prompts that the engine computes in a second"),
                 (*("load_tokens_per_second",) * 2, "Tokens whose state a worker loads in a second"),
-                ("refused", "loads_refused", "Loads that were not made since the start because computing is quicker"),
             )
         }
 
-    def _gauge(self, name: str, documentation: str) -> dict[int, Any]:
-        gauge = self._types[Gauge](
-            name=f"vllm:ems_{name}",
-            documentation=documentation,
-            labelnames=self._labels,
-            multiprocess_mode="mostrecent",
+    def _metric(self, kind: type, name: str, documentation: str, **more: object) -> dict[int, Any]:
+        """The child of each engine."""
+        metric = self._types[kind](
+            name=f"vllm:ems_{name}", documentation=documentation, labelnames=self._labels, **more
         )
-        return self._of_each_engine(gauge)
-
-    def _counter(self, name: str, documentation: str) -> dict[int, Any]:
-        counter = self._types[Counter](name=f"vllm:ems_{name}", documentation=documentation, labelnames=self._labels)
-        return self._of_each_engine(counter)
-
-    def _histogram(self, name: str, documentation: str) -> dict[int, Any]:
-        histogram = self._types[Histogram](
-            name=f"vllm:ems_{name}", documentation=documentation, buckets=list(_SECONDS), labelnames=self._labels
-        )
-        return self._of_each_engine(histogram)
-
-    def _of_each_engine(self, metric: Any) -> dict[int, Any]:
         return {engine: metric.labels(*values) for engine, values in self._values.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the figures of one step."""
         data = transfer_stats_data
         for one in transfers_of(data):
             (self._load_seconds if one.load else self._save_seconds)[engine_idx].observe(one.seconds)
@@ -211,7 +207,12 @@ class EmsPromMetrics(KVConnectorPromMetrics):
         for reason, count in data["misses"].items():
             self._misses[engine_idx, reason].inc(count)
         for name, value in data["state"].items():
-            self._gauges[name][engine_idx].set(value)
+            if name in self._gauges:
+                self._gauges[name][engine_idx].set(value)
+        if data["state"]:
+            refused = data["state"]["refused"]
+            self._count("refused_loads", engine_idx, refused - self._refused[engine_idx])
+            self._refused[engine_idx] = refused
 
     def _count(self, name: str, engine: int, amount: int) -> None:
         if amount:

@@ -37,22 +37,18 @@ class TransferLog:
         self._errors: Counter[str] = Counter()
 
     def add(self, transferred: Transferred) -> None:
-        """A transfer ended."""
         self._for_stats.append(transferred)
         self._for_report.append(transferred)
 
     def failed(self, error: str) -> None:
-        """A transfer ended with an error of the class called ``error``."""
         self._errors[error] += 1
 
     def take_for_stats(self) -> list[Transferred]:
-        """Transfers since the last call."""
         taken = list(self._for_stats)
         self._for_stats.clear()
         return taken
 
     def take_for_report(self) -> tuple[list[Transferred], dict[str, int]]:
-        """Transfers and errors since the last call."""
         taken, errors = list(self._for_report), dict(self._errors)
         self._for_report.clear()
         self._errors.clear()

@@ -10,7 +10,7 @@ from ems.errors import EmsError
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
-from ems.vllm.looking import PARTS, Hooks, Looking, LookupAnswer, LookupJob
+from ems.vllm.lookup_schedule import PARTS, Hooks, LookupAnswer, LookupJob, LookupSchedule
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt
@@ -50,7 +50,7 @@ class Engine:
             lambda: self.usable,
         )
         client = cast("PoolClient", cast("Any", node))
-        self.looking = Looking(client, [Plane("n")], BLOCK, 1.0, Limits(2.0, 0.8), hooks, self._answered)
+        self.schedule = LookupSchedule(client, [Plane("n")], BLOCK, 1.0, Limits(2.0, 0.8), hooks, self._answered)
 
     @staticmethod
     def _prompt(job: LookupJob) -> Prompt:
@@ -66,25 +66,25 @@ class Engine:
 
     def ask(self, name: int, blocks: int = LONG, expected: int = 0) -> LookupJob:
         job = LookupJob(str(name), tokens_of(name, blocks), tuple, expected, self.now)
-        self.looking.told(job, self.now)
+        self.schedule.handle(job, self.now)
         return job
 
     def due(self, job: LookupJob) -> None:
         job.due = True
-        self.looking.told(job, self.now)
+        self.schedule.handle(job, self.now)
 
     def over(self, job: LookupJob) -> None:
         job.over = True
-        self.looking.told(job, self.now)
+        self.schedule.handle(job, self.now)
 
     def until(self, now: float) -> None:
         """Let time go by."""
-        while self.looking.next_at is not None and self.looking.next_at <= now:
-            self.now = max(self.looking.next_at, self.now)
+        while self.schedule.next_at is not None and self.schedule.next_at <= now:
+            self.now = max(self.schedule.next_at, self.now)
             self.node.advance(self.now)
-            job = self.looking.next_job(self.now)
+            job = self.schedule.next_job(self.now)
             if job is not None:
-                self.looking.told(job, self.now)
+                self.schedule.handle(job, self.now)
         self.now = now
         self.node.advance(now)
 
@@ -93,7 +93,7 @@ class Engine:
 
     def give_back(self, found: Found) -> None:
         for lease in found.leases:
-            self.looking.told(lease, self.now)
+            self.schedule.handle(lease, self.now)
 
     def keeps(self) -> tuple[int, int]:
         """Leases and announcements that the node knows of."""
@@ -119,7 +119,7 @@ def test_in_the_queue_a_lookup_goes_on_until_all_has_come_up(node: SteppedNode) 
     engine.due(job)
     engine.until(20.0)
     assert engine.found() == [LONG]
-    assert engine.looking.next_at is None
+    assert engine.schedule.next_at is None
 
 
 def test_who_is_due_waits_the_time_of_a_tier_from_then_on(node: SteppedNode) -> None:
@@ -175,7 +175,7 @@ def test_what_came_up_early_stays_while_the_rest_comes_up(node: SteppedNode) -> 
         node.store(keys_of(10 + number, 10))
     engine.until(5.0)
     assert engine.found() == [LONG]
-    assert node.core._room.evicted > 200
+    assert node.core._reclaimer.evicted > 200
     assert node.brought == LONG
 
 
@@ -192,7 +192,7 @@ def test_more_that_came_while_a_request_waited_is_answered_again(node: SteppedNo
     engine.over(job)
     engine.give_back(engine.answers[2].found)
     assert engine.keeps() == (0, 0)
-    assert engine.looking.next_at is None or engine.looking.next_job(100.0) is None
+    assert engine.schedule.next_at is None or engine.schedule.next_job(100.0) is None
 
 
 def test_looking_again_costs_little(node: SteppedNode) -> None:

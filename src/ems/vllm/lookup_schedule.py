@@ -1,10 +1,10 @@
 """The lookups of one engine, step by step: asks the pool, knows when to look again, keeps what was found meanwhile.
 
-It calls the pool and has neither thread nor clock.  A lookup goes on while more comes up and the scheduler has not
-asked for its request; what was found until then is promised, what comes up is announced.  An answer that was given
-while the request stands in the queue is looked at again now and then: more may have come, or the promise may have ended
-with its node.  What always holds: what a lookup keeps is given back when its request needs it no longer; an answer's
-leases belong to whoever takes the answer.
+It calls the pool and has neither thread nor clock.  A lookup goes on while tiers promote more of the prompt and the
+scheduler has not asked for the request.  Meanwhile a lease holds what was found, and an announcement holds what is
+promoted.  While a request waits in the queue its answer is checked now and then: there may be more, or the node that
+gave the lease may be gone.  What always holds: a lookup gives back what it holds when its request needs it no longer;
+the leases of an answer belong to whoever takes it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ems.vllm.search import Prompt, Search
 from ems.vllm.waiting import QUEUED_PAUSE, Limits, Waiting
 
 LOOK_AGAIN_SECONDS = 0.25
-"""After how long an answer that waits for the scheduler is looked at for the first time."""
+"""When an answer that waits for the scheduler is checked for the first time."""
 PARTS = 8
-"""In at most so many parts what comes up while an answer waits is answered; each counts as a use of its pages."""
+"""What is promoted while an answer waits is answered in at most so many parts.  Each part counts as a use."""
 RENEW_SECONDS = 60.0
-"""After how long an announcement is made anew, before the node lets go of it."""
+"""When an announcement is renewed, before the node drops it."""
 
 
 class LookupJob(msgspec.Struct, eq=False):
@@ -45,6 +45,8 @@ class LookupJob(msgspec.Struct, eq=False):
     extra: Callable[[], Sequence[object]]
     expected: int
     asked_at: float
+    adapter: str = ""
+    """What stands for the request's adapter behind the name where keys begin."""
     explain: bool = False
     """Whether somebody wants to know why not more was found."""
     due: bool = False
@@ -55,10 +57,10 @@ class LookupJob(msgspec.Struct, eq=False):
     # Used by whoever looks, alone.
     prompt: Prompt | None = None
     waiting: Waiting = msgspec.field(default_factory=lambda: Waiting(0.0, 0))
-    rising: bool = False
-    """Whether the request waits for what comes up from tiers below the node's memory."""
+    promoting: bool = False
+    """Whether the request waits for blocks that tiers promote."""
     held: Found = NOTHING
-    """What is promised while more comes up."""
+    """What leases hold while more is promoted."""
     announced: list[Announcement] = msgspec.field(default_factory=list)
     renew_at: float = 0.0
     answer: Found | None = None
@@ -101,7 +103,7 @@ class Hooks(msgspec.Struct):
     """Whether the pool may be asked for what need not be."""
 
 
-class Looking:
+class LookupSchedule:
     """All lookups of one engine over ``planes``; answers are given to ``answer``."""
 
     def __init__(
@@ -129,18 +131,17 @@ class Looking:
 
     @property
     def next_at(self) -> float | None:
-        """When to look again; None while there is nothing to look for."""
         return self._agenda[0][0] if self._agenda else None
 
-    def told(self, item: LookupJob | Lease, now: float) -> None:
-        """A request is to be looked up, is asked for by the scheduler or is over; or a lease is given back."""
+    def handle(self, item: LookupJob | Lease, now: float) -> None:
+        """Handle a request that is new, that the scheduler asks for or that is over; or release a lease."""
         if isinstance(item, Lease):
             self._client.release(item)
         else:
             self._turn(item, now)
 
     def next_job(self, now: float) -> LookupJob | None:
-        """The request that is to be looked for now, to be told; None when there is none yet."""
+        """The next request that is due; None if none is yet."""
         while self._agenda and self._agenda[0][0] <= now:
             _, turn, job = heapq.heappop(self._agenda)
             if job.turn == turn:
@@ -155,10 +156,9 @@ class Looking:
             job.turn = self._turns
             heapq.heappush(self._agenda, (now + pause, job.turn, job))
 
-    # Looking
+    # One lookup
 
     def _look(self, job: LookupJob, now: float) -> float | None:
-        """Look for one request; seconds until it should be looked for again, None for never."""
         if job.over:
             self._let_go(job)
             return None
@@ -172,7 +172,7 @@ class Looking:
         except EmsError as error:
             self._hooks.missed(error)
             found = NOTHING
-            told = LookupAnswer(job.request_id, prompt.chain, found, Reason.LOOKUP_FAILED)
+            answer = LookupAnswer(job.request_id, prompt.chain, found, Reason.LOOKUP_FAILED)
         else:
             if found is None:
                 return job.waiting.pause()
@@ -180,49 +180,49 @@ class Looking:
             reason, detail = self._search.reason, ""
             if job.explain:
                 reason, detail = self._hooks.why(prompt, found, reason)
-            told = LookupAnswer(job.request_id, prompt.chain, found, reason, detail)
+            answer = LookupAnswer(job.request_id, prompt.chain, found, reason, detail)
         self._let_go(job)
         job.answer = found
-        self._tell(job, told)
+        self._tell(job, answer)
         return None if job.due else LOOK_AGAIN_SECONDS
 
-    def _tell(self, job: LookupJob, told: LookupAnswer) -> None:
-        """Answer, unless nobody wants to know any more: an engine that is idle would not look for long."""
+    def _tell(self, job: LookupJob, answer: LookupAnswer) -> None:
+        """Answer, unless the request is over: an idle engine would not collect the answer for long."""
         if job.over:
-            self._release(told.found)
+            self._release(answer.found)
         else:
-            self._answer(job, told)
+            self._answer(job, answer)
 
     def _found(self, job: LookupJob, prompt: Prompt, now: float) -> Found | None:
-        """What is promised to the request; None when it should wait for more."""
+        """What a lease now holds for the request; None if the request should wait for more."""
         if job.expected:
             tokens, pending = self._search.reach(prompt)
             if job.waiting.for_prefill(tokens, pending, self._limits.handoff, now):
                 return None
         # In the queue a tier may take its time.
-        queued = job.rising and not job.waiting.due
+        queued = job.promoting and not job.waiting.due
         self._search.computing = 0.0 if queued else self._hooks.seconds_a_token() * self._block_size
-        if job.rising:
+        if job.promoting:
             tokens = self._search.reach(prompt)[0]
-            if self._rises(job, tokens, now):
+            if self._promotes(job, tokens, now):
                 self._announce(job, prompt, max(tokens // self._block_size, job.held.blocks), now)
                 return None
         found = self._search.take(prompt)
-        if job.rising or not self._rises(job, found.tokens, now):
+        if job.promoting or not self._promotes(job, found.tokens, now):
             return found
-        job.rising, job.held = True, found
+        job.promoting, job.held = True, found
         self._announce(job, prompt, found.blocks, now)
         return None
 
-    def _rises(self, job: LookupJob, tokens: int, now: float) -> bool:
-        """Whether it is worth waiting for what the last search saw coming up behind ``tokens`` tokens."""
-        rising = min(self._search.rising * self._block_size, len(job.tokens) - tokens)
-        return job.waiting.for_tiers(tokens, rising, self._hooks.seconds_a_token(), self._limits.tier, now)
+    def _promotes(self, job: LookupJob, tokens: int, now: float) -> bool:
+        """Whether to wait for the blocks behind ``tokens`` tokens that the last search saw being promoted."""
+        promoting = min(self._search.promoting * self._block_size, len(job.tokens) - tokens)
+        return job.waiting.for_tiers(tokens, promoting, self._hooks.seconds_a_token(), self._limits.tier, now)
 
     # While the request stands in the queue
 
     def _look_again(self, job: LookupJob, answer: Found, now: float) -> float | None:
-        """Whether there is more by now than was answered, or less: what a node promised that is gone."""
+        """Check an answer: the pool may have more by now, or the node that gave the lease may be gone."""
         if job.due:
             self._let_go(job)
             return None
@@ -238,7 +238,7 @@ class Looking:
                 if not lost and found.tokens <= answer.tokens:
                     self._release(found)
                     return pause
-                if not self._search.rising:
+                if not self._search.promoting:
                     self._let_go(job)
                 job.answer = found
                 self._tell(job, LookupAnswer(job.request_id, job.prompt.chain, found, self._search.reason))
@@ -248,10 +248,7 @@ class Looking:
         return pause
 
     def _more(self, job: LookupJob, prompt: Prompt, answer: Found, now: float) -> bool:
-        """Whether so much more of the prompt is in memory than was answered that it is worth another answer.
-
-        What is on its way there is announced.
-        """
+        """Whether memory has enough more of the prompt for another answer.  Announces what is being promoted."""
         if answer.blocks >= len(prompt.chain):
             return False
         if not self._coming(prompt, answer.blocks):
@@ -259,13 +256,13 @@ class Looking:
         self._search.computing = 0.0
         tokens = self._search.reach(prompt)[0]
         least = 1
-        if self._search.rising:
+        if self._search.promoting:
             self._announce(job, prompt, max(tokens // self._block_size, answer.blocks), now)
             least = max(len(job.tokens) // PARTS, 1)
         return tokens - answer.tokens >= least
 
     def _coming(self, prompt: Prompt, first: int) -> bool:
-        """Whether every plane has block number ``first`` in memory or on its way; from there on tiers bring more up."""
+        """Whether every plane has block ``first`` in memory or promotes it.  Starts to promote what follows."""
         return all(
             self._client.prefetch(name, keys, self._call_timeout) >= plane.shards
             for end in (first + 1, len(prompt.chain))
@@ -278,7 +275,7 @@ class Looking:
             (
                 plane,
                 Namespace(plane.namespace, 0),
-                page_keys(prompt.chain.joined(first, min(end, first + MAX_KEYS // plane.shards)), plane.shards),
+                page_keys(prompt.chain.packed(first, min(end, first + MAX_KEYS // plane.shards)), plane.shards),
             )
             for plane in self._planes
         ]
@@ -286,12 +283,12 @@ class Looking:
     # What is kept meanwhile
 
     def _announce(self, job: LookupJob, prompt: Prompt, first: int, now: float) -> None:
-        """What comes up from block ``first`` on stays in memory until it is promised; said once, and again in time."""
+        """Keep what is promoted from block ``first`` on in memory until a lease holds it; renewed in time."""
         if job.announced and now < job.renew_at:
             return
         before, job.announced = job.announced, []
         start = job.held.blocks if job.answer is None else job.answer.blocks
-        for _, name, keys in self._pages(prompt, start, first + self._search.rising):
+        for _, name, keys in self._pages(prompt, start, first + self._search.promoting):
             if len(keys) >= KEY_BYTES:
                 announced = self._client.announce(name, keys, self._call_timeout)
                 job.announced += [] if announced is None else [announced]
@@ -299,7 +296,6 @@ class Looking:
         self._withdraw(before)
 
     def _let_go(self, job: LookupJob) -> None:
-        """The request needs nothing any more of what was kept for it."""
         held, job.held = job.held, NOTHING
         announced, job.announced = job.announced, []
         self._release(held)

