@@ -9,8 +9,12 @@ place of a model there is a pause; requests, blocks, hashes, loads and saves are
 "CPU" is the time that the calling thread itself ran.  What is missing to the whole it spent waiting: for the
 interpreter, which another thread of the connector held, or for a core.
 
-Each prompt is computed and stored, then the engine's own prefix cache is emptied, and all come again as hits of the
-pool, several times.  Run it with the project's interpreter: ``python benchmarks/scheduler_calls.py [--help]``.
+With ``--waiting 10000`` it measures something else: how long ``schedule()`` itself takes while so many requests wait
+whose lookups are not answered, because the pool's node is stopped.  Beside it stands the same scheduler with a
+connector that only ever says "ask again": what vLLM's own walk through its queue costs.
+
+Without it each prompt is computed and stored, then the engine's own prefix cache is emptied, and all come again as hits
+of the pool, several times.  Run it with the project's interpreter: ``python benchmarks/scheduler_calls.py [--help]``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import functools
 import logging
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +39,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ems.bench.latency import Latency, summarise
-from ems.testing.node import NodeProcess
-from ems.testing.process import free_port
-from ems.testing.tiny_model import make_model
-from ems.testing.tiny_weights import ModelShape
+from tests.kit.node import NodeProcess
+from tests.kit.process import free_port
+from tests.kit.tiny_model import make_model
+from tests.kit.tiny_weights import ModelShape
 
 CALLS = (
     "on_new_request",
@@ -52,6 +57,10 @@ SHAPE = ModelShape(
     layers=2, hidden_size=64, intermediate_size=64, kv_heads=1, head_dim=64, near=64, far=256, max_positions=1 << 17
 )
 TARGET_SECONDS = 0.001
+WAITING_SECONDS = 0.002
+WAITING_STEPS = 50
+WAITING_TOKENS = 64
+"""Of each waiting request; an engine that finds nothing of its own looks at one block, however long it is."""
 FORGET_SECONDS = 60.0
 LAYOUT = "LBHNC"
 """Of the KV tensors below: one a layer, heads before tokens in a block."""
@@ -84,6 +93,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def met(self) -> bool:
         return all(latency.p99 <= TARGET_SECONDS for latency in self.calls.values())
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of ``schedule()`` in seconds while many requests wait for their lookups."""
+
+    waiting: int
+    steps: int
+    ems: Latency
+    """CPU time of the scheduler's thread."""
+    says_ask_again: Latency
+    """The same with a connector that does nothing but say so."""
+
+    @property
+    def met(self) -> bool:
+        return self.ems.p99 <= WAITING_SECONDS
 
 
 class Stopwatch:
@@ -133,6 +157,7 @@ class Engine:
         self.stopwatch = Stopwatch(self._scheduler.connector)
         self.hit_tokens = 0
         self._sent = 0
+        self._scheduled = 0.0
 
     def run(self, prompts: list[list[int]]) -> None:
         """Send all prompts and step until each has its answer."""
@@ -144,6 +169,7 @@ class Engine:
 
     def _step(self) -> None:
         output = self._scheduler.schedule()
+        self._scheduled = time.thread_time()
         worker, step = self._worker, output.kv_connector_metadata
         worker.handle_preemptions(step)
         worker.bind_connector_metadata(step)
@@ -180,6 +206,43 @@ class Engine:
         request = self._scheduler.requests[request_id]
         return bool(request.num_computed_tokens >= request.num_tokens)
 
+    def wait(self, waiting: int, steps: int, source: random.Random) -> list[float]:
+        """CPU seconds of calls of ``schedule()`` while one request runs and so many wait; these are gone then."""
+        from vllm.v1.request import RequestStatus
+
+        names = []
+        for _ in range(waiting):
+            self._sent += 1
+            names.append(str(self._sent))
+            prompt = source.choices(range(300, 1000), k=WAITING_TOKENS)
+            self._scheduler.add_request(self._new_request(names[-1], prompt))
+        took = []
+        for _ in range(steps):
+            began = time.thread_time()
+            self._step()
+            took.append(self._scheduled - began)
+        if len(self._scheduler.running) != 1:
+            raise SystemExit("error: requests were computed that should have waited")
+        self._scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        return took
+
+    def begin(self, prompt: list[int]) -> None:
+        """Have one request that runs: an engine with nothing to compute waits a moment for a lookup."""
+        self._scheduler.add_request(self._new_request("runs", prompt))
+        while not self._scheduler.running:
+            self._step()
+
+    @contextmanager
+    def asked_again(self) -> Iterator[None]:
+        """Meanwhile the connector says "ask again" for every request, and nothing else."""
+        connector = self._scheduler.connector
+        real = connector.get_num_new_matched_tokens
+        connector.get_num_new_matched_tokens = lambda _request, _local: (None, False)
+        try:
+            yield
+        finally:
+            connector.get_num_new_matched_tokens = real
+
     def forget(self) -> None:
         """Empty the engine's own prefix cache; what is still being stored holds it up."""
         deadline = time.monotonic() + FORGET_SECONDS
@@ -199,11 +262,14 @@ def _engine_config(model: Path, node: NodeProcess, arguments: argparse.Namespace
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    # A lookup that nobody answers is waited for.
+    patience = {"lookup_timeout_ms": 600_000, "call_timeout_ms": 600_000, "health_gate": False}
+    patience = patience if arguments.waiting else {}
     transfer = KVTransferConfig(
         kv_connector="EmsStoreConnector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"socket": str(node.socket), "autostart": False},
+        kv_connector_extra_config={"socket": str(node.socket), "autostart": False, **patience},
     )
     return EngineArgs(
         model=str(model),
@@ -316,6 +382,32 @@ def measure(arguments: argparse.Namespace, engine: Engine) -> Report:
     )
 
 
+def measure_waiting(arguments: argparse.Namespace, engine: Engine, node: NodeProcess) -> Waiting:
+    source = random.Random(arguments.seed)
+    say(f"{arguments.waiting:,} requests wait, {WAITING_STEPS} steps each way")
+    engine.begin(source.choices(range(300, 1000), k=WAITING_TOKENS))
+    node.send(signal.SIGSTOP)
+    try:
+        with engine.asked_again():
+            alone = engine.wait(arguments.waiting, WAITING_STEPS, source)
+        ours = engine.wait(arguments.waiting, WAITING_STEPS, source)
+    finally:
+        node.send(signal.SIGCONT)
+    return Waiting(waiting=arguments.waiting, steps=WAITING_STEPS, ems=summarise(ours), says_ask_again=summarise(alone))
+
+
+def waiting_table(report: Waiting) -> Table:
+    title = f"CPU time of schedule() while {report.waiting:,} requests wait for their lookups, {report.steps} steps"
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("connector", "p50 µs", "p99 µs", "most µs", "of vLLM's own"):
+        result.add_column(heading, justify="left" if heading == "connector" else "right", no_wrap=True)
+    for name, latency in (('says "ask again"', report.says_ask_again), ("EMS", report.ems)):
+        figures = (latency.p50, latency.p99, latency.most)
+        ratio = latency.p50 / report.says_ask_again.p50
+        result.add_row(name, *(f"{1e6 * figure:,.0f}" for figure in figures), f"{ratio:.2f}")
+    return result
+
+
 def _summaries(samples: dict[str, list[float]]) -> dict[str, Latency]:
     return {name: summarise(times) for name, times in samples.items() if times}
 
@@ -337,7 +429,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def setting(arguments: argparse.Namespace) -> Iterator[Engine]:
+def setting(arguments: argparse.Namespace) -> Iterator[tuple[Engine, NodeProcess]]:
     os.environ.update(ENVIRONMENT)
     logging.captureWarnings(True)
     with TemporaryDirectory(prefix="ems-scheduler-calls-") as scratch, NodeProcess("--size", "2GiB") as node:
@@ -345,7 +437,7 @@ def setting(arguments: argparse.Namespace) -> Iterator[Engine]:
         say("starting the engine")
         engine = Engine(make_model(Path(scratch) / "model", SHAPE), node, arguments)
         try:
-            yield engine
+            yield engine, node
         finally:
             engine.close()
 
@@ -360,15 +452,18 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=40, help="length of each answer")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--step-ms", type=float, default=20, help="pause in place of the forward pass")
+    parser.add_argument("--waiting", type=int, default=0, help="measure schedule() while so many requests wait")
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     arguments = parser.parse_args()
-    with setting(arguments) as engine:
-        report = measure(arguments, engine)
+    if arguments.waiting:
+        arguments.output_tokens = 4 * WAITING_STEPS
+    with setting(arguments) as (engine, node):
+        report = measure_waiting(arguments, engine, node) if arguments.waiting else measure(arguments, engine)
     if arguments.output == "json":
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     else:
-        Console(width=120).print(table(report))
+        Console(width=120).print(waiting_table(report) if isinstance(report, Waiting) else table(report))
     return 0 if report.met else 1
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from ems.testing.node import NodeProcess
+from tests.kit.node import NodeProcess
 
 IMPORTS = {
     "a bare interpreter": "pass",

@@ -30,9 +30,9 @@ from rich.console import Console
 from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, Report, table
 from ems.errors import EmsError
-from ems.testing.engine import SERVED_MODEL, EngineOptions, VllmServer
-from ems.testing.process import ServerProcess, deferred_signals, free_port
-from ems.testing.tiny_model import make_model
+from tests.kit.engine import SERVED_MODEL, EngineOptions, VllmServer
+from tests.kit.process import ServerProcess, deferred_signals, free_port
+from tests.kit.tiny_model import make_model
 
 LOGS = Path(__file__).resolve().parent.parent / ".run" / "demo"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the pool lives there
@@ -153,7 +153,8 @@ def main() -> int:
                 demo.chat_through_router()
                 report = demo.time_to_first_token()
         out.print()
-        out.print(table(report))
+        for line in table(report).lines(None):
+            out.print(line)
         status = verdict(report)
     except KeyboardInterrupt:
         err.print("interrupted, all is stopped")

@@ -34,11 +34,11 @@ from rich.table import Table
 if __package__ in (None, ""):  # run as a program
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ems.testing.engine import EngineOptions, ProcessError, VllmServer
-from ems.testing.node import NodeProcess
-from ems.testing.tiny_model import Size, make_model
-from ems.testing.waiting import until
 from scripts.chaos_load import MIX, Job, Load, Tally, Tokens, faults, first_difference
+from tests.kit.engine import EngineOptions, ProcessError, VllmServer
+from tests.kit.node import NodeProcess
+from tests.kit.tiny_model import Size, make_model
+from tests.kit.waiting import until
 
 OPTIONS = EngineOptions(block_size=32, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16, gpu_blocks=90)
 MODELS: dict[Size, EngineOptions] = {

@@ -33,6 +33,7 @@ except ImportError:
 with atheris.instrument_imports(include=["ems"]):
     from ems.config import NodeConfig
     from ems.pool.core.pool_core import PoolCore
+    from ems.pool.core.quota import Quota
     from ems.pool.keys import Tail
     from ems.pool.node import connection as connections
     from ems.pool.node import pool_node as nodes
@@ -41,8 +42,7 @@ with atheris.instrument_imports(include=["ems"]):
     from ems.pool.protocol import coding, framing, messages
     from ems.pool.tenants import registry as tenancy
     from ems.pool.tenants import store
-    from ems.pool.tenants.gate import Guest
-    from ems.pool.tenants.quota import Quota
+    from ems.pool.tenants.gate import Principal
     from ems.pool.tenants.registry import Registry
 
 PAGE = 4096
@@ -103,12 +103,12 @@ class Target:
         for number, size in enumerate(node.arena.sizes):
             node.core.touched(number, size)
         node.core.touching_ended()
-        node._next_owner = 1
-        with Seat(self, Guest(TENANTS[0]) if self.tenants else Guest()) as seat:
-            seat.send(coding.encode(messages.Open("kept", PAGE)))
-            seat.send(coding.encode(messages.Reserve(0, bytes(16), KEPT)))
-            granted = [one for one in seat.read() if isinstance(one, messages.Granted)]
-            seat.send(coding.encode(messages.Commit(granted[0].reservation)))
+        node._next_client_id = 1
+        with SimulatedClient(self, Principal(TENANTS[0]) if self.tenants else Principal()) as client:
+            client.send(coding.encode(messages.Open("kept", PAGE)))
+            client.send(coding.encode(messages.Reserve(0, bytes(16), KEPT)))
+            granted = [one for one in client.read() if isinstance(one, messages.Granted)]
+            client.send(coding.encode(messages.Commit(granted[0].reservation)))
 
     def end(self) -> None:
         """Look at what is left."""
@@ -118,27 +118,27 @@ class Target:
         broken = node.core.check()
         figures = node.core.stats()
         held = {name: figures[name] for name in ("leases", "reservations", "slots_resting") if figures[name]}
-        if broken or held or node._connections or node._guests:
+        if broken or held or node._connections or node._principals:
             raise Defect(f"{broken} {held}")
 
 
-class Seat:
-    """One connection; ``guest`` is already let in, None has still to greet."""
+class SimulatedClient:
+    """One connection; ``principal`` is already let in, None has still to greet."""
 
-    def __init__(self, target: Target, guest: Guest | None) -> None:
+    def __init__(self, target: Target, principal: Principal | None) -> None:
         self.mine, its = socket.socketpair()
         self.mine.setblocking(False)
         its.setblocking(False)
         node: Any = target.node
-        owner = node._next_owner
-        node._next_owner += 1
-        self.connection = Connection(node, its, owner, target.now)
-        node._connections[owner] = self.connection
+        client_id = node._next_client_id
+        node._next_client_id += 1
+        self.connection = Connection(node, its, client_id, target.now)
+        node._connections[client_id] = self.connection
         self._sock = its
         self._reader = framing.FrameReader()
-        if guest is not None:
+        if principal is not None:
             self.connection._version = 1
-            self.connection._let_in(guest, b"")
+            self.connection._let_in(principal, b"")
             self.read()
 
     @property
@@ -224,16 +224,16 @@ def message_of(fdp: Any, known: dict[str, list[int]]) -> messages.Message:
     return makers[chosen]()
 
 
-def taken(target: Target, seats: dict[int, Seat], number: int, fdp: Any) -> Seat:
+def taken(target: Target, clients: dict[int, SimulatedClient], number: int, fdp: Any) -> SimulatedClient:
     """The connection on a seat, a new one where the last has ended."""
-    if number in seats and seats[number].alive:
-        return seats[number]
-    if number in seats:
-        seats.pop(number).__exit__()
-    guests: list[Guest | None] = [Guest(name) for name in TENANTS] if target.tenants else [Guest()]
-    guests += [Guest(administers=True, stores=not target.tenants), None]
-    seats[number] = Seat(target, guests[int(fdp.ConsumeIntInRange(0, len(guests) - 1))])
-    return seats[number]
+    if number in clients and clients[number].alive:
+        return clients[number]
+    if number in clients:
+        clients.pop(number).__exit__()
+    principals: list[Principal | None] = [Principal(name) for name in TENANTS] if target.tenants else [Principal()]
+    principals += [Principal(administers=True, stores=not target.tenants), None]
+    clients[number] = SimulatedClient(target, principals[int(fdp.ConsumeIntInRange(0, len(principals) - 1))])
+    return clients[number]
 
 
 def words(deed: int, fdp: Any, known: dict[str, list[int]]) -> bytes:
@@ -248,7 +248,7 @@ def words(deed: int, fdp: Any, known: dict[str, list[int]]) -> bytes:
     return bytes(frame)
 
 
-def step(target: Target, seats: dict[int, Seat], fdp: Any, known: dict[str, list[int]]) -> None:
+def step(target: Target, clients: dict[int, SimulatedClient], fdp: Any, known: dict[str, list[int]]) -> None:
     """One thing that one client does, or that time does."""
     number = fdp.ConsumeIntInRange(0, SEATS - 1)
     deed = fdp.ConsumeIntInRange(0, 9)
@@ -258,12 +258,12 @@ def step(target: Target, seats: dict[int, Seat], fdp: Any, known: dict[str, list
         for segment in target.node.core.shrink():
             target.node.core.touched(segment, 1 << 18)
         return
-    if number in seats and deed == 1:
-        seats.pop(number).__exit__()
+    if number in clients and deed == 1:
+        clients.pop(number).__exit__()
         return
-    seat = taken(target, seats, number, fdp)
-    seat.send(words(deed, fdp, known))
-    for answer in seat.read():
+    client = taken(target, clients, number, fdp)
+    client.send(words(deed, fdp, known))
+    for answer in client.read():
         if isinstance(answer, messages.Granted) and answer.reservation:
             known["reservations"].append(answer.reservation)
         if isinstance(answer, messages.Hits) and answer.lease:
@@ -274,16 +274,16 @@ def history(target: Target, data: bytes) -> None:
     """Play the history that ``data`` stands for."""
     fdp = atheris.FuzzedDataProvider(data)
     target.begin()
-    seats: dict[int, Seat] = {}
+    clients: dict[int, SimulatedClient] = {}
     known: dict[str, list[int]] = {"reservations": [], "leases": []}
     try:
         for _ in range(MAX_STEPS):
             if not fdp.remaining_bytes():
                 break
-            step(target, seats, fdp, known)
+            step(target, clients, fdp, known)
     finally:
-        for seat in seats.values():
-            seat.__exit__()
+        for client in clients.values():
+            client.__exit__()
     target.end()
 
 

@@ -6,7 +6,7 @@ vanish and go on writing, the node is killed between any two of its writes or in
 over, memory is full, clocks jump, bits flip in pages, headers, descriptions and files. Most have tiers below, whose
 places fail, lie, tear, hang and are full, whose threads work in any order, too late or never, and into which others
 write; some have tenants with quotas and keys that change; in all of them an administrator clears, drains, resizes,
-warms, pins and looks (see ``ems.testing.faults``).
+warms, pins and looks (see ``tests.faults``).
 
     scripts/histories.py --count 10000 --seed 0
 
@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from ems.testing.faults.covered import uncovered
-from ems.testing.faults.history import History, Report, generate, run, shrink
+from tests.faults.covered import uncovered
+from tests.faults.history import History, Report, generate, run, shrink
 
 BATCH = 25
 """Histories that a process runs at a time."""

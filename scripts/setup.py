@@ -235,8 +235,8 @@ def pip(*arguments: str) -> None:
         assert process.stdout is not None
         for raw in process.stdout:
             line = raw.strip()
-            if line.startswith("ERROR:"):
-                errors.append(line.removeprefix("ERROR:").strip())
+            if line.lower().startswith("error:") or re.match(r"\w*Error: ", line):
+                errors.append(re.sub(r"^error: ", "", line, flags=re.IGNORECASE).strip())
             elif (line.startswith("Downloading ") and line.endswith(" MB)")) or line.startswith("Installing collected"):
                 say(f"  {line[:100]}")
     if process.returncode:

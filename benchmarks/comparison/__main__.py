@@ -30,8 +30,8 @@ from benchmarks.comparison.procedure import (
 from benchmarks.comparison.report import Entry, Report, notes, table, verdict_table, verdicts
 from ems.bench.latency import Latency
 from ems.errors import EmsError
-from ems.testing.engine import EngineOptions, VllmServer
-from ems.testing.tiny_model import make_model
+from tests.kit.engine import EngineOptions, VllmServer
+from tests.kit.tiny_model import make_model
 
 BLOCK = 128
 START_SECONDS = 600.0

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from ems.testing.node import NodeProcess
-from ems.testing.process import ServerProcess, free_port
+from tests.kit.node import NodeProcess
+from tests.kit.process import ServerProcess, free_port
 
 INSTALL = "python benchmarks/peers.py --install"
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}

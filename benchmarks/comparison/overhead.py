@@ -30,14 +30,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.comparison.pairs import Comparison, compare
 from benchmarks.comparison.procedure import QUIET_SECONDS, empty_own_cache
 from benchmarks.comparison.report import COLD, DECODE, WARM_SECONDS
 from ems.bench.completions import Completion, CompletionClient
-from ems.bench.pairs import Comparison, compare
 from ems.errors import EmsError
-from ems.testing.engine import SERVED_MODEL, EngineOptions, VllmServer
-from ems.testing.node import NodeProcess
-from ems.testing.tiny_model import make_model
+from tests.kit.engine import SERVED_MODEL, EngineOptions, VllmServer
+from tests.kit.node import NodeProcess
+from tests.kit.tiny_model import make_model
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 

@@ -18,12 +18,12 @@ import aiohttp
 import msgspec
 import psutil
 
+from benchmarks.comparison.pairs import Comparison, compare
 from benchmarks.comparison.usage import Processes, cpu_seconds, memory
 from ems.bench.completions import Completion, CompletionClient, ServerError
-from ems.bench.pairs import Comparison, compare
 from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, Step
-from ems.testing.engine import SERVED_MODEL, VllmServer
+from tests.kit.engine import SERVED_MODEL, VllmServer
 
 QUIET_SECONDS = 0.3
 """Pause after each request that is compared, much longer than storing what it computed takes: what one engine does

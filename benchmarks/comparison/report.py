@@ -8,9 +8,9 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from benchmarks.comparison.pairs import Comparison
 from benchmarks.comparison.procedure import Findings, Sizes
 from ems.bench.latency import Latency
-from ems.bench.pairs import Comparison
 
 MIB = 1 << 20
 
