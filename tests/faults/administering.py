@@ -54,7 +54,7 @@ def clear(world: World, a: int, b: int, c: int) -> None:
 def cleared(world: World, one: Clear, *, dry: bool = False, waits: bool = False) -> None:
     """Clear, and look whether it did what it says; who ``waits`` sees the end of what takes long."""
     before = {known: page for known, page in world.pages().items() if page.present}
-    pinned = {(ns.name, key) for ns in world.node.core.namespaces for key in ns.pins.pinned}
+    pinned = _kept_by_pins(world)
     report = act(world, one, dry_run=dry)
     rounds = 0
     while report is not None and not report["done"] and waits:
@@ -78,6 +78,19 @@ def cleared(world: World, one: Clear, *, dry: bool = False, waits: bool = False)
     if not report["kept"] and after & meant:
         raise Violation("pages stayed that were to be cleared, and nobody reads them")
     _see_tiers(world, cast("list[Report]", report.get("tiers", [])), meant)
+
+
+def _kept_by_pins(world: World) -> set[Known]:
+    """The pinned pages, and those of memory that they continue."""
+    kept: set[Known] = set()
+    for namespace in world.node.core.namespaces:
+        for key in namespace.pins.pinned:
+            kept.add((namespace.name, key))
+            page = namespace.index.get(key)
+            while page is not None:
+                kept.add((namespace.name, page.key))
+                page = page.parent
+    return kept
 
 
 def _see_tiers(world: World, told: list[Report], meant: set[Known]) -> None:
