@@ -31,6 +31,10 @@ def engines(node: Node) -> Iterator[tuple[Engine, Engine]]:
         engine.close()
 
 
+def segment_files(node: Node) -> set[int]:
+    return {file.stat().st_ino for file in node.directory.glob("segment-*")}
+
+
 def test_blocks_come_back_byte_for_byte_in_another_engine(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     chain = chain_of(4)
@@ -161,6 +165,20 @@ def test_a_dead_node_fails_loads_and_saves_without_hanging(engines: tuple[Engine
     # The memory outlives the node: a load that was promised may still succeed, and must end either way.
     result = two.load(chain, lease, [4, 5])
     assert result.failed_blocks in (set(), {4, 5})
+
+
+def test_an_idle_engine_says_at_once_where_it_stopped_to_write(engines: tuple[Engine, Engine], node: Node) -> None:
+    """Its node was killed within a save; nobody gets those slots until it says that no copy runs any more."""
+    one, _ = engines
+    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain_of(2)[0:2]), [[0, 1]])])
+    wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
+    node.kill()
+    node.start()
+    assert node.stats()["slots_resting"] == 2
+    memory = segment_files(node)
+    batch.computed(None)
+    wait_for(lambda: node.stats()["slots_resting"] == 0, "the slots are free")
+    assert segment_files(node) == memory, "the node gave up waiting and replaced the memory"
 
 
 def test_references_of_a_node_mean_nothing_to_its_successor(engines: tuple[Engine, Engine], node: Node) -> None:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import Logger
 
 import msgspec
@@ -232,6 +232,8 @@ class Loader:
     def _notice(self) -> None:
         try:
             self._client.notice()
+            with suppress(EmsError):  # said again a moment later
+                self._client.tell_stopped(self._call_timeout)
         except Exception:  # the root of what this thread does, see below
             # Root of this thread: see above.
             self._logger.exception("EMS could not look after its connection")

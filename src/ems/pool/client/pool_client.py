@@ -141,6 +141,15 @@ class PoolClient:
         """
         self._line.notice()
 
+    def tell_stopped(self, timeout: float | None = None) -> None:
+        """Say that copies ended of which the node does not know; no call where there are none.
+
+        Reservations say it too, so only a client that makes none for a while needs this: until it is said, nobody gets
+        the slots.
+        """
+        if self._promised.untold:
+            self._line.call(timeout, self._tell_what_is_written)
+
     def close(self) -> None:
         """End the connection for good; a call that waits for its answer in another thread fails now."""
         self._line.close()

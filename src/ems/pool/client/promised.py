@@ -45,6 +45,12 @@ class PromisedSlots:
                     del self._slots[name]
             self._ended += not told
 
+    @property
+    def untold(self) -> bool:
+        """Whether copies ended since the node was last told; it still waits for them."""
+        with self._lock:
+            return self._ended != self._told[1]
+
     def news(self, epoch: int) -> tuple[bytes, tuple[int, int]] | None:
         """What to tell the node on the connection ``epoch``: all slots that may be written into.
 
