@@ -14,6 +14,7 @@ from ems.cli import node as verb
 from ems.cli import node_file, run
 from ems.config import GIB, NodeConfig
 from ems.pool.node.restart import KeptOpen
+from ems.pool.tiers.settings import parse_tier
 
 WHOLE = """
 dir = "pool"
@@ -76,6 +77,22 @@ def test_every_setting_can_come_from_a_file(started: list[NodeConfig], tmp_path:
             tiers=("dir:/var/cache/ems",),
         )
     ]
+
+
+def test_a_relative_tier_is_taken_from_the_files_folder_or_the_current_one(
+    started: list[NodeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of the file").mkdir()
+    file = tmp_path / "of the file" / "node.toml"
+    file.write_text('tier = ["dir:below?key=secret&size=1GB"]')
+    monkeypatch.chdir(tmp_path)
+    assert run(["node", "--config", str(file)]) == 0
+    assert run(["node", "--tier", "dir:below", "--config", "/dev/null"]) == 0
+    first, second = (parse_tier(config.tiers[0]) for config in started)
+    assert (first.place, first.key, first.size) == (str(file.parent / "below"), file.parent / "secret", GIB)
+    assert second.place == str(tmp_path / "below")
+    monkeypatch.chdir("/")
+    assert parse_tier(started[1].tiers[0]) == second
 
 
 def test_flags_go_before_variables_and_these_before_the_file(

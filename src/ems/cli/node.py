@@ -23,7 +23,7 @@ import structlog
 import uvloop
 from cyclopts import Parameter
 
-from ems.cli.node_file import SYSTEM_FILE, parse_mode, parse_tiers, read_file, settings
+from ems.cli.node_file import SYSTEM_FILE, parse_mode, read_file, settings
 from ems.cli.options import Flag
 from ems.cli.shown import complain
 from ems.config import NodeConfig, PolicyName, allows_disk, format_size, parse_size
@@ -34,7 +34,7 @@ from ems.pool.node.restart import Check, KeptOpen, become, kept_open
 from ems.pool.ownership import is_foreign
 from ems.pool.tenants import store
 from ems.pool.tiers.opening import open_tier
-from ems.pool.tiers.settings import parse_tier
+from ems.pool.tiers.settings import absolute_tier, parse_tier
 from ems.version import __version__
 
 EXIT_CANNOT_START = 3
@@ -131,7 +131,7 @@ def node(
         "http": http,
         "prefault": prefault,
         "verify": verify,
-        "tiers": None if tier is None else parse_tiers(tier),
+        "tiers": None if tier is None else tuple(absolute_tier(text, Path()) for text in tier),
     }
     if config is None and SYSTEM_FILE.exists() and not autostarted:
         config = SYSTEM_FILE

@@ -13,7 +13,7 @@ from typing import Any
 from ems.cli.usage import did_you_mean
 from ems.config import NodeConfig, default_directory, parse_size
 from ems.errors import ConfigError
-from ems.pool.tiers.settings import parse_tier
+from ems.pool.tiers.settings import absolute_tier
 
 SYSTEM_FILE = Path("/etc/ems/node.toml")
 """What a node reads that is given no other file, where it is there."""
@@ -29,12 +29,6 @@ def parse_mode(text: str) -> int:
         return int(text, 8)
     except ValueError:
         raise ConfigError(f"socket mode is {text!r}, expected an octal mode such as 600 or 666") from None
-
-
-def parse_tiers(texts: list[str]) -> tuple[str, ...]:
-    for text in texts:
-        parse_tier(text)
-    return tuple(texts)
 
 
 _KINDS: dict[type | tuple[type, ...], str] = {
@@ -62,7 +56,7 @@ _KEYS: dict[str, tuple[str, type | tuple[type, ...], Callable[[Any], Any] | None
     "http": ("http", bool, None),
     "prefault": ("prefault", bool, None),
     "verify": ("verify", str, None),
-    "tier": ("tiers", list, parse_tiers),
+    "tier": ("tiers", list, None),
 }
 """Of each key: the field of the settings, what it may be in a file, and what makes the one of the other."""
 
@@ -118,6 +112,8 @@ def _field(key: str, value: Any, folder: Path) -> tuple[str, Any]:
     made = value if convert is None else convert(value)
     if isinstance(made, Path):
         made = folder / made
+    elif isinstance(made, list):
+        made = tuple(absolute_tier(text, folder) for text in made)
     # Others can be let in beside a file of tenants alone, which may be named elsewhere.
     settings({field: made, "tenants": folder} if field == "socket_mode" else {field: made})
     return field, made

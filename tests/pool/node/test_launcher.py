@@ -133,6 +133,21 @@ def test_a_relative_folder_means_the_same_folder_to_the_node(home: Path, monkeyp
     assert node_listens(home / "pool" / "node.sock")
 
 
+@pytest.mark.parametrize("given", ["settings", "environment"])
+def test_a_relative_tier_means_the_same_folder_to_the_node(
+    home: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("EMS_TIER", "dir:below?size=1MB" if given == "environment" else "")
+    (home / "below").mkdir(mode=0o700)
+    config = config_in(home / "pool", tiers=("dir:below?size=1MB",) if given == "settings" else ())
+    assert ensure_node(config)
+    client = PoolClient(config.socket)
+    figures = client.stats()
+    client.close()
+    assert f"'dir:{home}/below'" in str(figures["tiers"])
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

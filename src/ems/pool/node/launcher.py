@@ -20,6 +20,7 @@ from ems.errors import ConfigError, PoolUnavailable
 from ems.pool.ownership import foreign_owner, stranger
 from ems.pool.processes import process_lives
 from ems.pool.segments.folder import LOG_BEGINS, LOG_NAME, refuse_disk, starting
+from ems.pool.tiers.settings import absolute_tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,8 +148,8 @@ def _flags(config: NodeConfig) -> list[str]:
         flags.append("--fresh")
     if config.allow_disk:
         flags.append("--allow-disk")
-    for tier in config.tiers:
-        flags += ["--tier", tier]
+    for tier in config.tiers or os.environ.get("EMS_TIER", "").split():
+        flags += ["--tier", absolute_tier(tier, Path())]
     if not config.prefault:
         flags.append("--no-prefault")
     return flags

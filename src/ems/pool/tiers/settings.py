@@ -14,7 +14,7 @@ import difflib
 import re
 from pathlib import Path
 from typing import Literal
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
@@ -137,6 +137,20 @@ def parse_tier(text: str) -> TierConfig:
         return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--tier {kind}:… makes no sense: {error}") from error
+
+
+def absolute_tier(text: str, folder: Path) -> str:
+    """``text`` with its relative paths taken from ``folder``: a node may run in another one than who starts it.
+
+    Raises:
+        ConfigError: it names no tier.
+    """
+    kind = parse_tier(text).kind
+    parts = urlsplit(text)
+    fields = parse_qsl(parts.query, keep_blank_values=True)
+    named = [(name, str(folder.absolute() / value) if _KINDS[name] == "path" else value) for name, value in fields]
+    path = quote(str(folder.absolute() / unquote(parts.path))) if kind == "dir" else parts.path
+    return urlunsplit(parts._replace(path=path, query=urlencode(named, safe="/:")))
 
 
 def _place(scheme: str, netloc: str, path: str, text: str) -> tuple[str, str]:
