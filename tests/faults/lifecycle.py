@@ -17,6 +17,7 @@ from tests.faults.node import HistoryNode
 from tests.faults.points import Crash
 from tests.faults.settings import SEGMENT, SEGMENTS, Violation
 from tests.faults.world import World
+from tests.pool.brain import tails_of
 
 
 def _made(world: World, kept_open: KeptOpen | None) -> HistoryNode:
@@ -160,7 +161,7 @@ def _begin_again(
 
 
 def _tails_of(world: World, node: HistoryNode) -> set[Listed]:
-    return {one for one in node.core.tails() if one[:2] in world.committed}
+    return {one for one in tails_of(node.core) if one[:2] in world.committed}
 
 
 def restarted(world: World) -> None:

@@ -89,32 +89,16 @@ class CrashingTails(TailFile):
     def __init__(self, path: Path, points: Points) -> None:
         super().__init__(path)
         self._points = points
-        self._new = -1
-        """The file that was written to last."""
 
     def _write(self, file: int, data: bytes | memoryview) -> int:
-        self._new = file
         if self._points.full:
             if len(data) < HEADER_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             data = data[: len(data) // 2]  # what a file system that runs full does
-        try:
-            return self._points.write("tail", data, lambda part: super(CrashingTails, self)._write(file, part))
-        except Crash:
-            self._forget(file)
-            raise
+        return self._points.write("tail", data, lambda part: super(CrashingTails, self)._write(file, part))
 
     def _rename(self, new: Path) -> None:
-        try:
-            self._points.write("rename", b"", lambda _: super(CrashingTails, self)._rename(new))
-        except Crash:
-            self._forget(self._new)
-            raise
-
-    def _forget(self, file: int) -> None:
-        """Close a file that is being written anew, as the end of a process does."""
-        if file != self._file:
-            os.close(file)
+        self._points.write("rename", b"", lambda _: super(CrashingTails, self)._rename(new))
 
 
 class CrashingArena(Arena):

@@ -7,7 +7,7 @@ import hashlib
 from ems.pool.core.answers import Reserved
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.uncommitted import UncommittedLimits
-from ems.pool.keys import NO_PARENT
+from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, PageRef, carve
 from ems.pool.pages import Outcome, Page
 from ems.pool.segments.recovery import Recovered, RecoveredPages, RecoveredSegment
@@ -44,6 +44,16 @@ def key(name: object) -> bytes:
 def chain(name: str, length: int) -> list[bytes]:
     """Keys of ``length`` consecutive blocks."""
     return [key(f"{name}/{block}") for block in range(length)]
+
+
+def tails_of(core: PoolCore) -> set[tuple[str, bytes, bytes, Tail]]:
+    """Namespace, key, place and tokens of all pages that are found by their tokens."""
+    return {
+        (known.name, page.key, page.ref, page.tail)
+        for known in core.namespaces
+        for page in known.index
+        if page.tail is not None
+    }
 
 
 def save(

@@ -336,9 +336,10 @@ def test_equal_keys_of_two_namespaces_never_meet() -> None:
 def test_a_tail_with_more_tokens_than_its_page_has_bytes_is_refused() -> None:
     core = core_of(2)
     namespace = core.open_namespace("a", 64)
+    large, fits = Tail(key("d"), bytes(68)), Tail(key("d"), bytes(64))
     with pytest.raises(PoolRefused, match="a tail of 68 bytes of tokens, expected at most the 64 bytes of a page"):
-        core.reserve(1, namespace, bytes(16), [key("x")], Tail(key("d"), bytes(68)))
-    assert outcomes(core.reserve(1, namespace, bytes(16), [key("x")], Tail(key("d"), bytes(64)))) == [Outcome.GRANTED]
+        core.refuse_unfit_tail(namespace, large.key, large)
+    core.refuse_unfit_tail(namespace, fits.key, fits)
 
 
 # Holding

@@ -41,7 +41,7 @@ from ems.pool.protocol import messages
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.recovery import MOST, Recovered, SegmentImage, header_checksums, recover
 from ems.pool.segments.verify import Trust, Verify
-from tests.pool.brain import chain, key, segment_for
+from tests.pool.brain import chain, key, segment_for, tails_of
 
 SMALL, LARGE = 4096, 16384
 SEGMENT = max(segment_for(5, SMALL), segment_for(2, LARGE)) + 4096 & ~4095
@@ -165,6 +165,8 @@ class Restarts(RuleBasedStateMachine):
         keys, parent = self.run_of(path, length)
         number = open_namespace(self.node, name)
         listed = Tail(parent, path.encode().ljust(8, b"\0")) if tail else None
+        if listed is not None:
+            keys[-1] = listed.key
         granted = self.node.answer(1, messages.Reserve(number, parent, b"".join(keys), listed))
         assert isinstance(granted, messages.Granted)
         wanted = {at: keys[at] for at, outcome in enumerate(granted.outcomes) if outcome == 0}
@@ -236,7 +238,7 @@ class Restarts(RuleBasedStateMachine):
 
     @rule(more=st.sampled_from([0, 0, 0, 1, -1]))
     def crash(self, more: int) -> None:
-        before, listed = pages_of(self.node), set(self.node.core.tails())
+        before, listed = pages_of(self.node), tails_of(self.node.core)
         waiting = sum(len(refs) // 20 for _, _, _, refs in self.held)
         resting = len(self.node.core.resting()) > 0
         count = max(len(self.node.arena.sizes) + more, 1)
@@ -244,7 +246,7 @@ class Restarts(RuleBasedStateMachine):
         self.node = start(self.home, self.now, size=SEGMENT * count)
         found = pages_of(self.node)
         assert found == {one: data for one, data in before.items() if one in kept}
-        assert set(self.node.core.tails()) == {one for one in listed if one[:2] in found}
+        assert tails_of(self.node.core) == {one for one in listed if one[:2] in found}
         if more == 0:
             assert self.node.core.stats()["slots_resting"] == waiting or resting
 

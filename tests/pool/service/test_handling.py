@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ems.errors import PoolRestarting, StaleReference
+from ems.errors import PoolRefused, PoolRestarting, StaleReference
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.keys import NO_PARENT
+from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageFlag
 from ems.pool.pages import Outcome
 from ems.pool.protocol import messages
@@ -200,3 +200,12 @@ def test_a_refusal_is_an_error_of_the_request_alone(node: Surroundings) -> None:
     with pytest.raises(StaleReference):
         node.ask(messages.Commit(99, None))
     assert node.core.check() == []
+
+
+@pytest.mark.parametrize("keys", [b"", b"a" * 16, bytes(Tail(b"d" * 16, b"1234").key) + b"a" * 16])
+def test_a_tail_that_is_not_the_last_key_is_refused_in_one_sentence(keys: bytes) -> None:
+    node = Surroundings()
+    tail = Tail(b"d" * 16, b"1234")
+    with pytest.raises(PoolRefused, match=r"^the last key is .*, expected .*, the hash of the tail's"):
+        node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), keys, tail))
+    assert node.core.pages() == 0

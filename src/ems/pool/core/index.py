@@ -115,13 +115,6 @@ class Index:
         for at in range(0, len(pages), step):
             self.policy.add(pages[at : at + step][::-1])
 
-    def tails(self) -> Iterator[tuple[Page, Tail]]:
-        """Pages that are found by their tokens, with these, in the order in which they were listed."""
-        for listed in self._tails.values():
-            for page in listed:
-                assert page.tail is not None
-                yield page, page.tail
-
     def list_tail(self, page: Page, tail: Tail) -> None:
         """Let ``page``, which was inserted just now, be found by the tokens of ``tail``."""
         page.tail = tail

@@ -174,11 +174,11 @@ class PoolCore:
         """How many pages can be read."""
         return sum(len(namespace.index) - namespace.writing for namespace in self._namespaces)
 
-    def tails(self) -> Iterator[tuple[str, bytes, bytes, Tail]]:
-        """Namespace, key, place and tokens of all blocks that are not full."""
-        for namespace in self._namespaces:
-            for page, tail in namespace.index.tails():
-                yield namespace.name, page.key, page.ref, tail
+    def has_tail(self, name: str, key: bytes, ref: bytes) -> bool:
+        """Whether the page of ``key`` in the namespace ``name`` lies at ``ref`` and is found by its tokens."""
+        known = self._namespaces.named(name)
+        page = known.index.get(key) if known is not None else None
+        return page is not None and page.ref == ref and page.tail is not None
 
     def freed(self) -> set[tuple[int, int]]:
         """Segment and number of the slots that came free since the last call: their headers vouch for nothing now."""
@@ -221,16 +221,20 @@ class PoolCore:
 
     # Writing
 
-    def refuse_long_tail(self, namespace: int, tail: Tail) -> None:
-        """Refuse what would cost the node more than the page costs the pool: a token's state is larger than its id.
+    def refuse_unfit_tail(self, namespace: int, key: bytes, tail: Tail) -> None:
+        """Refuse a tail that would cost the node more than the page costs the pool, or that is not the page's.
 
         Raises:
-            PoolRefused: the tail has more tokens than a page can hold.
+            PoolRefused: it has more tokens than a page can hold, or its page has another ``key``.
         """
         size = self._namespaces.opened(namespace).page_size
         if len(tail.tokens) > size:
             raise PoolRefused(
                 f"a tail of {len(tail.tokens)} bytes of tokens, expected at most the {size} bytes of a page"
+            )
+        if key != tail.key:
+            raise PoolRefused(
+                f"the last key is {key.hex()}, expected {tail.key.hex()}, the hash of the tail's directory and tokens"
             )
 
     def reserve(
@@ -248,12 +252,9 @@ class PoolCore:
         anything was.
 
         Raises:
-            PoolRefused: the tail has more tokens than a page can hold.
             StaleReference: what was begun is gone.
         """
         ns = self._namespaces.opened(namespace)
-        if tail is not None:
-            self.refuse_long_tail(namespace, tail)
         begun = begun or Begun()
         if self.draining:
             return self._refuse_all(ns, keys, begun.reservation)

@@ -133,7 +133,7 @@ class Applier:
         self._arena.headers.publish(done.pages, done.page_size, effect.checksums, effect.flags)
         for page in done.pages:
             if page.tail is not None:
-                self._arena.keep_tail(done.namespace, page, self._core.tails)
+                self._arena.keep_tail(done.namespace, page, self._core.has_tail)
 
     def _attach(self, effect: Attach) -> int:
         count = len(self._arena.sizes)

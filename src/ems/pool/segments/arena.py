@@ -35,13 +35,15 @@ from ems.pool.segments.node_state import NodeStateFile
 from ems.pool.segments.plan import MAX_SEGMENTS, plan_segments
 from ems.pool.segments.recovery import MAX_SLOTS, SegmentImage
 from ems.pool.segments.segment_file import FileRange, SegmentFile
-from ems.pool.segments.tail_file import Listed, TailFile
+from ems.pool.segments.tail_file import LEAST_BYTES, Listed, TailFile
 from ems.pool.segments.touch import TOUCH_STEP, yield_to_others
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
     from ems.pool.segments.recovery import Recovered
 
+TAILS_SHARE = 256
+"""The file of tails has at most one in so many bytes of the pool, and twice that while it is written anew."""
 URGENT_BYTES = 512 << 20
 """Memory that is touched at full speed: about a second's work, while the engine is still loading its model."""
 
@@ -394,13 +396,15 @@ class Arena:
         retired.file.punch(0, retired.file.size)
         return self._touch(retired.segment, progress, stop)
 
-    def keep_tail(self, namespace: str, page: Page, tails: Callable[[], Iterable[Listed]]) -> None:
-        """Keep the tokens of a page that is not full; ``tails`` answers those of all, for when the file gets long."""
+    def keep_tail(self, namespace: str, page: Page, lives: Callable[[str, bytes, bytes], bool]) -> None:
+        """Keep the tokens of a page that is not full; ``lives`` is as :meth:`TailFile.compact` wants it."""
         assert page.tail is not None
-        # Where memory is full the page is not found by its tokens after a restart.
+        most = max(sum(self.sizes) // TAILS_SHARE, LEAST_BYTES)
         with contextlib.suppress(OSError):
-            if self._tails.add(namespace, page.key, page.ref, page.tail):
-                self._tails.rewrite(tails())
+            self._tails.compact(lives, most)
+        # Where memory, or the file, is full the page is not found by its tokens after a restart.
+        with contextlib.suppress(OSError):
+            self._tails.add(namespace, page.key, page.ref, page.tail, most)
 
     def place(self, ref: PageRef, length: int) -> FileRange:
         """The ``length`` bytes of the slot of ``ref``, for a thread that reads or fills them."""

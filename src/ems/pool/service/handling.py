@@ -16,7 +16,7 @@ import structlog
 
 from ems.errors import PoolRestarting, StaleReference
 from ems.pool.core.answers import Begun, packed_refs
-from ems.pool.keys import Tail, cut, split_keys
+from ems.pool.keys import KEY_BYTES, Tail, cut, split_keys
 from ems.pool.layout import REF_BYTES, unpack_refs
 from ems.pool.names import refuse_marked
 from ems.pool.pages import Outcome
@@ -269,7 +269,7 @@ class RequestHandler:
 
     def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Work[messages.Granted]:
         if request.tail is not None:
-            self._core.refuse_long_tail(request.namespace, request.tail)
+            self._core.refuse_unfit_tail(request.namespace, request.keys[-KEY_BYTES:], request.tail)
         keys, parent = split_keys(request.keys), request.parent
         outcomes, begun = b"", Begun()
         refs: list[bytes] = []
