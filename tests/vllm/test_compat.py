@@ -124,10 +124,26 @@ def test_ranks_of_an_engine_say_on_how_many_hosts_they_run(
     assert compat.hosts_of_ranks() == hosts
 
 
-def test_a_request_whose_steps_nobody_counts_may_still_be_computing() -> None:
-    assert not compat.computing(SimpleNamespace(num_in_flight_tokens=0))
-    assert compat.computing(SimpleNamespace(num_in_flight_tokens=3))
-    assert compat.computing(SimpleNamespace())
+@pytest.mark.parametrize(
+    ("overlap", "stages", "may"), [(False, 1, True), (True, 1, False), (False, 2, False)], ids=["no", "async", "stages"]
+)
+def test_loads_are_part_of_a_step_only_where_the_next_begins_after_it_has_ended(
+    overlap: bool, stages: int, may: bool
+) -> None:
+    """Where steps overlap vLLM takes the token that the next step computed behind a load that failed."""
+    config = SimpleNamespace(
+        use_v2_model_runner=False,
+        scheduler_config=SimpleNamespace(async_scheduling=overlap),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+    )
+    assert compat.may_load_in_step(config) is may
+
+
+def test_what_a_step_under_way_may_still_write_is_not_computed() -> None:
+    counts = {"num_computed_tokens": 10, "num_tokens": 9}
+    assert compat.computed_tokens(SimpleNamespace(**counts, num_in_flight_tokens=0)) == 9
+    assert compat.computed_tokens(SimpleNamespace(**counts, num_in_flight_tokens=3)) == 7
+    assert compat.computed_tokens(SimpleNamespace(**counts)) == 0, "an older release does not say"
 
 
 def test_a_spec_of_an_older_release_means_the_same() -> None:

@@ -28,8 +28,10 @@ BLOCK = 4
 REF = 20
 
 
-def make_book(*, saves: bool = True, several: bool = False) -> RequestBook:
-    return RequestBook(BLOCK, [Plane("p")], saves=saves, lookup_timeout=1.0, handoff_timeout=2.0, several=several)
+def make_book(*, saves: bool = True, several_ranks: bool = False) -> RequestBook:
+    return RequestBook(
+        BLOCK, [Plane("p")], saves=saves, lookup_timeout=1.0, handoff_timeout=2.0, several_ranks=several_ranks
+    )
 
 
 def make_chain(tokens: int) -> KeyChain:
@@ -435,9 +437,9 @@ def test_waiting_requests_do_not_pin_the_whole_pool() -> None:
     assert book.match("late", 8, 0, 0.0) == (None, [last, Ask("late", 0)]), "the last one gives way"
 
 
-def in_step_load(*, several: bool = False) -> RequestBook:
+def in_step_load(*, several_ranks: bool = False) -> RequestBook:
     """A request of four blocks that loads two of them as part of its first step."""
-    book = make_book(several=several)
+    book = make_book(several_ranks=several_ranks)
     book.arrive("r", 16, 0)
     book.answered("r", make_chain(16), hit(2))
     assert book.match("r", 16, 0, 0.0, in_step=True) == (8, [])
@@ -464,7 +466,7 @@ def test_saves_that_ended_with_a_preemption_keep_no_blocks() -> None:
 
 
 def test_with_several_ranks_nothing_is_saved_behind_a_load_that_may_fail() -> None:
-    book = in_step_load(several=True)
+    book = in_step_load(several_ranks=True)
     assert book.scheduled("r", [[1, 2, 3, 4]], 15, replace=True) is None
     book.received("r", {2})
     assert book.scheduled("r", [], 16, replace=False) == Span(1, 4, 0)

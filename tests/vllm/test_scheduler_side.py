@@ -763,3 +763,31 @@ def test_a_request_that_is_resumed_at_once_looks_up_nothing(make: Make, store: C
 
     assert not side._book.awaits("resumed")
     assert side._running == {"resumed"}
+
+
+def test_an_answer_is_stored_though_the_next_step_was_launched_before_it_ended(make: Make) -> None:
+    """Where steps overlap the engine learns of a stop token when it computes one token more."""
+    side, one = make(), request(tokens=[5] * 20)
+    assert side.compute(one).saves
+    one.all_token_ids = [5] * 60
+    one.num_tokens, one.num_computed_tokens, one.num_in_flight_tokens = 60, 60, 1
+    side.finished(one, ([1, 2, 3, 4],))
+
+    (save,) = side.build_metadata(empty_step()).saves
+    assert save.tail is not None
+    assert (save.first, len(save.keys), len(save.tail.tokens)) == (1, 3, 4 * 11), "the step under way writes token 59"
+
+
+def test_blocks_that_another_connector_lost_are_not_missing_in_our_loads(
+    make: Make, store: Callable[[int], None]
+) -> None:
+    store(4)
+    side, one = make(load_async=True), request(params=EXPLAIN)
+    side.received(["theirs"], (), {2})
+    side.on_new_request(one)
+    assert side.found(one) == 4 * BLOCK
+    side.allocated(one, Blocks([1, 2, 3, 4]), 4 * BLOCK)
+    side.build_metadata(empty_step())
+    side.received(["r"], (), set())
+
+    assert side.end(one)["reason"] == "nothing_missed"

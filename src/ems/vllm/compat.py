@@ -56,6 +56,16 @@ def runs_on_v2(vllm_config: Any) -> bool:
     return bool(getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False) if configured is None else configured)
 
 
+def may_load_in_step(vllm_config: Any) -> bool:
+    """Whether the engine computes the right tokens after a load that was part of a step and failed.
+
+    Model Runner V2 goes on as if it had not failed (vllm#49250).  Where steps overlap (asynchronous scheduling, stages
+    of a pipeline) the next step has begun before that is known, and the engine takes the token that it computes.
+    """
+    overlap = getattr(vllm_config.scheduler_config, "async_scheduling", False)
+    return not (runs_on_v2(vllm_config) or overlap or vllm_config.parallel_config.pipeline_parallel_size > 1)
+
+
 def check_failures(groups: int, windows: bool, *, reports: bool = REPORTS_FAILED_REQUESTS) -> None:
     """Refuse models of which a load that failed could not be reported: before 0.30 the engine is told of blocks only.
 
@@ -116,9 +126,10 @@ def around_free_blocks(block_pool: Any, none_free: Callable[[], bool]) -> None:
     block_pool.get_num_free_blocks = lambda: 0 if none_free() else free()
 
 
-def computing(request: Any) -> bool:
-    """Whether a step that was launched may still write state of ``request``; releases that do not say count as yes."""
-    return bool(getattr(request, "num_in_flight_tokens", 1))
+def computed_tokens(request: Any) -> int:
+    """Leading tokens of ``request`` whose state no step under way writes any more; 0 where the release does not say."""
+    in_flight = getattr(request, "num_in_flight_tokens", None)
+    return 0 if in_flight is None else max(min(request.num_computed_tokens - in_flight, request.num_tokens), 0)
 
 
 # -------------------------------------------------------------------------------------------------------- KV events

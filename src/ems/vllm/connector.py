@@ -89,12 +89,12 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.info("EMS sets kv_load_failure_policy to recompute")
                 transfer.kv_load_failure_policy = "recompute"
             parallel = vllm_config.parallel_config
-            # vllm#49250: it goes on behind a load that failed within a step as if that had not failed.
-            may_load_in_step = not compat.runs_on_v2(vllm_config)
+            may_load_in_step = compat.may_load_in_step(vllm_config)
             if settings.load_async is False and not may_load_in_step:
                 logger.warning(
-                    "EMS: load_async is false, but vLLM's Model Runner V2 computes wrong tokens behind a load that "
-                    "fails within a step, so loads are made between steps"
+                    "EMS: load_async is false, but with Model Runner V2, asynchronous scheduling or pipeline "
+                    "parallelism vLLM computes wrong tokens behind a load that fails within a step, so loads are made "
+                    "between steps"
                 )
             workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -109,7 +109,6 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 model,
                 workers,
                 step_tokens=step_tokens,
-                steps_overlap=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
                 may_load_in_step=may_load_in_step,
                 events=events,
                 adapters=_adapters(vllm_config),

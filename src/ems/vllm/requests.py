@@ -188,8 +188,8 @@ class Request:
 class RequestBook:
     """All requests of one engine.
 
-    ``block_size`` tokens make a block, in every one of the engine's ``groups`` KV cache groups.  With ``several`` ranks
-    or steps at a time nothing is offered for saving until a load that is part of a step is known to be sound.
+    ``block_size`` tokens make a block, in every one of the engine's ``groups`` KV cache groups.  With
+    ``several_ranks`` nothing is offered for saving until a load that is part of a step is known to be sound.
     """
 
     def __init__(  # noqa: PLR0913 - one name for each thing that an engine may be told to do or not
@@ -203,14 +203,14 @@ class RequestBook:
         loads: bool = True,
         lookup_timeout: float,
         handoff_timeout: float,
-        several: bool = False,
+        several_ranks: bool = False,
     ) -> None:
         self._block_size = block_size
         self._planes = planes
         self._groups = groups
         # With a window the engine drops what a new token cannot see: the last token, computed again, would see more.
         self._windows = any(plane.window for plane in planes)
-        self._several = several
+        self._several_ranks = several_ranks
         self._saves = saves
         self._saves_tails = saves_tails
         self._loads = loads
@@ -247,6 +247,10 @@ class RequestBook:
     @property
     def loading(self) -> bool:
         return self._loading > 0
+
+    def loading_blocks(self) -> set[int]:
+        """The blocks of the first group that loads under way fill."""
+        return {block for request in self._requests.values() for block in request.loading}
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
@@ -470,8 +474,8 @@ class RequestBook:
         if not self._saves or not request.block_ids or not request.prompt_tokens:
             # Without tokens: the cache was reset since, its keys name what other weights computed.
             return None
-        if self._several and request.in_step and request.phase is Phase.LOADING:
-            # Whoever computes behind a load that fails elsewhere, or a step ago, learns of it too late.
+        if self._several_ranks and request.in_step and request.phase is Phase.LOADING:
+            # A rank learns too late of a load that failed on another one.
             return None
         held = min(len(ids) for ids in request.block_ids)
         whole = min(computed // self._block_size, held)

@@ -66,16 +66,15 @@ class SchedulerSide:
         workers: int = 1,
         *,
         step_tokens: int = 0,
-        steps_overlap: bool = False,
         may_load_in_step: bool = True,
         events: BlockEvents | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self._settings, self._model = settings, model
         # A load within a step can report its failure by block only.
-        self._loads_in_step = settings.load_async is False and may_load_in_step and not model.fails_whole
-        alone = settings.load_async is None and not steps_overlap and workers == 1
-        self._loads_alone_in_step = alone and may_load_in_step and not model.fails_whole
+        may_load_in_step = may_load_in_step and not model.fails_whole
+        self._loads_in_step = settings.load_async is False and may_load_in_step
+        self._loads_alone_in_step = settings.load_async is None and workers == 1 and may_load_in_step
         self.block_pool: Any = None
         """VLLM's own, to hold blocks and to forget some; without it all loads are made between steps."""
         self._loading_in_step: set[str] = set()
@@ -89,7 +88,7 @@ class SchedulerSide:
             loads=settings.loads,
             lookup_timeout=settings.lookup_timeout,
             handoff_timeout=settings.handoff_timeout,
-            several=workers > 1 or steps_overlap,
+            several_ranks=workers > 1,
         )
         start_node = self._start_node if settings.autostart else None
         self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens, start_node=start_node)
@@ -360,12 +359,9 @@ class SchedulerSide:
 
     def _save_rest(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Save what the answer added.  The save begins in the next step and holds the request's blocks."""
-        if compat.computing(request):
-            # A step that was launched may still write into the last blocks.
-            return
         self._book.paused = not self._observer.usable
-        computed = min(request.num_computed_tokens, request.num_tokens)
-        span = self._book.last_save(request.request_id, block_ids, computed)
+        # Where steps overlap, a step that was launched may still write behind these tokens.
+        span = self._book.last_save(request.request_id, block_ids, compat.computed_tokens(request))
         if span is not None:
             self._saves.append(msgspec.structs.replace(self._named(request, span), ended=True))
 
@@ -473,7 +469,9 @@ class SchedulerSide:
 
         With several ranks a rank may report its lost blocks before the others are done.
         """
-        self._invalid |= invalid
+        if invalid:
+            # Another connector beside this one loses blocks, too.
+            self._invalid |= invalid & self._book.loading_blocks()
         if isinstance(report, StepReport):
             self._observer.transferred(report.transfers, report.errors, time.monotonic())
             self._no_longer_saved(report.saved)
