@@ -183,6 +183,11 @@ def test_a_running_node_obeys_before_the_verb_returns(path: Path, capsys: pytest
             (old,) = [one["key"] for one in told(capsys, "key", "list", "ann")["items"] if one["key"] != made["key"]]
             _, err = said(capsys, "key", "revoke", "ann", old, *at)
             assert f"the node on {node.socket} obeys" in err
+            _, err = said(capsys, "tenant", "set", "ann", "--minimum", "1GB", *at)
+            assert "obeys" not in err
+            assert "keeps the quotas of before: the tenants' guaranteed minima come to" in err
+            assert "ILL, the tenants' guaranteed minima" in said(capsys, "health", *at, status=1)[0]
+            assert f"the node on {node.socket} obeys" in said(capsys, "tenant", "set", "ann", "--minimum", "0", *at)[1]
             with pytest.raises((Unauthorised, PoolUnavailable)):
                 client.lookup(SPACE, bytes(16))
             with pytest.raises(Unauthorised):

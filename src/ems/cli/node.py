@@ -289,11 +289,12 @@ async def _serve(config: NodeConfig, kept: KeptOpen | None) -> None:
         # A terminal that is closed says the same, and means the end.
         loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stdin.isatty() else partial(_restart, node))
         port = listener.getsockname()[1] if listener else None
+        slots = node.core.slots  # the arena has files of segments without memory, too
         log.info(
             "ready",
             socket=str(config.socket),
-            pool=format_size(sum(node.arena.sizes)),
-            segments=len(node.arena.sizes),
+            pool=format_size(slots.total),
+            segments=sum(bool(segment.size) for segment in slots.segments),
             http=f"http://{config.http_host}:{port}" if port else "off",
         )
         if listener is None:

@@ -106,7 +106,12 @@ def tell(asked: Writing, revision: int) -> None:
                 note(f"the node on {path} does not read {file}, start it with 'ems node --tenants {file}'")
                 return
             if known["revision"] >= revision:
-                note(f"the node on {path} obeys")
+                unkept = known.get("quotas_unkept")
+                note(
+                    f"the node on {path} has the new keys and keeps the quotas of before: {unkept}"
+                    if unkept
+                    else f"the node on {path} obeys"
+                )
                 return
             if time.monotonic() >= deadline:
                 note(f"the node on {path} has not read {file} yet, see its log")

@@ -179,3 +179,26 @@ def test_metrics_without_the_token_have_figures_and_no_names(held: Held, given: 
 def test_nothing_can_be_changed(held: Held, path: str, method: str) -> None:
     assert get(held, path, method=method)[0] == 405
     assert held.asked == 0
+
+
+async def test_metrics_cost_the_same_however_often_they_are_asked_for(held: Held) -> None:
+    now = 0.0
+    app = build_app(held, token=TOKEN, clock=lambda: now)
+
+    async def ask(given: str) -> None:
+        headers = [(b"authorization", given.encode())]
+        scope = {"type": "http", "method": "GET", "path": "/metrics", "query_string": b"", "headers": headers}
+
+        async def send(_: object) -> None:
+            return
+
+        await app(scope, None, send)  # type: ignore[arg-type] # nobody sends it a body
+
+    for now in (0.0, 0.5, 0.9):  # noqa: B007 - the clock
+        for _ in range(10):
+            await ask("")
+            await ask(f"Bearer {TOKEN}")
+    assert held.asked == 2, "one page with names, one without"
+    now = 1.0
+    await ask("")
+    assert held.asked == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -9,10 +10,13 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ems.pool.client.answers import Namespace
+from ems.pool.http.server import PAUSE_SECONDS, Paced
+from ems.pool.node.client_limits import MAX_HTTP
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.metric_rules import broken_rules
@@ -147,3 +151,23 @@ def test_who_connects_and_says_half_keeps_nobody_out(said: bytes) -> None:
         assert get(f"{host}:{port}", "/health")[0] == 200
         assert len(list(Path(f"/proc/{node.pid}/fd").iterdir())) < 100
         client.stats()
+
+
+async def test_requests_are_answered_one_after_the_other_and_too_many_are_refused() -> None:
+    answered: list[float] = []
+    refused: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    async def app(*_: object) -> None:
+        answered.append(loop.time())
+
+    async def send(message: Any) -> None:
+        if "status" in message:
+            refused.append(message["status"])
+
+    paced = Paced(app)  # type: ignore[arg-type] # no more of one than this
+    await asyncio.gather(*(paced({"type": "http"}, None, send) for _ in range(2 * MAX_HTTP)))  # type: ignore[arg-type]
+    assert len(answered) + len(refused) == 2 * MAX_HTTP
+    assert set(refused) == {503}
+    assert MAX_HTTP <= len(answered) <= 2 * MAX_HTTP - 10
+    assert answered[-1] - answered[0] >= (len(answered) - 2) * PAUSE_SECONDS

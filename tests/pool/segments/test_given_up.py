@@ -115,3 +115,28 @@ def test_a_pool_that_was_made_smaller_stays_so_over_an_upgrade(make_node: MakeNo
     node.wait_touched()
     assert store(client, chain("y", 30)) == 30
     assert load(client, chain("y", 30)) == (30, 30)
+
+
+@pytest.mark.process
+def test_an_empty_pool_has_the_size_that_it_was_given_last_and_its_log_says_so(make_node: MakeNode) -> None:
+    node = make_node(*SIZE)
+
+    def again(*flags: str) -> int:
+        node.stop()
+        assert not list(node.directory.glob("segment-*"))
+        node._flags = flags
+        node.start()
+        return int(node.figures()["bytes_total"])
+
+    node.wait_touched()
+    resize(node, 512 * KIB)
+    assert again() == 512 * KIB
+    assert again() == 512 * KIB
+    assert again(*SIZE) == 1024 * KIB
+    node.wait_touched()
+    resize(node, 512 * KIB)
+    node.upgrade()
+    assert "pool='512.0 KiB' segments=2" in node.log.rpartition("ready")[2]
+    assert again() == 512 * KIB
+    assert again("--fresh", *SIZE) == 1024 * KIB
+    assert not (node.directory / "size").exists()

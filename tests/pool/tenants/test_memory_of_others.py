@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from ems.config import NodeConfig
+from ems.pool.administration.health import judge
 from ems.pool.core.quota import Bounds, Quota
 from ems.pool.layout import HEADER_BYTES, header_offset, pack_header, unpack_header
 from ems.pool.names import qualified
@@ -178,6 +179,11 @@ def test_a_stamp_of_a_tenants_own_making_costs_nobody_else_a_page_where_no_marks
 # Quotas that do not fit
 
 
+def ill(node: Node) -> dict[str, str]:
+    """What `ems health` says is not well, by name."""
+    return {check.name: check.seen for check in judge(node.figures()) if not check.well}
+
+
 def test_a_key_is_revoked_though_the_quotas_in_the_file_do_not_fit(home: Path, tenants: Path) -> None:
     node = start(home, tenants)
     try:
@@ -187,6 +193,9 @@ def test_a_key_is_revoked_though_the_quotas_in_the_file_do_not_fit(home: Path, t
         node._obey(registry_of(BOB, bob=Quota(minimum="1GB")))
         assert not node._tenancy.gate.admits(principal, 0.0)
         assert node.core.shares.bounds("bob") == before
+        assert "lower a minimum with 'ems tenant set'" in ill(node)["quotas"]
+        node._obey(registry_of(BOB))
+        assert ill(node) == {}
     finally:
         node.close()
 
@@ -197,6 +206,7 @@ def test_a_node_starts_without_minima_where_they_do_not_fit(home: Path, tenants:
     try:
         assert node.core.shares.bounds("bob") == Bounds(0, node.arena.sizes[0])
         assert node.core.shares.bounds("nobody") == Bounds(0, 0)
+        assert "guaranteed minima come to" in ill(node)["quotas"]
     finally:
         node.close()
 

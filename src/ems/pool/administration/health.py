@@ -47,6 +47,10 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
         ),
         Check("checksums", well=not damaged, seen=f"{damaged} lookups missed a damaged page"),
     ]
+    tenants = figures.get("tenants", {})
+    if not tenants.get("open", True):
+        unkept = tenants.get("quotas_unkept", "")  # a node of an earlier release does not tell
+        checks.append(Check("quotas", well=not unkept, seen=unkept or "those of the tenants' file count"))
     for tier in figures.get("tiers", ()):
         well = bool(tier["reading"] and tier["writing"])
         seen = "works" if well else f"left alone: {tier['reason']}"

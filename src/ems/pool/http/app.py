@@ -8,7 +8,9 @@ answers what the verb of ``ems`` of that name says with ``-o json``.
 from __future__ import annotations
 
 import hmac
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import msgspec
@@ -24,6 +26,7 @@ from ems.pool.administration.health import judge
 from ems.pool.http.metrics import PoolCollector
 from ems.pool.protocol.acts import List, Show
 from ems.pool.service.measured import Measured
+from ems.version import __version__
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 Page = Callable[["Request"], Response]
 Endpoint = Callable[["Request"], Awaitable[Response]]
 
+METRICS_SECONDS = 1.0
+"""How old metrics may be that are shown again."""
 _GROUPS: tuple[str, ...] = get_args(By)
 
 
@@ -48,11 +53,30 @@ class NodeReports(Protocol):
         """The report of an act that changes nothing."""
 
 
-def build_app(host: NodeReports, *, private: bool = False, token: str = "") -> Starlette:
+class _Metrics:
+    """The metrics, which are made once in :data:`METRICS_SECONDS` however often they are asked for.
+
+    They are made in the node's loop, one after the other, and take the longer the more namespaces there are.
+    """
+
+    def __init__(self, host: NodeReports, clock: Callable[[], float], *, names: bool) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(PoolCollector(host.figures, host.measured, names=names))
+        self._clock = clock
+        self._made = b""
+        self._made_at = -inf
+
+    def __call__(self, _: Request) -> Response:
+        now = self._clock()
+        if not self._made_at <= now < self._made_at + METRICS_SECONDS:
+            self._made, self._made_at = generate_latest(self._registry), now
+        return Response(self._made, media_type=CONTENT_TYPE_LATEST)
+
+
+def build_app(
+    host: NodeReports, *, private: bool = False, token: str = "", clock: Callable[[], float] = time.monotonic
+) -> Starlette:
     """The application; names are shown to bearers of ``token`` only, and when ``private`` the metrics, too."""
-    named, nameless = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
-    named.register(PoolCollector(host.figures, host.measured))
-    nameless.register(PoolCollector(host.figures, host.measured, names=False))
 
     async def health(_: Request) -> Response:
         return Response()
@@ -62,19 +86,16 @@ def build_app(host: NodeReports, *, private: bool = False, token: str = "") -> S
         return Response("[+]socket ok\n[+]index ok\n", media_type="text/plain")
 
     async def version(_: Request) -> Response:
-        return JSONResponse({"version": host.figures()["release"]})
-
-    def metrics(registry: CollectorRegistry) -> Page:
-        return lambda _: Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return JSONResponse({"version": __version__})
 
     guarded: dict[str, Page] = {
         "/status": lambda _: JSONResponse(dict(host.figures())),
-        "/metrics": metrics(named),
+        "/metrics": _Metrics(host, clock, names=True),
         "/admin/list": lambda request: _list(host, request.query_params.get("by", "namespace")),
         "/admin/show": lambda request: _show(host, request.query_params.get("what", "")),
         "/admin/health": lambda _: _health(host),
     }
-    for_others = {} if private else {"/metrics": metrics(nameless)}
+    for_others = {} if private else {"/metrics": _Metrics(host, clock, names=False)}
     for_all = {"/health": health, "/livez": health, "/readyz": ready, "/version": version}
     return Starlette(
         routes=[

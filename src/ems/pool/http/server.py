@@ -1,7 +1,8 @@
 """The HTTP server beside a node, in the node's own event loop, with connections and times of its own.
 
 What always holds: whoever connects and says nothing, or half of something, or reads nothing, costs one of a few
-connections for a few seconds; the descriptors that the clients of the pool need are not among these.
+connections for a few seconds; the descriptors that the clients of the pool need are not among these; whoever asks all
+the time costs a small share of the loop's.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ import socket
 from functools import partial
 
 import structlog
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from ems.pool.http.app import NodeReports, build_app
 from ems.pool.http.budget import EXCHANGE_SECONDS, ConnectionBudget
+from ems.pool.node.client_limits import MAX_HTTP
 
 LOOK_SECONDS = 1.0
 """How often it is looked who took too long."""
 RETRY_SECONDS = 0.1
 """Pause after a connection could not be accepted."""
+
+PAUSE_SECONDS = 0.005
+"""From one answer to the next: the node's own clients are served in between, however much is asked for here."""
 
 _log = structlog.get_logger("ems.node")
 
@@ -52,13 +60,32 @@ class Exchange(H11Protocol):
             one.transport.abort()
 
 
+class Paced:
+    """``app``, which gets one request at a time, and the next one after a pause."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+        self._next_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the request's place in the row, and answer it."""
+        loop = asyncio.get_running_loop()
+        begins_at = max(self._next_at, loop.time())
+        if begins_at - loop.time() > MAX_HTTP * PAUSE_SECONDS:  # most of them are gone by now
+            await PlainTextResponse("too many requests wait, ask again\n", 503)(scope, receive, send)
+            return
+        self._next_at = begins_at + PAUSE_SECONDS
+        await asyncio.sleep(begins_at - loop.time())
+        await self._app(scope, receive, send)
+
+
 class HttpServer:
     """Serves :func:`build_app`; ``token`` shows the pages that have names in them."""
 
     def __init__(self, host: NodeReports, *, private: bool = False, token: str = "") -> None:
-        app = build_app(host, private=private, token=token)
         self._config = Config(
-            app,
+            Paced(build_app(host, private=private, token=token)),
+            interface="asgi3",
             http="h11",
             ws="none",
             log_config=None,

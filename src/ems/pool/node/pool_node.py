@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from ems.errors import ConfigError, PoolRefused
+from ems.errors import PoolRefused
 from ems.histogram import Histogram
 from ems.pool.core.answers import Reserved
 from ems.pool.core.pool_core import PoolCore
@@ -266,10 +266,9 @@ class Node:
 
     def resized(self) -> None:
         """The pool has another size, on which the tenants' shares of it depend."""
-        try:
-            self._tenancy.apply_quotas(self.core)
-        except ConfigError as error:
-            _log.error("the tenants' quotas do not fit in the pool any more", reason=str(error))
+        sizes = [segment.size for segment in self.core.slots.segments if segment.size]
+        self.arena.keep_size(max(sizes), len(sizes))
+        self._tenancy.apply_quotas(self.core)
 
     def _look_after_segments(self) -> None:
         """Replace what clients spoilt; where memory is still being touched, once that is over."""
@@ -502,10 +501,7 @@ class Node:
             self.loop.call_soon_threadsafe(self._obey, registry)
 
     def _obey(self, registry: Registry) -> None:
-        try:
-            self._tenancy.obey(registry, self.core)
-        except ConfigError as error:
-            _log.error("the tenants' quotas cannot be kept, those before still count", reason=str(error))
+        self._tenancy.obey(registry, self.core)
         self._end_unwelcome()
         _log.info("tenants read again", tenants=len(registry.tenants), revision=registry.revision)
 

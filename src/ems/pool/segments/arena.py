@@ -28,13 +28,14 @@ from ems.pool.layout import (
     header_offset,
     unpack_description,
 )
-from ems.pool.segments.folder import GIVEN_UP_NAME, Folder, refuse_disk
+from ems.pool.segments.folder import GIVEN_UP_NAME, SIZE_NAME, Folder, refuse_disk
 from ems.pool.segments.given_up import GivenUp, lay_out
 from ems.pool.segments.headers import Headers
 from ems.pool.segments.node_state import NodeStateFile
 from ems.pool.segments.plan import MAX_SEGMENTS, plan_segments
 from ems.pool.segments.recovery import MAX_SLOTS, SegmentImage
 from ems.pool.segments.segment_file import FileRange, SegmentFile
+from ems.pool.segments.side_file import read_side_file, write_side_file
 from ems.pool.segments.tail_file import LEAST_BYTES, Listed, TailFile
 from ems.pool.segments.touch import TOUCH_STEP, yield_to_others
 
@@ -89,11 +90,14 @@ class Arena:
         self.headers = Headers(node_id, self._files, self._cover)
         self._gone = GivenUp(config.directory / GIVEN_UP_NAME)
         self._tails = self._tail_file()
+        self._size_file = config.directory / SIZE_NAME
         try:
             if config.fresh:
                 self._folder.remove_segments()
                 self._forget_marks()
                 self._gone = GivenUp(config.directory / GIVEN_UP_NAME)
+            if config.fresh or (config.size and lock is None):  # a node that restarts has the size that it had
+                self._size_file.unlink(missing_ok=True)
             found, cut = self._find()
             file_system = os.statvfs(config.directory)
             free = file_system.f_bavail * file_system.f_frsize + sum(file.allocated() for file in self._files)
@@ -113,13 +117,25 @@ class Arena:
     def _planned(self, config: NodeConfig, free: int, found: list[int]) -> list[int]:
         """Sizes of the segments, those among them that stay given up."""
         gone = self._gone.segments & set(range(len(found)))
-        sizes = plan_segments(config, free, total_memory(), found[len(gone) :])
+        sizes = plan_segments(config, free, total_memory(), found[len(gone) :] if found else self._last_sizes())
         kept: set[int] = set()
         if gone and sizes[0] == found[0]:
             count, kept = lay_out(len(found), gone, len(sizes))
             sizes = [found[0]] * count
         self._gone.replace(kept)
         return sizes
+
+    def _last_sizes(self) -> list[int]:
+        """Sizes of the segments of a pool that was given another size while it ran, and left no segments."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            size, count = msgspec.json.decode(read_side_file(self._size_file) or b"[0, 0]", type=tuple[int, int])
+            return [size] * min(count, MAX_SEGMENTS)
+        return []
+
+    def keep_size(self, size: int, count: int) -> None:
+        """The pool was given ``count`` segments of ``size`` bytes, which the next start goes on with, empty or not."""
+        with contextlib.suppress(OSError):  # the next start finds the segments, if there is a page in them
+            write_side_file(self._size_file, msgspec.json.encode((size, count)))
 
     @property
     def given_up(self) -> frozenset[int]:

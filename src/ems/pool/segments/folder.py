@@ -35,12 +35,14 @@ PINS_NAME = "pins"
 """What an administrator has pinned."""
 GIVEN_UP_NAME = "given-up"
 """Which segments have no memory since the pool was made smaller."""
+SIZE_NAME = "size"
+"""What size the pool was given while it ran; it stays when the segments go."""
 _POLL_SECONDS = 0.05
 _LOCK_NAME = "node.lock"
 _TAILS_NAME = "tails"
 _MARKS_NAME = "marks"
 _SEGMENT = re.compile(r"segment-(\d{5,})(\.new)?")
-_SIDE_FILES = re.compile(r"(tails|owners|given-up|pins|experience(\.\d+)?)(\.new)?|marks")
+_SIDE_FILES = re.compile(r"(tails|owners|given-up|pins|size|experience(\.\d+)?)(\.new)?|marks")
 _SIDE_FILES_BEGIN = (side_file.MAGIC, b"EMSTAIL", b"EMSMARK", b"EMSEXP0")
 _HOLDER = re.compile(rb"\d{0,20}\n?")
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -215,7 +217,7 @@ class Folder:
                 entry.unlink(missing_ok=True)
         if not first:
             for entry in self.path.iterdir():
-                if _SIDE_FILES.fullmatch(entry.name):
+                if _SIDE_FILES.fullmatch(entry.name) and entry.name != SIZE_NAME:
                     entry.unlink(missing_ok=True)
 
     def close(self, *, log: bool) -> None:

@@ -56,6 +56,8 @@ class Tenancy:
         self._owners_path = directory / OWNERS_NAME
         self.read_owners()
         self._disbelieved: list[int] = []
+        self.unkept = ""
+        """Why the quotas of the registry are not those that count; empty when they are."""
         self._watch = TenantsWatch(path, known, changed) if path else None
 
     # Memory
@@ -107,35 +109,30 @@ class Tenancy:
             self._watch.close()
 
     def apply_quotas(self, core: PoolCore) -> None:
-        """Have ``core`` keep the tenants' quotas; on an open node nothing.
-
-        Raises:
-            ConfigError: they do not fit in the pool together; those before still count.
-        """
-        if not self.gate.open:
+        """Have ``core`` keep the tenants' quotas; those that do not fit in the pool together leave those before."""
+        if self.gate.open:
+            return
+        self.unkept = ""
+        try:
             core.set_quotas(self.gate.quotas())
+        except ConfigError as error:
+            self.unkept = str(error)
+            _log.error("the tenants' quotas cannot be kept, those before still count", reason=self.unkept)
 
     def first_quotas(self, core: PoolCore) -> None:
         """The same at the start, where there are none before: minima that do not fit are left out.
 
         A node that does not start serves nobody, and one that shuts nobody out is not to start.
         """
-        try:
-            self.apply_quotas(core)
-        except ConfigError as error:
-            _log.error("no tenant has a guaranteed minimum until they fit", reason=str(error))
+        self.apply_quotas(core)
+        if self.unkept:
             quotas = self.gate.quotas().items()
             core.set_quotas({name: msgspec.structs.replace(quota, minimum="0") for name, quota in quotas})
 
     def obey(self, registry: Registry, core: PoolCore) -> None:
-        """``registry`` counts from now on.
-
-        Raises:
-            ConfigError: its quotas do not fit in the pool together; those before still count, but nobody is let in
-                or stays whose key it does not have.
-        """
+        """``registry`` counts from now on: nobody is let in or stays whose key it does not have."""
         self.gate.replace(registry)
-        core.set_quotas(registry.quotas())
+        self.apply_quotas(core)
 
     def request_filter(self, principal: Principal, request: messages.Request) -> TenantRequestFilter | None:
         """Where ``principal`` is served; None for an administrator.
@@ -155,6 +152,7 @@ class Tenancy:
             "open": self.gate.open,
             "file": self._file,
             "revision": self.gate.revision,
+            "quotas_unkept": self.unkept,
             "refused": self.gate.refused,
         }
 
