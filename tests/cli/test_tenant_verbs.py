@@ -17,6 +17,7 @@ from ems.pool.client.answers import Namespace
 from ems.pool.node.audit import AuditLog
 from ems.pool.tenants import store
 from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.registry import MAX_KEYS
 from tests.kit.node import NodeProcess
 
 SPACE = Namespace("model", 4096)
@@ -97,6 +98,15 @@ def test_what_is_there_is_listed(path: Path, capsys: pytest.CaptureFixture[str])
     assert (shown["minimum"], shown["cap"], len(shown["keys"])) == ("1GB", "50%", 1)
     for verb in (["tenant", "list"], ["tenant", "show", "ann"], ["key", "list", "ann"]):
         assert "ann" in said(capsys, *verb)[0] or made["key"] in said(capsys, *verb)[0]
+
+
+def test_one_key_too_many_is_refused_with_the_number_of_those_that_are_there(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "tenant", "add", "ann")
+    for _ in range(MAX_KEYS):
+        said(capsys, "key", "add", "ann")
+    assert f"has {MAX_KEYS} keys, which is the most" in said(capsys, "key", "add", "ann", status=2)[1]
 
 
 def test_a_dry_run_checks_and_changes_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,20 @@ def test_what_the_cpu_engine_needs(tmp_path: Path) -> None:
     ]
 
 
+def test_a_set_up_that_was_interrupted_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "ENVIRONMENT", tmp_path)
+    (tmp_path / "ems-setup-killed").mkdir()
+
+    def interrupted(*arguments: str) -> None:
+        assert Path(arguments[3]).parent == tmp_path, "what a set-up that is killed leaves is found by the next one"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(setup, "pip", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        setup.install_cpu_engine()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("requirement", "name"),
     [("torch==2.13.0+cpu", "torch"), ("Mistral_Common[image]>=1", "mistral-common"), ("a.b ; x", "a-b"), ("", "")],

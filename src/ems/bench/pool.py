@@ -37,8 +37,10 @@ from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
+from ems.pool.names import own_name
 from ems.pool.node.launcher import ensure_node
 from ems.pool.processes import process_lives
+from ems.pool.protocol.acts import Clear, Follow, List
 from ems.pool.segments.touch import warm
 from ems.pool.segments.verify import Verify
 from ems.pool.tenants.credentials import from_environment
@@ -51,6 +53,7 @@ WORKING_SET = 128 * MIB
 BATCH = 32 * MIB
 """Bytes of one reservation, as a prompt of some thousand tokens leaves them."""
 TOUCH_SECONDS = 120.0
+CLEAR_SECONDS = 30.0
 
 _TOO_SMALL = "the pool has no room for the pages of this run, use a larger pool or none in use"
 
@@ -162,6 +165,7 @@ class Bench:
     """One client, its node's memory touched and mapped, and engine memory to copy from and to."""
 
     def __init__(self, socket: Path, progress: Progress) -> None:
+        self._socket = socket
         self._client = PoolClient(socket, "ems bench", credentials=from_environment(os.environ))
         self._progress = progress
         self._tag = secrets.token_hex(8)
@@ -169,6 +173,23 @@ class Bench:
 
     def close(self) -> None:
         self._client.close()
+
+    def clear(self) -> None:
+        """Take the pages of this run out of the pool, for which only an administrator can ask."""
+        self._client.close()
+        with closing(PoolClient(self._socket, "ems bench", administers=True)) as administrator:
+            try:
+                for row in administrator.administer(List())["namespaces"]:
+                    if own_name(row["namespace"]).startswith(f"bench/{self._tag}/"):
+                        job = administrator.administer(Clear(namespace=row["namespace"]))["job"]
+                        cleared = partial(self._is_cleared, administrator, job)
+                        _wait(cleared, CLEAR_SECONDS, "the pages of this run left the pool")
+            except PoolError as error:
+                self._progress(f"the pages of this run stay in the pool until they are evicted: {error}")
+
+    @staticmethod
+    def _is_cleared(administrator: PoolClient, job: int) -> bool:
+        return bool(administrator.administer(Follow(job))["done"])
 
     def _touch(self) -> None:
         self._progress("touching memory")
@@ -343,6 +364,10 @@ def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolRepo
         PoolError: no node answers, or it has no room for the run.
     """
     with nullcontext(socket) if socket else own_node() as used, closing(Bench(used, progress)) as bench:
-        bandwidth = [bench.bandwidth(page, plan.rounds) for page in plan.pages]
-        lookups = [bench.lookups(count, plan.lookups, lease=lease) for lease in (False, True) for count in plan.keys]
+        try:
+            bandwidth = [bench.bandwidth(page, plan.rounds) for page in plan.pages]
+            lookups = [bench.lookups(keys, plan.lookups, lease=lease) for lease in (False, True) for keys in plan.keys]
+        finally:
+            if socket:  # also after Ctrl-C; a node of its own goes with all that it has
+                bench.clear()
     return PoolReport(bandwidth, lookups)

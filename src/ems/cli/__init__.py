@@ -78,6 +78,13 @@ GROUPS = {
     ),
 }
 ALIASES = {"router": ["router", "proxy"]}
+ARGUMENTS = {
+    "pin": "NAMESPACE [KEYS...]",
+    "unpin": "NAMESPACE [KEYS...]",
+    "warm": "[NAMESPACE] [KEYS...]",
+    "resize": "[SIZE]",
+}
+"""Arguments that may be left out, which the parser calls ARGS."""
 
 
 def build_app(tokens: Sequence[str] = ()) -> App:
@@ -104,7 +111,11 @@ def build_app(tokens: Sequence[str] = ()) -> App:
         for name, (function, text) in verbs.items():
             names = ALIASES.get(name, [name])
             path = f"ems.cli.{function}"
-            to.command(path, name=names, help=_description(path) if called and called[0] in names else text)
+            arguments = ARGUMENTS.get(name)
+            usage = arguments and f"Usage: ems {name} [OPTIONS] {arguments}\n"
+            to.command(
+                path, name=names, usage=usage, help=_description(path) if called and called[0] in names else text
+            )
 
     add(app, VERBS, tokens)
     for name, (text, verbs) in GROUPS.items():

@@ -57,7 +57,8 @@ def clear(
     if everything and not yes and not asked.dry_run and not _agreed(act, asked):
         return 1
     report = ask(asked.at, act, dry_run=asked.dry_run)
-    answer(report, _sentence(report, dry_run=asked.dry_run), asked)
+    if asked.json or not report.get("unmatched"):
+        answer(report, _sentence(report, dry_run=asked.dry_run), asked)
     complaints = list(_complaints(report, dry_run=asked.dry_run))
     for one in complaints:
         complain(one)

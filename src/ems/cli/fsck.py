@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ems.cli.options import Flag, Format
-from ems.cli.shown import note, print_json, say
+from ems.cli.shown import counted, note, print_json, say
 from ems.config import format_size
 from ems.pool.tiers.fsck import Finding, Report, check
 from ems.pool.tiers.settings import parse_tier
@@ -47,29 +47,33 @@ def fsck(
 
 def _say(packs: int) -> None:
     if packs % _EVERY == 0:
-        note(f"{packs} packs checked")
+        note(f"{counted(packs, 'pack')} checked")
 
 
 def _print(report: Report) -> None:
-    say(f"{report.tier}: {report.packs} packs, {report.pages} good pages, {format_size(report.bytes)}")
+    packs, pages = counted(report.packs, "pack"), counted(report.pages, "good page")
+    say(f"{report.tier}: {packs}, {pages}, {format_size(report.bytes)}")
     for finding in report.findings:
         say(f"{finding.blob}: {finding.reason}, {_done(finding)}")
     if report.unchecked:
-        say(f"{report.unchecked} packs have the right checksums; for want of their key nobody knows who wrote them")
+        unchecked = counted(report.unchecked, "pack")
+        say(f"the checksums of {unchecked} are right; for want of the key nobody knows who wrote what is in there")
     if report.quarantined:
-        say(f"{len(report.quarantined)} damaged packs are set aside: {', '.join(report.quarantined)}")
+        say(f"set aside: {counted(len(report.quarantined), 'damaged pack')}, {', '.join(report.quarantined)}")
     if report.leftovers:
-        say(f"{report.leftovers} pieces that dead writers left, {'left' if report.dry_run else 'removed'}")
+        pieces = counted(report.leftovers, "piece")
+        say(f"{pieces} of dead writers, {'left' if report.dry_run else 'removed'}")
     if report.foreign:
         more = "" if report.foreign == len(report.foreign_names) else ", ..."
-        say(f"{report.foreign} that are not of EMS and were left alone: {', '.join(report.foreign_names)}{more}")
+        foreign = counted(report.foreign, "other file")
+        say(f"{foreign} not of EMS, left alone: {', '.join(report.foreign_names)}{more}")
     mended = len(report.findings) - report.unmended
     say("something is wrong" if report.unmended else f"{mended} mended, all else is well" if mended else "all is well")
 
 
 def _done(finding: Finding) -> str:
     if finding.kind == "mended":
-        return f"mended, {finding.good_pages} pages kept"
+        return f"mended, {counted(finding.good_pages, 'page')} kept"
     if finding.kind == "damaged":
-        return f"not mended, {finding.good_pages} pages are good"
+        return f"not mended, {counted(finding.good_pages, 'good page')}"
     return "left as it is"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from ems.cli.acts import answer, ask
+from ems.cli.acts import ask
 from ems.cli.options import CHANGING, Changing
+from ems.cli.shown import complain, counted, print_json, say
 from ems.config import parse_duration
 from ems.errors import ConfigError
-from ems.pool.keys import KEY_BYTES
+from ems.pool.core.pins import MAX_PIN_SECONDS
+from ems.pool.keys import KEY_BYTES, split_keys
 from ems.pool.protocol.acts import Pin
 
 
-def pin(namespace: str, /, *keys: str, lasting: str = "0", asked: Changing = CHANGING) -> None:
+def pin(namespace: str, /, *keys: str, lasting: str = "0", asked: Changing = CHANGING) -> int:
     """Keep pages from being evicted: those of the keys, or all that the namespace has by now.
+
+    Exit status 1 when one of the keys is not in memory, or has no room among the pins.
 
     Parameters
     ----------
@@ -22,12 +26,16 @@ def pin(namespace: str, /, *keys: str, lasting: str = "0", asked: Changing = CHA
     lasting
         How long, such as 15m or 12h, a day at most; 0 is a day.
     """
-    act = Pin(namespace, parse_keys(keys), seconds=parse_duration(lasting, name="--lasting"))
-    _tell(act, "pin", asked)
+    seconds = parse_duration(lasting, name="--lasting")
+    if seconds > MAX_PIN_SECONDS:
+        raise ConfigError(f"--lasting is {lasting!r}, expected a day at most; pin again before it is over")
+    return _tell(Pin(namespace, parse_keys(keys), seconds=seconds), "pin", asked)
 
 
-def unpin(namespace: str, /, *keys: str, asked: Changing = CHANGING) -> None:
+def unpin(namespace: str, /, *keys: str, asked: Changing = CHANGING) -> int:
     """Let pinned pages be evicted again: those of the keys, or all of the namespace.
+
+    Exit status 1 when one of the keys is not pinned.
 
     Parameters
     ----------
@@ -36,8 +44,7 @@ def unpin(namespace: str, /, *keys: str, asked: Changing = CHANGING) -> None:
     keys
         Keys of 32 hex digits.
     """
-    act = Pin(namespace, parse_keys(keys), pinned=False)
-    _tell(act, "unpin", asked)
+    return _tell(Pin(namespace, parse_keys(keys), pinned=False), "unpin", asked)
 
 
 def parse_keys(keys: tuple[str, ...]) -> bytes:
@@ -58,9 +65,22 @@ def parse_keys(keys: tuple[str, ...]) -> bytes:
     return raw
 
 
-def _tell(act: Pin, verb: str, asked: Changing) -> None:
+def _tell(act: Pin, verb: str, asked: Changing) -> int:
     report = ask(asked.at, act, dry_run=asked.dry_run)
-    done = f"would {verb}" if asked.dry_run else f"{verb}ned"
-    refused = f"; {report['refused']} more would be over half of its room" if report["refused"] else ""
-    text = f"{done} {report['pages']} pages; {report['pinned']} pages of the namespace are pinned{refused}"
-    answer(report, text, asked)
+    wanted = len(set(split_keys(act.keys)))
+    missing = max(wanted - report["pages"] - report["refused"], 0)
+    if asked.json:
+        print_json({**report, "dry_run": asked.dry_run})
+    else:
+        done = f"would {verb}" if asked.dry_run else f"{verb}ned"
+        say(
+            f"{done} {counted(report['pages'], 'page')}; of the namespace {counted(report['pinned'], 'page')} "
+            f"{'is' if report['pinned'] == 1 else 'are'} pinned"
+        )
+    if missing:
+        verb = "is" if missing == 1 else "are"
+        why = "not in memory, look with `ems show KEY`" if act.pinned else "not pinned"
+        complain(f"{missing} of {counted(wanted, 'key')} {verb} {why}")
+    if report["refused"]:
+        complain(f"{counted(report['refused'], 'page')} more would be over half of the namespace's room")
+    return 1 if missing or report["refused"] else 0

@@ -33,7 +33,8 @@ def sentence(error: CycloptsError) -> str:
 def _mistake(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError):
         given = (error.token.keyword or error.token.value).partition("=")[0]
-        known = [name for argument in error.argument_collection if argument.parse for name in argument.names]
+        shown = [argument for argument in error.argument_collection if argument.parse and argument.show]
+        known = [name for argument in shown for name in argument.names]
         return f"there is no option {given}{did_you_mean(given, known)}"
     if isinstance(error, UnusedCliTokensError):
         return f"nothing is expected where {' '.join(error.unused_tokens or ())!r} stands, leave it out"

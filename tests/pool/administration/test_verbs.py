@@ -258,11 +258,22 @@ def test_explain_finds_a_prompt_by_its_text(client: PoolClient, ems: Ems, tmp_pa
 def test_pinned_pages_stay(client: PoolClient, ems: Ems) -> None:
     store_unwritten(client, SPACE, chain("x", 2))
     assert "would pin 2 pages" in ems("pin", SPACE.name, "--dry-run")
-    assert "pinned 2 pages; 2 pages of the namespace are pinned" in ems("pin", SPACE.name, "--lasting", "1h")
+    assert "pinned 2 pages; of the namespace 2 pages are pinned" in ems("pin", SPACE.name, "--lasting", "1h")
     report = json.loads(ems("clear", "--all", "-y", "-o", "json", status=1).partition("error:")[0])
     assert (report["matched"], report["pinned"]) == (0, 2)
     assert ems("list", "-o", "json")["items"][0]["pinned"] == 2
-    assert "unpinned 1 pages; 1 pages" in ems("unpin", SPACE.name, chain("x", 1)[0].hex())
+    assert "unpinned 1 page; of the namespace 1 page is pinned" in ems("unpin", SPACE.name, chain("x", 1)[0].hex())
+
+
+def test_a_key_that_is_not_there_is_not_said_to_be_pinned(client: PoolClient, ems: Ems) -> None:
+    store_unwritten(client, SPACE, chain("x", 1))
+    here, absent = chain("x", 1)[0].hex(), key("absent").hex()
+    assert "1 of 2 keys is not in memory" in ems("pin", SPACE.name, here, absent, status=1)
+    assert "1 of 1 key is not in memory" in ems("pin", SPACE.name, absent, "--dry-run", status=1)
+    assert "1 of 1 key is not pinned" in ems("unpin", SPACE.name, absent, status=1)
+    assert ems("pin", SPACE.name, here, "--dry-run", "-o", "json")["dry_run"] is True
+    assert ems("pin", SPACE.name, here, "-o", "json")["dry_run"] is False
+    assert "--lasting is '48h', expected a day at most" in ems("pin", SPACE.name, "--lasting", "48h", status=2)
 
 
 def test_an_administrator_learns_that_another_tenant_has_it(client: PoolClient, ems: Ems, tmp_path: Path) -> None:

@@ -381,8 +381,9 @@ def test_the_lock_of_a_removed_folder_holds_nothing(home: Path) -> None:
 
 def test_only_segments_are_removed(home: Path) -> None:
     folder = Folder(home / "pool")
+    folder.marks.write_bytes(b"EMSMARK1")
     for name in ("segment-00000", "segment-00001", "segment-x", "segment-1", "other"):
-        (home / "pool" / name).touch()
+        (home / "pool" / name).touch(mode=0o600)
     folder.remove_segments()
     assert sorted(entry.name for entry in (home / "pool").iterdir()) == ["node.lock", "other", "segment-1", "segment-x"]
     folder.close(log=True)

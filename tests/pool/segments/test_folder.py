@@ -30,6 +30,10 @@ STRANGERS = {
     "segment-00003.new": b"of a pipeline",
     "node.log": b"of another program",
     "node.lock": b"of another program",
+    "segment-00001": bytes(4096),
+    "segment-00002": b"",
+    "pins": b"",
+    "size": b"large",
     "notes.txt": b"mine",
     ".hidden": b"mine",
 }
@@ -101,15 +105,43 @@ def test_a_link_in_place_of_a_file_is_refused(home: Path) -> None:
     assert (home / "precious").read_bytes() == b"EMSMARK1 or so it says"
 
 
+@pytest.mark.parametrize(
+    "name", ["segment-00099", "segment-000001", "segment-09000", "pins", "tails", "node.lock", "owners"]
+)
+def test_a_file_with_a_name_of_the_nodes_that_is_none_stays(home: Path, name: str) -> None:
+    folder = home / "pool"
+    Arena(config(home), NODE_ID).close()
+    (folder / name).write_bytes(b"of a pipeline")
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=name):
+        Arena(config(home, fresh=True), NODE_ID)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["node.lock", "node.log"])
+def test_a_file_of_another_program_that_only_looks_like_the_nodes_stays(home: Path, name: str) -> None:
+    folder = home / "pool"
+    folder.mkdir(mode=0o700)
+    (folder / name).write_bytes(b"4711\n")
+    with pytest.raises(ConfigError, match=name):
+        Arena(config(home), NODE_ID)
+    assert contents(folder) == {name: b"4711\n"}
+
+
 def test_what_a_node_left_that_was_killed_while_it_began_is_its_own(home: Path) -> None:
     folder = home / "pool"
     folder.mkdir(mode=0o700)
-    (folder / "node.lock").write_bytes(b"4711\n")
-    (folder / "segment-00000").write_bytes(bytes(MIB))
-    (folder / "segment-00001").touch()
+    for name in ("node.lock", "marks"):  # made, and not written yet
+        (folder / name).touch(mode=0o600)
+        Arena(config(home), NODE_ID).close(keep=False)
+        folder.mkdir(mode=0o700)
     Arena(config(home), NODE_ID).close()
-    (folder / "marks").unlink()
-    Arena(config(home), NODE_ID).close()
+    for name in ("tails", "pins.new"):
+        (folder / name).touch(mode=0o600)
+    (folder / "node.lock").write_bytes(b"4711\n")  # of an earlier release
+    (folder / "marks").write_bytes((folder / "marks").read_bytes()[:12])
+    Arena(config(home), NODE_ID).close(keep=False)
+    assert not folder.exists()
 
 
 def test_a_client_that_spoils_its_segments_keeps_no_node_from_starting(home: Path) -> None:

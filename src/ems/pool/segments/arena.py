@@ -227,13 +227,15 @@ class Arena:
         """Make the segments that no earlier node left; none of them stays where one cannot be made."""
         kept = len(self._files)
         try:
+            self._node_state.keep(self.sizes[0])  # before the segments: by it they are known to be a node's
             for number in range(kept, len(self.sizes)):
                 self._create(number)
-            self._node_state.keep(self.sizes[0])
         except OSError:
             for number in range(kept, len(self._files)):
                 with contextlib.suppress(OSError):
                     self._folder.segment(number).unlink(missing_ok=True)
+            if not kept:
+                self._folder.marks.unlink(missing_ok=True)
             raise
 
     def _create(self, number: int) -> None:

@@ -3,6 +3,9 @@
 What always holds: one living node a folder (a lock on a file in it says so, and the kernel drops the lock
 however the process ends); nobody else may write into it; a node that stops leaves its pages behind and nothing else;
 nothing is changed in a folder that holds anything but a node's own files, nor the mode of one that is there already.
+
+The file of marks makes a folder a node's: it is made before everything but the lock and the log, and removed last.
+What remains then, the size that the pool was given while it ran, says so as well.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from pathlib import Path
 
 from ems.errors import ConfigError
 from ems.pool import layout
-from ems.pool.segments import side_file
-from ems.pool.segments.node_state import NodeStateFile
+from ems.pool.segments import node_state, side_file, tail_file
+from ems.pool.segments.plan import MAX_SEGMENTS
 
 LOG_NAME = "node.log"
 """What a node that was started by an engine says, after :data:`LOG_BEGINS`."""
@@ -41,10 +44,18 @@ _POLL_SECONDS = 0.05
 _LOCK_NAME = "node.lock"
 _TAILS_NAME = "tails"
 _MARKS_NAME = "marks"
-_SEGMENT = re.compile(r"segment-(\d{5,})(\.new)?")
-_SIDE_FILES = re.compile(r"(tails|owners|given-up|pins|size|experience(\.\d+)?)(\.new)?|marks")
-_SIDE_FILES_BEGIN = (side_file.MAGIC, b"EMSTAIL", b"EMSMARK", b"EMSEXP0")
-_HOLDER = re.compile(rb"\d{0,20}\n?")
+_SEGMENT = re.compile(r"segment-([0-9]{5})(\.new)?")
+_SIDE_FILES = {
+    _TAILS_NAME: tail_file.MAGIC,
+    OWNERS_NAME: side_file.MAGIC,
+    GIVEN_UP_NAME: side_file.MAGIC,
+    PINS_NAME: side_file.MAGIC,
+    SIZE_NAME: side_file.MAGIC,
+}
+_SIDE_FILES |= {f"{name}.new": magic for name, magic in _SIDE_FILES.items()}
+"""How the files beside segments begin, by name; the ones that replace them, too."""
+_LOCK_BEGINS = b"EMS node lock\n"
+_BEGINNING_BYTES = 64
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 """File systems that live in memory, by the numbers that statfs(2) gives them."""
 _REMEDY = "give a writable tmpfs folder of its own with --dir"
@@ -75,20 +86,13 @@ def refuse_disk(path: Path) -> None:
 def refuse_strangers(path: Path) -> None:
     """Make sure that there is nothing in the folder ``path`` but a node's own files and sockets.
 
-    Where the file of marks is sound the folder is a node's, and files are known by their names: clients can write
-    anything into segments.  Where it is not, each file has to begin as the node's own do.
-
     Raises:
         ConfigError: there is something else.
     """
-    is_a_nodes = NodeStateFile.is_sound(path / _MARKS_NAME)
     try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        for entry in entries:
-            mode = entry.stat(follow_symlinks=False).st_mode
-            if stat.S_ISSOCK(mode):
-                continue
-            if not stat.S_ISREG(mode) or not _is_own(path / entry.name, by_name=is_a_nodes):
+        marked = _is_marked(path)
+        for entry in sorted(path.iterdir()):
+            if not stat.S_ISSOCK(entry.lstat().st_mode) and not _is_own(entry, marked=marked):
                 raise ConfigError(
                     f"{path} holds {entry.name}, which no pool node wrote, expected a folder for the node alone; give "
                     "another --dir, or move that file away"
@@ -99,19 +103,40 @@ def refuse_strangers(path: Path) -> None:
         raise ConfigError(f"cannot use {path} for a pool node: {error.strerror}; {_REMEDY}") from error
 
 
-def _is_own(path: Path, *, by_name: bool) -> bool:
-    """Whether a node wrote the file, as far as its name and its first bytes say."""
-    name = path.name
+def _is_marked(path: Path) -> bool:
+    """Whether a node made ``path`` its own.  Marks that are damaged further behind say so as well."""
+    for name, magic in ((_MARKS_NAME, node_state.MAGIC), (SIZE_NAME, side_file.MAGIC)):
+        file = path / name
+        if file.is_file() and _beginning(file).startswith(magic):
+            return True
+    return False
+
+
+def _is_own(path: Path, *, marked: bool) -> bool:
+    """Whether a node wrote the file, in a folder that is ``marked`` as a node's or not.
+
+    Clients can write anything into a segment: one that nobody else can open is known by its name.
+    """
+    name, status = path.name, path.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        return False
+    private = not status.st_mode & 0o077
+    begins = _beginning(path)
+    if (segment := _SEGMENT.fullmatch(name)) is not None:
+        sound = private or not any(begins) or begins.startswith(layout.MAGIC)
+        return marked and sound and int(segment[1]) < 2 * MAX_SEGMENTS
+    if name in (_LOCK_NAME, LOG_NAME, _MARKS_NAME):
+        # A node that was killed in between may have made the file and written nothing yet.
+        magic = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: node_state.MAGIC}[name]
+        before = marked and name == _LOCK_NAME and begins.strip().isdigit()  # an earlier release wrote no more
+        return begins.startswith(magic) or before or (private and not begins)
+    known = _SIDE_FILES.get(name)
+    return marked and known is not None and begins[: len(known)] == known[: len(begins)]
+
+
+def _beginning(path: Path) -> bytes:
     with path.open("rb") as file:
-        begins = file.read(layout.HEADERS_OFFSET)
-    if name == _LOCK_NAME:
-        return _HOLDER.fullmatch(begins) is not None
-    if name == LOG_NAME:
-        return not begins or begins.startswith(LOG_BEGINS)
-    if _SIDE_FILES.fullmatch(name):
-        return by_name or not begins or begins.startswith(_SIDE_FILES_BEGIN)
-    # A segment that was never carved has no description yet.
-    return bool(_SEGMENT.fullmatch(name)) and (by_name or not any(begins) or begins.startswith(layout.MAGIC))
+        return file.read(_BEGINNING_BYTES)
 
 
 def make_folder(path: Path) -> None:
@@ -173,16 +198,14 @@ class Folder:
 
     def __init__(self, path: Path, patience: float = STOP_SECONDS, lock: int | None = None) -> None:
         self.path = path
-        self._lock = _lock(path, time.monotonic() + patience) if lock is None else lock
-
-    @property
-    def lock(self) -> int:
+        self.tails = path / _TAILS_NAME
+        self.marks = path / _MARKS_NAME
+        self.lock = _lock(path, time.monotonic() + patience) if lock is None else lock
         """The open file whose lock says who holds the folder."""
-        return self._lock
 
     def leave(self) -> None:
         """Let go of the folder, which another process holds by the same lock."""
-        os.close(self._lock)
+        os.close(self.lock)
 
     def segment(self, number: int) -> Path:
         """The file of segment ``number``."""
@@ -191,16 +214,6 @@ class Folder:
     def new_segment(self, number: int) -> Path:
         """The file that becomes that of segment ``number`` by renaming."""
         return self.path / f"segment-{number:05d}.new"
-
-    @property
-    def tails(self) -> Path:
-        """The file of the tokens of blocks that are not full."""
-        return self.path / _TAILS_NAME
-
-    @property
-    def marks(self) -> Path:
-        """The file of what the node knows of its segments that their clients cannot change."""
-        return self.path / _MARKS_NAME
 
     def segments(self) -> int:
         """How many segments an earlier node left, as far as they are numbered without a gap."""
@@ -211,14 +224,16 @@ class Folder:
 
     def remove_segments(self, first: int = 0) -> None:
         """Remove the segments from number ``first`` on, and those that are not whole; all with what belongs to them."""
-        for entry in self.path.iterdir():
+        marked = _is_marked(self.path)
+        own = [entry for entry in self.path.iterdir() if _is_own(entry, marked=marked)]
+        for entry in own:
             segment = _SEGMENT.fullmatch(entry.name)
-            if segment is not None and (segment[2] or int(segment[1]) >= first):
+            beside = not first and entry.name in _SIDE_FILES and entry.name != SIZE_NAME
+            goes = segment[2] or int(segment[1]) >= first if segment else beside
+            if goes:
                 entry.unlink(missing_ok=True)
         if not first:
-            for entry in self.path.iterdir():
-                if _SIDE_FILES.fullmatch(entry.name) and entry.name != SIZE_NAME:
-                    entry.unlink(missing_ok=True)
+            self.marks.unlink(missing_ok=True)
 
     def close(self, *, log: bool) -> None:
         """Let others have the folder; the node's log goes if ``log``, and the folder too when nothing is in it."""
@@ -228,7 +243,7 @@ class Folder:
             # Whoever waits for the lock finds that its file is gone and begins anew.
             (self.path / _LOCK_NAME).unlink(missing_ok=True)
             self.path.rmdir()
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 def _lock(path: Path, deadline: float) -> int:
@@ -245,7 +260,7 @@ def _lock(path: Path, deadline: float) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.read(lock, 20).decode(errors="replace").strip()
+            holder = os.read(lock, _BEGINNING_BYTES).removeprefix(_LOCK_BEGINS).decode(errors="replace").strip()
             os.close(lock)
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
@@ -255,9 +270,9 @@ def _lock(path: Path, deadline: float) -> int:
                 "with 'ems stop', or give another --dir"
             ) from error
         if _is_at(lock, lock_path):
-            with contextlib.suppress(OSError):  # only for the message above; memory may be full
+            with contextlib.suppress(OSError):  # memory may be full
                 os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                os.pwrite(lock, _LOCK_BEGINS + b"%d\n" % os.getpid(), 0)
             return lock
         os.close(lock)
 

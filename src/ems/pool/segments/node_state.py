@@ -24,7 +24,7 @@ CARVINGS_AHEAD = 1 << 16
 _MARKS = struct.Struct("<8sQQQ")
 _CHECK = struct.Struct("<I")
 _RECORD_BYTES = _MARKS.size + _CHECK.size
-_MAGIC = b"EMSMARK1"
+MAGIC = b"EMSMARK1"
 
 
 def _unpacked(raw: bytes) -> tuple[int, int, int] | None:
@@ -33,7 +33,7 @@ def _unpacked(raw: bytes) -> tuple[int, int, int] | None:
     if len(raw) != _RECORD_BYTES or _CHECK.unpack_from(raw, _MARKS.size)[0] != zlib.crc32(body):
         return None
     magic, segment, stamps, carvings = _MARKS.unpack(body)
-    return (segment, stamps, carvings) if magic == _MAGIC else None
+    return (segment, stamps, carvings) if magic == MAGIC else None
 
 
 class NodeStateFile:
@@ -52,14 +52,6 @@ class NodeStateFile:
             if known is not None:
                 self.segment, self.stamps, self.carvings = known
 
-    @staticmethod
-    def is_sound(path: Path) -> bool:
-        """Whether a node wrote the file ``path``, and all of it is there."""
-        try:
-            return _unpacked(path.read_bytes()) is not None
-        except OSError:
-            return False
-
     @property
     def limits(self) -> tuple[int, int]:
         """What stamps and carvings that a node gave are below.
@@ -77,13 +69,13 @@ class NodeStateFile:
         """Segments have ``segment`` bytes each.
 
         Raises:
-            OSError: the file cannot be made.
+            OSError: the file cannot be made or written.
         """
         if self._file < 0:
             self._open(os.O_CREAT)
         if segment != self.segment:
             self.segment = segment
-            self._write()
+            os.pwrite(self._file, self._packed(), 0)
 
     def cover(self, stamp: int, carving: int) -> None:
         """Numbers up to ``stamp`` and ``carving`` are about to be given."""
@@ -93,13 +85,13 @@ class NodeStateFile:
             return
         if self.carvings == MOST or carving > self.carvings:
             self.carvings = carving + CARVINGS_AHEAD
-        self._write()
-
-    def _write(self) -> None:
         if self._file >= 0:
-            body = _MARKS.pack(_MAGIC, self.segment, self.stamps, self.carvings)
             with contextlib.suppress(OSError):  # nothing is lost as long as this node lives
-                os.pwrite(self._file, body + _CHECK.pack(zlib.crc32(body)), 0)
+                os.pwrite(self._file, self._packed(), 0)
+
+    def _packed(self) -> bytes:
+        body = _MARKS.pack(MAGIC, self.segment, self.stamps, self.carvings)
+        return body + _CHECK.pack(zlib.crc32(body))
 
     def close(self) -> None:
         """Let go of the file, which stays."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
 
-_MAGIC = b"EMSTAIL2"
+MAGIC = b"EMSTAIL2"
 _RECORD = struct.Struct("<III")
 LEAST_BYTES = 4 << 20
 """The file may always grow so large before it is written anew."""
@@ -79,7 +79,7 @@ class TailFile:
             return []
         self._open(0)
         raw = os.pread(self._file, self._size, 0)
-        records, end = unpack_records(raw, len(_MAGIC)) if raw.startswith(_MAGIC) else ([], 0)
+        records, end = unpack_records(raw, len(MAGIC)) if raw.startswith(MAGIC) else ([], 0)
         # What is added from now on must not lie behind a record that cannot be read.
         self._size = end
         os.ftruncate(self._file, self._size)
@@ -97,7 +97,7 @@ class TailFile:
         """
         if self._file < 0:
             self._open(os.O_CREAT)
-        record = (b"" if self._size else _MAGIC) + pack_record(namespace, key, ref, tail)
+        record = (b"" if self._size else MAGIC) + pack_record(namespace, key, ref, tail)
         if self._size + len(record) > most or self._write(self._file, record) < len(record):
             os.ftruncate(self._file, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -126,7 +126,7 @@ class TailFile:
             self._new_path.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._new = os.open(self._new_path, flags, 0o600)
-            self._new_size, self._copied, kept = 0, len(_MAGIC), _MAGIC
+            self._new_size, self._copied, kept = 0, len(MAGIC), MAGIC
         records, end = unpack_records(os.pread(self._file, STEP_BYTES, self._copied), most=STEP_RECORDS)
         kept += b"".join(pack_record(*one) for one in records if lives(*one[:3]))
         written = 0

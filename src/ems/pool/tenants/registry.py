@@ -172,6 +172,8 @@ def add_key(registry: Registry, name: str, secret: str, wall: float, expires: fl
     verifier = scram.verifier(secret, tenant.salt, registry.iterations)
     key = Key(id=key_id(verifier), verifier=verifier, created=wall, expires=expires)
     kept = tuple(one for one in tenant.keys if one.valid(wall) and one.id != key.id)
+    if len(kept) >= MAX_KEYS:
+        raise ConfigError(f"tenant {name} has {len(kept)} keys, which is the most; revoke one with 'ems key revoke'")
     return _with(registry, name, msgspec.structs.replace(tenant, keys=(*kept, key)))
 
 

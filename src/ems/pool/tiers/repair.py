@@ -115,7 +115,7 @@ def inspect(raw: bytes, name: str, keys: SealKeys | None) -> tuple[Head, list[in
         if crc32c(stored) == record.stored_sum and (head.seal is None or open_page(head, record, stored) is not None):
             good.append(position)
     bad, damaged = len(head.records) - len(good), head.damaged + (not whole)
-    return head, good, f"{bad} bad pages, {damaged} damaged records" if bad or damaged else ""
+    return head, good, f"{_counted(bad, 'bad page')}, {_counted(damaged, 'damaged record')}" if bad or damaged else ""
 
 
 def mend(
@@ -169,3 +169,7 @@ def with_only(head: Head, good: list[int], raw: bytes) -> tuple[list[bytes | mem
     tails = {new: head.tails[old] for new, old in enumerate(good) if old in head.tails}
     begin, end, new = build_head(head.namespace, head.page_size, head.stored_at, records, tails, head.seal)
     return [begin, *parts, end], new
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

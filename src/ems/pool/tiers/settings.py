@@ -124,11 +124,11 @@ def parse_tier(text: str) -> TierConfig:
     try:
         parts = urlsplit(text)
     except ValueError as error:
-        raise ConfigError(f"--tier {text!r} is no address: {error}") from error
+        raise ConfigError(f"the tier {text!r} is no address: {error}") from error
     values: dict[str, object] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name in values:
-            raise ConfigError(f"--tier names {name} twice, give it once")
+            raise ConfigError(f"the address of a tier names {name} twice, give it once")
         values[name] = _value(name, value)
     kind, place = _place(parts.scheme, parts.netloc, parts.path, text)
     _only_for("s3", ("endpoint", "region", "style"), kind, values)
@@ -136,7 +136,7 @@ def parse_tier(text: str) -> TierConfig:
     try:
         return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"--tier {kind}:… makes no sense: {error}") from error
+        raise ConfigError(f"the tier {kind}:… makes no sense: {error}") from error
 
 
 def absolute_tier(text: str, folder: Path) -> str:
@@ -158,7 +158,7 @@ def _place(scheme: str, netloc: str, path: str, text: str) -> tuple[str, str]:
         return "dir", str(Path(unquote(path)).absolute())
     if scheme == "s3" and netloc:
         return "s3", "/".join([netloc, *unquote(path).strip("/").split("/")]).rstrip("/")
-    raise ConfigError(f"--tier is {text!r}, expected dir:/folder or s3://bucket/prefix, with ?name=value&name=value")
+    raise ConfigError(f"the tier is {text!r}, expected dir:/folder or s3://bucket/prefix, with ?name=value&name=value")
 
 
 def _only_for(wanted: str, names: tuple[str, ...], kind: str, values: dict[str, object]) -> None:
