@@ -16,6 +16,7 @@ from ems.pool.segments.recovery import recover
 from ems.pool.writer import UNKNOWN
 from tests.faults.settings import Violation, content, size_of
 from tests.faults.simulated_clients import identity
+from tests.pool.wrong import wrong_catalogue, wrong_promotions, wrong_queue
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
@@ -97,13 +98,13 @@ def keys_are_good(world: World) -> None:
 
 def _tiers_add_up(world: World) -> None:
     tier_manager, core = world.node.tier_manager, world.node.core
-    broken = tier_manager._promotions.check()
+    broken = wrong_promotions(tier_manager._promotions)
     leases: set[int] = set()
     client_ids: set[int] = set()
     promoting: set[tuple[int, bytes]] = set()
     under_way = 0
     for state in tier_manager.states:
-        broken += state.write_back.check() + state.tier._catalogue.check()  # type: ignore[attr-defined]
+        broken += wrong_queue(state.write_back) + wrong_catalogue(state.tier._catalogue)  # type: ignore[attr-defined]
         waiting = [unit for units in state.write_back._waiting.values() for unit in units]
         units = [*waiting, *(unit for written in state.writes.values() for unit in written)]
         leases |= {unit.lease for unit in units}

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ems.pool.movement.write_back import LINGER, Unit, WriteBackQueue
+from tests.pool.wrong import wrong_queue
 
 LIMIT, BATCH, PAGE = 1000, 200, 10
 
@@ -47,7 +48,7 @@ def test_what_waits_of_one_namespace_is_given_back() -> None:
     behind.ended([first])
     assert (behind.size, behind.known(1, key(1)), behind.known(2, key(1))) == (PAGE, False, True)
     assert behind.take(LINGER) == [second]
-    assert behind.check() == []
+    assert wrong_queue(behind) == []
 
 
 def test_a_full_batch_does_not_wait() -> None:
@@ -125,7 +126,7 @@ class Queue(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right(self) -> None:
-        assert self.write_back.check() == []
+        assert wrong_queue(self.write_back) == []
         assert self.write_back.size == len(self.held) * PAGE <= LIMIT
 
 

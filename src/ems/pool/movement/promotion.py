@@ -192,16 +192,3 @@ class Promotions:
         for name in names:
             want = self._wants.pop(name)
             self._count(want, -len(want.keys))
-
-    def check(self) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        broken = []
-        for tier, size in self._waiting.items():
-            wanted = sum(len(want.keys) * want.page_size for want in self._wants.values() if want.tier == tier)
-            if size != wanted:
-                broken.append(f"{size} bytes of tier {tier} are said to wait, {wanted} do")
-        if self._wanted.total() != sum(len(want.keys) for want in self._wants.values()):
-            broken.append("the keys that wait are miscounted")
-        if self.under_way < 0:
-            broken.append("more ended than was under way")
-        return broken

@@ -119,13 +119,3 @@ class WriteBackQueue:
         """Take back what waits of ``namespace``, which is not to be written after all; it counts until it ``ended``."""
         self._waiting_bytes.pop(namespace, None)
         return self._waiting.pop(namespace, [])
-
-    def check(self) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        broken = []
-        waiting = sum(unit.size for units in self._waiting.values() for unit in units)
-        if not waiting <= self._size <= self._limit:
-            broken.append(f"{self._size} bytes are queued, {waiting} of them wait, the limit is {self._limit}")
-        if waiting != sum(self._waiting_bytes.values()):
-            broken.append("the queue miscounts what waits")
-        return broken

@@ -6,57 +6,84 @@ The one vocabulary of node and engine.  What always holds: a reason that travels
 from __future__ import annotations
 
 from enum import Enum
+from typing import Self
 
 
 class Reason(Enum):
-    """The first thing that kept the rest of a prompt from being loaded."""
+    """The first thing that kept the rest of a prompt from being loaded: its word, its sentence, its number."""
 
-    NOTHING_MISSED = "nothing_missed"
+    sentence: str
+    code: int
+    """The number that travels; 0 for what only engines say."""
+
+    def __new__(cls, word: str, sentence: str, code: int = 0) -> Self:
+        reason = object.__new__(cls)
+        reason._value_ = word
+        reason.sentence = sentence
+        reason.code = code
+        return reason
+
+    NOTHING_MISSED = "nothing_missed", "all that could be loaded was loaded"
 
     # Said by the node
-    NEVER_STORED = "never_stored"
-    BEING_WRITTEN = "being_written"
-    EVICTED_FULL = "evicted_full"
-    EVICTED_WATERMARK = "evicted_watermark"
-    EVICTED_FOR_OTHERS = "evicted_for_others"
-    EVICTED_QUOTA = "evicted_quota"
-    EVICTED_RESIZE = "evicted_resize"
-    EXPIRED = "expired"
-    CLEARED = "cleared"
-    CHECKSUM = "checksum"
-    UNFINISHED = "unfinished"
-    REFUSED_NO_SPACE = "refused_no_space"
-    REFUSED_NOT_TOUCHED = "refused_not_touched"
-    REFUSED_DRAINING = "refused_draining"
-    REFUSED_SHARE = "refused_share"
-    OTHER_LAYOUT = "other_layout"
-    OTHER_TENANT = "other_tenant"
-    TIER_OFFLINE = "tier_offline"
-    GAP = "gap"
-    LOWER_TIER = "lower_tier"
+    NEVER_STORED = "never_stored", "the next block was never stored, or left longer ago than the pool remembers", 1
+    BEING_WRITTEN = "being_written", "the next block is still being written", 2
+    EVICTED_FULL = (
+        "evicted_full",
+        "the next block was evicted: its namespace was full and newer blocks needed the room",
+        3,
+    )
+    EVICTED_WATERMARK = (
+        "evicted_watermark",
+        "the next block was evicted: the pool was fuller than its high watermark",
+        4,
+    )
+    EVICTED_FOR_OTHERS = "evicted_for_others", "the next block was evicted: another namespace needed the memory", 5
+    EVICTED_QUOTA = "evicted_quota", "the next block was evicted: its tenant was above its quota", 6
+    EVICTED_RESIZE = "evicted_resize", "the next block was evicted: the pool was made smaller", 7
+    EXPIRED = "expired", "the next block was older than it was to become", 8
+    CLEARED = "cleared", "the next block was cleared by an administrator", 9
+    CHECKSUM = "checksum", "the next block was damaged and was taken out of the pool", 10
+    UNFINISHED = "unfinished", "the next block was begun, but its writer gave up or left before it was whole", 11
+    REFUSED_NO_SPACE = (
+        "refused_no_space",
+        "the next block was refused when it was to be stored: nothing could make room for it",
+        12,
+    )
+    REFUSED_NOT_TOUCHED = (
+        "refused_not_touched",
+        "the next block was refused when it was to be stored: memory was not touched yet",
+        13,
+    )
+    REFUSED_DRAINING = (
+        "refused_draining",
+        "the next block was refused when it was to be stored: the node was being drained",
+        14,
+    )
+    REFUSED_SHARE = (
+        "refused_share",
+        "the next block was refused when it was to be stored: too many were reserved by its writer and not committed",
+        21,
+    )
+    OTHER_LAYOUT = "other_layout", "the pool has this model only in another layout, which means other bytes", 15
+    OTHER_TENANT = "other_tenant", "only another tenant has this", 16
+    TIER_OFFLINE = "tier_offline", "the tier that has the next block does not answer", 17
+    GAP = "gap", "the next block is not in the pool, though later ones are: only a prefix without gaps can be used", 18
+    LOWER_TIER = "lower_tier", "the next block is in a lower tier and not in memory yet", 19
 
     # Said by the engine
-    ABSENT = "absent"
-    IN_ENGINE = "in_engine"
-    TOO_SHORT = "too_short"
-    LOOKUP_TIMEOUT = "lookup_timeout"
-    LOOKUP_FAILED = "lookup_failed"
-    POOL_DOWN = "pool_down"
-    BELOW_MINIMUM = "below_minimum"
-    DEAR = "cheaper_to_compute"
-    LOAD_FAILED = "load_failed"
-    ADAPTER = "adapter"
-    DOES_NOT_LOAD = "does_not_load"
-    NOT_LOADED = "not_loaded"
-
-    @property
-    def sentence(self) -> str:
-        return _SENTENCES[self]
-
-    @property
-    def code(self) -> int:
-        """The number that travels; 0 for what only engines say."""
-        return _CODES.get(self, 0)
+    ABSENT = "absent", "the next block is not in the pool: it was never stored, is still being written, or was evicted"
+    IN_ENGINE = "in_engine", "the engine's own cache had at least as much as the pool"
+    TOO_SHORT = "too_short", "the prompt is too short to be looked up"
+    LOOKUP_TIMEOUT = "lookup_timeout", "the pool was not done looking before lookup_timeout_ms were over"
+    LOOKUP_FAILED = "lookup_failed", "the lookup failed, the log says why"
+    POOL_DOWN = "pool_down", "the pool is not well and is not asked until it has recovered"
+    BELOW_MINIMUM = "below_minimum", "less was found than num_min_reuse_tokens and num_min_load_blocks ask for"
+    DEAR = "cheaper_to_compute", "computing is quicker than loading here", 20
+    LOAD_FAILED = "load_failed", "blocks that were promised could not be loaded and were computed"
+    ADAPTER = "adapter", "which weights the request's LoRA adapter has cannot be told, the log says why"
+    DOES_NOT_LOAD = "does_not_load", "this engine only stores and loads nothing"
+    NOT_LOADED = "not_loaded", "the engine did not ask for the load"
 
     @classmethod
     def of_code(cls, code: int) -> Reason | None:
@@ -64,67 +91,6 @@ class Reason(Enum):
         return _REASONS.get(code)
 
 
-_SENTENCES = {
-    Reason.NOTHING_MISSED: "all that could be loaded was loaded",
-    Reason.NEVER_STORED: "the next block was never stored, or left longer ago than the pool remembers",
-    Reason.BEING_WRITTEN: "the next block is still being written",
-    Reason.EVICTED_FULL: "the next block was evicted: its namespace was full and newer blocks needed the room",
-    Reason.EVICTED_WATERMARK: "the next block was evicted: the pool was fuller than its high watermark",
-    Reason.EVICTED_FOR_OTHERS: "the next block was evicted: another namespace needed the memory",
-    Reason.EVICTED_QUOTA: "the next block was evicted: its tenant was above its quota",
-    Reason.EVICTED_RESIZE: "the next block was evicted: the pool was made smaller",
-    Reason.EXPIRED: "the next block was older than it was to become",
-    Reason.CLEARED: "the next block was cleared by an administrator",
-    Reason.CHECKSUM: "the next block was damaged and was taken out of the pool",
-    Reason.UNFINISHED: "the next block was begun, but its writer gave up or left before it was whole",
-    Reason.REFUSED_NO_SPACE: "the next block was refused when it was to be stored: nothing could make room for it",
-    Reason.REFUSED_NOT_TOUCHED: "the next block was refused when it was to be stored: memory was not touched yet",
-    Reason.REFUSED_DRAINING: "the next block was refused when it was to be stored: the node was being drained",
-    Reason.REFUSED_SHARE: (
-        "the next block was refused when it was to be stored: too many were reserved by its writer and not committed"
-    ),
-    Reason.OTHER_LAYOUT: "the pool has this model only in another layout, which means other bytes",
-    Reason.OTHER_TENANT: "only another tenant has this",
-    Reason.TIER_OFFLINE: "the tier that has the next block does not answer",
-    Reason.GAP: "the next block is not in the pool, though later ones are: only a prefix without gaps can be used",
-    Reason.LOWER_TIER: "the next block is in a lower tier and not in memory yet",
-    Reason.ABSENT: "the next block is not in the pool: it was never stored, is still being written, or was evicted",
-    Reason.IN_ENGINE: "the engine's own cache had at least as much as the pool",
-    Reason.TOO_SHORT: "the prompt is too short to be looked up",
-    Reason.LOOKUP_TIMEOUT: "the pool was not done looking before lookup_timeout_ms were over",
-    Reason.LOOKUP_FAILED: "the lookup failed, the log says why",
-    Reason.POOL_DOWN: "the pool is not well and is not asked until it has recovered",
-    Reason.BELOW_MINIMUM: "less was found than num_min_reuse_tokens and num_min_load_blocks ask for",
-    Reason.DEAR: "computing is quicker than loading here",
-    Reason.LOAD_FAILED: "blocks that were promised could not be loaded and were computed",
-    Reason.ADAPTER: "which weights the request's LoRA adapter has cannot be told, the log says why",
-    Reason.DOES_NOT_LOAD: "this engine only stores and loads nothing",
-    Reason.NOT_LOADED: "the engine did not ask for the load",
-}
-
-_CODES = {
-    Reason.NEVER_STORED: 1,
-    Reason.BEING_WRITTEN: 2,
-    Reason.EVICTED_FULL: 3,
-    Reason.EVICTED_WATERMARK: 4,
-    Reason.EVICTED_FOR_OTHERS: 5,
-    Reason.EVICTED_QUOTA: 6,
-    Reason.EVICTED_RESIZE: 7,
-    Reason.EXPIRED: 8,
-    Reason.CLEARED: 9,
-    Reason.CHECKSUM: 10,
-    Reason.UNFINISHED: 11,
-    Reason.REFUSED_NO_SPACE: 12,
-    Reason.REFUSED_NOT_TOUCHED: 13,
-    Reason.REFUSED_DRAINING: 14,
-    Reason.OTHER_LAYOUT: 15,
-    Reason.OTHER_TENANT: 16,
-    Reason.TIER_OFFLINE: 17,
-    Reason.GAP: 18,
-    Reason.LOWER_TIER: 19,
-    Reason.DEAR: 20,
-    Reason.REFUSED_SHARE: 21,
-}
-_REASONS = {code: reason for reason, code in _CODES.items()}
+_REASONS = {reason.code: reason for reason in Reason if reason.code}
 CODES = max(_REASONS) + 1
 """All numbers that travel are below."""

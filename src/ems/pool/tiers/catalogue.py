@@ -295,33 +295,6 @@ class Catalogue:
                 excess -= pack.size
         return leaving
 
-    def check(self) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        broken = []
-        if self.bytes != sum(pack.size for pack in self._packs.values()):
-            broken.append("the catalogue miscounts its bytes")
-        if self.pages != sum(len(known.pages) for known in self._namespaces.values()):
-            broken.append("the catalogue miscounts its pages")
-        if self.bytes != sum(known.bytes for known in self._namespaces.values()):
-            broken.append("the catalogue miscounts the bytes of namespaces")
-        for name, known in self._namespaces.items():
-            for key in known.pages:
-                place = self.find(name, key)
-                if place is None or place.pack.keys[place.position] != key:
-                    broken.append(f"page {key.hex()} is in no pack")
-            for key, numbers in known.elsewhere.items():
-                gone = [number for number in numbers if number >> _POSITION_BITS not in self._packs]
-                if gone or not numbers or key not in known.pages or known.pages[key] in numbers:
-                    broken.append(f"page {key.hex()} is not where it is said to be a second time")
-            tails = {(tail.directory, tail.tokens) for listed in known.tails.values() for tail in listed}
-            broken += [f"tail of {directory.hex()} has no page" for directory, tokens in tails
-                       if Tail(directory, tokens) not in self._tails_of(name)]  # fmt: skip
-        return broken
-
-    def _tails_of(self, namespace: str) -> list[Tail]:
-        packs = [pack for pack in self._packs.values() if pack.head.namespace == namespace]
-        return [tail for pack in packs for tail in pack.head.tails.values()]
-
 
 def _unlist(namespace: _Namespace, tail: Tail) -> None:
     left = [one for one in namespace.tails.get(tail.directory, []) if one != tail]
