@@ -182,7 +182,7 @@ def nothing_held(world: World) -> None:
 def _tiers_are_idle(world: World) -> None:
     tier_manager = world.node.tier_manager
     waits = tier_manager._promoting or len(tier_manager._promotions)
-    if waits or tier_manager.held_back:
+    if waits or tier_manager._held_back:
         raise Violation("something is still to be fetched when nobody asks for it")
     for state in tier_manager.states:
         if state.fetches or state.writes or state.write_back.size or state._keeping is not None or state._chores:

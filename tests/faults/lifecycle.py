@@ -84,7 +84,7 @@ def crashed(world: World) -> None:
     dead = world.node
     world.remember(dead)
     dead.workers.kill()
-    dead.tier_manager.leave()
+    dead.tier_manager._closed = True
     dead._connections.clear()
     dead.arena.leave()
     assert dead._listener is not None

@@ -11,7 +11,6 @@ from typing import Any
 from ems.pool.keys import NO_PARENT
 from ems.pool.protocol.acts import Acts, Follow
 from ems.pool.tenants.gate import Peer
-from ems.pool.tiers.administered import AdministeredTiers
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Stored
@@ -27,7 +26,7 @@ class Administered(Bench):
 
     def __init__(self, folder: Path, **settings: object) -> None:
         super().__init__(folder, **settings)
-        self.node._admin.use_tiers(AdministeredTiers(self.tier_manager))
+        self.node._admin.use_tiers(self.tier_manager)
 
     async def do(self, act: Acts, *, dry_run: bool = False) -> dict[str, Any]:
         """The report at the end of what ``act`` began."""
@@ -70,5 +69,5 @@ async def administered(folder: Path) -> AsyncIterator[Callable[..., Administered
         one.tier.gate.set()
         await one.until(one.nothing_is_held)
         assert one.node.core.check() == []
-        assert not one.tier_manager.held_back
+        assert not one.tier_manager._held_back
         one.node.close()

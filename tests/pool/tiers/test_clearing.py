@@ -131,7 +131,7 @@ async def test_what_waits_to_be_written_is_not_written(bench: Callable[..., Admi
     one.save(waiting)
     assert one.state.write_back.size == 8 * PAGE
     clearing = asyncio.ensure_future(one.do(Clear(everything=True)))
-    await one.until(lambda: one.tier_manager.held_back)
+    await one.until(lambda: one.tier_manager._held_back)
     assert one.state.write_back.size == 4 * PAGE, "what waits is let go of at once"
     await one.until(lambda: one.present(waiting) == 0)
     one.tier.gate.set()
@@ -149,7 +149,7 @@ async def test_what_is_being_fetched_is_cleared_when_it_is_there(bench: Callable
     assert one.look(keys) == 8
     await one.until(lambda: one.state.fetches)
     clearing = asyncio.ensure_future(one.do(Clear(everything=True)))
-    await one.until(lambda: one.tier_manager.held_back)
+    await one.until(lambda: one.tier_manager._held_back)
     assert one.tier_manager.prefetch(one.namespace, chain("b", 1)) == 0
     one.tier.gate.set()
     report = await clearing
@@ -170,7 +170,7 @@ async def test_what_is_being_fetched_is_cleared_with_its_prefix_in_memory(
     one.look(keys)
     await one.until(lambda: one.state.fetches)
     clearing = asyncio.ensure_future(one.do(Clear(everything=True)))
-    await one.until(lambda: one.tier_manager.held_back)
+    await one.until(lambda: one.tier_manager._held_back)
     one.tier.gate.set()
     report = await asyncio.wait_for(clearing, PATIENCE / 2)
     assert (report["removed"], report["kept"]) == (8, 0)
@@ -183,12 +183,12 @@ async def test_a_clear_that_is_refused_closes_no_doors(bench: Callable[..., Admi
     await one.until(lambda: one.state._keeping is None)
     one.tier.gate.clear()
     clearing = [asyncio.ensure_future(one.do(Clear(namespace=f"none{number}"))) for number in range(MAX_RUNNING)]
-    await one.until(lambda: len(one.tier_manager.held_back) == MAX_RUNNING)
+    await one.until(lambda: len(one.tier_manager._held_back) == MAX_RUNNING)
     with pytest.raises(PoolRefused, match="8 passes are running"):
         await one.do(Clear(namespace=NAME))
     one.tier.gate.set()
     await asyncio.gather(*clearing)
-    assert not one.tier_manager.held_back
+    assert not one.tier_manager._held_back
     assert (one.present(keys), one.in_tier(keys)) == (8, 8)
 
 

@@ -360,7 +360,7 @@ async def test_a_fetch_that_ends_leaves_the_keys_of_another_on_their_way(
     monkeypatch.setattr(one.tier._tier, "load", late)
     one.look(keys[:4])
     await one.until(lambda: one.state.fetches)
-    assert one.tier_manager.bring(one.state, one.namespace, KeyRun(bytes(NO_PARENT), keys))
+    assert one.tier_manager.bring(0, one.namespace, KeyRun(bytes(NO_PARENT), keys))
     await one.until(lambda: one.state.counts["pages_fetched"] == 4)
     assert one.tier_manager.comes(one.namespace, keys[:1])
     go_on.set()

@@ -53,7 +53,6 @@ from ems.pool.tenants.gate import Peer, Pending, Principal, refusal
 from ems.pool.tenants.registry import Registry
 from ems.pool.tenants.request_filter import TenantRequestFilter
 from ems.pool.tenants.tenancy import Tenancy
-from ems.pool.tiers.administered import AdministeredTiers
 from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.settings import parse_tier
@@ -135,7 +134,7 @@ class Node:
         if config.tenants is not None:
             self._admin.audit = AuditLog(config.tenants.with_name(AUDIT_NAME))
         if self.tier_manager.states:
-            self._admin.use_tiers(AdministeredTiers(self.tier_manager))
+            self._admin.use_tiers(self.tier_manager)
         self.handler = RequestHandler(self.core, self.storing, self.tier_manager, self)
         does: dict[type[Effect], Callable[[Any], Any]] = {Administer: self._administer, ShowFigures: self._show_figures}
         self.applier = Applier(self.core, self.arena, self.memory, self._tenancy, self._writer, does)

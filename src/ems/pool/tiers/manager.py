@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 import structlog
@@ -30,10 +30,10 @@ from ems.pool.names import tenant_of
 from ems.pool.pages import Page
 from ems.pool.segments.arena import Arena
 from ems.pool.tiers.pass_through import Leaving, load, store
-from ems.pool.tiers.seam import KeyRun, Outcome, Tier
+from ems.pool.tiers.seam import ForgetRequest, Holding, KeyRun, Outcome, Tier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
-from ems.pool.tiers.tier_state import TierState, error_text
+from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_left_alone
 from ems.pool.writer import writer_of
 
 TICK_SECONDS = 0.1
@@ -106,7 +106,7 @@ class TierManager:
         """Since when memory has no room for pages of a namespace: nobody is told to wait for them."""
         self._promoting: dict[tuple[int, bytes], int] = {}
         """Keys that are being fetched."""
-        self.held_back: list[Callable[[str], bool]] = []
+        self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
 
     def _tell(self, call: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class TierManager:
 
     def _moves(self, name: str) -> Sequence[TierState]:
         """The tiers that pages of the namespace ``name`` may come from and go to now."""
-        return () if any(closed(name) for closed in self.held_back) else self.states
+        return () if any(closed(name) for closed in self._held_back) else self.states
 
     # What the node tells
 
@@ -448,15 +448,31 @@ class TierManager:
         for unit in state.write_back.let_go():
             self._host.core.release(self._writer, unit.lease)
 
-    # For an administrator
+    # For an administrator, to whom tiers have numbers, from the top
 
-    def bring(self, state: TierState, namespace: int, run: KeyRun) -> bool:
+    def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
+        return [(state.config.name, state.tier.namespaces()) for state in self.states]
+
+    def left_alone(self, tier: int) -> set[str]:
+        return self.states[tier].tier.left_alone()
+
+    def holders(self, name: str, key: bytes) -> list[str]:
+        return [state.config.name for state in self.states if state.tier.holds(name, [key])]
+
+    def recent(self, tier: int, name: str) -> Iterator[KeyRun]:
+        return self.states[tier].tier.recent(name)
+
+    def why_not_read(self, tier: int) -> str:
+        return why_left_alone(self.states[tier].reading)
+
+    def bring(self, tier: int, namespace: int, run: KeyRun) -> bool:
         """Fetch ``run``, whose prefix is in memory or on its way; False when too much waits, or it may not come now."""
+        state = self.states[tier]
         name, page_size = self._host.core.named(namespace)
         if state not in self._moves(name) or not state.reading.open:
             return False
         asked = self._promotions.ask(
-            *(state.number, namespace, page_size, run.parent, run.keys, self._clock()), tail=run.tail, urgent=False
+            *(tier, namespace, page_size, run.parent, run.keys, self._clock()), tail=run.tail, urgent=False
         )
         self._pump_soon()
         return asked
@@ -464,6 +480,12 @@ class TierManager:
     def comes(self, namespace: int, keys: Sequence[bytes]) -> bool:
         """Whether any of ``keys``, which were asked for in one go, is still on its way."""
         return any((namespace, key) in self._promoting or self._promotions.wants(namespace, key) for key in keys)
+
+    def hold_back(self, matches: Callable[[str], bool]) -> Callable[[], None]:
+        """Nothing of the namespaces that are ``matches`` goes up or down, until what is returned is called."""
+        closed = cache(matches)
+        self._held_back.append(closed)
+        return partial(self._held_back.remove, closed)
 
     def take_back(self, namespace: int, wanted: Callable[[Page], bool]) -> None:
         """Pages of ``namespace`` that are ``wanted`` are neither written nor fetched, if that was not begun."""
@@ -483,14 +505,14 @@ class TierManager:
                 self._offer(state, namespace, pages)
         self._pump_soon()
 
-    def leave(self) -> None:
-        """Another process is the node: begin nothing and tell nothing any more."""
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for state in self.states:
-            for job in (*state.fetches, *state.writes):
-                job.call_off()
+    def look(self, tier: int) -> Errand:
+        return self.states[tier].errand(look)
+
+    def forget(self, tier: int, matches: ForgetRequest, *, dry_run: bool) -> Errand:
+        return self.states[tier].errand(lambda one: one.forget(matches, dry_run=dry_run), writes=True)
+
+    def settle(self, tier: int) -> None:
+        self.states[tier].look_soon()
 
     # Looking in, ending
 

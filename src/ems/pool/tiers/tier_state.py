@@ -6,10 +6,10 @@ there.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -19,7 +19,7 @@ from ems.pool.movement.gate import Gate
 from ems.pool.movement.pre_eviction import PreEvictionWalk
 from ems.pool.movement.speed import TierSpeed
 from ems.pool.movement.write_back import Unit, WriteBackQueue
-from ems.pool.tiers.seam import Tier
+from ems.pool.tiers.seam import ForgetResult, Tier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Clock, Job, NewThreadPool, Tell, ThreadPool
 
@@ -29,6 +29,29 @@ IDLE_FACTOR = 6
 """Without misses a tier is looked at so much more rarely."""
 
 _log = structlog.get_logger("ems.tier")
+
+
+class Errand:
+    """What an administrator had a tier do: ``job``, or why it was not even asked.
+
+    It ends, because a tier that hangs is cut out and its errands with it.
+    """
+
+    def __init__(self, job: Job | None, refused: str = "") -> None:
+        self._job = job
+        self._refused = refused
+
+    def outcome(self) -> ForgetResult | str | None:
+        """What it did, or why it did not do it; None while it is under way."""
+        job = self._job
+        if job is None:
+            return self._refused
+        if job.abandoned:
+            return "it hangs and is left alone"
+        if not job.done.is_set():
+            return None
+        done: ForgetResult | None = job.result
+        return error_text(job.error) if done is None else done
 
 
 class TierState:
@@ -80,7 +103,6 @@ class TierState:
         self._next_look = 0.0
         self.fetches: dict[Job, Any] = {}
         self.writes: dict[Job, list[Unit]] = {}
-        self.client_ids = itertools.count()
 
     # Health
 
@@ -145,15 +167,20 @@ class TierState:
         ]:
             self._give(due)
 
-    def have_done(self, work: Callable[[], Any]) -> Job:
+    def errand(self, work: Callable[[Tier], ForgetResult], *, writes: bool = False) -> Errand:
         """Have the keeper do ``work`` as soon as it is free; when that fails or hangs, nothing is written for a while.
 
-        Whoever asked looks at the job: it is ``done`` with a ``result`` or an ``error``, or it was ``abandoned``.
+        A tier that does not work is given none, and one that is only read none that ``writes``.
         """
-        chore = Job(work, self._did_chore)
+        refused = why_left_alone(self.writing) or why_left_alone(self.reading)
+        if writes and self.config.write == "never":
+            refused = "this node only reads it (write=never)"
+        if refused:
+            return Errand(None, refused)
+        chore = Job(partial(work, self.tier), self._did_chore)
         self._chores.append(chore)
         self.keep(self._clock())
-        return chore
+        return Errand(chore)
 
     def _did_chore(self, chore: Job) -> None:
         now = self._clock()
@@ -248,3 +275,13 @@ def error_text(error: Exception | None) -> str:
         _log.error("a defect in a tier", exc_info=error)
         return f"a defect of EMS: {type(error).__name__}: {error}"
     return str(error)
+
+
+def why_left_alone(gate: Gate) -> str:
+    return "" if gate.open else f"it is left alone because it does not work: {gate.reason}"
+
+
+def look(tier: Tier) -> ForgetResult:
+    """Have ``tier`` see what is there; with ``more`` it has not seen all yet."""
+    tier.maintain()
+    return ForgetResult(more=not tier.figures().get("scanned", True))
