@@ -39,7 +39,6 @@ class Gate:
         return True
 
     def probe_due(self, now: float) -> bool:
-        """Whether it should be tried."""
         return not self.open and now >= self._next_probe
 
     def probed(self, reason: str, now: float) -> bool:

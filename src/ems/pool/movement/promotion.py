@@ -85,7 +85,6 @@ class Promotions:
         return len(self._wants)
 
     def waiting(self, tier: int) -> int:
-        """Bytes that wait to be fetched from ``tier``."""
         return self._waiting.get(tier, 0)
 
     def ask(
@@ -159,7 +158,6 @@ class Promotions:
         return portion
 
     def ended(self, portion: Portion) -> None:
-        """The portion is there, or will not be."""
         self.under_way -= portion.size
 
     def no_room(self, portion: Portion) -> None:
@@ -172,15 +170,12 @@ class Promotions:
         self._drop(follows)
 
     def cut(self, tier: int) -> None:
-        """``tier`` is not to be asked any more."""
         self._drop([name for name, want in self._wants.items() if want.tier == tier])
 
     def wants(self, namespace: int, key: bytes) -> bool:
-        """Whether a run that waits begins with ``key``."""
         return (namespace, key) in self._wants
 
     def forget(self, namespace: int) -> None:
-        """Nothing of ``namespace`` is wanted any more."""
         self._drop([name for name in self._wants if name[0] == namespace])
 
     def _give_up_old(self, now: float) -> None:

@@ -50,7 +50,6 @@ class Line(msgspec.Struct, frozen=True):
     per_unit: float
 
     def seconds(self, size: float) -> float:
-        """How long work of ``size`` takes in one go."""
         return self.fixed + self.per_unit * size
 
 
@@ -112,7 +111,6 @@ class TierSpeed:
         """Fetches that were left out because computing is quicker."""
 
     def fetched(self, size: int, seconds: float, now: float) -> None:
-        """One thread fetched ``size`` bytes in ``seconds``."""
         self._fetched.add(size, seconds, now)
 
     def expected(self, size: int, waiting: int, batch: int, now: float) -> float:
@@ -132,9 +130,7 @@ class TierSpeed:
 
     @property
     def refused(self) -> int:
-        """Fetches that were not worth it."""
         return self._reluctance.refused
 
     def line(self, now: float) -> Line | None:
-        """What is known now."""
         return self._fetched.line(now)

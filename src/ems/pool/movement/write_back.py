@@ -48,15 +48,12 @@ class WriteBackQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything waits."""
         return bool(self._waiting)
 
     def known(self, namespace: int, key: bytes) -> bool:
-        """Whether the page waits or is being written."""
         return (namespace, key) in self._known
 
     def room(self, page_size: int) -> int:
-        """Pages of ``page_size`` bytes that can be queued."""
         return max((self._limit - self._size) // page_size, 0)
 
     def portions(self, namespace: int, keys: Sequence[bytes], page_size: int) -> list[list[bytes]]:

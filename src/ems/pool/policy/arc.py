@@ -32,13 +32,11 @@ class Arc:
         """Pages that the first side should have."""
 
     def resize(self, capacity: int) -> None:
-        """Remember less where the capacity shrank."""
         self._capacity = capacity
         self._target = min(self._target, float(capacity))
         self._forget()
 
     def add(self, pages: list[Page]) -> None:
-        """To the second side where the key is remembered, else to the first."""
         for page in reversed(pages):
             once, again = len(self._left_once), len(self._left_again)
             if self._left_once.take(page.key):
@@ -51,7 +49,6 @@ class Arc:
                 self._once.put(page)
 
     def use(self, pages: list[Page]) -> None:
-        """All of them were seen again."""
         if all(page.place is self._again.queue for page in pages):
             self._again.queue.touch_all(pages)
             return
@@ -60,22 +57,18 @@ class Arc:
             self._again.put(page)
 
     def refresh(self, pages: list[Page]) -> None:
-        """Each as the newest of its own side."""
         for page in reversed(pages):
             side = self._side(page)
             page.place.remove(page)
             side.put(page)
 
     def spare(self, page: Page) -> None:
-        """Aside until nothing hangs on it, or, if nothing does, as the newest of its side."""
         self._side(page).spare(page)
 
     def ready(self, page: Page) -> None:
-        """As the first to leave of its side, if it was set aside."""
         self._side(page).ready(page)
 
     def remove(self, page: Page) -> None:
-        """Remember its key."""
         once = self._once.holds(page)
         page.place.remove(page)
         page.place = None

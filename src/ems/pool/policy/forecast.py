@@ -110,7 +110,6 @@ class Forecast:
     # What happens to pages
 
     def add(self, pages: list[Page]) -> None:
-        """Into the present epoch; ``uses`` of a page, or what is remembered of it, are those before this one."""
         see, mask, recall = self._history.see, self._history.mask & 0xFF, self._memory.get
         for page in reversed(pages):
             page.uses = min(max(recall(page.key), page.uses) + 1, MOST_USES)
@@ -128,7 +127,6 @@ class Forecast:
         self._pass(len(pages))
 
     def use(self, pages: list[Page]) -> None:
-        """One more use each; into the present epoch."""
         see, mask = self._history.see, self._history.mask & 0xFF
         kinds = []
         for page in pages:
@@ -184,7 +182,6 @@ class Forecast:
                 self.ready(page)
 
     def ready(self, page: Page) -> None:
-        """Back among those that may leave, as the first of its group."""
         aside: Group = page.place
         group = aside.outer
         if group is None:
@@ -196,7 +193,6 @@ class Forecast:
             self._list(group)
 
     def remove(self, page: Page) -> None:
-        """Remember how often it was used."""
         page.place.remove(page)
         page.place = None
         self._memory.put(page.key, page.uses)

@@ -17,18 +17,15 @@ class Ghosts:
         return len(self._keys)
 
     def add(self, key: bytes) -> None:
-        """Remember ``key`` as the newest."""
         self._keys[key] = None
         self._keys.move_to_end(key)
 
     def take(self, key: bytes) -> bool:
-        """Whether ``key`` was remembered; it is forgotten now."""
         if key not in self._keys:
             return False
         del self._keys[key]
         return True
 
     def shrink(self, count: int) -> None:
-        """Forget the oldest until ``count`` are left."""
         while len(self._keys) > max(count, 0):
             self._keys.popitem(last=False)

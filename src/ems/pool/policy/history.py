@@ -86,7 +86,6 @@ class ReuseHistory:
             del self._alive[life]
 
     def next_epoch(self) -> None:
-        """An epoch is over: lives reach the next span."""
         self.epoch += 1
         alive = self._alive
         for span, edge in enumerate(EDGES[1:], start=1):

@@ -23,28 +23,23 @@ class Lru:
         """Capacity means nothing to it."""
 
     def add(self, pages: list[Page]) -> None:
-        """As the newest, the first of them the very newest."""
         self._queue.add_prompt(pages)
 
     def use(self, pages: list[Page]) -> None:
-        """As the newest, the first of them the very newest."""
         self._queue.touch_all(pages)
 
     refresh = use
 
     def spare(self, page: Page) -> None:
-        """Behind all others."""
         self._queue.touch(page)
 
     def ready(self, page: Page) -> None:
         """It stands where it stood."""
 
     def remove(self, page: Page) -> None:
-        """Without a trace."""
         self._queue.remove(page)
 
     def first(self) -> Page | None:
-        """The page that was not used for longest."""
         return self._queue.oldest
 
     def __iter__(self) -> Iterator[Page]:

@@ -25,7 +25,6 @@ class UseMemory:
         return len(self._table)
 
     def put(self, key: bytes, uses: int) -> None:
-        """The page of ``key`` leaves after ``uses`` uses."""
         self._table[int.from_bytes(key[:6]) % len(self._table)] = self._tag(key) | min(uses, MOST_USES)
 
     def get(self, key: bytes) -> int:

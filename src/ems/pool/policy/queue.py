@@ -62,11 +62,9 @@ class PageQueue:
             self.add(page)
 
     def remove(self, page: Page) -> None:
-        """Take a page out."""
         self.take(page, page, 1)
 
     def touch(self, page: Page) -> None:
-        """Make a page of the queue the newest one."""
         self._bring(page, page)
 
     def touch_all(self, pages: list[Page]) -> None:

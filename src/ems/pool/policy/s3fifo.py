@@ -33,18 +33,15 @@ class S3Fifo:
         self._capacity = 0
 
     def resize(self, capacity: int) -> None:
-        """Remember less where the capacity shrank."""
         self._capacity = capacity
         self._left.shrink(capacity)
 
     def add(self, pages: list[Page]) -> None:
-        """On probation, or into the main queue where the key is remembered."""
         for page in reversed(pages):
             page.uses = 0
             (self._main if self._left.take(page.key) else self._small).put(page)
 
     def use(self, pages: list[Page]) -> None:
-        """Counted, not moved."""
         for page in pages:
             if page.uses < MOST_USES:
                 page.uses += 1
@@ -53,15 +50,12 @@ class S3Fifo:
         """No use of a page by itself."""
 
     def spare(self, page: Page) -> None:
-        """Aside until nothing hangs on it, or, if nothing does, to the end of its queue."""
         self._side(page).spare(page)
 
     def ready(self, page: Page) -> None:
-        """The oldest of its queue, if it was set aside."""
         self._side(page).ready(page)
 
     def remove(self, page: Page) -> None:
-        """Remember its key if it was on probation."""
         probation = self._small.holds(page)
         page.place.remove(page)
         page.place = None

@@ -29,8 +29,7 @@ class Policy(Protocol):
     def add(self, pages: list[Page]) -> None:
         """Pages that were absent became readable."""
 
-    def use(self, pages: list[Page]) -> None:
-        """Pages were loaded."""
+    def use(self, pages: list[Page]) -> None: ...
 
     def refresh(self, pages: list[Page]) -> None:
         """Something was hung on the last of ``pages``: they are in use, though nobody loaded them."""
@@ -41,17 +40,14 @@ class Policy(Protocol):
     def ready(self, page: Page) -> None:
         """The last page that hung on ``page`` has left."""
 
-    def remove(self, page: Page) -> None:
-        """The page leaves."""
+    def remove(self, page: Page) -> None: ...
 
-    def first(self) -> Page | None:
-        """The page that should leave first; None when there is none."""
+    def first(self) -> Page | None: ...
 
     def __iter__(self) -> Iterator[Page]:
         """All pages, about in the order in which they would leave."""
 
-    def __len__(self) -> int:
-        """How many pages there are."""
+    def __len__(self) -> int: ...
 
 
 def make_policy(name: PolicyName) -> Policy:

@@ -32,7 +32,6 @@ class Side:
         return chain(self.queue, self.aside)
 
     def holds(self, page: Page) -> bool:
-        """Whether the page is on this side."""
         return page.place is self.queue or page.place is self.aside
 
     def put(self, page: Page) -> None:

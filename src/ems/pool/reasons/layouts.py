@@ -63,7 +63,6 @@ class Layouts:
         _remove(self._of, tenant_of(namespace), namespace)
 
     def facts(self, namespace: str) -> Mapping[str, str]:
-        """The description of ``namespace``, empty when there is none."""
         return self._facts.get(namespace, {})
 
     def related(self, namespace: str) -> Iterator[str]:

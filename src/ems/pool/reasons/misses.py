@@ -31,11 +31,9 @@ _CLEARED = Reason.CLEARED.code
 class PagesByKey(Protocol):
     """The pages of one namespace."""
 
-    def __len__(self) -> int:
-        """How many there are, written or not."""
+    def __len__(self) -> int: ...
 
-    def get(self, key: bytes) -> Page | None:
-        """The page of ``key``, present or being written."""
+    def get(self, key: bytes) -> Page | None: ...
 
 
 class MissDetail(msgspec.Struct, frozen=True):
@@ -80,7 +78,6 @@ class MissReasons:
         self._misses = [0] * CODES
 
     def tick(self, now: float) -> None:
-        """Time went by."""
         self.eviction_log.now = now
 
     @property

@@ -20,23 +20,18 @@ class TenantChanges(ChangeLog):
         self._logs: dict[str, ChangeLog] = {}
 
     def recording(self) -> bool:
-        """Whether anybody's changes are recorded."""
         return any(log.recording() for log in self._logs.values())
 
     def stored(self, namespace: str, keys: Iterable[bytes]) -> None:
-        """Pages became readable."""
         self._log(namespace).stored(namespace, keys)
 
     def removed(self, namespace: str, key: bytes) -> None:
-        """A page left."""
         self._log(namespace).removed(namespace, key)
 
     def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[ChangeRun]]:
-        """What changed in ``namespaces``, all of one tenant, after ``sequence``; see :class:`ChangeLog`."""
         return self._log(namespaces[0] if namespaces else "").since(sequence, namespaces, now)
 
     def tick(self, now: float) -> None:
-        """Time went by."""
         for log in self._logs.values():
             log.tick(now)
 

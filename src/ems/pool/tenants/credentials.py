@@ -30,5 +30,4 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 def from_environment(environment: Mapping[str, str]) -> Credentials:
-    """The credentials in ``ACCELERATE_ID`` and ``ACCELERATE_KEY``."""
     return Credentials(environment.get(ACCESS_ID, ""), environment.get(ACCESS_KEY, ""))

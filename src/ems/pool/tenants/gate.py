@@ -67,7 +67,6 @@ class Gate:
 
     @property
     def revision(self) -> int:
-        """Revision of the registry that is obeyed."""
         return -1 if self._registry is None else self._registry.revision
 
     def quotas(self) -> Mapping[str, Quota]:
@@ -117,7 +116,6 @@ class Gate:
         return Principal(pending.access_id, key), signature
 
     def admits(self, principal: Principal, wall: float) -> bool:
-        """Whether a guest that was let in may stay."""
         if self._registry is None or not principal.stores:
             return True
         return self._registry.admits(principal.tenant, principal.key, wall)

@@ -58,7 +58,6 @@ class Tally(msgspec.Struct):
     already_writing: int = 0
 
     def count(self, request: messages.Request, answer: messages.Answer | None) -> None:
-        """Take note of a call."""
         match request, answer:
             case messages.Lookup(tail=None), messages.Hits():
                 self.lookups += 1
@@ -126,7 +125,6 @@ class TenantRequestFilter:
             raise PoolRefused(f"this tenant has {MAX_NAMESPACES} namespaces and may have no more")
 
     def outward(self, answer: messages.Answer | None) -> messages.Answer | None:
-        """The answer in the tenant's words."""
         if isinstance(answer, messages.Opened) and answer.namespace >= 0:
             own = self._own.setdefault(answer.namespace, len(self.numbers))
             if own == len(self.numbers):

@@ -28,7 +28,6 @@ class SegmentTenants:
 
     @property
     def by_segment(self) -> Mapping[int, str]:
-        """The tenants by segment; a segment that is not there has held no tenant's pages."""
         return self._known
 
     def put(self, segment: int, tenant: str) -> None:

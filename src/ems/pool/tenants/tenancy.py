@@ -68,7 +68,6 @@ class Tenancy:
 
     @property
     def segment_tenants(self) -> Mapping[int, str]:
-        """Whose pages each segment's memory has held."""
         return self._segment_tenants.by_segment
 
     def believes(self, image: SegmentImage) -> bool:
@@ -91,20 +90,16 @@ class Tenancy:
         return msgspec.structs.replace(recovered, unreadable=[*recovered.unreadable, *refused])
 
     def assigned(self, segment: int, namespace: str) -> None:
-        """``segment`` is about to hold pages of ``namespace``."""
         self._segment_tenants.put(segment, tenant_of(namespace))
 
     def renewed(self, segment: int, tenant: str | None) -> None:
-        """``segment`` has fresh memory now, for ``tenant``."""
         self._segment_tenants.put(segment, tenant or "")
 
     def start(self) -> None:
-        """Look for changes of the file from now on."""
         if self._watch is not None:
             self._watch.start()
 
     def close(self) -> None:
-        """Look no more."""
         if self._watch is not None:
             self._watch.close()
 
@@ -147,7 +142,6 @@ class Tenancy:
         return None
 
     def figures(self) -> dict[str, object]:
-        """What an administrator is shown."""
         return {
             "open": self.gate.open,
             "file": self._file,

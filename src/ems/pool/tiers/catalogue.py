@@ -44,7 +44,6 @@ class Pack:
 
     @property
     def records(self) -> Records:
-        """What it says of its pages."""
         return self.head.records  # type: ignore[no-any-return]
 
 
@@ -92,16 +91,13 @@ class Catalogue:
         return iter(list(self._packs.values()))
 
     def pack(self, name: str) -> Pack | None:
-        """The pack of that name."""
         return self._by_name.get(name)
 
     def page_size(self, namespace: str) -> int:
-        """Bytes of a page of ``namespace``, 0 when there is none."""
         known = self._namespaces.get(namespace)
         return 0 if known is None else known.page_size
 
     def holdings(self, now: float) -> dict[str, Holding]:
-        """What there is of each namespace."""
         return {
             name: Holding(known.page_size, len(known.pages), known.bytes, max(now - known.used_at, 0.0))
             for name, known in list(self._namespaces.items())
@@ -113,7 +109,6 @@ class Catalogue:
         return [] if known is None else list(known.packs.values())
 
     def found_in(self, pack: Pack) -> list[bytes]:
-        """The keys that are found in ``pack``."""
         known = self._namespaces.get(pack.head.namespace)
         if known is None:
             return []
@@ -154,7 +149,6 @@ class Catalogue:
         return pack
 
     def remove(self, name: str) -> None:
-        """The pack is gone."""
         pack = self._by_name.pop(name, None)
         if pack is None:
             return
@@ -201,7 +195,6 @@ class Catalogue:
             self._forget(place.pack, place.position)
 
     def find(self, namespace: str, key: bytes) -> PackLocation | None:
-        """Where the page of ``key`` is."""
         known = self._namespaces.get(namespace)
         while known is not None and (number := known.pages.get(key)) is not None:
             pack = self._packs.get(number >> _POSITION_BITS)
@@ -211,7 +204,6 @@ class Catalogue:
         return None
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
-        """How many leading ``keys`` are there."""
         known = self._namespaces.get(namespace)
         if known is None:
             return 0

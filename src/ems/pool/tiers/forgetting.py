@@ -54,7 +54,6 @@ class Forgetting:
         return name in self._leaving
 
     def count(self, request: ForgetRequest) -> ForgetResult:
-        """What would be taken out, as far as it is known."""
         pages = size = 0
         fewer = self._fewer(request)
         # What is also in a pack that is passed over is found there afterwards.
@@ -71,7 +70,6 @@ class Forgetting:
         return ForgetResult(pages, size)
 
     def forget(self, request: ForgetRequest) -> ForgetResult:
-        """Take out a portion of what is meant and known."""
         until = self._clock() + PORTION_SECONDS
         parts: list[tuple[Pack, set[bytes]]] = []
         pages = size = 0

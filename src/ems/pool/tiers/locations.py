@@ -12,8 +12,7 @@ class Known(Protocol):
     """What is to be known of a tier."""
 
     @property
-    def reads(self) -> bool:
-        """Whether it may be asked for pages."""
+    def reads(self) -> bool: ...
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         """How many leading ``keys`` it has, as far as it knows at this moment; never waits."""

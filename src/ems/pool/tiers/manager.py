@@ -71,11 +71,9 @@ class TierHost(Protocol):
 
     def promise(
         self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None
-    ) -> Reserved:
-        """Reserve, and write the headers."""
+    ) -> Reserved: ...
 
-    def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None:
-        """Commit the positions that have checksums, and write the headers."""
+    def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None: ...
 
 
 class TierManager:
@@ -117,7 +115,6 @@ class TierManager:
                 return
 
     def start(self) -> None:
-        """From now on time goes by."""
         if self.states:
             self._tick()
 
@@ -128,7 +125,6 @@ class TierManager:
     # What the node tells
 
     def page_size(self, name: str) -> int:
-        """Bytes of a page of the namespace ``name`` in some tier, 0 when none knows it."""
         for state in self.states:
             held = state.tier.namespaces().get(name)
             if held is not None:
@@ -249,7 +245,6 @@ class TierManager:
             self._host.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Begin whatever can be begun."""
         self._pumping = False
         if self._closed:
             return
@@ -350,7 +345,6 @@ class TierManager:
         self._pump_soon()
 
     def _publish(self, client_id: int, reservation: int, good: dict[int, int]) -> bool:
-        """Commit what was fetched, unless a segment of it was given up meanwhile."""
         try:
             self._host.publish(client_id, reservation, good)
         except StaleReference:
@@ -517,7 +511,6 @@ class TierManager:
     # Looking in, ending
 
     def figures(self) -> list[dict[str, Any]]:
-        """Plain figures of each tier for status and metrics."""
         now = self._clock()
         return [
             state.figures(now)

@@ -106,7 +106,6 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def refresh_seconds(self) -> float:
-        """Time between two looks at what is there."""
         return self.refresh or (10.0 if self.kind == "dir" else 60.0)
 
     @property

@@ -75,7 +75,6 @@ class ThreadPool:
             thread.start()
 
     def give(self, job: Job) -> None:
-        """Queue a job."""
         job.given_at = self._clock()
         self._jobs.put(job)
 

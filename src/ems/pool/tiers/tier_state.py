@@ -190,7 +190,6 @@ class TierState:
         self.keep(now)
 
     def look_soon(self) -> None:
-        """Have order kept as soon as the keeper is free."""
         self._next_look = self._clock()
 
     def _give(self, probed: list[Gate]) -> None:
@@ -226,17 +225,14 @@ class TierState:
 
     @property
     def reads(self) -> bool:
-        """Whether it may be asked for pages."""
         return self.reading.open
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
-        """How many leading ``keys`` it has, as far as it knows at this moment; never waits."""
         return self.tier.holds(namespace, keys)
 
     # Looking in, ending
 
     def figures(self, now: float) -> dict[str, Any]:
-        """Plain figures for status and metrics."""
         line = self.speed.line(now)
         return {
             "name": self.config.name,
@@ -254,7 +250,6 @@ class TierState:
         }
 
     def close(self, until: float) -> None:
-        """Write down what helps the next start, if that is done by ``until``; let the threads go."""
         job = Job(self.tier.close, lambda _: None)
         if self.writing.open and self._keeping is None:
             self._keeper.give(job)

@@ -29,29 +29,24 @@ class TierBench:
         return tier, blobs
 
     def packs(self) -> list[Blob]:
-        """The packs of the place."""
         return [blob for blob in self.blobs().blobs() if blob.name.endswith(".pack")]
 
     def rewrite(self, name: str, content: bytes) -> None:
-        """Put other bytes in the place of a blob."""
         blobs = self.blobs()
         blobs.delete([name])
         blobs.put(name, [content])
 
     def content(self, blob: Blob) -> bytes:
-        """All bytes of a blob."""
         raw = memoryview(bytearray(blob.size))
         assert self.blobs().read(blob.name, 0, [raw]) == blob.size
         return bytes(raw)
 
     def expect(self, tier: Tier, pages: Sequence[Stored]) -> None:
-        """All of ``pages`` come back with their bytes."""
         found = fetch(tier, [one.key for one in pages])
         assert [outcome for outcome, _ in found] == [Outcome.DONE] * len(pages)
         assert [raw for _, raw in found] == [bytes(one.payload) for one in pages]
 
     def begin_with(self, contents: dict[str, bytes]) -> None:
-        """Nothing but these blobs."""
         blobs = self.blobs()
         blobs.delete([blob.name for blob in blobs.blobs()])
         for name, content in contents.items():

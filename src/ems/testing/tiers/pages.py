@@ -19,7 +19,6 @@ KEYS = SealKeys(SECRET, encrypts=False)
 
 
 def key(name: object) -> bytes:
-    """A key for ``name``."""
     return hashlib.sha256(str(name).encode()).digest()[:16]
 
 
@@ -41,7 +40,6 @@ def chain(name: str, length: int, size: int = PAGE) -> list[Stored]:
 def fetch(
     tier: Tier, keys: Sequence[bytes], namespace: str = NAMESPACE, size: int = PAGE
 ) -> list[tuple[Outcome, bytes]]:
-    """What ``tier`` hands out for ``keys``."""
     into = [memoryview(bytearray(size)) for _ in keys]
     outcomes = tier.load(namespace, [Wanted(one, where) for one, where in zip(keys, into, strict=True)])
     return [(outcome, bytes(where)) for outcome, where in zip(outcomes, into, strict=True)]
