@@ -74,7 +74,7 @@ def test_the_history_follows_a_bounded_number_of_keys() -> None:
     assert history.mask > 0
     for number in range(40 * FOLLOWED // 16):
         history.see(number.to_bytes(14) + (number * (history.mask + 1) % 65536).to_bytes(2), 0)
-    assert len(history) <= FOLLOWED
+    assert len(history._followed) <= FOLLOWED
 
 
 @given(st.integers(1, 10**7))

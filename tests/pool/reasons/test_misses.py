@@ -169,7 +169,7 @@ def test_requests_and_their_lookups_are_bounded() -> None:
     requests = Requests()
     for number in range(MAX_REQUESTS + 10):
         requests.looked(f"r{number:06}", Look("a", 1, 0, 1, b"", 0.0))
-    assert len(requests) == MAX_REQUESTS
+    assert len(requests._looks) == MAX_REQUESTS
     assert requests.find("r000009") == ("", [])
     for _ in range(MAX_LOOKS + 3):
         requests.looked("r000500", Look("a", 1, 0, 1, b"", 0.0))
@@ -180,10 +180,10 @@ def test_descriptions_are_bounded_and_checked() -> None:
     layouts = Layouts()
     for number in range(MAX_DESCRIBED + 5):
         layouts.describe(f"n{number}", FACTS)
-    assert len(layouts) == MAX_DESCRIBED
+    assert len(layouts.all) == MAX_DESCRIBED
     assert not layouts.facts("n0")
     layouts.describe("n9", {**FACTS, "model": "moved"})
-    assert len(layouts) == MAX_DESCRIBED
+    assert len(layouts.all) == MAX_DESCRIBED
     assert "n9" not in layouts.related("n10")
     for facts in ({"tenant": "t"}, {"model": "m"}, {**FACTS, "long": "x" * 9000}):
         with pytest.raises(PoolRefused):
@@ -212,7 +212,7 @@ def test_one_tenant_does_not_describe_the_layouts_of_others_away() -> None:
     layouts.describe("//ann/a", {"tenant": "//ann/", "model": "m"})
     for number in range(2 * MAX_DESCRIBED):
         layouts.describe(f"//bob/{number}", {"tenant": "//bob/", "model": "m"})
-    assert len(layouts) == MAX_DESCRIBED
+    assert len(layouts.all) == MAX_DESCRIBED
     assert layouts.facts("//ann/a")
     assert layouts.facts(f"//bob/{2 * MAX_DESCRIBED - 1}")
     assert not layouts.facts("//bob/0")

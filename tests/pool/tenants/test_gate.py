@@ -112,7 +112,7 @@ def test_the_limiter_remembers_no_more_than_it_may() -> None:
     limiter = FailureLimiter()
     for peer in range(MAX_PEERS * 2):
         limiter.failed(peer, 0.0)
-    assert len(limiter) == MAX_PEERS
+    assert len(limiter._left) == MAX_PEERS
 
 
 def test_a_revoked_guest_has_to_leave() -> None:

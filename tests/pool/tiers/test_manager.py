@@ -134,7 +134,7 @@ async def test_what_would_leave_memory_is_written_before(
     for keys in prompts:
         assert one.save(keys) == 16
         await asyncio.sleep(0)  # the carrier's turn
-        await one.until(lambda: not one.state.write_back.waiting and not one.state.writes)
+        await one.until(lambda: not one.state.write_back._waiting and not one.state.writes)
     assert one.present(prompts[0]) == 0
     reachable = [one.present(keys) + one.look(keys) for keys in prompts]
     assert sum(count == 16 for count in reachable) >= 57, reachable

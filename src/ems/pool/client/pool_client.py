@@ -38,7 +38,6 @@ from ems.pool.ownership import peer_of
 from ems.pool.protocol import greeting, limits, messages
 from ems.pool.protocol.acts import Acts, Upgrade
 from ems.pool.protocol.changes import FROM_NOW
-from ems.pool.reasons.misses import Explanation
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
@@ -272,14 +271,14 @@ class PoolClient:
 
         return self._line.call(timeout, ask)
 
-    def explain(self, name: str, keys: bytes, timeout: float | None = None) -> Explanation:
+    def explain(self, name: str, keys: bytes, timeout: float | None = None) -> messages.Explained:
         """Why ``keys`` (16 bytes each, joined) of the namespace ``name`` are there or not; counts nothing.
 
         Raises:
             PoolRefused: the node is of an earlier release, which does not tell.
         """
 
-        def ask(turn: Turn) -> Explanation:
+        def ask(turn: Turn) -> messages.Explained:
             connection = turn.connection
             if not connection.tells_reasons:
                 raise PoolRefused(
@@ -287,8 +286,7 @@ class PoolClient:
                     "restart it with this release"
                 )
             self._describe(turn, name)
-            explained = turn.ask(messages.Explain(name, keys), messages.Explained)
-            return Explanation(explained.codes, explained.seconds, explained.winner, explained.layouts)
+            return turn.ask(messages.Explain(name, keys), messages.Explained)
 
         return self._line.call(timeout, ask)
 

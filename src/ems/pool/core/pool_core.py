@@ -33,8 +33,9 @@ from ems.pool.keys import Tail
 from ems.pool.layout import REF_BYTES, PageRef, refs_begin
 from ems.pool.names import tenant_of
 from ems.pool.pages import Assigned, Outcome, Page
+from ems.pool.protocol.messages import Explained
 from ems.pool.reasons.eviction_log import NOBODY
-from ems.pool.reasons.misses import Explanation, MissReasons
+from ems.pool.reasons.misses import MissReasons
 from ems.pool.reasons.requests import Look
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import Recovered
@@ -805,18 +806,18 @@ class PoolCore:
 
     # Looking in
 
-    def explain(self, name: str, keys: list[bytes]) -> Explanation:
+    def explain(self, name: str, keys: list[bytes]) -> Explained:
         """Why ``keys`` of the namespace ``name`` are there or not."""
         ns = self._namespaces.named(name)
         number, index = (-1, None) if ns is None else (ns.number, ns.index)
         codes = self.reasons.miss_codes(number, name, index, keys)
         first = next((position for position, code in enumerate(codes) if code), None)
         if first is None:
-            return Explanation(codes)
+            return Explained(codes)
         detail = self.reasons.miss_detail(number, name, keys[first], codes[first])
         winner = self._namespaces[detail.winner].name if detail.winner >= 0 else ""
         seconds = -1.0 if detail.since is None else max(self._now - detail.since, 0.0)
-        return Explanation(codes, seconds, winner, detail.layouts)
+        return Explained(codes, seconds, winner, detail.layouts)
 
     def stats(self) -> dict[str, object]:
         """Plain figures for status and metrics."""

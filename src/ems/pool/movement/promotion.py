@@ -36,28 +36,16 @@ class Portion(msgspec.Struct, frozen=True):
     size: int
 
 
-class _Want:
-    __slots__ = ("at", "keys", "namespace", "page_size", "parent", "tail", "tenant", "tier", "urgent")
-
-    def __init__(
-        self,
-        tier: int,
-        namespace: int,
-        page_size: int,
-        parent: bytes,
-        keys: Sequence[bytes],
-        tail: Tail | None,
-        tenant: str,
-    ) -> None:
-        self.tenant = tenant
-        self.tier = tier
-        self.namespace = namespace
-        self.page_size = page_size
-        self.parent = parent
-        self.keys = deque(keys)
-        self.tail = tail
-        self.at = 0.0
-        self.urgent = False
+class _Want(msgspec.Struct):
+    tier: int
+    namespace: int
+    page_size: int
+    parent: bytes
+    keys: deque[bytes]
+    tail: Tail | None
+    tenant: str
+    at: float
+    urgent: bool
 
 
 class Promotions:
@@ -107,7 +95,7 @@ class Promotions:
             if len(self._wants) >= MAX_WANTS or self._too_many(tenant, more):
                 self.given_up += 1
                 return False
-            want = self._wants[name] = _Want(tier, namespace, page_size, parent, keys, tail, tenant)
+            want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tail, tenant, now, urgent)
             self._count(want, more)
         elif more > 0 and want.tier == tier and not self._too_many(tenant, more):
             self._count(want, more)

@@ -46,13 +46,6 @@ class WriteBackQueue:
         """Bytes that wait or are being written."""
         return self._size
 
-    @property
-    def waiting(self) -> bool:
-        return bool(self._waiting)
-
-    def known(self, namespace: int, key: bytes) -> bool:
-        return (namespace, key) in self._known
-
     def room(self, page_size: int) -> int:
         return max((self._limit - self._size) // page_size, 0)
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ems.pool.policy.ghosts import Ghosts
-from ems.pool.policy.side import Side
+from ems.pool.policy.side import Ghosts, Side
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 class Arc:
     """Two sides with a memory each."""
-
-    __slots__ = ("_again", "_capacity", "_left_again", "_left_once", "_once", "_target")
 
     def __init__(self) -> None:
         self._once, self._again = Side(), Side()

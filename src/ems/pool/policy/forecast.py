@@ -62,22 +62,6 @@ class Group(PageQueue):
 class Forecast:
     """Groups of pages by class and epoch, and a heap of them by worth."""
 
-    __slots__ = (
-        "_capacity",
-        "_count",
-        "_current",
-        "_epoch_ends",
-        "_epoch_pages",
-        "_groups",
-        "_heap",
-        "_history",
-        "_learn_at",
-        "_memory",
-        "_spared",
-        "_touched",
-        "_worth",
-    )
-
     def __init__(self) -> None:
         self._count = 0
         self._groups: list[Group] = []

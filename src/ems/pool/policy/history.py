@@ -43,8 +43,6 @@ SPAN_OF_AGE = [span for span, edge in enumerate(EDGES) for _ in range(edge, [*ED
 class ReuseHistory:
     """Lives of sampled keys of ``classes`` classes, for a pool of ``capacity`` pages."""
 
-    __slots__ = ("_alive", "_followed", "_most", "again", "epoch", "mask", "reached")
-
     def __init__(self, classes: int, capacity: int) -> None:
         self._most = max(FOLLOWED, capacity // FOLLOWED_SHARE)
         wanted = max(REACH * capacity // self._most, 1)
@@ -58,9 +56,6 @@ class ReuseHistory:
         """Lives that ended with a use, by class and span of age."""
         self.reached: npt.NDArray[np.float64] = np.zeros(shape)
         """Lives that reached the span."""
-
-    def __len__(self) -> int:
-        return len(self._followed)
 
     def see(self, key: bytes, kind: int) -> None:
         """The page of ``key`` was used or stored and is of the class ``kind`` from now on."""

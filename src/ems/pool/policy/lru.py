@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 class Lru:
     """One queue; whatever is touched goes to its end."""
 
-    __slots__ = ("_queue",)
-
     def __init__(self) -> None:
         self._queue = PageQueue()
 

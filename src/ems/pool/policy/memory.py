@@ -16,8 +16,6 @@ _USE_BITS = 6
 class UseMemory:
     """Uses of about as many pages as it has entries, those that left last."""
 
-    __slots__ = ("_table",)
-
     def __init__(self, entries: int) -> None:
         self._table = array("H", bytes(2 * max(entries, 1)))
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ems.pool.policy.ghosts import Ghosts
-from ems.pool.policy.side import Side
+from ems.pool.policy.side import Ghosts, Side
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
@@ -24,8 +23,6 @@ MOST_USES = 3
 
 class S3Fifo:
     """Two queues in the order of arrival; ``uses`` of a page counts since it came or was looked at last."""
-
-    __slots__ = ("_capacity", "_left", "_main", "_small")
 
     def __init__(self) -> None:
         self._small, self._main = Side(), Side()

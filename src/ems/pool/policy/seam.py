@@ -29,7 +29,8 @@ class Policy(Protocol):
     def add(self, pages: list[Page]) -> None:
         """Pages that were absent became readable."""
 
-    def use(self, pages: list[Page]) -> None: ...
+    def use(self, pages: list[Page]) -> None:
+        """Pages were loaded."""
 
     def refresh(self, pages: list[Page]) -> None:
         """Something was hung on the last of ``pages``: they are in use, though nobody loaded them."""

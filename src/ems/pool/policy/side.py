@@ -6,6 +6,7 @@ queue.  What always holds: ``place`` of a page is the queue of its side that it 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 class Side:
     """Pages from the oldest to the newest, and those set aside."""
-
-    __slots__ = ("aside", "queue")
 
     def __init__(self) -> None:
         self.queue = PageQueue()
@@ -54,3 +53,27 @@ class Side:
             self.aside.remove(page)
             page.place = self.queue
             self.queue.add_oldest(page)
+
+
+class Ghosts:
+    """A bounded set of keys in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: bytes) -> None:
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+
+    def take(self, key: bytes) -> bool:
+        if key not in self._keys:
+            return False
+        del self._keys[key]
+        return True
+
+    def shrink(self, count: int) -> None:
+        while len(self._keys) > max(count, 0):
+            self._keys.popitem(last=False)

@@ -356,6 +356,16 @@ class Explained(Message, frozen=True):
     winner: str = ""
     layouts: list[Difference] = []
 
+    @property
+    def detail(self) -> str:
+        """What is known of the first missing page beside its reason, for people."""
+        parts = [f"{self.seconds:.0f} s ago"] if self.seconds >= 0 else []
+        parts += [f"for {self.winner}"] if self.winner else []
+        for other in self.layouts:
+            fields = ", ".join(f"{name} is {theirs}, not {mine}" for name, (mine, theirs) in other.fields.items())
+            parts.append(f"{other.namespace}: {fields or 'nothing known differs'}")
+        return "; ".join(parts)
+
 
 class Announced(Message, frozen=True):
     """The number of an announcement, which ends by :class:`Withdraw`, with its connection, or after a time."""

@@ -43,9 +43,6 @@ class EvictionLog:
         self._times = array("d")
         self._winners = array("h")
 
-    def __len__(self) -> int:
-        return len(self._positions)
-
     def note(self, namespace: int, key: bytes, code: int, winner: int = NOBODY) -> None:
         """``key`` of ``namespace`` is not there from now on, by the reason ``code``."""
         name = _HALF.unpack_from(key)[0] ^ (namespace * _SPREAD & _MASK)

@@ -31,9 +31,6 @@ class Layouts:
         self._of: dict[str, dict[str, None]] = {}
         """The names of each tenant's namespaces, the oldest description first."""
 
-    def __len__(self) -> int:
-        return len(self._facts)
-
     def describe(self, namespace: str, facts: Mapping[str, str]) -> None:
         """``namespace`` means ``facts``.
 

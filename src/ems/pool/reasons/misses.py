@@ -45,28 +45,6 @@ class MissDetail(msgspec.Struct, frozen=True):
     layouts: list[Difference] = []
 
 
-class Explanation(msgspec.Struct, frozen=True):
-    """Answer to who asks for keys: one code a key (0: present), and what is known of the first missing one.
-
-    It is missing for ``seconds`` (negative: not known); its room went to the namespace ``winner``.
-    """
-
-    codes: bytes
-    seconds: float = -1.0
-    winner: str = ""
-    layouts: list[Difference] = []
-
-    @property
-    def detail(self) -> str:
-        """What is known of the first missing page beside its reason, for people."""
-        parts = [f"{self.seconds:.0f} s ago"] if self.seconds >= 0 else []
-        parts += [f"for {self.winner}"] if self.winner else []
-        for other in self.layouts:
-            fields = ", ".join(f"{name} is {theirs}, not {mine}" for name, (mine, theirs) in other.fields.items())
-            parts.append(f"{other.namespace}: {fields or 'nothing known differs'}")
-        return "; ".join(parts)
-
-
 class MissReasons:
     """All that is known about misses.  ``holds(name)`` tells how many pages the namespace of that name has."""
 

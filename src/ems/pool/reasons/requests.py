@@ -41,9 +41,6 @@ class Requests:
         self._looks: OrderedDict[str, list[Look]] = OrderedDict()
         self._bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._looks)
-
     def looked(self, request: str, look: Look) -> None:
         request = request[:MAX_ID]
         looks = self._looks.get(request)

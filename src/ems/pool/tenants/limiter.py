@@ -36,6 +36,3 @@ class FailureLimiter:
     def _allowance(self, peer: Hashable, now: float) -> float:
         left, at = self._left.get(peer, (float(FREE_FAILURES), now))
         return min(left + (now - at) / SECONDS_EACH, float(FREE_FAILURES))
-
-    def __len__(self) -> int:
-        return len(self._left)

@@ -33,12 +33,8 @@ _log = structlog.get_logger("ems.node")
 _decoder = msgspec.json.Decoder(Registry)
 
 
-class Stamp(msgspec.Struct, frozen=True):
-    """What tells one state of the file from another without reading it."""
-
-    inode: int
-    size: int
-    changed: int
+Stamp = tuple[int, int, int]
+"""What tells one state of the file from another without reading it: its inode, its size, when it changed."""
 
 
 def stamp(path: Path) -> Stamp | None:
@@ -47,7 +43,7 @@ def stamp(path: Path) -> Stamp | None:
         facts = path.stat()
     except OSError:
         return None
-    return Stamp(facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def read(path: Path) -> Registry:

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import stat
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -35,8 +34,6 @@ class FolderBlobs:
     def __init__(self, root: Path, *, sync: bool = False) -> None:
         self._root = root
         self._sync = sync
-        self._made: set[str] = set()
-        self._lock = threading.Lock()
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = root.stat()
@@ -50,42 +47,25 @@ class FolderBlobs:
     def _path(self, name: str) -> Path:
         return self._root / name
 
-    def _parent(self, name: str) -> Path:
-        folder = self._path(name).parent
-        if folder.name not in self._made:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._lock:
-                self._made.add(folder.name)
-        return folder
-
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        try:
-            self._put(name, parts)
-        except FileNotFoundError:
-            # Somebody removed the folder of the namespace: make it anew.
-            self._made.clear()
-            with _told(f"cannot write {name}"):
-                self._put(name, parts)
-        except OSError as error:
-            raise TierFailed(f"cannot write {name}: {error.strerror or error}") from error
-
-    def _put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        folder = self._parent(name)
+        folder = self._path(name).parent
         new = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.writelines(parts)
-                file.flush()
-                if self._sync:
-                    os.fsync(descriptor)
-            new.rename(self._path(name))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                new.unlink()
-            raise
-        if self._sync:
-            _sync_folder(folder)
+        with _told(f"cannot write {name}"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.writelines(parts)
+                    file.flush()
+                    if self._sync:
+                        os.fsync(descriptor)
+                new.rename(self._path(name))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    new.unlink()
+                raise
+            if self._sync:
+                _sync_folder(folder)
 
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
         try:
@@ -137,7 +117,7 @@ class FolderBlobs:
     def move(self, name: str, new: str) -> None:
         try:
             with _told(f"cannot move {name}"):
-                self._parent(new)
+                self._path(new).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._path(name).rename(self._path(new))
         except TierFailed as error:
             if isinstance(error.__cause__, FileNotFoundError):

@@ -2,7 +2,7 @@
 
 What always holds: a page that a tier hands back has the bytes that were stored under its namespace and key, or its
 outcome says why it has none; the first page stored under a key stays; whoever calls :meth:`Tier.holds`,
-:meth:`Tier.find_tail`, :meth:`Tier.figures`, :meth:`Inventory.namespaces` or :meth:`Inventory.recent` never waits.
+:meth:`Tier.find_tail`, :meth:`Tier.figures`, :meth:`Tier.namespaces` or :meth:`Tier.recent` never waits.
 Everything else may block and is called on threads of its own, several at a time.
 """
 
@@ -106,29 +106,7 @@ class KeyRun(msgspec.Struct, frozen=True):
     tail: Tail | None = None
 
 
-class Inventory(Protocol):
-    """What an administrator asks of a tier."""
-
-    def namespaces(self) -> dict[str, Holding]:
-        """What it has, by the name of each namespace that it has pages of."""
-
-    def left_alone(self) -> set[str]:
-        """The namespaces of which there are packs that this node does not understand, as far as these say so."""
-
-    def recent(self, namespace: str) -> Iterator[KeyRun]:
-        """All that it has of ``namespace``: what was used last comes first, a prefix before its suffix."""
-
-    def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
-        """Take a portion of ``request`` out, bounded in time, or only count all of it; blocks.
-
-        What is meant is not handed out any more from the first call on, but for what is stored in one piece with a
-        spared page: that goes call by call, the last of it with the one that leaves no ``more``.  After a restart none
-        of it is handed out either, unless the tier ended or failed before there was such a call.  A spared page can be
-        loaded at any time.
-        """
-
-
-class Tier(Inventory, Protocol):
+class Tier(Protocol):
     """One tier.  Calls that block raise :class:`~ems.errors.TierFailed` when the tier does not work as a whole."""
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
@@ -151,3 +129,23 @@ class Tier(Inventory, Protocol):
 
     def close(self) -> None:
         """Write down what the next start can use; blocks."""
+
+    # For an administrator
+
+    def namespaces(self) -> dict[str, Holding]:
+        """What it has, by the name of each namespace that it has pages of."""
+
+    def left_alone(self) -> set[str]:
+        """The namespaces of which there are packs that this node does not understand, as far as these say so."""
+
+    def recent(self, namespace: str) -> Iterator[KeyRun]:
+        """All that it has of ``namespace``: what was used last comes first, a prefix before its suffix."""
+
+    def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
+        """Take a portion of ``request`` out, bounded in time, or only count all of it; blocks.
+
+        What is meant is not handed out any more from the first call on, but for what is stored in one piece with a
+        spared page: that goes call by call, the last of it with the one that leaves no ``more``.  After a restart none
+        of it is handed out either, unless the tier ended or failed before there was such a call.  A spared page can be
+        loaded at any time.
+        """
