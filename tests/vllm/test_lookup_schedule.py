@@ -10,11 +10,10 @@ from ems.errors import EmsError
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
-from ems.vllm.lookup_schedule import PARTS, Hooks, LookupAnswer, LookupJob, LookupSchedule
+from ems.vllm.lookup_schedule import PARTS, LookupAnswer, LookupJob, LookupSchedule
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt
-from ems.vllm.waiting import Limits
 from tests.vllm.stepped_node import ENGINE, SteppedNode
 
 BLOCK = 4
@@ -32,33 +31,35 @@ def keys_of(name: int, blocks: int = LONG) -> list[bytes]:
     return list(chain)
 
 
-class Engine:
+class Engine(LookupSchedule):
     """The side of an engine that looks, and a clock."""
 
     def __init__(self, node: SteppedNode, token_seconds: float = 0.0) -> None:
+        client = cast("PoolClient", cast("Any", node))
+        super().__init__(client, [Plane("n")], BLOCK, call_timeout=1.0, handoff_timeout=2.0, tier_timeout=0.8)
         self.node = node
         self.now = 0.0
         self.answers: list[LookupAnswer] = []
-        self.missed: list[EmsError] = []
-        self.usable = True
-        hooks = Hooks(
-            self._prompt,
-            lambda _prompt, _found, reason: (reason, ""),
-            self.missed.append,
-            lambda: None,
-            lambda: token_seconds,
-            lambda: self.usable,
-        )
-        client = cast("PoolClient", cast("Any", node))
-        self.schedule = LookupSchedule(client, [Plane("n")], BLOCK, 1.0, Limits(2.0, 0.8), hooks, self._answered)
+        self.errors: list[EmsError] = []
+        self.well = True
+        self.usable = lambda: self.well
+        self.seconds_a_token = lambda: token_seconds
 
-    @staticmethod
-    def _prompt(job: LookupJob) -> Prompt:
+    def name_blocks(self, job: LookupJob) -> Prompt:
         chain = KeyChain("n", BLOCK)
         chain.extend(job.tokens)
         return Prompt(job.tokens, chain, job.extra, job.request_id)
 
-    def _answered(self, _job: LookupJob, answer: LookupAnswer) -> None:
+    def why(self, _prompt: Prompt, _found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
+        return reason, ""
+
+    def missed(self, error: EmsError) -> None:
+        self.errors.append(error)
+
+    def recovered(self) -> None:
+        """It was well before."""
+
+    def answer(self, _job: LookupJob, answer: LookupAnswer) -> None:
         """The scheduler gives back what it had before."""
         for before in [one for one in self.answers if one.request_id == answer.request_id][-1:]:
             self.give_back(before.found)
@@ -66,25 +67,25 @@ class Engine:
 
     def ask(self, name: int, blocks: int = LONG, expected: int = 0) -> LookupJob:
         job = LookupJob(str(name), tokens_of(name, blocks), tuple, expected, self.now)
-        self.schedule.handle(job, self.now)
+        self.handle(job, self.now)
         return job
 
     def due(self, job: LookupJob) -> None:
         job.due = True
-        self.schedule.handle(job, self.now)
+        self.handle(job, self.now)
 
     def over(self, job: LookupJob) -> None:
         job.over = True
-        self.schedule.handle(job, self.now)
+        self.handle(job, self.now)
 
     def until(self, now: float) -> None:
         """Let time go by."""
-        while self.schedule.next_at is not None and self.schedule.next_at <= now:
-            self.now = max(self.schedule.next_at, self.now)
+        while self.next_at is not None and self.next_at <= now:
+            self.now = max(self.next_at, self.now)
             self.node.advance(self.now)
-            job = self.schedule.next_job(self.now)
+            job = self.next_job(self.now)
             if job is not None:
-                self.schedule.handle(job, self.now)
+                self.handle(job, self.now)
         self.now = now
         self.node.advance(now)
 
@@ -93,7 +94,7 @@ class Engine:
 
     def give_back(self, found: Found) -> None:
         for lease in found.leases:
-            self.schedule.handle(lease, self.now)
+            self.handle(lease, self.now)
 
     def keeps(self) -> tuple[int, int]:
         """Leases and announcements that the node knows of."""
@@ -119,7 +120,7 @@ def test_in_the_queue_a_lookup_goes_on_until_all_has_come_up(node: SteppedNode) 
     engine.due(job)
     engine.until(20.0)
     assert engine.found() == [LONG]
-    assert engine.schedule.next_at is None
+    assert engine.next_at is None
 
 
 def test_who_is_due_waits_the_time_of_a_tier_from_then_on(node: SteppedNode) -> None:
@@ -192,7 +193,7 @@ def test_more_that_came_while_a_request_waited_is_answered_again(node: SteppedNo
     engine.over(job)
     engine.give_back(engine.answers[2].found)
     assert engine.keeps() == (0, 0)
-    assert engine.schedule.next_at is None or engine.schedule.next_job(100.0) is None
+    assert engine.next_at is None or engine.next_job(100.0) is None
 
 
 def test_looking_again_costs_little(node: SteppedNode) -> None:
@@ -227,7 +228,7 @@ def test_a_node_that_ends_while_more_comes_up_is_a_miss_until_it_is_back(node: S
     node.end()
     engine.until(2.0)
     assert [(answer.found, answer.reason) for answer in engine.answers] == [(NOTHING, Reason.LOOKUP_FAILED)]
-    assert engine.missed
+    assert engine.errors
     node.begin()
     engine.until(10.0)
     assert engine.found()[-1] == LONG
@@ -251,11 +252,11 @@ def test_what_a_node_promised_that_is_gone_is_promised_anew(node: SteppedNode) -
 def test_an_ill_pool_is_not_asked_for_more(node: SteppedNode) -> None:
     engine = Engine(node)
     engine.ask(5)
-    engine.usable = False
+    engine.well = False
     calls = node.calls
     engine.until(30.0)
     assert node.calls == calls
-    engine.usable = True
+    engine.well = True
     node.store(keys_of(5))
     engine.until(33.0)
     assert engine.found() == [0, LONG]

@@ -69,10 +69,10 @@ class Side:
             NAMESPACE.name,
             logger,
             handoff_timeout=2.0,
+            tier_timeout=60.0,
             call_timeout=call_timeout,
             start_node=start_node,
         )
-        self.lookups.limits.tier = 60.0
         self.chain = KeyChain(NAMESPACE.name, 16)
         self.chain.extend(TOKENS)
 
@@ -164,7 +164,7 @@ def test_a_handoff_that_nobody_asks_for_waits_in_the_queue_and_is_over_when_its_
     side: Side, node: Node
 ) -> None:
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
-    side.lookups.limits.handoff = 0.05
+    side.lookups.handoff_timeout = 0.05
     side.ask(expected=64)
     side.lookups.ask(LookupJob("other", TOKENS, tuple, 64, time.monotonic()))
     with pytest.raises(pytest.fail.Exception):

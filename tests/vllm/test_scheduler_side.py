@@ -22,7 +22,7 @@ from ems.vllm.configuration.settings import read_settings
 from ems.vllm.lookup_schedule import LookupAnswer
 from ems.vllm.lookups import Lookups
 from ems.vllm.metadata import QUIET, StepReport
-from ems.vllm.reporting.transferred import Transferred
+from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES
 from ems.vllm.scheduler import ANSWER_BLOCKS, ANSWER_SECONDS, IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
 from tests.e2e.engines import Node, running_node, wait_for

@@ -11,8 +11,6 @@ from ems.vllm.waiting import (
     MOST_PAUSE,
     QUEUED_PAUSE,
     Waiting,
-    keep_promoting,
-    keep_waiting,
 )
 
 
@@ -31,24 +29,28 @@ from ems.vllm.waiting import (
 def test_a_handoff_waits_for_what_is_being_written(
     tokens: int, pending: bool, expected: int, waited: float, limit: float, waits: bool
 ) -> None:
-    assert keep_waiting(tokens, pending, expected, waited, limit, waited) is waits
+    waiting = Waiting(0.0, expected)
+    waiting.hurry(0.0)
+    assert waiting.for_prefill(tokens, pending, limit, waited) is waits
 
 
 @pytest.mark.parametrize(
     ("promoting", "waited", "limit", "computing", "waits"),
     [
-        (True, 0.1, 0.8, 0.0, True),  # nobody knows what computing takes
-        (True, 0.8, 0.8, 0.0, False),  # not for ever
-        (True, 0.1, 0.8, 0.2, True),
-        (True, 0.2, 0.8, 0.2, False),  # by now it could have been computed
-        (False, 0.0, 0.8, 0.0, False),
-        (True, 0.0, 0.0, 0.0, False),
+        (100, 0.1, 0.8, 0.0, True),  # nobody knows what computing takes
+        (100, 0.8, 0.8, 0.0, False),  # not for ever
+        (100, 0.1, 0.8, 0.2, True),
+        (100, 0.2, 0.8, 0.2, False),  # by now it could have been computed
+        (0, 0.0, 0.8, 0.0, False),
+        (100, 0.0, 0.0, 0.0, False),
     ],
 )
 def test_who_is_due_waits_for_what_comes_up_from_a_tier(
-    promoting: bool, waited: float, limit: float, computing: float, waits: bool
+    promoting: int, waited: float, limit: float, computing: float, waits: bool
 ) -> None:
-    assert keep_promoting(promoting, waited, limit, computing) is waits
+    waiting = Waiting(0.0, 0)
+    waiting.hurry(0.0)
+    assert waiting.for_tiers(0, promoting, computing / 100, limit, waited) is waits
 
 
 def test_in_the_queue_a_request_waits_for_a_tier_however_long_that_takes() -> None:

@@ -6,6 +6,7 @@ The names and the order of arguments are a contract; the keyword-only ones at th
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class KVCacheType(Enum):
     """A latent that all ranks of a TP group hold alike; stored once, not once a rank."""
 
 
+@dataclass(eq=False)
 class CcConfig_v1:  # noqa: N801 - the contract's name
     """One rank of one engine.
 
@@ -34,29 +36,15 @@ class CcConfig_v1:  # noqa: N801 - the contract's name
     attribute ``kvcache_type`` may be set after construction, before the caches are registered.
     """
 
-    def __init__(
-        self,
-        rank_id: int,
-        device_id: int,
-        model_id: str,
-        tp_world_size: int,
-        pp_world_size: int,
-        rank_in_tp_group: int,
-        rank_in_pp_group: int,
-        llm_engine: str,
-    ) -> None:
-        self.rank_id = rank_id
-        self.device_id = device_id
-        self.model_id = model_id
-        self.tp_world_size = tp_world_size
-        self.pp_world_size = pp_world_size
-        self.rank_in_tp_group = rank_in_tp_group
-        self.rank_in_pp_group = rank_in_pp_group
-        self.llm_engine = llm_engine
-        self.kvcache_type = KVCacheType.MHA
-
-    def __repr__(self) -> str:
-        return f"CcConfig_v1({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+    rank_id: int
+    device_id: int
+    model_id: str
+    tp_world_size: int
+    pp_world_size: int
+    rank_in_tp_group: int
+    rank_in_pp_group: int
+    llm_engine: str
+    kvcache_type: KVCacheType = field(default=KVCacheType.MHA, init=False)
 
     def check(self) -> None:
         """Refuse what cannot be meant.
@@ -78,6 +66,7 @@ class CcConfig_v1:  # noqa: N801 - the contract's name
             raise invalid(f"kvcache_type is {self.kvcache_type!r}, expected KVCacheType.MHA or KVCacheType.MLA")
 
 
+@dataclass(eq=False)
 class CcKvOption:
     """How one call is done; ``timeout`` in milliseconds.
 
@@ -85,15 +74,12 @@ class CcKvOption:
     accepted and change nothing as long as a node works alone.
     """
 
-    def __init__(self, write_rcache: bool = True, read_local_only: bool = False, timeout: int = 5000) -> None:
-        self.write_rcache = write_rcache
-        self.read_local_only = read_local_only
-        self.timeout = timeout
-
-    def __repr__(self) -> str:
-        return f"CcKvOption({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+    write_rcache: bool = True
+    read_local_only: bool = False
+    timeout: int = 5000
 
 
+@dataclass(eq=False)
 class EmsConfig:
     """Who connects, as which rank, and to which node.
 
@@ -102,27 +88,14 @@ class EmsConfig:
     than this user's own, and how to start it; ``health`` and ``summary_seconds`` are for the impatient.
     """
 
-    def __init__(
-        self,
-        access_id: str | None,
-        access_key: str | None,
-        cc_config_v1: CcConfig_v1,
-        *,
-        autostart: bool = True,
-        node: NodeConfig | None = None,
-        health: HealthRules | None = None,
-        summary_seconds: float = 30.0,
-    ) -> None:
-        self.access_id = access_id
-        self.access_key = access_key
-        self.cc_config_v1 = cc_config_v1
-        self.autostart = autostart
-        self.node = node
-        self.health = health or HealthRules()
-        self.summary_seconds = summary_seconds
-
-    def __repr__(self) -> str:
-        return f"EmsConfig(access_id={self.access_id!r}, access_key='***', cc_config_v1={self.cc_config_v1!r})"
+    access_id: str | None
+    access_key: str | None = field(repr=False)
+    cc_config_v1: CcConfig_v1
+    _: KW_ONLY
+    autostart: bool = True
+    node: NodeConfig | None = None
+    health: HealthRules = field(default_factory=HealthRules)
+    summary_seconds: float = 30.0
 
     @property
     def tenant(self) -> str:
@@ -152,11 +125,8 @@ class EmsConfig:
 
         The kind of cache is not part of it: it is asked for when caches are registered.
         """
-        rank = {name: value for name, value in vars(self.cc_config_v1).items() if name != "kvcache_type"}
-        return (
-            self.tenant, self.access_key or "", tuple(rank.items()),
-            self.autostart, self.node, self.health, self.summary_seconds,
-        )  # fmt: skip
+        rank = tuple((name, value) for name, value in vars(self.cc_config_v1).items() if name != "kvcache_type")
+        return self.tenant, self.access_key or "", rank, self.autostart, self.node, self.health, self.summary_seconds
 
 
 def _whole_number(name: str, value: object, *, least: int) -> None:

@@ -36,36 +36,6 @@ class HealthRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("good_checks and flap_changes must be at least 1")
 
 
-class CheckPassed(msgspec.Struct, frozen=True):
-    """Event: the node answered a check."""
-
-
-class CheckFailed(msgspec.Struct, frozen=True):
-    """Event: the node did not answer a check."""
-
-    reason: str
-
-
-class OperationFailed(msgspec.Struct, frozen=True):
-    """Event: an operation failed, and not by its caller's fault."""
-
-    reason: str
-
-
-class Degraded(msgspec.Struct, frozen=True):
-    """Effect: the pool is no longer asked."""
-
-    reason: str
-
-
-class Recovered(msgspec.Struct, frozen=True):
-    """Effect: the pool is asked again."""
-
-
-Event = CheckPassed | CheckFailed | OperationFailed
-Effect = Degraded | Recovered
-
-
 class HealthGate:
     """Healthy from the start, which is a successful connection at ``now``."""
 
@@ -76,33 +46,26 @@ class HealthGate:
         self.healthy = True
         self.next_check = now + rules.check_seconds
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take note of ``event``; the effects are the change of status that follows from it, if any."""
-        match event:
-            case CheckPassed():
-                self.next_check = now + self._rules.check_seconds
-                return self._passed(now)
-            case CheckFailed(reason):
-                self.next_check = now + self._rules.check_seconds
-                return self._failed(reason, now)
-            case OperationFailed(reason):
-                return self._failed(reason, now)
-
-    def _passed(self, now: float) -> list[Effect]:
+    def passed(self, now: float) -> bool:
+        """The node answered a check.  True if the pool is asked again from now on."""
+        self.next_check = now + self._rules.check_seconds
         if self.healthy:
-            return []
+            return False
         self._good += 1
         if self._good < self._rules.good_checks or self._flaps(now):
-            return []
+            return False
         self._change(now, healthy=True)
-        return [Recovered()]
+        return True
 
-    def _failed(self, reason: str, now: float) -> list[Effect]:
+    def failed(self, now: float, *, check: bool) -> bool:
+        """A check failed, or an operation did and not by its caller's fault.  True if the pool was asked until now."""
+        if check:
+            self.next_check = now + self._rules.check_seconds
         self._good = 0
         if not self.healthy:
-            return []
+            return False
         self._change(now, healthy=False)
-        return [Degraded(reason)]
+        return True
 
     def _flaps(self, now: float) -> bool:
         while self._changes and self._changes[0] <= now - self._rules.flap_seconds:

@@ -11,16 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
-from ems.cc_v1.health import (
-    CheckFailed,
-    CheckPassed,
-    Degraded,
-    Event,
-    HealthGate,
-    HealthRules,
-    OperationFailed,
-    Recovered,
-)
+from ems.cc_v1.health import HealthGate, HealthRules
 from ems.cc_v1.summary import Sample, Summary
 from ems.errors import EmsError
 
@@ -77,7 +68,7 @@ class Monitor:
     def failed(self, error: EmsError) -> None:
         """An operation failed with ``error``; the caller's own faults do not count."""
         if code_of(error) not in _NOT_THE_NODE and not isinstance(error, GateClosed):
-            self._tell(OperationFailed(str(error)))
+            self._failed(str(error), check=False)
 
     def add(self, sample: Sample) -> None:
         with self._lock:
@@ -87,17 +78,13 @@ class Monitor:
         """End the watch; a check that is running ends by itself."""
         self._stop.set()
 
-    def _tell(self, event: Event) -> None:
+    def _failed(self, reason: str, *, check: bool) -> None:
         if self._stop.is_set():
             return
         with self._lock:
-            effects = self._gate.handle(event, self._clock())
-        for effect in effects:
-            match effect:
-                case Degraded(reason):
-                    self._logger.warning("EMS pool is not used for now: %s", reason)
-                case Recovered():
-                    self._logger.info("EMS pool is used again")
+            degraded = self._gate.failed(self._clock(), check=check)
+        if degraded:
+            self._logger.warning("EMS pool is not used for now: %s", reason)
 
     def _run(self) -> None:
         while not self._stop.wait(max(min(self._gate.next_check, self._summary.next_line) - self._clock(), 0)):
@@ -112,14 +99,17 @@ class Monitor:
         try:
             self._check()
         except EmsError as error:
-            self._tell(CheckFailed(str(error)))
+            self._failed(str(error), check=True)
             self._bring_back()
         except Exception as error:  # the root of what this thread does, see below
             # Root of this thread: a check that breaks is a check that fails, and the watch goes on.
             self._logger.exception("EMS health check broke")
-            self._tell(CheckFailed(repr(error)))
+            self._failed(repr(error), check=True)
         else:
-            self._tell(CheckPassed())
+            with self._lock:
+                recovered = not self._stop.is_set() and self._gate.passed(self._clock())
+            if recovered:
+                self._logger.info("EMS pool is used again")
 
     def _bring_back(self) -> None:
         try:

@@ -6,9 +6,18 @@ nothing happened has no line, so an idle engine's log stays quiet.
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+MOST_SAMPLES = 1 << 16
+"""Samples of each kind that count for one line; beyond, the oldest are left out."""
 
 
 class Kind(Enum):
@@ -28,82 +37,49 @@ class Sample(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Spread:
-    """Average, least and most of a series of numbers."""
-
-    __slots__ = ("_high", "_low", "_sum", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sum = 0.0
-        self._low = 0.0
-        self._high = 0.0
-
-    def add(self, value: float) -> None:
-        self._low = value if self.count == 0 else min(self._low, value)
-        self._high = value if self.count == 0 else max(self._high, value)
-        self._sum += value
-        self.count += 1
-
-    def show(self, digits: int) -> str:
-        """``average/least/most`` with ``digits`` decimals, the average with at least one."""
-        average = self._sum / self.count if self.count else 0.0
-        return f"{average:.{max(digits, 1)}f}/{self._low:.{digits}f}/{self._high:.{digits}f}"
-
-
-class _Transfers:
-    def __init__(self) -> None:
-        self.blocks = Spread()
-        self.milliseconds = Spread()
-
-    def add(self, sample: Sample) -> None:
-        self.blocks.add(sample.done)
-        self.milliseconds.add(sample.seconds * 1000)
-
-    def show(self, name: str) -> str:
-        if not self.blocks.count:
-            return f"{name}s 0"
-        return f"{name}s {self.blocks.count} (blocks {self.blocks.show(0)}, ms {self.milliseconds.show(1)})"
+def _spread(numbers: list[float], digits: int) -> str:
+    """``average/least/most`` with ``digits`` decimals, the average with at least one."""
+    average = sum(numbers) / len(numbers)
+    return f"{average:.{max(digits, 1)}f}/{min(numbers):.{digits}f}/{max(numbers):.{digits}f}"
 
 
 class Summary:
-    """Collects samples from ``now`` on; :meth:`due` says when the next line is."""
+    """Collects samples from ``now`` on; :attr:`next_line` says when the next line is due."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
         self.next_line = now + seconds
-        self._reset()
-
-    def _reset(self) -> None:
-        self._loads = _Transfers()
-        self._saves = _Transfers()
-        self._lookups = 0
-        self._asked = 0
-        self._found = 0
+        self._samples = _no_samples()
 
     def add(self, sample: Sample) -> None:
-        match sample.kind:
-            case Kind.LOAD:
-                self._loads.add(sample)
-            case Kind.SAVE:
-                self._saves.add(sample)
-            case Kind.LOOKUP:
-                self._lookups += 1
-                self._asked += sample.total
-                self._found += sample.done
+        self._samples[sample.kind].append(sample)
 
     def line(self, now: float) -> str | None:
         """The line for the interval that ended, None when none is due or nothing happened."""
         if now < self.next_line:
             return None
         self.next_line = now + self._seconds
-        idle = not (self._lookups or self._loads.blocks.count or self._saves.blocks.count)
-        text = f"{self._loads.show('load')}, {self._saves.show('save')}, {self._hit_rate()}"
-        self._reset()
-        return None if idle else text
+        samples, self._samples = self._samples, _no_samples()
+        if not any(samples.values()):
+            return None
+        transfers = ", ".join(_transfers(kind, samples[kind]) for kind in (Kind.LOAD, Kind.SAVE))
+        return f"{transfers}, {_lookups(samples[Kind.LOOKUP])}"
 
-    def _hit_rate(self) -> str:
-        if not self._asked:
-            return f"lookups {self._lookups}"
-        share = 100 * self._found / self._asked
-        return f"lookups {self._lookups}, hit rate {share:.1f}% ({self._found} of {self._asked} blocks)"
+
+def _no_samples() -> dict[Kind, deque[Sample]]:
+    return {kind: deque(maxlen=MOST_SAMPLES) for kind in Kind}
+
+
+def _transfers(kind: Kind, samples: Collection[Sample]) -> str:
+    if not samples:
+        return f"{kind.value}s 0"
+    blocks = _spread([sample.done for sample in samples], 0)
+    milliseconds = _spread([sample.seconds * 1000 for sample in samples], 1)
+    return f"{kind.value}s {len(samples)} (blocks {blocks}, ms {milliseconds})"
+
+
+def _lookups(samples: Collection[Sample]) -> str:
+    asked, found = sum(sample.total for sample in samples), sum(sample.done for sample in samples)
+    if not asked:
+        return f"lookups {len(samples)}"
+    return f"lookups {len(samples)}, hit rate {100 * found / asked:.1f}% ({found} of {asked} blocks)"

@@ -10,7 +10,8 @@ the leases of an answer belong to whoever takes it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -23,7 +24,7 @@ from ems.pool.reasons.words import Reason
 from ems.vllm.planes import Plane, page_keys
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt, Search
-from ems.vllm.waiting import QUEUED_PAUSE, Limits, Waiting
+from ems.vllm.waiting import QUEUED_PAUSE, Waiting
 
 LOOK_AGAIN_SECONDS = 0.25
 """When an answer that waits for the scheduler is checked for the first time."""
@@ -86,46 +87,53 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     """What else is known of the reason; only for requests to be explained."""
 
 
-class Hooks(msgspec.Struct):
-    """What is asked of the engine's side, and told to it, on the thread that looks."""
-
-    prompt: Callable[[LookupJob], Prompt]
-    """Names the blocks of a request."""
-    why: Callable[[Prompt, Found, Reason | None], tuple[Reason | None, str]]
-    """Why not more was found, in detail."""
-    missed: Callable[[EmsError], None]
-    """A call to the pool failed."""
-    recovered: Callable[[], None]
-    """A lookup went well."""
-    seconds_a_token: Callable[[], float]
-    """How long the engine computes a token, 0 while that is not known."""
-    usable: Callable[[], bool]
-    """Whether the pool may be asked for what need not be."""
-
-
-class LookupSchedule:
-    """All lookups of one engine over ``planes``; answers are given to ``answer``."""
+class LookupSchedule(ABC):
+    """All lookups of one engine over ``planes``.  Its methods run on the thread that looks."""
 
     def __init__(
         self,
         client: PoolClient,
         planes: Sequence[Plane],
         block_size: int,
+        *,
         call_timeout: float,
-        limits: Limits,
-        hooks: Hooks,
-        answer: Callable[[LookupJob, LookupAnswer], None],
+        handoff_timeout: float,
+        tier_timeout: float = 0.0,
     ) -> None:
         self._client = client
         self._planes = planes
         self._search = Search(client, planes, block_size, call_timeout)
         self._block_size = block_size
         self._call_timeout = call_timeout
-        self._limits = limits
-        self._hooks = hooks
-        self._answer = answer
+        self.handoff_timeout, self.tier_timeout = handoff_timeout, tier_timeout
+        self.usable: Callable[[], bool] = lambda: True
+        """Whether the pool may be asked for what need not be."""
+        self.seconds_a_token: Callable[[], float] = lambda: 0.0
+        """How long the engine computes a token, 0 while that is not known."""
         self._agenda: list[tuple[float, int, LookupJob]] = []
         self._turns = 0
+
+    # What the engine's side adds
+
+    @abstractmethod
+    def name_blocks(self, job: LookupJob) -> Prompt:
+        """Make the keys of a request's blocks."""
+
+    @abstractmethod
+    def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
+        """Why not more was found, in detail."""
+
+    @abstractmethod
+    def missed(self, error: EmsError) -> None:
+        """A call to the pool failed."""
+
+    @abstractmethod
+    def recovered(self) -> None:
+        """A lookup went well."""
+
+    @abstractmethod
+    def answer(self, job: LookupJob, answer: LookupAnswer) -> None:
+        """A lookup has ended; the leases of its answer belong to the engine's side now."""
 
     # Time
 
@@ -166,20 +174,20 @@ class LookupSchedule:
             job.waiting.hurry(now)
         if job.answer is not None:
             return self._look_again(job, job.answer, now)
-        prompt = job.prompt = job.prompt or self._hooks.prompt(job)
+        prompt = job.prompt = job.prompt or self.name_blocks(job)
         try:
             found = self._found(job, prompt, now)
         except EmsError as error:
-            self._hooks.missed(error)
+            self.missed(error)
             found = NOTHING
             answer = LookupAnswer(job.request_id, prompt.chain, found, Reason.LOOKUP_FAILED)
         else:
             if found is None:
                 return job.waiting.pause()
-            self._hooks.recovered()
+            self.recovered()
             reason, detail = self._search.reason, ""
             if job.explain:
-                reason, detail = self._hooks.why(prompt, found, reason)
+                reason, detail = self.why(prompt, found, reason)
             answer = LookupAnswer(job.request_id, prompt.chain, found, reason, detail)
         self._let_go(job)
         job.answer = found
@@ -191,17 +199,17 @@ class LookupSchedule:
         if job.over:
             self._release(answer.found)
         else:
-            self._answer(job, answer)
+            self.answer(job, answer)
 
     def _found(self, job: LookupJob, prompt: Prompt, now: float) -> Found | None:
         """What a lease now holds for the request; None if the request should wait for more."""
         if job.expected:
             tokens, pending = self._search.reach(prompt)
-            if job.waiting.for_prefill(tokens, pending, self._limits.handoff, now):
+            if job.waiting.for_prefill(tokens, pending, self.handoff_timeout, now):
                 return None
         # In the queue a tier may take its time.
         queued = job.promoting and not job.waiting.due
-        self._search.computing = 0.0 if queued else self._hooks.seconds_a_token() * self._block_size
+        self._search.computing = 0.0 if queued else self.seconds_a_token() * self._block_size
         if job.promoting:
             tokens = self._search.reach(prompt)[0]
             if self._promotes(job, tokens, now):
@@ -217,7 +225,7 @@ class LookupSchedule:
     def _promotes(self, job: LookupJob, tokens: int, now: float) -> bool:
         """Whether to wait for the blocks behind ``tokens`` tokens that the last search saw being promoted."""
         promoting = min(self._search.promoting * self._block_size, len(job.tokens) - tokens)
-        return job.waiting.for_tiers(tokens, promoting, self._hooks.seconds_a_token(), self._limits.tier, now)
+        return job.waiting.for_tiers(tokens, promoting, self.seconds_a_token(), self.tier_timeout, now)
 
     # While the request stands in the queue
 
@@ -228,7 +236,7 @@ class LookupSchedule:
             return None
         assert job.prompt is not None
         pause = max(job.waiting.pause(), LOOK_AGAIN_SECONDS)
-        if not self._hooks.usable():
+        if not self.usable():
             return pause
         try:
             self._client.notice()
@@ -243,15 +251,13 @@ class LookupSchedule:
                 job.answer = found
                 self._tell(job, LookupAnswer(job.request_id, job.prompt.chain, found, self._search.reason))
         except EmsError as error:
-            self._hooks.missed(error)
+            self.missed(error)
             return QUEUED_PAUSE
         return pause
 
     def _more(self, job: LookupJob, prompt: Prompt, answer: Found, now: float) -> bool:
         """Whether memory has enough more of the prompt for another answer.  Announces what is being promoted."""
-        if answer.blocks >= len(prompt.chain):
-            return False
-        if not self._coming(prompt, answer.blocks):
+        if answer.blocks >= len(prompt.chain) or not self._coming(prompt, answer.blocks):
             return False
         self._search.computing = 0.0
         tokens = self._search.reach(prompt)[0]
@@ -270,15 +276,10 @@ class LookupSchedule:
             if not plane.window
         )
 
-    def _pages(self, prompt: Prompt, first: int, end: int) -> list[tuple[Plane, Namespace, bytes]]:
-        return [
-            (
-                plane,
-                Namespace(plane.namespace, 0),
-                page_keys(prompt.chain.packed(first, min(end, first + MAX_KEYS // plane.shards)), plane.shards),
-            )
-            for plane in self._planes
-        ]
+    def _pages(self, prompt: Prompt, first: int, end: int) -> Iterator[tuple[Plane, Namespace, bytes]]:
+        for plane in self._planes:
+            keys = prompt.chain.packed(first, min(end, first + MAX_KEYS // plane.shards))
+            yield plane, Namespace(plane.namespace, 0), page_keys(keys, plane.shards)
 
     # What is kept meanwhile
 

@@ -18,12 +18,11 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
 from ems.vllm.lane import Lane
-from ems.vllm.lookup_schedule import Hooks, LookupAnswer, LookupJob, LookupSchedule
+from ems.vllm.lookup_schedule import LookupAnswer, LookupJob, LookupSchedule
 from ems.vllm.planes import Plane
 from ems.vllm.reporting.gaps import why_not_more
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt
-from ems.vllm.waiting import Limits
 
 YIELD_BLOCKS = 128
 """Keys that are made in one go, about 150 us."""
@@ -35,7 +34,7 @@ RESTART_SECONDS = 10.0
 """How often a missing node is started again."""
 
 
-class Lookups:
+class Lookups(LookupSchedule):
     """The lookup thread of one scheduler.
 
     ``start_node``, where given, is called to bring a missing node back.
@@ -49,39 +48,20 @@ class Lookups:
         chain_name: str,
         logger: Logger,
         *,
-        handoff_timeout: float,
-        call_timeout: float,
         start_node: Callable[[], object] | None = None,
+        **timeouts: float,
     ) -> None:
+        super().__init__(client, planes, block_size, **timeouts)
         self.failed: Callable[[EmsError], bool] | None = None
         """Told of every error of the pool, on the lookup thread; True where it has said so in the log."""
-        self._call_timeout = call_timeout
-        self._planes = planes
-        self._client = client
         self.chain_name = chain_name
         """Where chains of keys begin; another name makes all pages stored before unfindable."""
-        self._block_size = block_size
         self._logger = logger
-        self.limits = Limits(handoff_timeout)
-        """How long a request waits at most once the scheduler asks for it."""
-        self.usable: Callable[[], bool] = _yes
-        """Whether the pool may be asked for what need not be; asked on the lookup thread."""
-        self.seconds_a_token: Callable[[], float] = _unknown
-        """How long the engine computes a token, 0 while that is not known; asked on the lookup thread."""
         self._start_node = start_node
         self._next_start = 0.0
         self._said: str | None = None
         self._jobs: dict[str, LookupJob] = {}
         """Those of requests that wait; the scheduler's thread alone uses it."""
-        hooks = Hooks(
-            self._prompt,
-            self._why,
-            self._missed,
-            self._recovered,
-            lambda: self.seconds_a_token(),  # noqa: PLW0108 - both are set later
-            lambda: self.usable(),  # noqa: PLW0108
-        )
-        self._schedule = LookupSchedule(client, planes, block_size, call_timeout, self.limits, hooks, self._tell)
         self._lane: Lane[LookupJob | Lease, tuple[LookupJob, LookupAnswer]] = Lane("ems-lookup", self._run)
         self._lane.start()
 
@@ -119,7 +99,7 @@ class Lookups:
                     self.release(lease)
         return [answer for job, answer in results if not job.over]
 
-    def _tell(self, job: LookupJob, answer: LookupAnswer) -> None:
+    def answer(self, job: LookupJob, answer: LookupAnswer) -> None:
         self._lane.ended((job, answer))
 
     def close(self) -> None:
@@ -127,24 +107,24 @@ class Lookups:
 
     def _run(self) -> None:
         while True:
-            wake = self._schedule.next_at
+            wake = self.next_at
             item: LookupJob | Lease | None
             try:
                 item = self._lane.next(NOTICE_SECONDS if wake is None else max(wake - time.monotonic(), 0))
                 if item is None:
                     return
             except queue.Empty:
-                item = self._schedule.next_job(time.monotonic())
+                item = self.next_job(time.monotonic())
             if item is None:
                 self._notice()
                 continue
             try:
-                self._schedule.handle(item, time.monotonic())
+                self.handle(item, time.monotonic())
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost hits, never the engine.
                 self._logger.exception("EMS lookup failed, the request is computed")
                 if isinstance(item, LookupJob):
-                    self._tell(item, LookupAnswer(item.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
+                    self.answer(item, LookupAnswer(item.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
 
     def _notice(self) -> None:
         try:
@@ -153,7 +133,7 @@ class Lookups:
             # Root of this thread: see above.
             self._logger.exception("EMS could not look after its connection")
 
-    def _prompt(self, job: LookupJob) -> Prompt:
+    def name_blocks(self, job: LookupJob) -> Prompt:
         chain, extra = KeyChain(self.chain_name + job.adapter, self._block_size), job.extra()
         whole = len(job.tokens) // self._block_size
         while len(chain) < whole:
@@ -163,15 +143,15 @@ class Lookups:
             chain.extend(job.tokens, extra, len(chain) + YIELD_BLOCKS)
         return Prompt(job.tokens, chain, job.extra, job.request_id)
 
-    def _why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
+    def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
         try:
             return why_not_more(self._client, self._planes[0], prompt.chain, found.blocks, self._call_timeout, reason)
         except EmsError as error:
             # What was found before is not lost for it.
-            self._missed(error)
+            self.missed(error)
             return reason, ""
 
-    def _missed(self, error: EmsError) -> None:
+    def missed(self, error: EmsError) -> None:
         said = self.failed is not None and self.failed(error)
         kind = type(error).__name__
         if not said and kind != self._said:
@@ -190,15 +170,7 @@ class Lookups:
         except (ConfigError, PoolUnavailable) as error:
             self._logger.warning("EMS cannot start a pool node: %s", error)
 
-    def _recovered(self) -> None:
+    def recovered(self) -> None:
         if self._said is not None:
             self._said = None
             self._logger.info("EMS pool is in use again")
-
-
-def _unknown() -> float:
-    return 0.0
-
-
-def _yes() -> bool:
-    return True

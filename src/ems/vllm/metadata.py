@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from ems.vllm.reporting.transferred import Transferred
+from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import Load, Save
 
 

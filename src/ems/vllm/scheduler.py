@@ -27,7 +27,7 @@ from ems.vllm import compat
 from ems.vllm.adapters import Adapters
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.epoch import KeyEpoch
-from ems.vllm.gate.admission import Offer
+from ems.vllm.gate.cost import Offer
 from ems.vllm.kv_events.events import BlockEvents
 from ems.vllm.lookup_schedule import LookupJob
 from ems.vllm.lookups import Lookups
@@ -104,12 +104,12 @@ class SchedulerSide:
             model.block_size,
             self._epoch.chain_name,
             logger,
-            handoff_timeout=settings.handoff_timeout,
-            call_timeout=settings.call_timeout,
             start_node=start_node,
+            handoff_timeout=settings.handoff_timeout,
+            tier_timeout=settings.tier_timeout,
+            call_timeout=settings.call_timeout,
         )
         self._lookups.failed = self._observer.failed
-        self._lookups.limits.tier = settings.tier_timeout
         self._lookups.usable = lambda: self._observer.usable
         self._lookups.seconds_a_token = lambda: self._observer.seconds_a_token
         self._events = events

@@ -8,8 +8,6 @@ slower than computing.
 
 from __future__ import annotations
 
-import msgspec
-
 FIRST_PAUSE = 0.002
 """Seconds between the first two looks; each pause is twice as long as the one before."""
 MOST_PAUSE = 0.05
@@ -18,32 +16,6 @@ QUEUED_PAUSE = 1.0
 """Seconds between two looks at most while the request stands in the queue."""
 GRACE_SECONDS = 0.5
 """How long a hand-off waits for blocks that are announced but not even being written yet."""
-
-
-def keep_waiting(tokens: int, pending: bool, expected: int, waited: float, limit: float, known: float) -> bool:
-    """Whether a hand-off of ``expected`` tokens, of which ``tokens`` are there, goes on waiting after ``waited`` s.
-
-    It waits up to ``limit`` seconds for blocks that are being written.  It waits for blocks that nobody writes yet only
-    until the request is ``known`` for :data:`GRACE_SECONDS`.
-    """
-    if tokens >= expected or waited >= limit:
-        return False
-    return pending or known < GRACE_SECONDS
-
-
-def keep_promoting(promoting: bool, waited: float, limit: float, computing: float) -> bool:
-    """Whether a request goes on waiting for blocks that tiers promote.
-
-    It waits at most ``limit`` seconds in all, and at most as long as ``computing`` the blocks takes (0: not known).
-    """
-    return promoting and waited < (min(limit, computing) if computing else limit)
-
-
-class Limits(msgspec.Struct):
-    """Seconds that a request waits at most once the scheduler asked: for its prefill, for tiers below memory."""
-
-    handoff: float = 0.0
-    tier: float = 0.0
 
 
 class Waiting:
@@ -73,10 +45,13 @@ class Waiting:
         return 0.0 if self._due is None else now - self._due
 
     def for_prefill(self, tokens: int, pending: bool, limit: float, now: float) -> bool:
-        """Whether to go on waiting for the prefill, which has stored ``tokens`` tokens and is writing more or not."""
-        if not self._expected:
+        """Whether to go on waiting for the prefill, which has stored ``tokens`` tokens and is writing more or not.
+
+        It waits for blocks that nobody writes yet only until the request is known for :data:`GRACE_SECONDS`.
+        """
+        if tokens >= self._expected or self._waited(now) >= limit:
             return False
-        return keep_waiting(tokens, pending, self._expected, self._waited(now), limit, now - self._asked_at)
+        return pending or now - self._asked_at < GRACE_SECONDS
 
     def for_tiers(self, tokens: int, promoting: int, token_seconds: float, limit: float, now: float) -> bool:
         """Whether to go on waiting for ``promoting`` tokens behind the ``tokens`` ones that are in memory.
@@ -94,7 +69,7 @@ class Waiting:
             return False
         if self._computing is None:
             self._computing = token_seconds * promoting
-        return keep_promoting(True, self._waited(now), limit, self._computing)
+        return self._waited(now) < (min(limit, self._computing) if self._computing else limit)
 
     def pause(self) -> float:
         pause = self._pause

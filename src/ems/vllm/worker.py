@@ -25,8 +25,7 @@ from ems.vllm.loads import Loader, LoadJob
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane, check_hosts
 from ems.vllm.pages import PlaneRows, plane_rows
-from ems.vllm.reporting.stats import EmsStats
-from ems.vllm.reporting.transferred import TransferLog, Transferred
+from ems.vllm.reporting.stats import EmsStats, TransferLog, Transferred
 from ems.vllm.requests import Load
 from ems.vllm.saves import SaveBatch, Saver
 

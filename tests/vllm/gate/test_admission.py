@@ -6,8 +6,7 @@ import pytest
 
 from ems.pool.movement.speed import SAMPLES
 from ems.pool.reasons.words import Reason
-from ems.vllm.gate.admission import Offer, Thresholds, why_not
-from ems.vllm.gate.cost import CostModel
+from ems.vllm.gate.cost import CostModel, Offer, why_not
 
 SLOW_LOADS = CostModel()
 for _ in range(SAMPLES):
@@ -32,18 +31,16 @@ for _ in range(SAMPLES):
     ],
 )
 def test_thresholds(offer: Offer, reuse: int, blocks: int, reason: Reason | None) -> None:
-    thresholds = Thresholds(min_reuse_tokens=reuse, min_load_blocks=blocks)
-
-    assert why_not(offer, thresholds, 16, CostModel(), 0.0) is reason
+    assert why_not(offer, 16, CostModel(), 0.0, min_reuse_tokens=reuse, min_load_blocks=blocks) is reason
 
 
 def test_what_is_dear_is_computed_unless_a_prefill_was_run_for_it() -> None:
-    assert why_not(Offer(0, 1000), Thresholds(), 16, SLOW_LOADS, 0.0) is Reason.DEAR
-    assert why_not(Offer(0, 1000, handoff=True), Thresholds(), 16, SLOW_LOADS, 0.0) is None
+    assert why_not(Offer(0, 1000), 16, SLOW_LOADS, 0.0) is Reason.DEAR
+    assert why_not(Offer(0, 1000, handoff=True), 16, SLOW_LOADS, 0.0) is None
 
 
 def test_what_is_below_a_threshold_does_not_count_as_refused_for_its_cost() -> None:
     cost = CostModel()
-    why_not(Offer(0, 10), Thresholds(min_reuse_tokens=20), 16, cost, 0.0)
+    why_not(Offer(0, 10), 16, cost, 0.0, min_reuse_tokens=20)
 
-    assert cost.figures(0.0).refused == 0
+    assert cost.refused == 0

@@ -89,7 +89,7 @@ def test_without_evidence_of_both_nothing_is_refused(
         model.computed(size, seconds, 0.0)
 
     assert model.worth_loading(tokens, 0.0)
-    assert model.figures(0.0).refused == 0
+    assert model.refused == 0
 
 
 def test_a_load_that_takes_longer_than_computing_is_refused_and_one_that_does_not_is_made() -> None:
@@ -98,7 +98,7 @@ def test_a_load_that_takes_longer_than_computing_is_refused_and_one_that_does_no
 
     assert not model.worth_loading(100, 0.0)
     assert model.worth_loading(500, 0.0)
-    assert model.figures(0.0).refused == 1
+    assert model.refused == 1
 
 
 def test_steps_that_need_not_be_made_count_whole() -> None:
@@ -146,7 +146,7 @@ def test_whatever_was_measured_a_load_is_tried_now_and_then(
 
     for start in range(len(advised) - TRY_EVERY + 1):
         assert any(advised[start : start + TRY_EVERY])
-    assert model.figures(now).refused == advised.count(False)
+    assert model.refused == advised.count(False)
 
 
 def test_a_pool_that_became_fast_is_used_again() -> None:

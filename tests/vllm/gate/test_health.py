@@ -34,7 +34,6 @@ def make(node: Node) -> Iterator[Make]:
 
     def watch(rules: HealthRules, start_node: Callable[[], object] | None = None) -> PoolHealth:
         made.append(PoolHealth(node.socket, rules, logger, call_timeout=1.0, start_node=start_node))
-        made[-1].start()
         return made[-1]
 
     yield watch

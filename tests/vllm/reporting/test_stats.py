@@ -19,8 +19,7 @@ from ems.pool.reasons.words import Reason
 from ems.vllm.connector import EmsStoreConnector
 from ems.vllm.metadata import StepReport
 from ems.vllm.reporting.explain import Tally
-from ems.vllm.reporting.stats import EmsStats, PoolState, transfers_of
-from ems.vllm.reporting.transferred import KEPT, TransferLog, Transferred
+from ems.vllm.reporting.stats import KEPT, EmsStats, PoolState, TransferLog, Transferred, transfers_of
 from tests.metric_rules import broken_rules, families, listed
 
 LOAD = Transferred(load=True, leading=True, blocks=8, failed=0, bytes=8_000_000, seconds=0.002)

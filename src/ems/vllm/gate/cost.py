@@ -8,21 +8,21 @@ again.
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
-from ems.pool.movement.speed import Line, Reluctance, Samples
+from ems.pool.movement.speed import Reluctance, Samples
+from ems.pool.reasons.words import Reason
 
 LOADS_LAST_SECONDS = 60.0
 """How long the measurement of a load counts.  Those of computing are made all the time and do not grow old."""
 
+PREFILL_TOKENS = 32
+"""A request that computes at least so many tokens in a step computes its prompt."""
 
-class CostFigures(msgspec.Struct, frozen=True):
-    """What a model has learned; 0 where it knows nothing yet."""
-
-    compute_tokens_per_second: float
-    load_tokens_per_second: float
-    refused: int
-    """Loads that were advised against."""
+MOST_STEPS = 16
+"""More steps than this are not under way: the engine has dropped some, and pairs are made anew."""
 
 
 class CostModel:
@@ -47,9 +47,6 @@ class CostModel:
         self._computed.line(now)
         self._loaded.line(now)
 
-    def _lines(self, now: float) -> tuple[Line | None, Line | None]:
-        return self._computed.line(now, draw=False), self._loaded.line(now, draw=False)
-
     def worth_loading(self, tokens: int, now: float) -> bool:
         return self._reluctance.allows(not self._enabled or self.saving(tokens, now) >= 0)
 
@@ -59,17 +56,72 @@ class CostModel:
 
     def saving(self, tokens: int, now: float) -> float:
         """Seconds that loading ``tokens`` tokens saves, negative where it costs some; 0 while nothing is known."""
-        computed, loaded = self._lines(now)
+        computed, loaded = self._computed.line(now, draw=False), self._loaded.line(now, draw=False)
         if computed is None or loaded is None:
             return 0.0
         # The step that computes the rest of the prompt is needed in any case: only further ones count whole.
         further = tokens // self._step_tokens if self._step_tokens else 0
         return computed.per_unit * tokens + computed.fixed * further - loaded.seconds(tokens)
 
-    def figures(self, now: float) -> CostFigures:
-        computed, loaded = self._lines(now)
-        return CostFigures(
-            1 / computed.per_unit if computed is not None and computed.per_unit > 0 else 0.0,
-            1 / loaded.per_unit if loaded is not None and loaded.per_unit > 0 else 0.0,
-            self._reluctance.refused,
-        )
+    def speeds(self, now: float) -> tuple[float, float]:
+        """Tokens that are computed, and that are loaded, in a second; 0 where that is not known yet."""
+        lines = (samples.line(now, draw=False) for samples in (self._computed, self._loaded))
+        computed, loaded = (1 / line.per_unit if line is not None and line.per_unit > 0 else 0.0 for line in lines)
+        return computed, loaded
+
+    @property
+    def refused(self) -> int:
+        """Loads that were advised against."""
+        return self._reluctance.refused
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What could be loaded: ``external`` tokens of a prompt behind the ``local`` ones that the engine has."""
+
+    local: int
+    external: int
+    handoff: bool = False
+
+    def blocks(self, block_size: int) -> int:
+        return -(-(self.local + self.external) // block_size) - self.local // block_size
+
+
+def why_not(
+    offer: Offer, block_size: int, cost: CostModel, now: float, *, min_reuse_tokens: int = 0, min_load_blocks: int = 0
+) -> Reason | None:
+    """The reason not to load ``offer``, by the thresholds of the settings and then by the cost; None to load it.
+
+    A hand-off is always loaded: its prefill was run only so that this engine need not compute.
+    """
+    if offer.handoff or offer.external <= 0:
+        return None
+    if offer.local + offer.external < min_reuse_tokens or offer.blocks(block_size) <= min_load_blocks:
+        return Reason.BELOW_MINIMUM
+    return None if cost.worth_loading(offer.external, now) else Reason.DEAR
+
+
+class StepTimes:
+    """How long the engine's steps take, as its scheduler sees them.
+
+    Steps end in the order in which they began, also where the engine begins the next before the last has ended.  The
+    time that a step waited for the one before it is not its own.
+    """
+
+    def __init__(self) -> None:
+        self._begun: deque[tuple[int, float]] = deque()
+        self._last_end = 0.0
+
+    def began(self, tokens: int, most_of_one: int, now: float) -> None:
+        """A step of ``tokens`` tokens begins; no request computes more than ``most_of_one`` of them."""
+        if len(self._begun) >= MOST_STEPS:
+            self._begun.clear()
+        self._begun.append((tokens if most_of_one >= PREFILL_TOKENS else 0, now))
+
+    def ended(self, now: float) -> tuple[int, float] | None:
+        """The oldest step under way ended: its tokens and seconds if it computed prompts."""
+        if not self._begun:
+            return None
+        tokens, begun = self._begun.popleft()
+        seconds = now - max(begun, self._last_end)
+        self._last_end = now
+        return (tokens, seconds) if tokens else None

@@ -15,7 +15,6 @@ from pathlib import Path
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.present import twice
-from ems.cc_v1.summary import Sample
 from ems.errors import ConfigError, EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
@@ -31,7 +30,7 @@ _BY_NAME = {kind.__name__: kind for kind in _SICK}
 
 
 class PoolHealth:
-    """Watches the node on ``socket`` for one scheduler, after :meth:`start`.
+    """Watches the node on ``socket`` for one scheduler.
 
     ``start_node``, where given, is called after a check that failed, to bring a missing node back.
     """
@@ -45,15 +44,14 @@ class PoolHealth:
         call_timeout: float,
         start_node: Callable[[], object] | None = None,
         credentials: Credentials | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = PoolClient(socket, "vllm-health", credentials=credentials, restart_seconds=RESTART_SECONDS)
         self._logger = logger
         self._call_timeout = call_timeout
         self._start_node = start_node
-        self._monitor = Monitor(rules, SUMMARY_SECONDS, self._check, self._revive, clock, logger)
-
-    def start(self) -> None:
+        self._monitor = Monitor(rules, SUMMARY_SECONDS, self._check, self._revive, time.monotonic, logger)
+        self.add = self._monitor.add
+        """Takes a sample for the summary line."""
         self._monitor.start()
 
     @property
@@ -70,9 +68,6 @@ class PoolHealth:
     def failed_in_worker(self, kind: str) -> None:
         if kind in _BY_NAME:
             self._monitor.failed(_BY_NAME[kind](f"a worker's load or save ended with {kind}"))
-
-    def add(self, sample: Sample) -> None:
-        self._monitor.add(sample)
 
     def close(self) -> None:
         self._monitor.close()

@@ -1,8 +1,7 @@
 """What the scheduler side notes beside its work: health, cost, explanations, figures.
 
-It ties the brains :mod:`~ems.vllm.gate.cost`, :mod:`~ems.vllm.gate.admission`,
-:mod:`~ems.vllm.gate.steps` and :mod:`~ems.vllm.reporting.explain` and the health gate to the hooks of the scheduler
-side, whose thread alone calls it.  No call waits.
+It ties the brains :mod:`~ems.vllm.gate.cost` and :mod:`~ems.vllm.reporting.explain` and the health gate to the hooks
+of the scheduler side, whose thread alone calls it.  No call waits.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError
 from ems.pool.reasons.words import Reason
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.gate.admission import Offer, Thresholds, why_not
-from ems.vllm.gate.cost import CostModel
+from ems.vllm.gate.cost import CostModel, Offer, StepTimes, why_not
 from ems.vllm.gate.health import PoolHealth
-from ems.vllm.gate.steps import StepTimes
 from ems.vllm.reporting.explain import Explanations
-from ems.vllm.reporting.stats import EmsStats, PoolState
-from ems.vllm.reporting.transferred import Transferred
+from ems.vllm.reporting.stats import EmsStats, PoolState, Transferred
 
 EXPLAIN = "ems_explain"
 """Key in ``kv_transfer_params``: of a request that wants to be explained, and of the answer that does."""
@@ -54,9 +50,6 @@ class Observer:
         self._settings = settings
         self._block_size = block_size
         self._logger = logger
-        self._thresholds = Thresholds(
-            min_reuse_tokens=settings.min_reuse_tokens, min_load_blocks=settings.min_load_blocks
-        )
         self.health = PoolHealth(
             settings.socket,
             HealthRules(check_seconds=settings.health_check if settings.health_gate else NEVER_SECONDS),
@@ -65,7 +58,6 @@ class Observer:
             start_node=start_node,
             credentials=settings.credentials,
         )
-        self.health.start()
         self.cost = CostModel(enabled=settings.cost_model, step_tokens=step_tokens)
         self.seconds_a_token = 0.0
         """How long the engine computes a token, 0 while that is not known or does not matter."""
@@ -97,7 +89,8 @@ class Observer:
         """The reason not to load ``offer``; decided once for each request."""
         if request_id in self._admitted:
             return None
-        reason = why_not(offer, self._thresholds, self._block_size, self.cost, now)
+        least, blocks = self._settings.min_reuse_tokens, self._settings.min_load_blocks
+        reason = why_not(offer, self._block_size, self.cost, now, min_reuse_tokens=least, min_load_blocks=blocks)
         if reason is None:
             self._admitted.add(request_id)
         return reason
@@ -165,10 +158,9 @@ class Observer:
         if now < self._next_state and usable is self._shown_usable:
             return None
         self._next_state, self._shown_usable = now + STATE_SECONDS, usable
-        figures = self.cost.figures(now)
-        speed = figures.compute_tokens_per_second
-        self.seconds_a_token = 1 / speed if speed and self._settings.cost_model else 0.0
-        return PoolState(usable, figures.compute_tokens_per_second, figures.load_tokens_per_second, figures.refused)
+        computes, loads = self.cost.speeds(now)
+        self.seconds_a_token = 1 / computes if computes and self._settings.cost_model else 0.0
+        return PoolState(usable, computes, loads, self.cost.refused)
 
     def close(self) -> None:
         self.health.close()

@@ -7,6 +7,7 @@ every few seconds and turns them into Prometheus metrics (:class:`EmsPromMetrics
 from __future__ import annotations
 
 from collections import Counter as Counts
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,53 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from ems.pool.reasons.words import Reason
 from ems.version import __version__
 from ems.vllm.reporting.explain import Tally
-from ems.vllm.reporting.transferred import Transferred
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+KEPT = 1024
+"""Transfers that are kept for who asks late."""
+
+
+class Transferred(msgspec.Struct, frozen=True, array_like=True):
+    """One load or save of one worker that ended, in blocks of the request.
+
+    Of all workers that move parts of the same blocks a ``leading`` one stands for them; bytes are the worker's own.
+    ``failed`` blocks of a load hold nothing.
+    """
+
+    load: bool
+    leading: bool
+    blocks: int
+    failed: int
+    bytes: int
+    seconds: float
+
+
+class TransferLog:
+    """Transfers of one worker, for two readers: the engine's statistics and the scheduler side."""
+
+    def __init__(self) -> None:
+        self._for_stats: deque[Transferred] = deque(maxlen=KEPT)
+        self._for_report: deque[Transferred] = deque(maxlen=KEPT)
+        self._errors: Counts[str] = Counts()
+
+    def add(self, transferred: Transferred) -> None:
+        self._for_stats.append(transferred)
+        self._for_report.append(transferred)
+
+    def failed(self, error: str) -> None:
+        self._errors[error] += 1
+
+    def take_for_stats(self) -> list[Transferred]:
+        taken = list(self._for_stats)
+        self._for_stats.clear()
+        return taken
+
+    def take_for_report(self) -> tuple[list[Transferred], dict[str, int]]:
+        taken, errors = list(self._for_report), dict(self._errors)
+        self._for_report.clear()
+        self._errors.clear()
+        return taken, errors
 
 
 class PoolState(msgspec.Struct, frozen=True):
