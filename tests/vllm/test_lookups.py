@@ -58,7 +58,7 @@ class Side:
     """A scheduler's lookups and a writer beside it."""
 
     def __init__(
-        self, node: Node, start_node: Callable[[], object] | None = None, *, call_timeout: float = 60.0
+        self, node: Node, start_node: Callable[[], None] = lambda: None, *, call_timeout: float = 60.0
     ) -> None:
         self.client = PoolClient(node.socket, "scheduler")
         self.writer = PoolClient(node.socket, "writer")

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from ems.errors import PoolTimeout
+from ems.errors import ConfigError, PoolTimeout
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.movement.speed import LEAST_SAMPLES
@@ -791,3 +792,23 @@ def test_blocks_that_another_connector_lost_are_not_missing_in_our_loads(
     side.received(["r"], (), set())
 
     assert side.end(one)["reason"] == "nothing_missed"
+
+
+def test_a_node_that_cannot_be_started_is_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = threading.Semaphore(0)
+
+    def no_room(_config: object) -> bool:
+        tried.release()
+        raise ConfigError("no room")
+
+    monkeypatch.setattr("ems.vllm.scheduler.ensure_node", no_room)
+    settings, _ = read_settings("kv_both", {"socket": str(node.socket), "health_check_ms": 20}, {})
+    side = Side(settings, MODEL)
+    node.kill()
+
+    assert tried.acquire(timeout=30)
+    assert tried.acquire(timeout=30)
+    assert "EMS cannot start a pool node: no room" in caplog.messages
+    side.close()

@@ -9,7 +9,6 @@ the leases of an answer belong to whoever takes it.
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -66,8 +65,8 @@ class LookupJob(msgspec.Struct, eq=False):
     renew_at: float = 0.0
     answer: Found | None = None
     """What was answered last."""
-    turn: int = 0
-    """Number of its next look; 0 while there is none."""
+    look_at: float = 0.0
+    """When it is looked at again, while it is on the agenda."""
 
     def __post_init__(self) -> None:
         self.waiting = Waiting(self.asked_at, self.expected)
@@ -110,8 +109,8 @@ class LookupSchedule(ABC):
         """Whether the pool may be asked for what need not be."""
         self.seconds_a_token: Callable[[], float] = lambda: 0.0
         """How long the engine computes a token, 0 while that is not known."""
-        self._agenda: list[tuple[float, int, LookupJob]] = []
-        self._turns = 0
+        self._agenda: set[LookupJob] = set()
+        """Few: so many requests as may wait with a lookup."""
 
     # What the engine's side adds
 
@@ -139,30 +138,23 @@ class LookupSchedule(ABC):
 
     @property
     def next_at(self) -> float | None:
-        return self._agenda[0][0] if self._agenda else None
+        return min((job.look_at for job in self._agenda), default=None)
+
+    def next_job(self, now: float) -> LookupJob | None:
+        """The next request that is due; None if none is yet."""
+        job = min(self._agenda, key=lambda job: job.look_at, default=None)
+        return job if job is not None and job.look_at <= now else None
 
     def handle(self, item: LookupJob | Lease, now: float) -> None:
         """Handle a request that is new, that the scheduler asks for or that is over; or release a lease."""
         if isinstance(item, Lease):
             self._client.release(item)
-        else:
-            self._turn(item, now)
-
-    def next_job(self, now: float) -> LookupJob | None:
-        """The next request that is due; None if none is yet."""
-        while self._agenda and self._agenda[0][0] <= now:
-            _, turn, job = heapq.heappop(self._agenda)
-            if job.turn == turn:
-                return job
-        return None
-
-    def _turn(self, job: LookupJob, now: float) -> None:
-        job.turn = 0
-        pause = self._look(job, now)
+            return
+        self._agenda.discard(item)
+        pause = self._look(item, now)
         if pause is not None:
-            self._turns += 1
-            job.turn = self._turns
-            heapq.heappush(self._agenda, (now + pause, job.turn, job))
+            item.look_at = now + pause
+            self._agenda.add(item)
 
     # One lookup
 
@@ -185,9 +177,8 @@ class LookupSchedule(ABC):
             if found is None:
                 return job.waiting.pause()
             self.recovered()
-            reason, detail = self._search.reason, ""
-            if job.explain:
-                reason, detail = self.why(prompt, found, reason)
+            reason = self._search.reason
+            reason, detail = self.why(prompt, found, reason) if job.explain else (reason, "")
             answer = LookupAnswer(job.request_id, prompt.chain, found, reason, detail)
         self._let_go(job)
         job.answer = found

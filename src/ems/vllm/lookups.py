@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from logging import Logger
 
-from ems.errors import ConfigError, EmsError, NoSpace, PoolUnavailable
+from ems.errors import EmsError, NoSpace, PoolRefused, PoolUnavailable
 from ems.pool.client.answers import Lease
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
+from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
 from ems.vllm.lane import Lane
 from ems.vllm.lookup_schedule import LookupAnswer, LookupJob, LookupSchedule
-from ems.vllm.planes import Plane
-from ems.vllm.reporting.gaps import why_not_more
+from ems.vllm.planes import Plane, page_keys
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt
 
@@ -37,7 +37,7 @@ RESTART_SECONDS = 10.0
 class Lookups(LookupSchedule):
     """The lookup thread of one scheduler.
 
-    ``start_node``, where given, is called to bring a missing node back.
+    ``start_node`` is called to bring a missing node back.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Lookups(LookupSchedule):
         chain_name: str,
         logger: Logger,
         *,
-        start_node: Callable[[], object] | None = None,
+        start_node: Callable[[], None] = lambda: None,
         **timeouts: float,
     ) -> None:
         super().__init__(client, planes, block_size, **timeouts)
@@ -144,12 +144,28 @@ class Lookups(LookupSchedule):
         return Prompt(job.tokens, chain, job.extra, job.request_id)
 
     def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
+        """Why the first missing block is missing: :attr:`Reason.GAP` where blocks behind it are there."""
+        chain, plane = prompt.chain, self._planes[0]
+        if found.blocks >= len(chain):
+            return reason, ""
+        end = min(len(chain), found.blocks + MAX_KEYS // plane.shards)
+        keys = page_keys(chain.packed(found.blocks, end), plane.shards)
         try:
-            return why_not_more(self._client, self._planes[0], prompt.chain, found.blocks, self._call_timeout, reason)
+            explanation = self._client.explain(plane.namespace, keys, self._call_timeout)
+        except PoolRefused:
+            # A node of an earlier release does not tell.
+            return reason, ""
         except EmsError as error:
             # What was found before is not lost for it.
             self.missed(error)
             return reason, ""
+        codes, detail = explanation.codes, explanation.detail
+        why = Reason.of_code(next((code for code in codes if code), 0)) or reason
+        # A block behind counts when all of its pages are there.
+        behind = (codes[at : at + plane.shards] for at in range(plane.shards, len(codes), plane.shards))
+        if any(all(code in (0, Reason.GAP.code) for code in block) for block in behind):
+            return Reason.GAP, "; ".join(text for text in (why.value if why else "", detail) if text)
+        return why, detail
 
     def missed(self, error: EmsError) -> None:
         said = self.failed is not None and self.failed(error)
@@ -159,16 +175,9 @@ class Lookups(LookupSchedule):
             serve = "blocks are computed and not stored" if isinstance(error, NoSpace) else "serving on without it"
             self._logger.warning("EMS pool cannot be used, %s: %s", serve, error)
         now = time.monotonic()
-        if isinstance(error, PoolUnavailable) and self._start_node is not None and now >= self._next_start:
+        if isinstance(error, PoolUnavailable) and now >= self._next_start:
             self._next_start = now + RESTART_SECONDS
-            threading.Thread(target=self._start, name="ems-start-node", daemon=True).start()
-
-    def _start(self) -> None:
-        assert self._start_node is not None
-        try:
-            self._start_node()
-        except (ConfigError, PoolUnavailable) as error:
-            self._logger.warning("EMS cannot start a pool node: %s", error)
+            threading.Thread(target=self._start_node, name="ems-start-node", daemon=True).start()
 
     def recovered(self) -> None:
         if self._said is not None:

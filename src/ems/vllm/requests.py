@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import msgspec
@@ -151,38 +152,33 @@ class Found(msgspec.Struct, frozen=True):
 NOTHING = Found(0, 0, (), ())
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """What is known of one request."""
 
-    __slots__ = (
-        "adapter", "block_ids", "chain", "ended", "expected", "failed", "found", "in_step", "loading", "local",
-        "matched_at", "matched_in", "next_save", "phase", "prompt_tokens", "request_id", "saved_any", "saved_tail",
-    )  # fmt: skip
-
-    def __init__(self, request_id: str, prompt_tokens: int, expected: int, adapter: Adapter | None = None) -> None:
-        self.request_id = request_id
-        self.adapter = adapter
-        self.prompt_tokens = prompt_tokens
-        self.expected = expected
-        self.phase = Phase.NEW
-        self.matched_at: float | None = None
-        """When the engine first asked for it, from when on its lookup has to end."""
-        self.matched_in = -1
-        """The number of the step in which the engine last asked for it."""
-        self.chain: KeyChain | None = None
-        self.found = NOTHING
-        self.local = 0
-        self.in_step = False
-        """Its load is part of the step that begins it."""
-        self.failed = False
-        self.ended = False
-        self.block_ids: list[list[int]] = []
-        self.loading: list[int] = []
-        """The blocks of the first group that a load fills."""
-        self.next_save = 0
-        self.saved_any = False
-        self.saved_tail = 0
-        """Tokens of the request up to the end of the tail that was offered last."""
+    request_id: str
+    prompt_tokens: int
+    expected: int
+    adapter: Adapter | None = None
+    phase: Phase = Phase.NEW
+    matched_at: float | None = None
+    """When the engine first asked for it, from when on its lookup has to end."""
+    matched_in: int = -1
+    """The number of the step in which the engine last asked for it."""
+    chain: KeyChain | None = None
+    found: Found = NOTHING
+    local: int = 0
+    in_step: bool = False
+    """Its load is part of the step that begins it."""
+    failed: bool = False
+    ended: bool = False
+    block_ids: list[list[int]] = field(default_factory=list)
+    loading: list[int] = field(default_factory=list)
+    """The blocks of the first group that a load fills."""
+    next_save: int = 0
+    saved_any: bool = False
+    saved_tail: int = 0
+    """Tokens of the request up to the end of the tail that was offered last."""
 
 
 class RequestBook:
@@ -220,12 +216,12 @@ class RequestBook:
         self._restarted_at = float("-inf")
         self._handoff_timeout = handoff_timeout
         self._requests: dict[str, Request] = {}
-        self._leases = 0
         self._waiting: dict[str, None] = {}
         self._unasked: OrderedDict[str, None] = OrderedDict()
         """Requests that are not looked up yet, in the order of the engine's queue."""
         self._over: list[str] = []
         self._loading = 0
+        """Requests whose loads are under way."""
         self._step = 0
         self._later: list[str] | None = None
         """Requests of :attr:`_waiting` that the engine had not asked for in this step when another one needed room."""
@@ -238,7 +234,7 @@ class RequestBook:
 
     @property
     def leases(self) -> int:
-        return self._leases
+        return sum(len(request.found.leases) for request in self._requests.values())
 
     @property
     def unasked(self) -> bool:
@@ -307,7 +303,6 @@ class RequestBook:
             # It gave up waiting while the lookup was under way.
             return [Release(lease) for lease in found.leases]
         before, request.found = request.found.leases, found
-        self._leases += len(found.leases) - len(before)
         if request.phase is Phase.ANSWERED:
             # Looked at again while it waits, there was more, or what had been promised was gone.
             request.next_save = request.saved_tail = 0
@@ -346,15 +341,11 @@ class RequestBook:
             if now - max(request.matched_at, self._restarted_at) < patience:
                 return None, []
             self._settle(request)
-        found = 0
-        released: list[Ask | Release | Full] = []
-        if request.phase is Phase.ANSWERED:
-            request.local, request.in_step = local, in_step
-            leaves_last = in_step or self._windows
-            found = max(min(request.found.tokens, tokens - leaves_last) - local, 0)
-            if not found:
-                released += self._settle(request)
-        return found, released
+        if request.phase is not Phase.ANSWERED:
+            return 0, []
+        request.local, request.in_step = local, in_step
+        found = max(min(request.found.tokens, tokens - (in_step or self._windows)) - local, 0)
+        return found, [] if found else list(self._settle(request))
 
     def node_restarts(self, now: float) -> None:
         """The node is not there for a moment: nobody's lookup can have been answered, and none has waited yet."""
@@ -377,10 +368,13 @@ class RequestBook:
     def _defer(self, request: Request) -> list[Release]:
         """Drop the request's lookup.  It is looked up again when there is room."""
         released = self._settle(request)
-        request.phase, request.matched_at = Phase.NEW, None
         request.next_save = request.saved_tail = 0
-        self._unasked[request.request_id] = None
+        self._look_up_later(request)
         return released
+
+    def _look_up_later(self, request: Request) -> None:
+        request.phase, request.matched_at = Phase.NEW, None
+        self._unasked[request.request_id] = None
 
     def decline(self, request_id: str) -> list[Release]:
         """Load nothing for the request, whatever its lookup finds."""
@@ -393,10 +387,8 @@ class RequestBook:
         self._loading -= request.phase is Phase.LOADING
         request.phase = Phase.SETTLED
         self._no_longer_waits(request.request_id)
-        leases = request.found.leases
-        request.found = NOTHING
-        self._leases -= len(leases)
-        return [Release(lease) for lease in leases]
+        found, request.found = request.found, NOTHING
+        return [Release(lease) for lease in found.leases]
 
     # Blocks
 
@@ -413,11 +405,10 @@ class RequestBook:
             return list(self._settle(request))
         request.phase = Phase.LOADING
         self._loading += 1
-        last = -(-(request.local + external) // self._block_size)
+        found, tokens = request.found, request.local + external
+        last = -(-tokens // self._block_size)
         request.loading = request.block_ids[0][request.local // self._block_size : last]
         self._no_longer_waits(request_id)
-        found = request.found
-        tokens = request.local + external
         broken = any(self._first_wanted(request, pages, tokens) < pages.first for pages in found.pages)
         parts = [] if broken else [self._part(request, pages, tokens) for pages in found.pages]
         parts = [part for part in parts if part.block_ids]
@@ -477,15 +468,14 @@ class RequestBook:
         if self._several_ranks and request.in_step and request.phase is Phase.LOADING:
             # A rank learns too late of a load that failed on another one.
             return None
+        if request.next_save == NEVER:
+            return None
         held = min(len(ids) for ids in request.block_ids)
         whole = min(computed // self._block_size, held)
         first = min(request.next_save, whole)
-        if request.next_save == NEVER:
-            return None
         tail = computed - whole * self._block_size
-        if computed < end or tail >= self._block_size or computed <= request.saved_tail or not self._saves_tails:
-            tail = 0
-        if tail and whole >= held:
+        may_end = self._saves_tails and computed >= end and computed > request.saved_tail and whole < held
+        if not may_end or tail >= self._block_size:
             tail = 0
         if first == whole and not tail:
             return None
@@ -502,12 +492,8 @@ class RequestBook:
     def save(self, request_id: str, span: Span, chain: KeyChain, tail: Tail | None) -> Save:
         """The save of ``span`` of a request whose keys are ``chain``; ``tail`` names the part of a block behind it."""
         request = self._requests[request_id]
-        keys: list[bytes] = list(chain[span.first : span.end])
-        end = span.end
-        if tail is not None:
-            keys.append(tail.key)
-            end += 1
-        block_ids = [ids[span.first : end] for ids in request.block_ids]
+        keys: list[bytes] = [*chain[span.first : span.end], *([tail.key] if tail is not None else [])]
+        block_ids = [ids[span.first : span.first + len(keys)] for ids in request.block_ids]
         return Save(request_id, span.first, chain.parent(span.first), keys, block_ids, tail, adapter=request.adapter)
 
     # Ends
@@ -522,9 +508,8 @@ class RequestBook:
         request.saved_tail = 0
         request.saved_any = False
         if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:
-            request.phase, request.matched_at = Phase.NEW, None
+            self._look_up_later(request)
             # It is the next in the engine's queue.
-            self._unasked[request_id] = None
             self._unasked.move_to_end(request_id, last=False)
 
     def abandon(self, request_id: str) -> list[Release]:
@@ -557,8 +542,7 @@ class RequestBook:
                 continue
             request.chain, request.next_save, request.saved_tail = None, 0, 0
             if request.prompt_tokens > 1 and self._loads:
-                request.phase, request.matched_at = Phase.NEW, None
-                self._unasked[request.request_id] = None
+                self._look_up_later(request)
         return released
 
     def last_save(self, request_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> Span | None:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from ems.errors import ConfigError
+from ems.errors import ConfigError, PoolUnavailable
 from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
@@ -90,7 +90,7 @@ class SchedulerSide:
             handoff_timeout=settings.handoff_timeout,
             several_ranks=workers > 1,
         )
-        start_node = self._start_node if settings.autostart else None
+        start_node = self._start_node if settings.autostart else _nothing
         self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens, start_node=start_node)
         self._client = PoolClient(
             settings.socket, "vllm-scheduler", credentials=settings.credentials, restart_seconds=RESTART_SECONDS
@@ -155,8 +155,11 @@ class SchedulerSide:
         compat.around_free_blocks(block_pool, lambda: self._turned_away)
 
     def _start_node(self) -> None:
-        if ensure_node(self._settings.node_config()):
-            logger.info("EMS started a pool node on this host")
+        try:
+            if ensure_node(self._settings.node_config()):
+                logger.info("EMS started a pool node on this host")
+        except (ConfigError, PoolUnavailable) as error:
+            logger.warning("EMS cannot start a pool node: %s", error)
 
     # Requests
 
@@ -463,7 +466,7 @@ class SchedulerSide:
         return save
 
     def received(
-        self, finished: Iterable[str], failed: Collection[str], invalid: set[int], report: object = None
+        self, finished: Iterable[str], failed: Collection[str], invalid: set[int], report: StepReport | None = None
     ) -> None:
         """VLLM's ``update_connector_output``: loads that ended, those that failed whole, blocks that hold nothing.
 
@@ -472,18 +475,20 @@ class SchedulerSide:
         if invalid:
             # Another connector beside this one loses blocks, too.
             self._invalid |= invalid & self._book.loading_blocks()
-        if isinstance(report, StepReport):
+        ended = list(finished)
+        if report is not None:
             self._observer.transferred(report.transfers, report.errors, time.monotonic())
             self._no_longer_saved(report.saved)
-        for request_id in [*finished, *self._ended_in_step(report)]:
+            ended += self._on_all_workers(self._reported, report.in_step)
+        for request_id in ended:
             known = self._book.get(request_id)
             filled = set(known.loading) if known is not None else set()
-            if known is not None and known.found.leases and request_id not in failed and not filled & self._invalid:
+            lost = filled if request_id in failed else filled & self._invalid
+            if known is not None and known.found.leases and request_id not in failed and not lost:
                 self._loaded_from = known.found.leases[0].node
             self._loading_in_step.discard(request_id)
-            if known is not None and known.in_step and filled & self._invalid:
-                self._forget(known.block_ids[0], self._invalid)
-            lost = filled if request_id in failed else filled & self._invalid
+            if known is not None and known.in_step and lost:
+                self._forget(known.block_ids[0], lost)
             self._observer.requests.load_failed(request_id, len(lost))
             self._do(self._book.received(request_id, self._invalid, failed=request_id in failed))
             self._invalid -= filled
@@ -495,11 +500,6 @@ class SchedulerSide:
         """
         first = next((position for position, block in enumerate(block_ids) if block in invalid), len(block_ids))
         self.block_pool.evict_blocks(set(block_ids[first:]))
-
-    def _ended_in_step(self, report: object) -> list[str]:
-        if not isinstance(report, StepReport):
-            return []
-        return self._on_all_workers(self._reported, report.in_step)
 
     def _on_all_workers(self, reported: Counter[str], counts: Mapping[str, int]) -> list[str]:
         """Requests that are now over on all workers, after ``counts`` more reports."""
@@ -644,5 +644,5 @@ def _tokens(request: Any, start: int, end: int) -> Sequence[int]:
     return tokens
 
 
-def _nothing(_seconds: float) -> None:
-    """The workers are in other processes."""
+def _nothing(*_given: object) -> None:
+    """There is nothing to be done: no node may be started, or the workers are in other processes."""

@@ -67,7 +67,7 @@ class Search:
         self._request = ""  # a hand-off that waits asks often
         self.promoting = 0
         reach = self._reach(prompt)
-        return reach.blocks * self._block_size + reach.tail.tokens, reach.pending
+        return self._tokens(reach), reach.pending
 
     def take(self, prompt: Prompt) -> Found:
         self.reason, self._request, self.promoting = None, prompt.request, 0
@@ -76,13 +76,15 @@ class Search:
         for _ in range(2):
             # What is evicted between the two halves of a search is noticed; it is then tried once more.
             reach = self._reach(prompt)
-            tokens = reach.blocks * self._block_size + reach.tail.tokens
-            found = self._promise_all(prompt, reach, tokens) if tokens else NOTHING
+            found = self._promise_all(prompt, reach) if self._tokens(reach) else NOTHING
             if found is not None:
                 return found
         return NOTHING
 
-    def _promise_all(self, prompt: Prompt, reach: Reach, tokens: int) -> Found | None:
+    def _tokens(self, reach: Reach) -> int:
+        return reach.blocks * self._block_size + reach.tail.tokens
+
+    def _promise_all(self, prompt: Prompt, reach: Reach) -> Found | None:
         leases: list[Lease] = []
         try:
             pages = [self._promise(number, prompt, reach, leases) for number in range(len(self._planes))]
@@ -94,7 +96,7 @@ class Search:
             # Something was evicted, or the node changed, since it was looked at.
             self._give_back(leases)
             return None
-        return Found(tokens, reach.blocks, tuple(taken), tuple(leases))
+        return Found(self._tokens(reach), reach.blocks, tuple(taken), tuple(leases))
 
     # One plane that needs all blocks: found and promised in one call, with the tail behind them
 
@@ -131,16 +133,16 @@ class Search:
     def _hold_leading(self, prompt: Prompt, leases: list[Lease]) -> tuple[bytes, bytes, TailHit]:
         """Pages of the leading blocks, and the tail behind all blocks, which counts only if all blocks are present."""
         shards, whole = self._planes[0].shards, len(prompt.chain)
-        rest = self._rest(prompt, whole)
         if not whole:
             return b"", b"", self._tail(prompt, 0, lease=shards == 1)
         keys = page_keys(prompt.chain.packed(0, whole), shards)
-        if not len(rest):
+        name = self._tail_name(prompt, whole)
+        if name is None:
             return *self._hold(keys, self._ask(0, keys, lease=True), leases), NO_TAIL
         hits, tail = self._client.lookup_with_tail(
             self._namespaces[0],
             keys,
-            self._tail_name(prompt, whole, rest),
+            name,
             lease_keys=True,
             lease_tail=shards == 1,
             timeout=self._timeout,
@@ -218,33 +220,28 @@ class Search:
         """The first missing block that some window needs, or None; and whether it is being written."""
         tokens = blocks * self._block_size + tail.tokens
         for number, plane in enumerate(self._planes):
-            first = self._first_in_sight(plane, tokens)
+            # The engine computes the last token again.
+            first = first_in_sight(plane.window, tokens - 1, self._block_size)
             if plane.window and first < blocks:
                 found, writing = self._leading(number, prompt.chain.packed(first, blocks))
                 if first + found < blocks:
                     return first + found, writing
         return None, False
 
-    def _first_in_sight(self, plane: Plane, tokens: int) -> int:
-        """The first block that an engine needs which computes the last of ``tokens`` again."""
-        return first_in_sight(plane.window, tokens - 1, self._block_size)
-
     def _tail(self, prompt: Prompt, blocks: int, *, lease: bool) -> TailHit:
         """The part of block number ``blocks`` that some page of the first plane holds."""
-        rest = self._rest(prompt, blocks)
-        if not len(rest):
+        name = self._tail_name(prompt, blocks)
+        if name is None:
             return NO_TAIL
-        name = self._tail_name(prompt, blocks, rest)
         hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease, timeout=self._timeout)
         self.promoting = max(self.promoting, int(hit.below))
         return hit
 
-    def _rest(self, prompt: Prompt, blocks: int) -> Sequence[int]:
-        """Tokens of the block number ``blocks``, none where the prompt ends before it."""
-        return prompt.tokens[blocks * self._block_size : (blocks + 1) * self._block_size]
-
-    @staticmethod
-    def _tail_name(prompt: Prompt, blocks: int, rest: Sequence[int]) -> Tail:
+    def _tail_name(self, prompt: Prompt, blocks: int) -> Tail | None:
+        """The block number ``blocks`` as far as the prompt has it; None where the prompt ends before it."""
+        rest = prompt.tokens[blocks * self._block_size : (blocks + 1) * self._block_size]
+        if not len(rest):
+            return None
         extra = prompt.extra()
         return prompt.chain.tail(blocks, rest, extra[blocks] if blocks < len(extra) else None)
 
@@ -260,8 +257,7 @@ class Search:
 
     def _promise(self, number: int, prompt: Prompt, reach: Reach, leases: list[Lease]) -> Pages | None:
         plane = self._planes[number]
-        first = self._first_in_sight(plane, reach.blocks * self._block_size + reach.tail.tokens)
-        first = min(first, reach.blocks)
+        first = min(first_in_sight(plane.window, self._tokens(reach) - 1, self._block_size), reach.blocks)
         keys = page_keys(prompt.chain.packed(first, reach.blocks) + reach.tail.key, plane.shards)
         hits = self._ask(number, keys, lease=True)
         if hits.lease is not None:

@@ -104,14 +104,10 @@ class WorkerSide:
         first = kv_caches[self._planes[0].layers[0]]
         self._load_device, self._save_device = device_of(first), device_of(first)
         self._start_node()
-        timeout = self._settings.call_timeout
-        self._loader = Loader(
-            self._client, self._rows, self._load_device, logger, timeout, by_layer=self._settings.layerwise
-        )
+        timeout, by_layer = self._settings.call_timeout, self._settings.layerwise
+        self._loader = Loader(self._client, self._rows, self._load_device, logger, timeout, by_layer=by_layer)
         if self._settings.saves:
-            self._saver = Saver(
-                self._client, self._rows, self._save_device, logger, timeout, by_layer=self._settings.layerwise
-            )
+            self._saver = Saver(self._client, self._rows, self._save_device, logger, timeout, by_layer=by_layer)
         self._warm_once()
 
     def _start_node(self) -> None:
@@ -290,8 +286,9 @@ class WorkerSide:
         received, self._refused = self._refused, set()
         wait = IDLE_SECONDS if self._step is not None and self._step.idle else 0.0
         for result in self._loader.results(wait) if self._loader is not None else ():
+            failed = result.failed_blocks
             if not self._model.fails_whole:
-                self._invalid |= result.failed_blocks
+                self._invalid |= failed
             elif not result.sound:
                 self._failed.add(result.request_id)
             if result.in_step:
@@ -303,44 +300,20 @@ class WorkerSide:
                 result.request_id,
                 result.seconds * 1000,
                 result.loaded,
-                len(result.failed_blocks),
+                len(failed),
             )
-            self._transfers.add(
-                Transferred(
-                    load=True,
-                    leading=self._leading,
-                    blocks=result.loaded,
-                    failed=len(result.failed_blocks),
-                    bytes=result.bytes,
-                    seconds=result.seconds,
-                )
-            )
-            if result.error:
-                self._transfers.failed(result.error)
-        self._note_saves()
+            ended = Transferred(True, self._leading, result.loaded, len(failed), result.bytes, result.seconds)
+            self._transfers.add(ended, result.error)
         saver = self._saver
+        for one in saver.results() if saver is not None else ():
+            stored = Transferred(False, one.blocks > 0, one.blocks, 0, one.bytes, one.seconds) if one.stored else None
+            self._transfers.add(stored, one.error)
         saved = {request_id for request_id in self._awaited if saver is None or not saver.busy(request_id)}
         self._awaited -= saved
         self._saved |= saved
-        failed = self._failed & received
-        self._failed -= failed
-        return received, failed
-
-    def _note_saves(self) -> None:
-        for result in self._saver.results() if self._saver is not None else ():
-            if result.stored:
-                self._transfers.add(
-                    Transferred(
-                        load=False,
-                        leading=result.blocks > 0,
-                        blocks=result.blocks,
-                        failed=0,
-                        bytes=result.bytes,
-                        seconds=result.seconds,
-                    )
-                )
-            if result.error:
-                self._transfers.failed(result.error)
+        failed_whole = self._failed & received
+        self._failed -= failed_whole
+        return received, failed_whole
 
     def take_stats(self) -> EmsStats | None:
         if not self._for_stats:

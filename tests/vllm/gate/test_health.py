@@ -10,7 +10,8 @@ import pytest
 
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.summary import Kind, Sample
-from ems.errors import ConfigError, EmsError, NoSpace, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
+from ems.errors import EmsError, NoSpace, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
+from ems.pool.client.pool_client import PoolClient
 from ems.vllm.gate import health
 from ems.vllm.gate.health import PoolHealth
 from tests.e2e.engines import Node, running_node, wait_for
@@ -32,8 +33,9 @@ def node() -> Iterator[Node]:
 def make(node: Node) -> Iterator[Make]:
     made: list[PoolHealth] = []
 
-    def watch(rules: HealthRules, start_node: Callable[[], object] | None = None) -> PoolHealth:
-        made.append(PoolHealth(node.socket, rules, logger, call_timeout=1.0, start_node=start_node))
+    def watch(rules: HealthRules, start_node: Callable[[], None] = lambda: None) -> PoolHealth:
+        client = PoolClient(node.socket, "health")
+        made.append(PoolHealth(client, rules, logger, call_timeout=1.0, start_node=start_node))
         return made[-1]
 
     yield watch
@@ -86,21 +88,6 @@ def test_a_node_that_is_gone_closes_the_gate_and_is_started(make: Make, node: No
     node.kill()
     assert started.wait(30)
     wait_for(lambda: watched.usable, "the gate opens")
-
-
-def test_a_node_that_cannot_be_started_is_tried_again(make: Make, node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    tried = threading.Semaphore(0)
-
-    def start() -> None:
-        tried.release()
-        raise ConfigError("no room")
-
-    make(QUICK, start)
-    node.kill()
-
-    assert tried.acquire(timeout=30)
-    assert tried.acquire(timeout=30)
-    assert "EMS cannot start a pool node: no room" in caplog.messages
 
 
 def test_the_summary_line_is_in_the_connectors_log(

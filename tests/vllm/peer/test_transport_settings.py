@@ -13,8 +13,7 @@ ONE = {"dp_size": 1, "tp_size": 1}
 
 
 def read(role: str | None, extra: dict[str, Any], **own: int) -> tuple[dict[str, Any], list[str]]:
-    transport = read_transport(role, extra, Parallelism(**own), ("backends", "num_threads"))
-    return transport.extra, transport.said
+    return read_transport(role, extra, Parallelism(**own), ("backends", "num_threads"))
 
 
 def test_the_transport_gets_its_own_keys_and_the_rest_is_said() -> None:

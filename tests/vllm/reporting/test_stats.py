@@ -192,9 +192,8 @@ def test_two_readers_each_get_every_transfer_once() -> None:
     log = TransferLog()
     log.add(LOAD)
     assert log.take_for_stats() == [LOAD]
-    log.add(SAVE)
-    log.failed("PoolTimeout")
-    log.failed("PoolTimeout")
+    log.add(SAVE, "PoolTimeout")
+    log.add(None, "PoolTimeout")
 
     assert log.take_for_report() == ([LOAD, SAVE], {"PoolTimeout": 2})
     assert log.take_for_stats() == [SAVE]

@@ -10,15 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from logging import Logger
-from pathlib import Path
 
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.present import twice
-from ems.errors import ConfigError, EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
-from ems.pool.client.line import RESTART_SECONDS
+from ems.errors import EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.tenants.credentials import Credentials
 
 SUMMARY_SECONDS = 30.0
 """How often the summary line is written, if there is something to sum up."""
@@ -30,26 +27,26 @@ _BY_NAME = {kind.__name__: kind for kind in _SICK}
 
 
 class PoolHealth:
-    """Watches the node on ``socket`` for one scheduler.
+    """Watches the node of ``client`` for one scheduler.
 
-    ``start_node``, where given, is called after a check that failed, to bring a missing node back.
+    ``start_node`` is called after a check that failed, to bring a missing node back.
     """
 
     def __init__(
         self,
-        socket: Path,
+        client: PoolClient,
         rules: HealthRules,
         logger: Logger,
         *,
         call_timeout: float,
-        start_node: Callable[[], object] | None = None,
-        credentials: Credentials | None = None,
+        start_node: Callable[[], None] = lambda: None,
     ) -> None:
-        self._client = PoolClient(socket, "vllm-health", credentials=credentials, restart_seconds=RESTART_SECONDS)
-        self._logger = logger
-        self._call_timeout = call_timeout
-        self._start_node = start_node
-        self._monitor = Monitor(rules, SUMMARY_SECONDS, self._check, self._revive, time.monotonic, logger)
+        self._client = client
+
+        def check() -> None:
+            twice(lambda: client.stats(call_timeout))
+
+        self._monitor = Monitor(rules, SUMMARY_SECONDS, check, start_node, time.monotonic, logger)
         self.add = self._monitor.add
         """Takes a sample for the summary line."""
         self._monitor.start()
@@ -72,14 +69,3 @@ class PoolHealth:
     def close(self) -> None:
         self._monitor.close()
         self._client.close()
-
-    def _check(self) -> None:
-        twice(lambda: self._client.stats(self._call_timeout))
-
-    def _revive(self) -> None:
-        if self._start_node is None:
-            return
-        try:
-            self._start_node()
-        except (ConfigError, PoolUnavailable) as error:
-            self._logger.warning("EMS cannot start a pool node: %s", error)

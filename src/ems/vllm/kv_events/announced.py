@@ -53,18 +53,15 @@ BlockEvent = Stored | Removed
 
 
 class _Followed:
-    __slots__ = ("block", "group", "missing", "name", "pages")
+    """A block of which others have been told, or will be once none of its ``pages`` is ``missing``."""
+
+    __slots__ = ("announced", "block", "missing", "pages")
 
     def __init__(self, block: Block, pages: Collection[Page]) -> None:
-        self.name = block.name
-        self.group = block.group
-        self.block: Block | None = block
+        self.block = block
         self.pages = tuple(pages)
         self.missing = set(pages)
-
-    @property
-    def announced(self) -> bool:
-        return self.block is None
+        self.announced = False
 
 
 class Announced:
@@ -87,8 +84,9 @@ class Announced:
                 followed = self._follow(block, pages, events)
             if present:
                 followed.missing.clear()
-            else:
-                self._claim(followed)
+            for page in [page for page in followed.missing if page in self._strays]:
+                del self._strays[page]
+                followed.missing.discard(page)
             self._announce(followed, events)
         return events
 
@@ -101,7 +99,8 @@ class Announced:
         return events
 
     def withdraw(self) -> list[BlockEvent]:
-        taken: list[BlockEvent] = [Removed(one.name, one.group) for one in self._blocks.values() if one.announced]
+        announced = (one.block for one in self._blocks.values() if one.announced)
+        taken: list[BlockEvent] = [Removed(block.name, block.group) for block in announced]
         self._blocks.clear()
         self._by_page.clear()
         self._strays.clear()
@@ -114,11 +113,6 @@ class Announced:
         for page in pages:
             self._by_page[page] = followed
         return followed
-
-    def _claim(self, followed: _Followed) -> None:
-        for page in [page for page in followed.missing if page in self._strays]:
-            del self._strays[page]
-            followed.missing.discard(page)
 
     def _stored(self, page: Page, events: list[BlockEvent]) -> None:
         followed = self._by_page.get(page)
@@ -143,15 +137,17 @@ class Announced:
             self._forget(followed, events)
 
     def _announce(self, followed: _Followed, events: list[BlockEvent]) -> None:
-        if followed.block is not None and not followed.missing:
+        if not followed.announced and not followed.missing:
             events.append(Stored(followed.block))
+            followed.announced = True
             # Its tokens are not needed to take it back.
-            followed.block = None
+            followed.block = msgspec.structs.replace(followed.block, tokens=())
 
     def _forget(self, followed: _Followed, events: list[BlockEvent]) -> None:
+        block = followed.block
         if followed.announced:
-            events.append(Removed(followed.name, followed.group))
-        del self._blocks[followed.group, followed.name]
+            events.append(Removed(block.name, block.group))
+        del self._blocks[block.group, block.name]
         for page in followed.pages:
             self._by_page.pop(page, None)
             if page not in followed.missing:

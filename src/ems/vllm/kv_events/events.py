@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from logging import Logger
 from typing import Any, NamedTuple
 
@@ -197,15 +196,14 @@ class BlockEvents:
 
 def _together(events: Sequence[BlockEvent]) -> Iterator[list[BlockEvent]]:
     """Runs that one event of vLLM can carry: blocks of a group in a row, or removed blocks of a group."""
-    if not events:
-        return
-    run = [events[0]]
-    for before, news in pairwise(events):
-        if not _continues(before, news):
+    run: list[BlockEvent] = []
+    for news in events:
+        if run and not _continues(run[-1], news):
             yield run
             run = []
         run.append(news)
-    yield run
+    if run:
+        yield run
 
 
 def _continues(before: BlockEvent, news: BlockEvent) -> bool:

@@ -66,13 +66,13 @@ def translated(vllm_config: Any, role: KVConnectorRole, keys: tuple[str, ...]) -
         dp_size=parallel.data_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
     )
-    transport = read_transport(given.kv_role, given.kv_connector_extra_config, own, keys)
+    extra, said = read_transport(given.kv_role, given.kv_connector_extra_config, own, keys)
     if role is KVConnectorRole.SCHEDULER:
-        for sentence in transport.said:
+        for sentence in said:
             logger.warning("EMS: %s", sentence)
     transfer = copy.copy(given)
     transfer.engine_id = unique_engine_id(given.engine_id, given.kv_role, _instance(vllm_config))
-    transfer.kv_connector_extra_config = transport.extra
+    transfer.kv_connector_extra_config = extra
     if transfer.kv_buffer_device == "npu":
         transfer.kv_buffer_device = current_platform.device_type
     fitted = copy.copy(vllm_config)

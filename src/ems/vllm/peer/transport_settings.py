@@ -25,39 +25,45 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
 
 
-class Transport(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for the transport connector, and a sentence for each thing that is ignored."""
-
-    extra: dict[str, Any]
-    said: list[str]
-
-
-def read_transport(kv_role: str | None, extra: Mapping[str, Any], own: Parallelism, keys: Iterable[str]) -> Transport:
-    """Check sizes against the engine's own and keep those settings that are among the transport's ``keys``.
+def read_transport(
+    kv_role: str | None, extra: Mapping[str, Any], own: Parallelism, keys: Iterable[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The settings that are among the transport's ``keys``, and a sentence for each thing that is ignored.
 
     Raises:
         ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
     """
     if kv_role not in ROLES:
         raise ConfigError(f"kv_role is {kv_role!r}, expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
-    prefill, decode = _side(extra, "prefill"), _side(extra, "decode")
-    _check_pair(prefill, decode)
-    declared = {"prefill": prefill, "decode": decode}.get(_SIDES.get(kv_role, ""))
+    sides = check_sizes(extra)
+    name = _SIDES.get(kv_role, "")
+    declared = sides.get(name)
     if declared is not None:
-        _check_own(_SIDES[kv_role], declared, own)
+        _check_own(name, declared, own)
     passed = set(keys)
     known = passed | {"prefill", "decode"}
     said = ignored_keys(extra, known, WITHOUT_MEANING - known, "MooncakeConnectorV1")
-    return Transport(extra={key: value for key, value in extra.items() if key in passed}, said=said)
+    return {key: value for key, value in extra.items() if key in passed}, said
 
 
-def check_sizes(extra: Mapping[str, Any]) -> None:
-    """What can be told of both sides' sizes without an engine.
+def check_sizes(extra: Mapping[str, Any]) -> dict[str, Parallelism | None]:
+    """What can be told of both sides without an engine.
 
     Raises:
         ConfigError: a value is wrong, or the sizes do not fit each other.
     """
-    _check_pair(_side(extra, "prefill"), _side(extra, "decode"))
+    sides = {name: _side(extra, name) for name in _SIDES.values()}
+    prefill, decode = sides.values()
+    if decode is not None and decode.pp_size != 1:
+        raise ConfigError(f"decode.pp_size is {decode.pp_size}, expected 1: a decode runs in one pipeline stage")
+    if prefill is not None and decode is not None:
+        larger, smaller = max(prefill.tp_size, decode.tp_size), min(prefill.tp_size, decode.tp_size)
+        if larger % smaller:
+            raise ConfigError(
+                f"prefill.tp_size is {prefill.tp_size} and decode.tp_size is {decode.tp_size}, expected one to be a "
+                "multiple of the other"
+            )
+    return sides
 
 
 def _side(extra: Mapping[str, Any], name: str) -> Parallelism | None:
@@ -72,19 +78,6 @@ def _side(extra: Mapping[str, Any], name: str) -> Parallelism | None:
         for key in ("tp_size", "dp_size", "pp_size")
     }
     return Parallelism(**sizes)
-
-
-def _check_pair(prefill: Parallelism | None, decode: Parallelism | None) -> None:
-    if decode is not None and decode.pp_size != 1:
-        raise ConfigError(f"decode.pp_size is {decode.pp_size}, expected 1: a decode runs in one pipeline stage")
-    if prefill is None or decode is None:
-        return
-    larger, smaller = max(prefill.tp_size, decode.tp_size), min(prefill.tp_size, decode.tp_size)
-    if larger % smaller:
-        raise ConfigError(
-            f"prefill.tp_size is {prefill.tp_size} and decode.tp_size is {decode.tp_size}, expected one to be a "
-            "multiple of the other"
-        )
 
 
 def _check_own(name: str, declared: Parallelism, own: Parallelism) -> None:

@@ -65,11 +65,10 @@ class _Record(msgspec.Struct):
 
 
 class Explanations:
-    """Follows the requests of one engine with blocks of ``block_size`` tokens, from ``tier``."""
+    """Follows the requests of one engine with blocks of ``block_size`` tokens."""
 
-    def __init__(self, block_size: int, tier: str = "DRAM") -> None:
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._tier = tier
         self._records: dict[str, _Record] = {}
         self.tally = Tally()
 
@@ -119,12 +118,9 @@ class Explanations:
         if external:
             return
         if not record.answered:
-            reason = Reason.LOOKUP_TIMEOUT if record.prompt > 1 else Reason.TOO_SHORT
-        elif record.found:
-            reason = Reason.IN_ENGINE
+            self._miss(record, Reason.LOOKUP_TIMEOUT if record.prompt > 1 else Reason.TOO_SHORT)
         else:
-            reason = record.reason or Reason.ABSENT
-        self._miss(record, reason)
+            self._miss(record, Reason.IN_ENGINE if record.found else record.reason or Reason.ABSENT)
 
     def loading(self, request_id: str, tokens: int) -> None:
         record = self._records.get(request_id)
@@ -160,7 +156,7 @@ class Explanations:
             from_pool=record.loaded,
             loaded_blocks=-(-record.loaded // self._block_size),
             computed=max(record.prompt - record.local - record.loaded, 1),
-            tier=self._tier if record.found else "",
+            tier="DRAM" if record.found else "",
             reason=reason.value,
             sentence=f"{reason.sentence} ({detail})" if detail else reason.sentence,
         )

@@ -15,6 +15,8 @@ import msgspec
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError
+from ems.pool.client.line import RESTART_SECONDS
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.reasons.words import Reason
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.gate.cost import CostModel, Offer, StepTimes, why_not
@@ -45,18 +47,19 @@ class Observer:
         logger: Logger,
         *,
         step_tokens: int = 0,
-        start_node: Callable[[], object] | None = None,
+        start_node: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._block_size = block_size
         self._logger = logger
         self.health = PoolHealth(
-            settings.socket,
+            PoolClient(
+                settings.socket, "vllm-health", credentials=settings.credentials, restart_seconds=RESTART_SECONDS
+            ),
             HealthRules(check_seconds=settings.health_check if settings.health_gate else NEVER_SECONDS),
             logger,
             call_timeout=settings.call_timeout,
             start_node=start_node,
-            credentials=settings.credentials,
         )
         self.cost = CostModel(enabled=settings.cost_model, step_tokens=step_tokens)
         self.seconds_a_token = 0.0

@@ -42,19 +42,19 @@ class Transferred(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferLog:
-    """Transfers of one worker, for two readers: the engine's statistics and the scheduler side."""
+    """Transfers of one worker for two readers, the engine's statistics and the scheduler side, and why some failed."""
 
     def __init__(self) -> None:
         self._for_stats: deque[Transferred] = deque(maxlen=KEPT)
         self._for_report: deque[Transferred] = deque(maxlen=KEPT)
         self._errors: Counts[str] = Counts()
 
-    def add(self, transferred: Transferred) -> None:
-        self._for_stats.append(transferred)
-        self._for_report.append(transferred)
-
-    def failed(self, error: str) -> None:
-        self._errors[error] += 1
+    def add(self, transferred: Transferred | None, error: str = "") -> None:
+        if transferred is not None:
+            self._for_stats.append(transferred)
+            self._for_report.append(transferred)
+        if error:
+            self._errors[error] += 1
 
     def take_for_stats(self) -> list[Transferred]:
         taken = list(self._for_stats)
@@ -164,6 +164,29 @@ def _averages(name: str, transfers: list[Transferred]) -> dict[str, int | float]
     }
 
 
+_COUNTERS = {
+    "loaded_blocks": "Blocks that were loaded from the pool",
+    "loaded_bytes": "Bytes that were loaded from the pool, over all workers",
+    "failed_load_blocks": "Blocks that were promised, could not be loaded and were computed",
+    "saved_blocks": "Blocks that were stored in the pool",
+    "saved_bytes": "Bytes that were stored in the pool, over all workers",
+    "lookups": "Requests for which it was decided what to load from the pool",
+    "lookup_tokens": "Tokens of their prompts that the engine's own cache did not have",
+    "hit_tokens": "Tokens of these that were to be loaded from the pool",
+    "refused_loads": "Loads that were not made because computing is quicker",
+}
+
+_GAUGES = {
+    "usable": ("pool_usable", "Whether the pool is asked (1) or stayed away from until it is well again (0)"),
+    "compute_tokens_per_second": (
+        "compute_tokens_per_second",
+        "Tokens of prompts that the engine computes in a second",
+    ),
+    "load_tokens_per_second": ("load_tokens_per_second", "Tokens whose state a worker loads in a second"),
+}
+"""Name and meaning of the metric of each field of a :class:`PoolState`."""
+
+
 class EmsPromMetrics(KVConnectorPromMetrics):
     """The metrics ``vllm:ems_...``, one child an engine."""
 
@@ -176,29 +199,16 @@ class EmsPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._types, self._labels, self._values = metric_types, labelnames, per_engine_labelvalues
-        self._load_seconds, self._save_seconds = (
-            self._metric(
+        self._seconds = {
+            load: self._metric(
                 Histogram,
                 f"{name}_seconds",
                 f"Seconds that a worker's {name} of a request's blocks took",
                 buckets=list(_SECONDS),
             )
-            for name in ("load", "save")
-        )
-        self._counters = {
-            name: self._metric(Counter, name, text)
-            for name, text in (
-                ("loaded_blocks", "Blocks that were loaded from the pool"),
-                ("loaded_bytes", "Bytes that were loaded from the pool, over all workers"),
-                ("failed_load_blocks", "Blocks that were promised, could not be loaded and were computed"),
-                ("saved_blocks", "Blocks that were stored in the pool"),
-                ("saved_bytes", "Bytes that were stored in the pool, over all workers"),
-                ("lookups", "Requests for which it was decided what to load from the pool"),
-                ("lookup_tokens", "Tokens of their prompts that the engine's own cache did not have"),
-                ("hit_tokens", "Tokens of these that were to be loaded from the pool"),
-                ("refused_loads", "Loads that were not made because computing is quicker"),
-            )
+            for load, name in ((True, "load"), (False, "save"))
         }
+        self._counters = {name: self._metric(Counter, name, text) for name, text in _COUNTERS.items()}
         self._refused = dict.fromkeys(per_engine_labelvalues, 0)
         """How many refused loads each engine's scheduler side has told of."""
         build = metric_types[Gauge](
@@ -221,15 +231,7 @@ class EmsPromMetrics(KVConnectorPromMetrics):
         }
         self._gauges = {
             field: self._metric(Gauge, name, text, multiprocess_mode="mostrecent")
-            for field, name, text in (
-                (
-                    "usable",
-                    "pool_usable",
-                    "Whether the pool is asked (1) or stayed away from until it is well again (0)",
-                ),
-                (*("compute_tokens_per_second",) * 2, "Tokens of prompts that the engine computes in a second"),
-                (*("load_tokens_per_second",) * 2, "Tokens whose state a worker loads in a second"),
-            )
+            for field, (name, text) in _GAUGES.items()
         }
 
     def _metric(self, kind: type, name: str, documentation: str, **more: object) -> dict[int, Any]:
@@ -242,7 +244,7 @@ class EmsPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         data = transfer_stats_data
         for one in transfers_of(data):
-            (self._load_seconds if one.load else self._save_seconds)[engine_idx].observe(one.seconds)
+            self._seconds[one.load][engine_idx].observe(one.seconds)
             self._count("loaded_bytes" if one.load else "saved_bytes", engine_idx, one.bytes)
             if one.leading:
                 self._count("loaded_blocks" if one.load else "saved_blocks", engine_idx, one.blocks)
