@@ -37,11 +37,7 @@ _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])?\s*", re
 
 
 def parse_size(text: str | int, *, name: str = "size") -> int:
-    """Bytes meant by ``text``: a plain number, or a number with a unit of base 1024 (``1GB`` = 2**30).
-
-    Raises:
-        ConfigError: ``text`` is not a size, or is not positive.
-    """
+    """Bytes meant by ``text``: a plain number, or a number with a unit of base 1024 (``1GB`` = 2**30)."""
     if isinstance(text, int) and not isinstance(text, bool):
         value = text
     else:
@@ -59,7 +55,6 @@ def parse_size(text: str | int, *, name: str = "size") -> int:
 
 
 def format_size(count: float) -> str:
-    """``count`` bytes for a person, with one decimal and a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -76,11 +71,7 @@ def default_directory() -> Path:
 
 
 def allows_disk() -> bool:
-    """What ``EMS_ALLOW_DISK`` says: whether the node's folder may be on a disk.
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
+    """What ``EMS_ALLOW_DISK`` says: whether the node's folder may be on a disk."""
     text = os.environ.get("EMS_ALLOW_DISK", "").strip().lower()
     if text not in ("", "1", "true", "yes", "on", "0", "false", "no", "off"):
         raise ConfigError(f"EMS_ALLOW_DISK is {text!r}, expected 1 or 0")
@@ -105,11 +96,7 @@ def default_tenants() -> Path:
 
 
 def parse_duration(text: str, *, name: str = "duration") -> float:
-    """Seconds meant by ``text``: a number with a unit (``90s``, ``15m``, ``12h``, ``7d``), or plain seconds.
-
-    Raises:
-        ConfigError: ``text`` is not a duration.
-    """
+    """Seconds meant by ``text``: a number with a unit (``90s``, ``15m``, ``12h``, ``7d``), or plain seconds."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise ConfigError(f"{name} is {text!r}, expected seconds or a number with a unit such as 15m, 12h or 7d")

@@ -68,7 +68,6 @@ def fold(text: str, width: int | None, indent: str = "", first: str | None = Non
 
 
 def _packed(parts: Sequence[str], width: int) -> Iterator[str]:
-    """As many of ``parts`` in each line as fit."""
     line = ""
     for part in parts:
         if line and len(line) + 4 + len(part) > width:

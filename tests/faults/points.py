@@ -122,12 +122,6 @@ class CrashingArena(Arena):
     def _tail_file(self) -> TailFile:
         return CrashingTails(self._folder.tails, self._points)
 
-    def _give_up(self) -> None:
-        if self._points.dead:
-            self.leave()
-        else:
-            super()._give_up()
-
     def close(self, *, keep: bool = True, log: bool = False) -> None:
         """Let go; a node that was killed cleans nothing up."""
         if self._points.dead:

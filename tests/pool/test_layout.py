@@ -28,9 +28,8 @@ from ems.pool.layout import (
     unpack_header,
     unpack_refs,
     vouches,
-    write_header,
-    write_state,
 )
+from tests.kit.headers import write_header, write_state
 
 SEGMENTS = st.integers(0, 1 << 34)
 PAGES = st.integers(1, 1 << 26)

@@ -10,9 +10,10 @@ import pytest
 from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
 from ems.pool.client.answers import Reservation
 from ems.pool.keys import NO_PARENT
-from ems.pool.layout import Header, PageRef, SlotState, write_header
+from ems.pool.layout import Header, PageRef, SlotState
 from ems.vllm.requests import Save
 from tests.e2e.engines import Node, running_node, wait_for
+from tests.kit.headers import write_header
 from tests.vllm.engine_memory import Engine, chain_of, equal, present
 
 
@@ -243,7 +244,7 @@ def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine,
     chain = chain_of(2)
     batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
-    one.client._line.drop()
+    one.client.drop()
     one.client.connect()
     batch.computed(None)
 

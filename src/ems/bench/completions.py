@@ -47,11 +47,6 @@ _MODELS = msgspec.json.Decoder(_Models)
 
 
 def base_url(name: str, text: str) -> str:
-    """Return ``text`` as the root of a server, without the ``/v1`` that people may have left on.
-
-    Raises:
-        ConfigError: it is no URL; ``name`` says which of the caller's arguments it was.
-    """
     url = text if "://" in text else f"http://{text}"
     scheme, _, rest = url.partition("://")
     host, _, port = rest.partition("/")[0].partition(":")
@@ -68,11 +63,6 @@ class CompletionClient:
         self.url = url
 
     async def models(self) -> list[str]:
-        """Return the names of the models that the server offers.
-
-        Raises:
-            ServerError: it does not answer, or with something else than a list of models.
-        """
         address = f"{self.url}/v1/models"
         try:
             async with self._session.get(address) as answer:
@@ -86,11 +76,7 @@ class CompletionClient:
             raise ServerError(f"{answered}, expected an OpenAI-compatible server") from None
 
     async def complete(self, model: str, prompt: Sequence[int], max_tokens: int) -> Completion:
-        """Send a prompt of token ids and read the stream of exactly ``max_tokens`` tokens, chosen greedily.
-
-        Raises:
-            ServerError: the request failed, before or within the stream.
-        """
+        """Send a prompt of token ids and read the stream of exactly ``max_tokens`` tokens, chosen greedily."""
         body = msgspec.json.encode(
             {
                 "model": model,

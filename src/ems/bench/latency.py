@@ -20,11 +20,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(samples: Sequence[float]) -> Latency:
-    """Sum up at least one sample; percentiles lie between samples where need be.
-
-    Raises:
-        ValueError: there are no samples.
-    """
+    """Sum up at least one sample; percentiles lie between samples where need be."""
     if not samples:
         raise ValueError("no samples to sum up")
     values = np.asarray(samples, np.float64)

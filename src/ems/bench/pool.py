@@ -337,12 +337,10 @@ class Engine:
             target[:] = source
 
     def plain_out(self, pages: Sequence[memoryview]) -> None:
-        """The limit of a save: whole pages to their slots."""
         for source, page in zip(self._source, pages, strict=True):
             np.frombuffer(page, dtype=np.uint8)[:] = source
 
     def plain_in(self, pages: Sequence[memoryview]) -> None:
-        """The limit of a load: whole pages from their slots."""
         for target, page in zip(self._target, pages, strict=True):
             target[:] = np.frombuffer(page, dtype=np.uint8)
 
@@ -358,11 +356,6 @@ class Engine:
 
 
 def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolReport:
-    """Measure on the node at ``socket``, or on one of its own when that is None.
-
-    Raises:
-        PoolError: no node answers, or it has no room for the run.
-    """
     with nullcontext(socket) if socket else own_node() as used, closing(Bench(used, progress)) as bench:
         try:
             bandwidth = [bench.bandwidth(page, plan.rounds) for page in plan.pages]

@@ -58,11 +58,7 @@ class TierRow(msgspec.Struct, frozen=True):
 
 
 def measure(config: TierConfig, plan: TierPlan, progress: Callable[[str], None]) -> list[TierRow]:
-    """Measure in a new folder below the tier's, which is removed at the end.
-
-    Raises:
-        ConfigError: the tier is no directory, or cannot be used.
-    """
+    """Measure in a new folder below the tier's, which is removed at the end."""
     if config.kind != "dir":
         raise ConfigError("only tiers in a directory can be measured beside plain I/O, give dir:/folder")
     rows = []

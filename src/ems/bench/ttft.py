@@ -41,10 +41,6 @@ async def measure(
 
     ``urls`` are roots of servers, ``timeout`` is in seconds for one request, ``socket`` is that of a pool node whose
     figures are added when it answers.
-
-    Raises:
-        ServerError: a server is not there, or no request of a pass succeeded.
-        ConfigError: the servers do not offer the model, or not the same one.
     """
     tell = progress or (lambda _name, _done, _all: None)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

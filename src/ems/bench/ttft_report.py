@@ -44,11 +44,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def parse_token_ids(text: str) -> tuple[int, int]:
-    """Return the two numbers of ``FIRST-LAST``.
-
-    Raises:
-        ConfigError: it is something else.
-    """
     first, dash, last = text.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal()):
         raise ConfigError(f"--token-ids is {text!r}, expected FIRST-LAST such as 300-999")

@@ -134,7 +134,6 @@ def _description(path: str) -> str:
 
 
 def main(tokens: Sequence[str] | None = None) -> None:
-    """Run one command line and leave the process with its exit status."""
     status = EXIT_INTERRUPTED
     try:
         status = run(sys.argv[1:] if tokens is None else tokens)
@@ -145,7 +144,6 @@ def main(tokens: Sequence[str] | None = None) -> None:
 
 
 def run(tokens: Sequence[str]) -> int:
-    """Run one command line and return its exit status."""
     try:
         outcome = _call(tokens)
         sys.stdout.flush()
@@ -182,7 +180,6 @@ def _check_text(tokens: Sequence[str]) -> None:
 
 
 def _complain(error: CycloptsError | EmsError) -> int:
-    """Say in one sentence what is wrong and return the exit status that belongs to it."""
     from ems.cli.shown import complain
     from ems.errors import ConfigError, EmsError
 

@@ -26,7 +26,6 @@ _TELL_AFTER = 1.0
 
 @contextmanager
 def connected(path: Path) -> Iterator[PoolClient]:
-    """An administrator's connection to the node on the socket ``path``."""
     client = PoolClient(path, "ems", administers=True)
     try:
         yield client
@@ -40,7 +39,6 @@ def figures(path: Path) -> dict[str, Any]:
 
 
 def answer(report: dict[str, Any], text: str, asked: Asking) -> None:
-    """Print the report to a script, or the sentence that it makes to a person."""
     if asked.json:
         print_json(report)
     else:
@@ -48,11 +46,6 @@ def answer(report: dict[str, Any], text: str, asked: Asking) -> None:
 
 
 def ask(path: Path, act: Acts, *, dry_run: bool = False, timeout: float = PATIENCE) -> dict[str, Any]:
-    """The report of ``act``, once it is done.
-
-    Raises:
-        PoolError: the node refused, or got no further for ``timeout`` seconds; what it began goes on.
-    """
     for text in msgspec.structs.asdict(act).values():
         if isinstance(text, str) and len(text) > MAX_TEXT:
             raise ConfigError(f"{text[:40]}... has {len(text)} characters, expected a name of at most {MAX_TEXT}")

@@ -17,7 +17,7 @@ from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, parse_token_ids, table
 from ems.cli.options import Format, Seconds, parse_counts
 from ems.cli.progress import Bars
-from ems.cli.shown import note, print_json, show
+from ems.cli.shown import answer, note
 from ems.config import default_socket, parse_size
 
 
@@ -69,8 +69,6 @@ def ttft(
         Socket of a pool node whose figures are shown too; this host's by default, when one answers.
     api_key
         Sent as bearer token.
-    output
-        A table for people or JSON for scripts.
     """
     first_id, last_id = parse_token_ids(token_ids)
     plan = Plan(
@@ -95,10 +93,7 @@ def ttft(
                 progress=bars.tell,
             )
         )
-    if output == "json":
-        print_json(report)
-    else:
-        show(table(report))
+    answer(report, table(report), output)
     return 1 if report.failed else 0
 
 
@@ -125,8 +120,6 @@ def pool(
         Rounds over each page size, of which the median counts.
     lookups
         Lookups of each number of keys.
-    output
-        Tables for people or JSON for scripts.
     """
     plan = PoolPlan(
         pages=tuple(parse_size(part, name="--pages") for part in pages.split(",")),
@@ -135,7 +128,4 @@ def pool(
         lookups=lookups,
     )
     report = measure_pool(plan, socket, note)
-    if output == "json":
-        print_json(report)
-    else:
-        show(*pool_tables(report))
+    answer(report, pool_tables(report), output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ems.bench.tier import DEFAULT_PAGES, TierPlan, measure
 from ems.cli.options import Format
-from ems.cli.shown import note, print_json, show
+from ems.cli.shown import answer, note
 from ems.config import format_size, parse_size
 from ems.pool.tiers.settings import parse_tier
 from ems.tables import Table
@@ -31,26 +31,21 @@ def tier(
         Bytes of a page; may be repeated.
     rounds
         Rounds for each page size; medians are shown.
-    output
-        A table for people or JSON for scripts.
     """
     sizes = [parse_size(one, name="--page") for one in page] if page else list(DEFAULT_PAGES)
     plan = TierPlan(parse_size(total, name="--total"), sizes, rounds)
     rows = measure(parse_tier(tier), plan, note)
-    if output == "json":
-        print_json({"items": rows})
-        return
     cells = [
         (
             format_size(row.page_bytes),
-            f"{row.plain_write / 1e9:.2f}",
-            f"{row.tier_write / 1e9:.2f}",
-            f"{row.write_share:.0%}",
-            f"{row.plain_read / 1e9:.2f}",
-            f"{row.tier_read / 1e9:.2f}",
-            f"{row.read_share:.0%}",
+            *_speeds(row.plain_write, row.tier_write, row.write_share),
+            *_speeds(row.plain_read, row.tier_read, row.read_share),
         )
         for row in rows
     ]
     columns = ("page", "plain write", "tier write", "share", "plain read", "tier read", "share")
-    show(Table(columns, cells, "Bandwidth in GB/s"))
+    answer({"items": rows}, Table(columns, cells, "Bandwidth in GB/s"), output)
+
+
+def _speeds(plain: float, tier: float, share: float) -> tuple[str, ...]:
+    return f"{plain / 1e9:.2f}", f"{tier / 1e9:.2f}", f"{share:.0%}"

@@ -11,7 +11,7 @@ from ems.bench.trace.report import plot as draw
 from ems.bench.trace.report import refuse_plot, table, tier_table
 from ems.cli.options import Format, parse_counts
 from ems.cli.progress import Bars
-from ems.cli.shown import print_json, show
+from ems.cli.shown import answer
 from ems.config import POLICIES, PolicyName
 from ems.errors import ConfigError
 
@@ -51,8 +51,6 @@ def trace(
         Requests of made-up traffic.
     plot
         Draw hits over sizes into this file (.svg, .png or .pdf).
-    output
-        Tables for people or JSON for scripts.
     """
     if requests < 1:
         raise ConfigError(f"--requests is {requests}, expected 1 or more")
@@ -70,10 +68,7 @@ def trace(
         found = compare(read, plan, bars.tell)
     if plot is not None:
         draw(found, plot)
-    if output == "json":
-        print_json(found)
-    else:
-        show(*filter(None, (table(found), tier_table(found))))
+    answer(found, list(filter(None, (table(found), tier_table(found)))), output)
 
 
 def _policies(text: str) -> tuple[PolicyName, ...]:

@@ -66,7 +66,6 @@ def clear(
 
 
 def _agreed(act: Clear, asked: Changing) -> bool:
-    """Whether the person at the terminal agrees to take out everything."""
     if not sys.stdin.isatty():
         raise ConfigError("--all takes out everything and nobody can be asked here, add --yes if that is meant")
     would = _sentence(ask(asked.at, act, dry_run=True), dry_run=True)
@@ -92,7 +91,6 @@ def _pinned(report: dict[str, Any]) -> str:
 
 
 def _complaints(report: dict[str, Any], *, dry_run: bool) -> Iterator[str]:
-    """What was meant and is still there, one text each."""
     if report.get("unmatched"):
         yield report["unmatched"]
     if report["pinned"] and not dry_run:

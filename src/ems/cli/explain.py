@@ -93,11 +93,6 @@ def explain(
 
 
 def read_tokens(path: Path) -> list[int]:
-    """The token ids in a file.
-
-    Raises:
-        ConfigError: it cannot be read, or has something else.
-    """
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
@@ -130,16 +125,10 @@ def _tokenize(text: str, model: Path | None) -> list[int]:
 
 
 def ids_of(prompt: str | None, model: Path | None, tokens: Path | None) -> list[int]:
-    """The token ids of a prompt: those in a file, or of its text by the tokenizer of a model.
-
-    Raises:
-        ConfigError: they cannot be had.
-    """
     return read_tokens(tokens) if tokens is not None else _tokenize(prompt or "", model)
 
 
 def described_planes(client: PoolClient) -> list[Plane]:
-    """The namespaces that vLLM engines described to the node."""
     found = []
     for row in client.administer(List())["namespaces"]:
         name: str = row["namespace"]

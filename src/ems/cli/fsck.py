@@ -33,8 +33,6 @@ def fsck(
         The tier as 'ems node --tier' takes it, such as 'dir:/var/cache/ems'.
     dry_run
         Change nothing, say only what is wrong.
-    output
-        Text for people or JSON for scripts.
     """
     config = parse_tier(tier)
     report = check(config, time.time(), dry_run=dry_run, progress=_say)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from ems.cli.shown import moment, note, print_json, print_table
-from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, done, tell
+from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, change_and_tell, tell
 from ems.config import parse_duration
 from ems.errors import ConfigError
 from ems.pool.tenants import registry as tenancy
@@ -36,12 +36,8 @@ def add(tenant: str, /, *, ttl: str | None = None, out: Path | None = None, aske
     now, secret = time.time(), _new()
     _refuse_taken(out)
     expires = None if ttl is None else now + parse_duration(ttl, name="--ttl")
-    _, after = change(
-        "key add",
-        {"tenant": tenant, "expires": expires},
-        lambda known: tenancy.add_key(known, tenant, secret, now, expires),
-        asked=asked,
-    )
+    what = {"tenant": tenant, "expires": expires}
+    after = change("key add", what, lambda known: tenancy.add_key(known, tenant, secret, now, expires), asked=asked)
     _made(after, tenant, secret, out, asked)
 
 
@@ -50,8 +46,6 @@ def rotate(tenant: str, /, *, overlap: str = "1d", out: Path | None = None, aske
 
     Parameters
     ----------
-    tenant
-        The tenant.
     overlap
         How long the other keys go on, such as 12h or 7d.
     out
@@ -59,11 +53,9 @@ def rotate(tenant: str, /, *, overlap: str = "1d", out: Path | None = None, aske
     """
     _refuse_taken(out)
     now, secret, seconds = time.time(), _new(), parse_duration(overlap, name="--overlap")
-    _, after = change(
-        "key rotate",
-        {"tenant": tenant, "overlap": seconds},
-        lambda known: tenancy.rotate_key(known, tenant, secret, now, seconds),
-        asked=asked,
+    what = {"tenant": tenant, "overlap": seconds}
+    after = change(
+        "key rotate", what, lambda known: tenancy.rotate_key(known, tenant, secret, now, seconds), asked=asked
     )
     _made(after, tenant, secret, out, asked)
 
@@ -73,31 +65,25 @@ def revoke(tenant: str, key: str, /, *, asked: Writing = WRITING) -> None:
 
     Parameters
     ----------
-    tenant
-        The tenant.
     key
         The key's name, as ems key list has it, or all.
     """
-    what: dict[str, object] = {"tenant": tenant, "key": key}
-    _, after = change("key revoke", what, lambda known: tenancy.revoke_key(known, tenant, key), asked=asked)
-    done(f"{key} of tenant {tenant} is revoked", after, what, asked)
+    change_and_tell(
+        "key revoke",
+        {"tenant": tenant, "key": key},
+        lambda known: tenancy.revoke_key(known, tenant, key),
+        f"{key} of tenant {tenant} is revoked",
+        asked=asked,
+    )
 
 
 def list_(tenant: str, /, *, asked: Reading = READING) -> None:
-    """List a tenant's keys: their names, not the keys.
-
-    Parameters
-    ----------
-    tenant
-        The tenant.
-    """
+    """List a tenant's keys: their names, not the keys."""
     keys = store.read(asked.file).tenant(tenant).keys
     now = time.time()
     if asked.json:
-        rows = [
-            {"key": key.id, "created": key.created, "expires": key.expires, "valid": key.valid(now)} for key in keys
-        ]
-        print_json({"items": rows})
+        times = ({"key": key.id, "created": key.created, "expires": key.expires} for key in keys)
+        print_json({"items": [{**row, "valid": key.valid(now)} for row, key in zip(times, keys, strict=True)]})
         return
     cells = [(key.id, moment(key.created), moment(key.expires), "yes" if key.valid(now) else "no") for key in keys]
     print_table(("KEY", "MADE", "ENDS", "VALID"), cells)

@@ -25,25 +25,17 @@ def listing(*, by: By = "namespace", asked: Asking = ASKING) -> None:
         print_json({"items": rows})
         return
     tiers = list(dict.fromkeys(tier["name"] for row in rows for tier in row["tiers"]))
+    figures = ("pages", "writing", "leases", "pinned")
+    rest = [(format_size(row["bytes"]), age(row["idle_seconds"])) for row in rows]
     print_table(
-        (by.upper(), "PAGES", "WRITING", "LEASES", "PINNED", "BYTES", "IDLE", *tiers),
+        (by.upper(), *map(str.upper, figures), "BYTES", "IDLE", *tiers),
         [
-            (
-                str(row[by]),
-                str(row["pages"]),
-                str(row["writing"]),
-                str(row["leases"]),
-                str(row["pinned"]),
-                format_size(row["bytes"]),
-                age(row["idle_seconds"]),
-                *(_below(row["tiers"], tier) for tier in tiers),
-            )
-            for row in rows
+            (row[by], *(row[name] for name in figures), *more, *(_below(row["tiers"], tier) for tier in tiers))
+            for row, more in zip(rows, rest, strict=True)
         ],
     )
 
 
 def _below(tiers: list[dict[str, Any]], name: str) -> str:
-    """What a tier has of one row."""
     held = next((tier for tier in tiers if tier["name"] == name), None)
     return "0" if held is None else f"{held['pages']} ({format_size(held['bytes'])})"

@@ -159,11 +159,7 @@ def _run(serve: Callable[[], None]) -> int:
 
 
 def _can_start(config: NodeConfig) -> None:
-    """Look at all that a start needs beside the folder and the sockets, which the node that asks has already.
-
-    Raises:
-        ConfigError: something of it is wrong.
-    """
+    """Look at all that a start needs beside the folder and the sockets, which the node that asks has already."""
     _token(config)
     if config.tenants is not None:
         store.read(config.tenants)
@@ -310,7 +306,6 @@ async def _serve(config: NodeConfig, kept: KeptOpen | None) -> None:
 
 
 async def _end_of(node: Node, stop: asyncio.Event) -> None:
-    """Wait until the node is to stop or to restart."""
     ends = {asyncio.create_task(stop.wait()), asyncio.create_task(node.restart.due.wait())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:

@@ -20,11 +20,6 @@ SYSTEM_FILE = Path("/etc/ems/node.toml")
 
 
 def parse_mode(text: str) -> int:
-    """The mode of a file, as people write it.
-
-    Raises:
-        ConfigError: it is none.
-    """
     try:
         return int(text, 8)
     except ValueError:
@@ -62,11 +57,7 @@ _KEYS: dict[str, tuple[str, type | tuple[type, ...], Callable[[Any], Any] | None
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The fields of the settings that a file has; its paths are relative to its folder.
-
-    Raises:
-        ConfigError: it cannot be read, or a key of it is unknown or makes no sense.
-    """
+    """The fields of the settings that a file has; its paths are relative to its folder."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -91,11 +82,6 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def settings(fields: Mapping[str, Any]) -> NodeConfig:
-    """The settings of a node with these ``fields``, and ``http``, which says whether there is a port.
-
-    Raises:
-        ConfigError: they make no sense.
-    """
     directory: Path = fields.get("directory") or default_directory()
     given: dict[str, Any] = {"directory": directory, "socket": directory / "node.sock", **fields}
     if not given.pop("http", True):
@@ -104,7 +90,6 @@ def settings(fields: Mapping[str, Any]) -> NodeConfig:
 
 
 def _field(key: str, value: Any, folder: Path) -> tuple[str, Any]:
-    """The field that a key stands for, and what it is there."""
     field, kind, convert = _KEYS[key]
     texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or (kind is list and not texts):

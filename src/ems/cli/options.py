@@ -22,18 +22,15 @@ def _seconds(_: object, value: float) -> None:
 
 Output = Literal["table", "json"]
 Socket = Annotated[Path | None, Parameter(env_var="EMS_SOCKET")]
-Format = Annotated[Output, Parameter(name=["--output", "-o"])]
+Format = Annotated[
+    Output, Parameter(name=["--output", "-o"], help="Tables and sentences for people, or JSON for scripts.")
+]
 Seconds = Annotated[float, Parameter(validator=_seconds)]
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 """A flag whose absence means no."""
 
 
 def parse_counts(text: str, name: str) -> tuple[int, ...]:
-    """The whole numbers in ``text``, separated by commas.
-
-    Raises:
-        ConfigError: one is none.
-    """
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise ConfigError(f"{name} is {text!r}, expected whole numbers separated by commas, such as 128,1024")
     return tuple(int(part) for part in text.split(","))
@@ -47,7 +44,6 @@ class Asking:
     socket: Socket = None
     """The node's Unix socket, default that of this user's node."""
     output: Format = "table"
-    """Tables and sentences for people, or JSON for scripts."""
 
     @property
     def json(self) -> bool:

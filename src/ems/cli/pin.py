@@ -48,11 +48,6 @@ def unpin(namespace: str, /, *keys: str, asked: Changing = CHANGING) -> int:
 
 
 def parse_keys(keys: tuple[str, ...]) -> bytes:
-    """Keys given as hex digits.
-
-    Raises:
-        ConfigError: one is no key.
-    """
     raw = b""
     for key in keys:
         try:

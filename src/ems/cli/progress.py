@@ -26,7 +26,6 @@ class Bars:
         self._tasks: dict[str, TaskID] = {}
 
     def tell(self, name: str, done: int, total: int) -> None:
-        """``done`` of ``total`` steps of ``name`` are behind us."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total)
             if self._progress.disable:

@@ -27,7 +27,6 @@ def show(what: str, /, *, asked: Asking = ASKING) -> None:
 
 
 def facts_of(report: dict[str, Any]) -> list[list[tuple[str, str]]]:
-    """What is shown of a report, as groups of names and texts."""
     if report["kind"] == "namespace":
         return [_namespace(report)]
     if report["kind"] == "request":

@@ -14,6 +14,7 @@ from typing import TextIO
 
 import msgspec
 
+from ems.cli.options import Output
 from ems.tables import Table, fold
 
 _LONGEST_NAME = 16
@@ -25,8 +26,15 @@ def print_json(report: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(report)).decode())
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    show(Table(columns, rows))
+def answer(report: object, tables: Table | Sequence[Table], output: Output) -> None:
+    if output == "json":
+        print_json(report)
+    else:
+        show(*([tables] if isinstance(tables, Table) else tables))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    show(Table(columns, [[str(cell) for cell in row] for row in rows]))
 
 
 def show(*tables: Table) -> None:
@@ -55,7 +63,6 @@ def print_facts(*groups: Sequence[tuple[str, str]]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a sentence that was asked for."""
     print("\n".join(fold(text, _width(sys.stdout))))
 
 
@@ -65,12 +72,10 @@ def note(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Say to the person that something is wrong."""
     note(f"error: {text}")
 
 
 def age(seconds: float) -> str:
-    """How long ago, short."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f}{unit}"
@@ -78,12 +83,10 @@ def age(seconds: float) -> str:
 
 
 def moment(wall: float | None) -> str:
-    """A time for people, UTC."""
     return "never" if wall is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(wall))
 
 
 def counted(count: int, what: str) -> str:
-    """How many of something, in words."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

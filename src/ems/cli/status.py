@@ -20,7 +20,6 @@ def status(*, asked: Asking = ASKING) -> None:
 
 
 def summary_rows(seen: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is shown of the node's figures above the table of namespaces, as name and text."""
     counters = seen["counters"]
     total, used = seen["bytes_total"], seen["bytes_used"]
     asked, hit = counters["keys_looked_up"], counters["keys_hit"]
@@ -51,7 +50,6 @@ def summary_rows(seen: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tier(tier: dict[str, Any]) -> str:
-    """One tier below memory in a line."""
     limit = f" of {format_size(tier['tier_limit'])}" if tier.get("tier_limit") else ""
     if tier["reading"] and tier["writing"]:
         state = "well"
@@ -65,7 +63,6 @@ def _tier(tier: dict[str, Any]) -> str:
 
 
 def _misses(misses: dict[str, int]) -> str:
-    """Lookups that missed something, the most frequent reason first."""
     by_count = sorted(misses.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} {count}" for reason, count in by_count) or "nothing yet"
 
@@ -87,17 +84,11 @@ def _print_tables(seen: dict[str, Any]) -> None:
     print_facts(summary_rows(seen))
     if seen["namespaces"]:
         print()
-        print_table(
-            ("NAMESPACE", "PAGES", "WRITING", "SLOTS", "PAGE SIZE", "BYTES"),
-            [
-                (
-                    row["name"],
-                    str(row["pages"]),
-                    str(row["writing"]),
-                    str(row["capacity"]),
-                    format_size(row["page_size"]),
-                    format_size(row["pages"] * row["page_size"]),
-                )
-                for row in seen["namespaces"]
-            ],
-        )
+        rows = [
+            (
+                *(row[name] for name in ("name", "pages", "writing", "capacity")),
+                format_size(row["page_size"]), format_size(row["pages"] * row["page_size"]),
+            )
+            for row in seen["namespaces"]
+        ]  # fmt: skip
+        print_table(("NAMESPACE", "PAGES", "WRITING", "SLOTS", "PAGE SIZE", "BYTES"), rows)

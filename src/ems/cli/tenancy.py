@@ -15,9 +15,10 @@ from ems.cli.options import Asking, Changing
 from ems.cli.shown import note, print_json
 from ems.config import default_tenants
 from ems.errors import EmsError, PoolError, PoolUnavailable
+from ems.pool.names import tenant_of
 from ems.pool.node.audit import NAME, AuditLog, act
 from ems.pool.tenants import store
-from ems.pool.tenants.registry import Registry
+from ems.pool.tenants.registry import SECRET_BYTES, Registry
 
 
 @Parameter(name="*")
@@ -53,19 +54,15 @@ def change(
     *,
     asked: Writing,
     create: bool = False,
-) -> tuple[Registry, Registry]:
-    """Make a change of the file of tenants and write it into the audit log; what was there before, and after.
+) -> Registry:
+    """Make a change of the file of tenants and write it into the audit log; what is there after it.
 
     In a dry run all is checked and nothing changed.
-
-    Raises:
-        ConfigError: it makes no sense, or the file cannot be used.
     """
     path = asked.file
-    log = AuditLog(path.with_name(NAME))
     if asked.dry_run:
-        before = store.read(path) if path.exists() or not create else _empty()
-        return before, apply(before)
+        return apply(store.read(path) if path.exists() or not create else Registry(secret=bytes(SECRET_BYTES)))
+    log = AuditLog(path.with_name(NAME))
     with store.changing(path, create=create) as before:
         try:
             after = apply(before)
@@ -74,17 +71,20 @@ def change(
             raise
         log.record(act(verb, what))
         store.write(path, after)
-    return before, after
+    return after
 
 
-def _empty() -> Registry:
-    from ems.pool.tenants.registry import SECRET_BYTES
-
-    return Registry(secret=bytes(SECRET_BYTES))
-
-
-def done(said: str, after: Registry, what: Mapping[str, object], asked: Writing) -> None:
-    """Say what was done, and whether the node obeys."""
+def change_and_tell(
+    verb: str,
+    what: Mapping[str, object],
+    apply: Callable[[Registry], Registry],
+    said: str,
+    *,
+    asked: Writing,
+    create: bool = False,
+) -> None:
+    """:func:`change`, and say what was done and whether the node obeys."""
+    after = change(verb, what, apply, asked=asked, create=create)
     if asked.json:
         print_json({**what, "revision": after.revision, "dry_run": asked.dry_run})
     if asked.dry_run:
@@ -125,8 +125,6 @@ def tell(asked: Writing, revision: int) -> None:
 
 def usage(socket: Path) -> dict[str, int] | None:
     """Bytes of pages of each tenant on the running node; None when it cannot be asked."""
-    from ems.pool.names import tenant_of
-
     used: dict[str, int] = {}
     try:
         rows: Any = figures(socket)["namespaces"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import msgspec
 
 from ems.cli.shown import moment, print_facts, print_json, print_table
-from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, done, usage
+from ems.cli.tenancy import READING, WRITING, Reading, Writing, change_and_tell, usage
 from ems.config import GIB, format_size
 from ems.errors import ConfigError
 from ems.pool.core.quota import Quota
@@ -30,14 +31,12 @@ def add(name: str, /, *, minimum: str = "0", cap: str = "100%", asked: Writing =
     """
     quota = _sensible(Quota(minimum, cap))
     what = {"tenant": name, "minimum": minimum, "cap": cap}
-    _, after = change(
-        "tenant add",
-        what,
-        lambda known: tenancy.add_tenant(known, name, quota, secrets.token_bytes(scram.SALT_BYTES)),
-        asked=asked,
-        create=True,
-    )
-    done(f"tenant {name} added", after, what, asked)
+    salt = secrets.token_bytes(scram.SALT_BYTES)
+
+    def apply(known: Registry) -> Registry:
+        return tenancy.add_tenant(known, name, quota, salt)
+
+    change_and_tell("tenant add", what, apply, f"tenant {name} added", asked=asked, create=True)
 
 
 def set_(name: str, /, *, minimum: str | None = None, cap: str | None = None, asked: Writing = WRITING) -> None:
@@ -45,8 +44,6 @@ def set_(name: str, /, *, minimum: str | None = None, cap: str | None = None, as
 
     Parameters
     ----------
-    name
-        The tenant.
     minimum
         Memory that nobody else can take from it; as it was, unless given.
     cap
@@ -62,8 +59,7 @@ def set_(name: str, /, *, minimum: str | None = None, cap: str | None = None, as
         what.update(minimum=quota.minimum, cap=quota.cap)
         return tenancy.set_quota(known, name, quota)
 
-    _, after = change("tenant set", what, apply, asked=asked)
-    done(f"tenant {name} changed", after, what, asked)
+    change_and_tell("tenant set", what, apply, f"tenant {name} changed", asked=asked)
 
 
 def _sensible(quota: Quota) -> Quota:
@@ -77,22 +73,21 @@ def remove(name: str, /, *, asked: Writing = WRITING) -> None:
     """Remove a tenant: its connections end at once, its pages leave the node's memory.
 
     What tiers below memory have of it stays there until it is cleared with `ems clear --tenant`.
-
-    Parameters
-    ----------
-    name
-        The tenant.
     """
-    what = {"tenant": name}
-    _, after = change("tenant remove", what, lambda known: tenancy.remove_tenant(known, name), asked=asked)
-    done(f"tenant {name} removed", after, what, asked)
+    change_and_tell(
+        "tenant remove",
+        {"tenant": name},
+        lambda known: tenancy.remove_tenant(known, name),
+        f"tenant {name} removed",
+        asked=asked,
+    )
 
 
 def list_(*, asked: Reading = READING) -> None:
     """List the tenants, with what each of them has in the running node."""
     known = store.read(asked.file)
     used = usage(asked.at)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "tenant": name,
             "minimum": tenant.quota.minimum,
@@ -105,24 +100,12 @@ def list_(*, asked: Reading = READING) -> None:
     if asked.json:
         print_json({"items": rows})
         return
-    cells = [
-        (
-            str(row["tenant"]), str(row["minimum"]), str(row["cap"]), str(row["keys"]),
-            "?" if used is None else format_size(used.get(str(row["tenant"]), 0)),
-        )
-        for row in rows
-    ]  # fmt: skip
+    cells = [(*list(row.values())[:4], "?" if row["bytes"] is None else format_size(row["bytes"])) for row in rows]
     print_table(("TENANT", "MINIMUM", "CAP", "KEYS", "BYTES"), cells)
 
 
 def show(name: str, /, *, asked: Reading = READING) -> None:
-    """Show one tenant and its keys.
-
-    Parameters
-    ----------
-    name
-        The tenant.
-    """
+    """Show one tenant and its keys."""
     tenant = store.read(asked.file).tenant(name)
     used = usage(asked.at)
     held = None if used is None else used.get(name, 0)

@@ -22,7 +22,6 @@ _EXPECTED: dict[Any, str] = {int: "a whole number", float: "a number", bool: "tr
 
 
 def sentence(error: CycloptsError) -> str:
-    """What is wrong with the command line that ``error`` refuses."""
     if isinstance(error, UnknownCommandError):
         return _unknown_verb(error)
     verb = " ".join(("ems", *(error.command_chain or ())))

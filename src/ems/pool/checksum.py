@@ -21,10 +21,8 @@ def _crc32c() -> Callable[[Bytes, int], int]:
 
 
 def page_checksum(page: memoryview) -> int:
-    """The CRC32C of ``page``."""
     return _crc32c()(page, 0)
 
 
 def crc32c(data: Bytes, value: int = 0) -> int:
-    """The CRC32C of ``data``, going on from ``value``."""
     return _crc32c()(data, value)

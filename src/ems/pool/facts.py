@@ -43,8 +43,7 @@ def plain_facts(facts: Mapping[str, object]) -> dict[str, str]:
 def check_facts(facts: Mapping[str, str]) -> None:
     """Look whether ``facts`` can describe a namespace.
 
-    Raises:
-        PoolRefused: they are too many, too long, or name no tenant and model.
+    Raises PoolRefused: they are too many, too long, or name no tenant and model.
     """
     characters = sum(len(name) + len(text) for name, text in facts.items())
     if len(facts) > MAX_FACTS or characters > MAX_CHARACTERS:

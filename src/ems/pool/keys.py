@@ -102,7 +102,6 @@ class KeyChain:
         return iter(self._keys)
 
     def packed(self, start: int, end: int) -> bytes:
-        """The keys of blocks ``[start, end)`` as one byte string, the form in which they travel."""
         return b"".join(self._keys[start:end])
 
     def parent(self, index: int) -> BlockKey:
@@ -152,14 +151,12 @@ def integer_key(value: int, namespace: str) -> BlockKey:
 def cut(raw: bytes, size: int) -> list[bytes]:
     """``raw`` in pieces of ``size`` bytes; many at once cost a twentieth of what slicing costs.
 
-    Raises:
-        ValueError: its length is no multiple of that.
+    Raises ValueError: its length is no multiple of that.
     """
     pieces: list[bytes] = np.frombuffer(raw, dtype=f"V{size}").tolist()
     return pieces
 
 
 def split_keys(raw: bytes) -> list[bytes]:
-    """Keys that travelled as one byte string."""
     keys: list[bytes] = np.frombuffer(raw, dtype=_KEY).tolist()
     return keys

@@ -91,22 +91,18 @@ class PageRef(NamedTuple):
     offset: int
 
     def pack(self) -> bytes:
-        """The 20 bytes in which a reference travels."""
         return _REF.pack(*self)
 
     @classmethod
     def unpack(cls, raw: bytes) -> PageRef:
-        """The reference that :meth:`pack` wrote."""
         return cls._make(_REF.unpack(raw))
 
 
 def refs_begin(segment: int) -> bytes:
-    """The first bytes of every packed reference into ``segment``."""
     return _SEGMENT.pack(segment)
 
 
 def unpack_refs(raw: bytes) -> list[PageRef]:
-    """References that travelled as one byte string."""
     return [PageRef._make(fields) for fields in _REF.iter_unpack(raw)]
 
 
@@ -120,11 +116,9 @@ class Geometry(msgspec.Struct, frozen=True):
     data_offset: int
 
     def slot_offset(self, slot: int) -> int:
-        """Byte offset of slot number ``slot`` in its segment."""
         return self.data_offset + slot * self.slot_stride
 
     def slots_within(self, touched: int) -> int:
-        """How many leading slots lie whole in the first ``touched`` bytes."""
         if touched < self.data_offset:
             return 0
         return min(self.slot_count, (touched - self.data_offset) // self.slot_stride)
@@ -146,7 +140,6 @@ class Description(msgspec.Struct, frozen=True):
 
 
 def header_offset(slot: int) -> int:
-    """Byte offset of the header of slot number ``slot``."""
     return HEADERS_OFFSET + slot * HEADER_BYTES
 
 
@@ -164,12 +157,10 @@ def carve(segment_size: int, page_size: int) -> Geometry:
 
 
 def namespace_digest(name: str) -> bytes:
-    """The 16 bytes that stand for a namespace in descriptions."""
     return hashlib.sha256(name.encode()).digest()[:16]
 
 
 def pack_description(description: Description) -> bytes:
-    """The first :data:`HEADERS_OFFSET` bytes of a segment."""
     geometry, name = description.geometry, description.namespace.encode()
     raw = bytearray(HEADERS_OFFSET)
     _DESCRIPTION.pack_into(
@@ -216,18 +207,15 @@ def unpack_description(raw: bytes, segment_size: int) -> Description | str | Non
 
 
 def belongs_to(segment: Buffer, digest: bytes) -> bool:
-    """Whether the segment holds pages of the namespace with ``digest`` (see :func:`namespace_digest`)."""
     return bytes(segment[20:36]) == digest
 
 
 def carving_of(segment: Buffer) -> int:
-    """The number of the segment's present carving."""
     carving: int = _CARVING.unpack_from(segment, _CARVING_OFFSET)[0]
     return carving
 
 
 def generation_of(segment: Buffer, slot: int) -> int:
-    """The generation that the header of slot number ``slot`` has."""
     generation: int = _STATE.unpack_from(segment, header_offset(slot) + _STATE.size)[0]
     return generation
 
@@ -238,28 +226,11 @@ def pack_header(header: Header) -> bytes:
     return raw + _CHECK.pack(zlib.crc32(raw))
 
 
-def write_header(segment: Buffer, slot: int, header: Header) -> None:
-    """Write the whole header of slot number ``slot`` into its segment's memory."""
-    offset = HEADERS_OFFSET + slot * HEADER_BYTES
-    segment[offset : offset + HEADER_BYTES] = pack_header(header)
-
-
-def write_state(segment: Buffer, slot: int, state: SlotState) -> None:
-    """Change what the header of slot number ``slot`` says about the slot, and nothing else.
-
-    Only ``FREE`` needs no checksum: what remains of the header means nothing then but its generation.
-    """
-    offset = HEADERS_OFFSET + slot * HEADER_BYTES
-    segment[offset : offset + _STATE.size] = _STATE.pack(state)
-
-
 def unpack_header(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> Header:
-    """The header at ``offset``."""
     return Header._make(_HEADER.unpack_from(buffer, offset))
 
 
 def header_is_sound(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> bool:
-    """Whether the header at ``offset`` matches its own checksum."""
     raw = bytes(buffer[offset : offset + HEADER_BYTES])
     return bool(zlib.crc32(raw[: _HEADER.size]) == _CHECK.unpack_from(raw, _HEADER.size)[0])
 

@@ -23,7 +23,6 @@ def is_tenant(name: str) -> bool:
 
 
 def qualified(tenant: str, name: str) -> str:
-    """The name inside of the node of what ``tenant`` calls ``name``."""
     return f"{MARK}{tenant}/{name}"
 
 
@@ -38,10 +37,5 @@ def own_name(name: str) -> str:
 
 
 def refuse_marked(name: str) -> None:
-    """Refuse a name from a client that looks like that of a tenant's namespace.
-
-    Raises:
-        PoolRefused: it does.
-    """
     if name.startswith(MARK):
         raise PoolRefused(f"a namespace is called {name[:40]!r}, but names that begin with {MARK!r} are the node's own")

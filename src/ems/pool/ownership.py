@@ -41,7 +41,6 @@ def foreign_owner(path: Path) -> int | None:
 
 
 def is_foreign(uid: int) -> bool:
-    """Whether ``uid`` is neither this process's user nor root."""
     return uid not in (os.geteuid(), ROOT)
 
 

@@ -71,18 +71,15 @@ class Page:
 
     @property
     def segment(self) -> int:
-        """Number of the segment that the page lies in."""
         return PageRef.unpack(self.ref).segment
 
     def children(self) -> Collection[Page]:
-        """The pages whose prefix this one is."""
         suffixes = self.suffixes
         if suffixes is None:
             return ()
         return (suffixes,) if isinstance(suffixes, Page) else suffixes
 
     def hang_on(self, parent: Page) -> None:
-        """``parent`` is the prefix of this page, which had none."""
         self.parent = parent
         if parent.suffixes is None:
             parent.suffixes = self
@@ -92,7 +89,6 @@ class Page:
             parent.suffixes.add(self)
 
     def let_go(self, parent: Page) -> None:
-        """``parent`` is no longer the prefix of this page."""
         self.parent = None
         suffixes = parent.suffixes
         if not isinstance(suffixes, set):
@@ -103,7 +99,6 @@ class Page:
             parent.suffixes = suffixes.pop()
 
     def ancestors(self) -> Iterator[Page]:
-        """The page's prefix, nearest first; missing ones among them."""
         page = self.parent
         while page is not None:
             yield page

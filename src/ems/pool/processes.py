@@ -34,7 +34,6 @@ def may_write(writer: Writer) -> bool:
 
 
 def writer_at(pid: int, instance: bytes) -> Writer:
-    """The client ``instance`` of the process ``pid``, as it is to be remembered."""
     if pid <= 0:
         return Writer(instance=instance)
     fields = _stat(pid)

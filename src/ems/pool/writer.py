@@ -35,12 +35,10 @@ class Writer(NamedTuple):
         return (self.pid, self.start, self.pid_namespace) if self.pid else self.instance
 
     def pack(self) -> bytes:
-        """All but the namespace, as it stands in a header."""
         return _WRITER.pack(self.pid & _MASK, self.start & _MASK, self.instance)
 
     @classmethod
     def unpack(cls, raw: bytes, pid_namespace: int) -> Writer:
-        """What :meth:`pack` wrote."""
         pid, start, instance = _WRITER.unpack(raw)
         return cls(pid, start, instance, pid_namespace)
 

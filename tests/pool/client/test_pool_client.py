@@ -97,7 +97,7 @@ def test_a_missing_node_is_asked_for_less_and_less_often(tmp_path: Path, monkeyp
     now = 1000.0
     monkeypatch.setattr("ems.pool.client.line.time.monotonic", lambda: now)
     client, tried = PoolClient(tmp_path / "nobody"), []
-    introduction = client._line._introduction
+    introduction = client._introduction
     reach: Callable[..., object] = introduction.reach
 
     def count(*arguments: object) -> object:
@@ -156,7 +156,7 @@ def test_of_requests_that_are_sent_together_one_that_is_refused_leaves_no_lease(
 ) -> None:
     keys = chain("together", 2)
     client.commit(client.reserve(namespace, bytes(16), keys))
-    with client._line.turn(5.0) as turn:
+    with client.turn(5.0) as turn:
         number = turn.connection.namespaces[namespace]
         leased = messages.Lookup(number, b"".join(keys), lease=True)
         with pytest.raises(EmsError):
@@ -198,14 +198,14 @@ def test_many_threads_share_a_client(client: PoolClient, namespace: Namespace) -
 
 def test_a_segment_is_mapped_once_however_many_ask(client: PoolClient, monkeypatch: pytest.MonkeyPatch) -> None:
     client.connect()
-    segments, attach = client.segments(client.epoch), client._line.attach
+    segments, attach = client.segments(client.epoch), client.attach
     attached: list[int] = []
 
     def count(number: int, epoch: int) -> memoryview:
         attached.append(number)
         return attach(number, epoch)
 
-    monkeypatch.setattr(client._line, "attach", count)
+    monkeypatch.setattr(client, "attach", count)
     with ThreadPoolExecutor(8) as pool:
         maps = list(pool.map(lambda _: segments.segment(3), range(32)))
     assert attached == [3]
@@ -225,13 +225,13 @@ def test_nothing_of_an_old_connection_is_used_on_a_new_one(client: PoolClient, n
     assert lease is not None
     segments = client.segments(half.epoch)
     segments.segment(lease.refs[0].segment)
-    client._line.drop()
+    client.drop()
     client.connect()
     for stale in (
         lambda: client.commit(half),
         lambda: client.abort(half),
         lambda: client.segments(half.epoch),
-        lambda: client._line.attach(5, half.epoch),
+        lambda: client.attach(5, half.epoch),
     ):
         with pytest.raises(StaleReference):
             stale()

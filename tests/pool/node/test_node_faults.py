@@ -276,7 +276,7 @@ def test_a_call_waits_for_another_no_longer_than_its_own_deadline(
 
 def is_busy(client: PoolClient) -> bool:
     """Whether another thread is in the middle of a call."""
-    if not client._line._lock.acquire(blocking=False):
+    if not client._lock.acquire(blocking=False):
         return True
-    client._line._lock.release()
+    client._lock.release()
     return False

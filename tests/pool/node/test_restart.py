@@ -23,7 +23,7 @@ from ems.pool.node import restart
 from ems.pool.node.restart import KeptOpen, Restart, check, kept_open
 from ems.pool.protocol import coding, framing, messages
 from ems.pool.protocol.acts import Drain, Pin, Resize
-from ems.pool.segments.pin_file import PinFile
+from ems.pool.segments.side_file import Pins, SideFile
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain
@@ -206,7 +206,7 @@ def test_without_a_node_there_is_nothing_to_upgrade(node: NodeProcess) -> None:
 def test_the_hand_over_of_earlier_releases_is_refused(node: NodeProcess, make_client: MakeClient) -> None:
     client = make_client(node)
     client.connect()
-    with client._line.turn(5.0) as turn:
+    with client.turn(5.0) as turn:
         assert not turn.connection.has("hands-over")
         turn.connection.sock.sendall(framing.frame(b"\x94\xa8TakeOver\1\1\xa39.9"))
         answer = coding.decode_answer(turn.connection.sock.recv(1 << 16)[4:])
@@ -309,13 +309,13 @@ async def test_a_node_that_is_hindered_goes_on(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pins_are_what_was_written_last(tmp_path: Path) -> None:
     path = tmp_path / "pins"
-    assert PinFile(path).read() == {}
-    PinFile(path).replace({})
+    assert SideFile(path, Pins).value == {}
+    SideFile(path, Pins).replace({})
     assert not path.exists()
     pins = {"a": {b"k" * 16: 7.0, b"l" * 16: float("inf")}}
-    PinFile(path).replace(pins)
-    assert PinFile(path).read() == pins
-    PinFile(path).replace({})
-    assert PinFile(path).read() == {}
+    SideFile(path, Pins).replace(pins)
+    assert SideFile(path, Pins).value == pins
+    SideFile(path, Pins).replace({})
+    assert SideFile(path, Pins).value == {}
     path.write_bytes(b"nonsense")
-    assert PinFile(path).read() == {}
+    assert SideFile(path, Pins).value == {}

@@ -46,7 +46,7 @@ for line in sys.stdin:
             for place in places[int(first) : int(last)]:
                 place[:] = b"w" * PAGE
         case ["leave"]:
-            client._line.drop()
+            client.drop()
         case ["give", "up"]:
             try:
                 client.abort(reserved)

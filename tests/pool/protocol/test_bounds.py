@@ -13,6 +13,7 @@ import pytest
 from msgspec import inspect
 
 from ems.errors import ProtocolError
+from ems.pool.facts import MAX_NAME
 from ems.pool.protocol import coding, framing, limits, messages
 
 REQUESTS: tuple[type[messages.Message], ...] = messages.Request.__args__
@@ -161,5 +162,5 @@ def test_the_page_on_the_wire_has_every_bound() -> None:
     named = {name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     fields = {re.split(r"[\[{]", path.split(".")[-1])[0] for path in IDS}
     assert fields <= named, fields - named
-    for most in (limits.MAX_NAME, limits.MAX_ID, limits.MAX_NAMESPACES_ASKED, limits.MAX_KEYS):
+    for most in (MAX_NAME, limits.MAX_ID, limits.MAX_NAMESPACES_ASKED, limits.MAX_KEYS):
         assert f"{most:,}" in table

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Follow, Resize
-from ems.pool.segments.given_up import GivenUp, lay_out
+from ems.pool.segments.given_up import lay_out
+from ems.pool.segments.side_file import SideFile
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain
@@ -36,14 +37,12 @@ def test_a_pool_has_as_many_segments_as_are_wanted_and_as_few_new_ones_as_it_can
 
 def test_what_was_given_up_is_read_again_and_a_damaged_file_knows_of_nothing(tmp_path: Path) -> None:
     path = tmp_path / "given-up"
-    known = GivenUp(path)
-    known.put(3, gone=True)
-    known.put(1, gone=True)
-    known.put(3, gone=False)
-    assert GivenUp(path).segments == {1}
+    known = SideFile(path, list[int])
+    known.replace([1])
+    assert SideFile(path, list[int]).value == [1]
     for damage in (b"", b"[1", b'["a"]', b"\xff"):
         path.write_bytes(damage)
-        assert GivenUp(path).segments == frozenset()
+        assert SideFile(path, list[int]).value == []
 
 
 def resize(node: NodeProcess, size: int) -> None:

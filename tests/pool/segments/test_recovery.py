@@ -34,13 +34,13 @@ from ems.pool.layout import (
     pack_description,
     unpack_header,
     unpack_refs,
-    write_header,
 )
 from ems.pool.node.pool_node import Node
 from ems.pool.protocol import messages
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.recovery import MOST, Recovered, SegmentImage, header_checksums, recover
 from ems.pool.segments.verify import Trust, Verify
+from tests.kit.headers import write_header
 from tests.pool.brain import chain, key, segment_for, tails_of
 
 SMALL, LARGE = 4096, 16384

@@ -15,11 +15,10 @@ from ems.pool.layout import (
     SlotState,
     carve,
     pack_description,
-    write_header,
-    write_state,
 )
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
+from tests.kit.headers import write_header, write_state
 
 PAGE = 4096
 KEY = bytes(range(16))

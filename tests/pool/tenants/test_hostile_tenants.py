@@ -28,7 +28,6 @@ from ems.pool.layout import (
     pack_description,
     unpack_description,
     unpack_header,
-    write_header,
 )
 from ems.pool.protocol import coding, messages
 from ems.pool.protocol.acts import Resize
@@ -36,6 +35,7 @@ from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import MOST
 from ems.pool.segments.touch import punch
 from ems.pool.tenants.credentials import Credentials
+from tests.kit.headers import write_header
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain
@@ -99,7 +99,7 @@ def segment_of(client: PoolClient) -> int:
 
 def taken(client: PoolClient, number: int) -> int:
     """The descriptor of a segment, as any process of the tenant can have it."""
-    sock = client._line.connection.sock  # type: ignore[union-attr]
+    sock = client.connection.sock  # type: ignore[union-attr]
     sock.settimeout(PATIENCE)
     sock.sendall(coding.encode(messages.Attach(number)))
     _, (descriptor,), _, _ = socket.recv_fds(sock, 4096, 4)
@@ -373,7 +373,7 @@ def test_descriptors_that_nobody_takes_do_not_use_up_the_systems(path: Path) -> 
         greedy = [node.client("test", ANN) for _ in range(8)]
         for client in greedy:
             client.lookup(SPACE, JOINED)
-            sock = client._line.connection.sock  # type: ignore[union-attr]
+            sock = client.connection.sock  # type: ignore[union-attr]
             with contextlib.suppress(OSError):
                 for _ in range(100):
                     sock.sendall(coding.encode(messages.Attach(number)))

@@ -179,7 +179,7 @@ def test_segments_of_others_cannot_be_mapped(place: TenantNode, connect: Connect
     ann.commit(reserved)
     for number in {*range(-1, 6)} - mine:
         with pytest.raises(StaleReference, match="holds no page of this tenant"):
-            ann._line.attach(number, ann.epoch)
+            ann.attach(number, ann.epoch)
         ann.lookup(space, JOINED)
 
 
@@ -191,7 +191,7 @@ def test_a_number_of_a_namespace_means_something_to_its_tenant_only(
     store_filled(ann, space, KEYS, b"a")
     bob.connect()
     for number in range(8):
-        with pytest.raises(StaleReference, match=f"namespace {number} is not open"), bob._line.turn(5.0) as turn:
+        with pytest.raises(StaleReference, match=f"namespace {number} is not open"), bob.turn(5.0) as turn:
             turn.ask(messages.Lookup(number, JOINED), messages.Hits)
     with pytest.raises(PoolRefused, match="names that begin with '//' are the node's own"):
         bob.open(Namespace("//ann/default/model/layout", PAGE))
@@ -309,7 +309,7 @@ def test_memory_that_changes_hands_is_fresh_and_the_old_mapping_is_dead(
         old[number][:PAGE] = b"e" * PAGE
         assert b"e" * 64 not in bytes(bob.segments(bob.epoch).segment(number))
         with pytest.raises(StaleReference):
-            ann._line.attach(number, ann.epoch)
+            ann.attach(number, ann.epoch)
 
 
 @own_node

@@ -35,11 +35,7 @@ def block_key(name: int) -> bytes:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests of the trace in ``path`` that have a block, in the order of their time.
-
-    Raises:
-        ConfigError: the file cannot be read or is no trace; the message names the line.
-    """
+    """All requests of the trace in ``path`` that have a block, in the order of their time."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

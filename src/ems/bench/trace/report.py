@@ -56,11 +56,6 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def refuse_plot(path: Path) -> None:
-    """Refuse to draw into ``path`` before anything is computed for it.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written, or its ending means nothing.
-    """
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, install it with: pip install 'ems-kv[plot]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():
@@ -68,11 +63,7 @@ def refuse_plot(path: Path) -> None:
 
 
 def plot(found: Comparison, path: Path) -> None:
-    """Draw hits over capacity into ``path``, in the format that its ending names (.svg, .png, .pdf).
-
-    Raises:
-        ConfigError: matplotlib is not installed, the ending means nothing, or the file cannot be written.
-    """
+    """Draw hits over capacity into ``path``, in the format that its ending names (.svg, .png, .pdf)."""
     refuse_plot(path)
     from matplotlib.figure import Figure
 

@@ -26,7 +26,6 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def refs(self) -> list[PageRef]:
-        """Where the pages lie, in the order of their keys."""
         return unpack_refs(self.packed_refs)
 
 

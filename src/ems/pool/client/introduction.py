@@ -6,6 +6,7 @@ client's access key; of anybody else nothing is believed, mapped or asked.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
@@ -23,8 +24,6 @@ from ems.pool.writer import INSTANCE_BYTES
 
 _FEATURES = [greeting.TELLS_REASONS, greeting.TELLS_TIERS, greeting.SERVES_TENANTS, greeting.NAMES_USER]
 """What this client understands of what nodes tell."""
-
-
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -41,57 +40,41 @@ class Introduction:
     def reach(self, now: float, deadline: float) -> tuple[socket.socket, messages.Welcome, str]:
         """A socket to the node, its welcome, and the tenant that it is for; empty on an open node.
 
-        Raises:
-            PoolUnavailable: no node answers.
-            PoolTimeout: it did not greet before ``deadline``.
-            PoolRefused: it does not want this client.
-            Unauthorised: so, too; or it is somebody else's and does not prove that it knows this client's key.
+        Unauthorised also where the node is somebody else's and does not prove that it knows this client's key.
         """
         owner = foreign_owner(self.path)
         self._refuse(owner, may_prove=bool(self._credentials.name))
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            left = max(deadline - now, 0.001)
-            # A connect with a time-out of Python's fails at once where many others wait to be accepted.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
-            sock.connect(str(self.path))
-            sock.settimeout(left)
-            listener = peer_of(sock)[1]
-            owner = listener if is_foreign(listener) else owner
-            self._refuse(owner, may_prove=bool(self._credentials.name))
-            answer = self._introduce(sock, deadline, owner)
-        except (TimeoutError, BlockingIOError) as error:
-            sock.close()
-            raise PoolTimeout(f"the pool node on {self.path} did not greet in time") from error
-        except EmsError:
-            sock.close()
-            raise
-        except OSError as error:
-            sock.close()
-            kind = ConnectionEnded if isinstance(error, ConnectionResetError | BrokenPipeError) else PoolUnavailable
-            raise kind(
-                f"no pool node answers on {self.path} ({error.strerror or error}), start one with 'ems node' or name "
-                "another socket"
-            ) from error
-        except BaseException:
-            sock.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                left = max(deadline - now, 0.001)
+                # A connect with a time-out of Python's fails at once where many others wait to be accepted.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+                sock.connect(str(self.path))
+                sock.settimeout(left)
+                listener = peer_of(sock)[1]
+                owner = listener if is_foreign(listener) else owner
+                self._refuse(owner, may_prove=bool(self._credentials.name))
+                answer = self._introduce(sock, deadline, owner)
+            except (TimeoutError, BlockingIOError) as error:
+                raise PoolTimeout(f"the pool node on {self.path} did not greet in time") from error
+            except EmsError:
+                raise
+            except OSError as error:
+                kind = ConnectionEnded if isinstance(error, ConnectionResetError | BrokenPipeError) else PoolUnavailable
+                raise kind(
+                    f"no pool node answers on {self.path} ({error.strerror or error}), start one with 'ems node' or "
+                    "name another socket"
+                ) from error
+            stack.pop_all()
         return sock, answer, self._credentials.name if answer.signature else ""
 
     def _introduce(self, sock: socket.socket, deadline: float, owner: int | None) -> messages.Welcome:
         """Greet a node, of the user ``owner`` if that is somebody else, and prove who this client is if asked to."""
         given = self._credentials
         nonce = os.urandom(greeting.NONCE_BYTES) if given.name else b""
-        hello = messages.Hello(
-            greeting.OLDEST_VERSION,
-            greeting.NEWEST_VERSION,
-            self._name,
-            os.getpid(),
-            self._features,
-            given.name,
-            nonce,
-            self._instance,
-        )
+        versions = (greeting.OLDEST_VERSION, greeting.NEWEST_VERSION)
+        hello = messages.Hello(*versions, self._name, os.getpid(), self._features, given.name, nonce, self._instance)
         sent = coding.body(hello)
         sock.sendall(framing.frame(sent))
         body = receive_frame(sock, deadline)

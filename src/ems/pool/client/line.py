@@ -27,7 +27,7 @@ from ems.errors import (
     Unauthorised,
 )
 from ems.pool.client.answers import Namespace
-from ems.pool.client.frames import receive_frame, receive_frames
+from ems.pool.client.frames import receive_frames
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.retry import ConnectionEnded, Retry
 from ems.pool.client.segments import SegmentMap
@@ -63,7 +63,6 @@ class Connection:
         self.tells_tiers = greeting.TELLS_TIERS in welcome.features
 
     def has(self, feature: str) -> bool:
-        """Whether the node has a feature of :mod:`ems.pool.protocol.greeting`."""
         return feature in self.welcome.features
 
 
@@ -78,45 +77,44 @@ class Turn:
     def ask(self, request: messages.Request, expected: type[Answer]) -> Answer:
         """The node's answer, of the type ``expected``.
 
-        Raises:
-            EmsError: the node refuses, or there is no (sound) answer before the deadline.
+        Raises EmsError: the node refuses, or there is no (sound) answer before the deadline.
         """
         return self.ask_all([request], expected)[0]
 
     def ask_all(self, requests: Sequence[messages.Request], expected: type[Answer]) -> list[Answer]:
         """The node's answers to requests that are sent together.
 
-        Raises:
-            EmsError: as :meth:`ask`; a node that refuses one of several has lost the connection.
+        Raises EmsError: as :meth:`ask`; a node that refuses one of several has lost the connection.
         """
         return self._line.ask(self.connection, requests, expected, self._deadline)
 
 
 class Line:
-    """``let_go`` is called with each segment that was mapped when its connection ends, before it is unmapped."""
+    """``let_go`` is called with each segment that was mapped when its connection ends, before it is unmapped.
 
-    def __init__(self, introduction: Introduction, let_go: Callable[[memoryview], None] | None) -> None:
+    A call that waits out a restart may take ``restart_seconds``, where its own time is shorter.
+    """
+
+    def __init__(
+        self, introduction: Introduction, let_go: Callable[[memoryview], None] | None, restart_seconds: float = 0.0
+    ) -> None:
         self._introduction = introduction
-        self._let_go = let_go
+        self._let_go = let_go or (lambda _mapped: None)
         self._lock = threading.RLock()
         self.connection: Connection | None = None
         """The present one; what the last call left behind, and no promise for the next."""
         self._epoch = 0
         self._retry = Retry()
         self._closed = False
-        self.restart_seconds = 0.0
-        """How long a call may take that waits out a restart, where its own time is shorter."""
-        self.waits_out = False
+        self._restart_seconds = restart_seconds
+        self.waits_out_restart = False
         """Whether a call waits for a node that restarts."""
 
     def call(self, timeout: float | None, work: Callable[[Turn], Result], *, again: bool = True) -> Result:
         """Do ``work`` in a turn, and wait out a restart of the node for ``timeout`` seconds in all.
 
         With ``again`` work whose connection ended is done once more on a new one: it may not rely on the old one, and
-        may have been done already.
-
-        Raises:
-            EmsError: as :meth:`turn`, and what ``work`` raises.
+        may have been done already.  Raises EmsError: as :meth:`turn`, and what ``work`` raises.
         """
         deadline = time.monotonic() + (CALL_SECONDS if timeout is None else timeout)
         try:
@@ -136,13 +134,13 @@ class Line:
                         raise
                     again, deadline = False, self._waiting(deadline)
         finally:
-            self.waits_out = False
+            self.waits_out_restart = False
 
     def _waiting(self, deadline: float) -> float:
         """The node may be restarting: by when the call is to be over."""
-        if not self.waits_out:
-            self.waits_out = True
-            deadline = max(deadline, time.monotonic() + self.restart_seconds)
+        if not self.waits_out_restart:
+            self.waits_out_restart = True
+            deadline = max(deadline, time.monotonic() + self._restart_seconds)
         return deadline
 
     @contextlib.contextmanager
@@ -170,11 +168,7 @@ class Line:
             self._lock.release()
 
     def at(self, epoch: int) -> Connection:
-        """The connection ``epoch``.
-
-        Raises:
-            StaleReference: that connection is gone.
-        """
+        """The connection ``epoch``.  Raises StaleReference: that connection is gone."""
         connection = self.connection
         if connection is None or connection.epoch != epoch:
             raise _stale()
@@ -194,7 +188,7 @@ class Line:
             self._retry.refused(time.monotonic(), error)
             raise
         except ConnectionEnded:
-            if self.waits_out:
+            if self.waits_out_restart:
                 self._retry.failed(time.monotonic())
             raise
         except BaseException:
@@ -203,20 +197,25 @@ class Line:
         self._retry.reached()
         self._epoch += 1
         epoch = self._epoch
-        segments = SegmentMap(lambda number: self.attach(number, epoch), self._lets_go)
+        segments = SegmentMap(lambda number: self.attach(number, epoch), self._let_go)
         self.connection = Connection(sock, epoch, welcome, segments, tenant)
         return self.connection
 
     def ask(
-        self, connection: Connection, requests: Sequence[messages.Request], expected: type[Answer], deadline: float
+        self,
+        connection: Connection,
+        requests: Sequence[messages.Request],
+        expected: type[Answer],
+        deadline: float,
+        descriptors: list[int] | None = None,
     ) -> list[Answer]:
-        """Requests and their answers; only :class:`Turn` calls this."""
+        """Requests and their answers, with the file descriptors that came beside them; needs the lock."""
         frames = b"".join(map(coding.encode_request, requests))
         answers: list[messages.Answer] = []
         try:
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.sock.sendall(frames)
-            bodies = islice(receive_frames(connection.sock, deadline), len(requests))
+            bodies = islice(receive_frames(connection.sock, deadline, descriptors), len(requests))
             answers.extend(coding.decode_answer(body) for body in bodies)
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
@@ -264,15 +263,10 @@ class Line:
         with self._lock:
             connection = self.at(epoch)
             descriptors: list[int] = []
+            deadline, request = time.monotonic() + CALL_SECONDS, messages.Attach(number)
             try:
-                return _attach(connection.sock, number, descriptors)
-            except TimeoutError as error:
-                self.drop()
-                self._retry.failed(time.monotonic())
-                raise PoolTimeout(f"the pool node did not hand out segment {number} in time") from error
-            except OSError as error:
-                self.drop()
-                raise PoolUnavailable(f"segment {number} cannot be mapped: {error.strerror or error}") from error
+                (answer,) = self.ask(connection, [request], messages.SegmentAttached, deadline, descriptors)
+                return _map(number, answer.size, descriptors)
             except PoolRefused:
                 raise
             except BaseException:
@@ -283,7 +277,10 @@ class Line:
                     os.close(descriptor)
 
     def notice(self) -> None:
-        """Let go of a connection that the node has ended, and of its memory; never waits."""
+        """Let go of a connection that the node has ended, and of its memory; never waits.
+
+        For a client that makes no calls for a while: a node that starts again needs the memory of the old one.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -298,17 +295,11 @@ class Line:
             self._lock.release()
 
     def drop(self) -> None:
-        """Use the connection no more, and let go of its memory."""
         connection, self.connection = self.connection, None
         if connection is None:
             return
         connection.sock.close()
         for mapped in connection.segments.mapped():
-            self._lets_go(mapped)
-
-    def _lets_go(self, mapped: memoryview) -> None:
-        """A mapped segment is not used any more."""
-        if self._let_go is not None:
             self._let_go(mapped)
 
     def close(self) -> None:
@@ -331,17 +322,13 @@ def _stale() -> StaleReference:
     return StaleReference("the connection to the pool was lost since, begin again")
 
 
-def _attach(sock: socket.socket, number: int, descriptors: list[int]) -> memoryview:
-    deadline = time.monotonic() + CALL_SECONDS
-    sock.settimeout(CALL_SECONDS)
-    sock.sendall(coding.encode(messages.Attach(number)))
-    answer = coding.decode_answer(receive_frame(sock, deadline, descriptors))
-    if isinstance(answer, messages.Refused):
-        refusals.raise_refusal(answer)
-    if not isinstance(answer, messages.SegmentAttached) or len(descriptors) != 1:
+def _map(number: int, size: int, descriptors: list[int]) -> memoryview:
+    if len(descriptors) != 1:
         raise ProtocolError("the node sent no segment")
     try:
-        return memoryview(mmap.mmap(descriptors[0], answer.size))
+        return memoryview(mmap.mmap(descriptors[0], size))
     except ValueError as error:
         # Another process of the same tenant did that; the node will have set the segment aside soon.
         raise StaleReference(f"the file of segment {number} was cut short, look again") from error
+    except OSError as error:
+        raise PoolUnavailable(f"segment {number} cannot be mapped: {error.strerror or error}") from error

@@ -46,7 +46,7 @@ from ems.pool.tenants.credentials import Credentials
 _MOST_MICROS = 10**12
 
 
-class PoolClient:
+class PoolClient(Line):
     """A connection to the node of this host that mends itself.
 
     ``name`` is what the node's log and ``ems status`` call this client.  ``let_go`` is called with each segment that
@@ -68,9 +68,8 @@ class PoolClient:
         introduction = Introduction(
             path, name[: limits.MAX_TEXT], credentials or Credentials(), administers=administers
         )
+        super().__init__(introduction, let_go, restart_seconds)
         self._path = path
-        self._line = Line(introduction, let_go)
-        self._line.restart_seconds = restart_seconds
         self._facts: dict[str, Mapping[str, str]] = {}
         self._promised = PromisedSlots()
 
@@ -78,48 +77,38 @@ class PoolClient:
 
     @property
     def epoch(self) -> int:
-        """Number of the present connection; 0 while there is none."""
-        connection = self._line.connection
+        connection = self.connection
         return connection.epoch if connection else 0
 
     @property
     def connected(self) -> bool:
         """Whether the last call left a connection behind; no promise for the next."""
-        return self._line.connection is not None
-
-    @property
-    def waits_out_restart(self) -> bool:
-        """Whether a call waits for a node that restarts."""
-        return self._line.waits_out
+        return self.connection is not None
 
     @property
     def autostarted(self) -> bool | None:
-        """Whether the node was started by an engine; None before the first connection."""
-        connection = self._line.connection
+        connection = self.connection
         return connection.welcome.autostarted if connection else None
 
     @property
     def node(self) -> str:
-        """Identity of the node, new with each of its starts; empty while there is no connection."""
-        connection = self._line.connection
+        connection = self.connection
         return connection.welcome.node if connection else ""
 
     @property
     def node_pid(self) -> int:
         """The process that listens on the node's socket, as the kernel says; 0 if it cannot be seen from here.
 
-        Raises:
-            PoolUnavailable: there is no connection.
+        Raises PoolUnavailable: there is no connection.
         """
-        connection = self._line.connection
+        connection = self.connection
         if connection is None:
             raise PoolUnavailable(f"there is no connection to a pool node on {self._path}")
         return peer_of(connection.sock)[0]
 
     @property
     def segment_count(self) -> int:
-        """Segments of the node; 0 while there is no connection."""
-        connection = self._line.connection
+        connection = self.connection
         return connection.welcome.segments if connection else 0
 
     def connect(self, timeout: float | None = None) -> None:
@@ -130,15 +119,8 @@ class PoolClient:
             PoolTimeout: the node did not greet in ``timeout`` seconds.
             PoolRefused: the node does not want this client.
         """
-        with self._line.turn(timeout):
+        with self.turn(timeout):
             pass
-
-    def notice(self) -> None:
-        """Let go of a connection that the node has ended, and of its memory; never waits.
-
-        For a client that makes no calls for a while: a node that starts again needs the memory of the old one.
-        """
-        self._line.notice()
 
     def tell_stopped(self, timeout: float | None = None) -> None:
         """Say that copies ended of which the node does not know; no call where there are none.
@@ -147,15 +129,7 @@ class PoolClient:
         the slots.
         """
         if self._promised.untold:
-            self._line.call(timeout, self._tell_what_is_written)
-
-    def close(self) -> None:
-        """End the connection for good; a call that waits for its answer in another thread fails now."""
-        self._line.close()
-
-    def abandon(self) -> None:
-        """In a forked child: let go of the parent's connection, which goes on unharmed.  Takes no lock."""
-        self._line.abandon()
+            self.call(timeout, self._tell_what_is_written)
 
     # Calls
 
@@ -178,15 +152,13 @@ class PoolClient:
             NoSpace: a page of that size fits in no segment of the node.
             PoolRefused: the namespace exists with another page size.
         """
-        self._line.call(timeout, lambda turn: self._opened(turn, namespace))
+        self.call(timeout, lambda turn: self._opened(turn, namespace))
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
         """Let nodes know what the namespace ``name`` means, in plain words by field; makes no call now.
 
         So a node can tell which field differs where a model is in the pool in another layout.
-
-        Raises:
-            PoolRefused: the facts cannot describe a namespace.
+        Raises PoolRefused: the facts cannot describe a namespace.
         """
         check_facts(facts)
         self._facts[name] = dict(facts)
@@ -217,7 +189,7 @@ class PoolClient:
             asked = self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute)
             return Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
 
-        return self._line.call(timeout, look)
+        return self.call(timeout, look)
 
     def lookup_with_tail(
         self,
@@ -241,7 +213,7 @@ class PoolClient:
             both = turn.ask_all([asked, messages.Lookup(asked.namespace, b"", lease_tail, tail)], messages.Hits)
             return _hits(turn.connection, both[0]), _tail_hit(turn.connection, both[1])
 
-        return self._line.call(timeout, look)
+        return self.call(timeout, look)
 
     def _lookup(
         self, turn: Turn, namespace: Namespace, keys: bytes, *, lease: bool, request: str, compute: float
@@ -269,26 +241,20 @@ class PoolClient:
                 return 0
             return turn.ask(messages.Prefetch(number, keys), messages.Done).count
 
-        return self._line.call(timeout, ask)
+        return self.call(timeout, ask)
 
     def explain(self, name: str, keys: bytes, timeout: float | None = None) -> messages.Explained:
         """Why ``keys`` (16 bytes each, joined) of the namespace ``name`` are there or not; counts nothing.
 
-        Raises:
-            PoolRefused: the node is of an earlier release, which does not tell.
+        Raises PoolRefused: the node is of an earlier release, which does not tell.
         """
 
         def ask(turn: Turn) -> messages.Explained:
-            connection = turn.connection
-            if not connection.tells_reasons:
-                raise PoolRefused(
-                    f"the pool node (release {connection.welcome.release}) does not tell why pages are missing, "
-                    "restart it with this release"
-                )
+            _refuse_older(turn, greeting.TELLS_REASONS, "does not tell why pages are missing")
             self._describe(turn, name)
             return turn.ask(messages.Explain(name, keys), messages.Explained)
 
-        return self._line.call(timeout, ask)
+        return self.call(timeout, ask)
 
     def lookup_tail(
         self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float | None = None
@@ -301,11 +267,11 @@ class PoolClient:
                 return NO_TAIL
             return _tail_hit(turn.connection, turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits))
 
-        return self._line.call(timeout, look)
+        return self.call(timeout, look)
 
     def release(self, lease: Lease) -> None:
         """End a lease; quietly does nothing when the connection that it was made on is gone."""
-        self._line.tell(messages.Release(lease.number), lease.epoch)
+        self.tell(messages.Release(lease.number), lease.epoch)
 
     def announce(self, namespace: Namespace, keys: bytes, timeout: float | None = None) -> Announcement | None:
         """A request waits and will ask for ``keys`` (16 bytes each, joined): they stay while anything else can leave.
@@ -321,11 +287,10 @@ class PoolClient:
             answer = turn.ask(messages.Announce(number, keys), messages.Announced)
             return Announcement(turn.connection.epoch, answer.announcement)
 
-        return self._line.call(timeout, ask)
+        return self.call(timeout, ask)
 
     def withdraw(self, announcement: Announcement) -> None:
-        """The request waits no longer; quietly does nothing when the connection is gone."""
-        self._line.tell(messages.Withdraw(announcement.number), announcement.epoch)
+        self.tell(messages.Withdraw(announcement.number), announcement.epoch)
 
     def reserve(
         self,
@@ -352,14 +317,14 @@ class PoolClient:
             positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
             refs = unpack_refs(answer.refs)
             if len(positions) != len(refs) or len(answer.outcomes) * KEY_BYTES != len(request.keys):
-                self._line.drop()
+                self.drop()
                 raise ProtocolError("the node's answer to a reservation does not match the request")
             granted = dict(zip(positions, refs, strict=True))
             reservation = Reservation(turn.connection.epoch, answer.reservation, answer.outcomes, granted)
             self._promised.promised(reservation)
             return reservation
 
-        return self._line.call(timeout, ask)
+        return self.call(timeout, ask)
 
     def _tell_what_is_written(self, turn: Turn) -> None:
         """On another connection, or after a commit or abort that failed: which slots this client still writes into."""
@@ -380,9 +345,7 @@ class PoolClient:
 
         ``checksums`` are those of the pages (see :func:`ems.pool.checksum.page_checksum`), in the order of
         ``positions`` or of the keys; a page without one cannot be checked when it is loaded.
-
-        Raises:
-            StaleReference: the reservation ended with its connection; nothing was published.
+        Raises StaleReference: the reservation ended with its connection; nothing was published.
         """
         if reservation.granted:
             raw = struct.pack(f"<{len(checksums)}I", *checksums) if self._has(greeting.KEEPS_CHECKSUMS) else b""
@@ -391,7 +354,7 @@ class PoolClient:
             request = messages.Commit(reservation.number, positions, raw)
             told = False
             try:
-                with self._line.turn(timeout, reservation.epoch) as turn:
+                with self.turn(timeout, reservation.epoch) as turn:
                     turn.ask(request, messages.Done)
                 told = True
             finally:
@@ -410,10 +373,10 @@ class PoolClient:
             keys, refs = b"".join(key for key, _ in corrupt), b"".join(ref.pack() for _, ref in corrupt)
             return turn.ask(messages.Corrupt(number, keys, refs), messages.Done).count
 
-        return self._line.call(timeout, ask)
+        return self.call(timeout, ask)
 
     def _has(self, feature: str) -> bool:
-        connection = self._line.connection
+        connection = self.connection
         return connection is not None and connection.has(feature)
 
     def abort(self, reservation: Reservation, timeout: float | None = None) -> None:
@@ -421,15 +384,13 @@ class PoolClient:
 
         No copy into its slots may run any more, and none may run into those of a :meth:`commit`: both are to be called
         when the connection was lost, too.  Until then, or until this process ends, nobody else gets the slots.
-
-        Raises:
-            StaleReference: the reservation ended with its connection already.
+        Raises StaleReference: the reservation ended with its connection already.
         """
         if reservation.granted:
             told = False
             try:
-                self._line.at(reservation.epoch)  # a node that is gone need not be reached for that
-                with self._line.turn(timeout, reservation.epoch) as turn:
+                self.at(reservation.epoch)  # a node that is gone need not be reached for that
+                with self.turn(timeout, reservation.epoch) as turn:
                     turn.ask(messages.Abort(reservation.number), messages.Done)
                 told = True
             finally:
@@ -437,7 +398,7 @@ class PoolClient:
 
     def stats(self, timeout: float | None = None) -> dict[str, object]:
         """The node's figures."""
-        return self._line.call(timeout, lambda turn: turn.ask(messages.Stats(), messages.Figures).figures)
+        return self.call(timeout, lambda turn: turn.ask(messages.Stats(), messages.Figures).figures)
 
     def administer(self, act: Acts, *, dry_run: bool = False, timeout: float | None = None) -> dict[str, Any]:
         """Let the node do ``act``; what it did, or would do with ``dry_run``, as plain figures.
@@ -448,65 +409,45 @@ class PoolClient:
         """
 
         def ask(turn: Turn) -> dict[str, Any]:
-            connection = turn.connection
-            if not connection.has(greeting.DOES_ACTS):
-                raise PoolRefused(
-                    f"the pool node (release {connection.welcome.release}) cannot be administered, restart it with "
-                    "this release"
-                )
-            if isinstance(act, Upgrade) and not connection.has(greeting.RESTARTS):
-                raise PoolRefused(
-                    f"the pool node (release {connection.welcome.release}) cannot restart itself, stop it with 'ems "
-                    "stop' and start the new one; its pages stay"
-                )
+            _refuse_older(turn, greeting.DOES_ACTS, "cannot be administered")
+            if isinstance(act, Upgrade):
+                how = "stop it with 'ems stop' and start the new one; its pages stay"
+                _refuse_older(turn, greeting.RESTARTS, "cannot restart itself", how)
             return turn.ask(messages.Administer(act, dry_run), messages.Reported).report
 
-        return self._line.call(timeout, ask, again=False)
+        return self.call(timeout, ask, again=False)
 
     def changes(
         self, since: PageLocation | None, namespaces: Sequence[str], timeout: float | None = None
     ) -> PoolChanges:
         """What was stored and removed in ``namespaces`` since an earlier answer; None begins now and tells nothing.
 
-        Raises:
-            PoolRefused: the node is of an earlier release, which does not tell.
+        Raises PoolRefused: the node is of an earlier release, which does not tell.
         """
 
         def ask(turn: Turn) -> PoolChanges:
-            connection = turn.connection
-            if not connection.has(greeting.TELLS_CHANGES):
-                raise PoolRefused(
-                    f"the pool node (release {connection.welcome.release}) does not tell what it stores and removes, "
-                    "restart it with this release"
-                )
-            node = connection.welcome.node
+            _refuse_older(turn, greeting.TELLS_CHANGES, "does not tell what it stores and removes")
+            node = turn.connection.welcome.node
             known = since is not None and since.node == node
             sequence = since.sequence if since is not None and known else FROM_NOW
             answer = turn.ask(messages.Changes(sequence, list(namespaces)), messages.Changed)
             lost = answer.lost or (since is not None and not known)
             return PoolChanges(PageLocation(node, answer.sequence), lost, tuple(answer.runs))
 
-        return self._line.call(timeout, ask)
+        return self.call(timeout, ask)
 
     # Memory
 
     def segments(self, epoch: int) -> SegmentMap:
-        """The mapped segments of the connection ``epoch``.
-
-        Raises:
-            StaleReference: that connection is gone.
-        """
-        return self._line.at(epoch).segments
+        """The mapped segments of the connection ``epoch``.  Raises StaleReference: that connection is gone."""
+        return self.at(epoch).segments
 
     def reader(self, namespace: Namespace, epoch: int, policy: Verify | None = None) -> PageReader:
         """Looks at pages of ``namespace`` that were promised on the connection ``epoch``; not safe for several threads.
 
-        With ``policy`` it checks by that instead of by the node's.
-
-        Raises:
-            StaleReference: that connection is gone.
+        With ``policy`` it checks by that instead of by the node's.  Raises StaleReference: that connection is gone.
         """
-        connection = self._line.at(epoch)
+        connection = self.at(epoch)
         trust = Trust(policy or policy_named(connection.welcome.verify), connection.welcome.trusted_from)
         first = random.randrange(SAMPLE)
         name = qualified(connection.tenant, namespace.name) if connection.tenant else namespace.name
@@ -523,5 +464,10 @@ def _tail_hit(connection: Connection, answer: messages.Hits) -> TailHit:
 
 
 def _held(connection: Connection, answer: messages.Hits) -> Lease | None:
-    """The lease that came with an answer, if one was asked for."""
     return Lease(connection.welcome.node, connection.epoch, answer.lease, answer.refs) if answer.lease else None
+
+
+def _refuse_older(turn: Turn, feature: str, what: str, how: str = "restart it with this release") -> None:
+    """Refuse a call for which the node would have to have ``feature``."""
+    if not turn.connection.has(feature):
+        raise PoolRefused(f"the pool node (release {turn.connection.welcome.release}) {what}, {how}")

@@ -27,7 +27,6 @@ class PromisedSlots:
         """Connection and value of ``_ended`` that the node was told of; a client's first has nothing to tell."""
 
     def promised(self, reservation: Reservation) -> None:
-        """The node promised slots."""
         if reservation.granted:
             refs = {position: ref.pack() for position, ref in reservation.granted.items()}
             with self._lock:
@@ -64,6 +63,5 @@ class PromisedSlots:
             return (b"".join(refs), mark) if len(refs) <= MAX_KEYS else None
 
     def was_told(self, mark: tuple[int, int]) -> None:
-        """The node was told what :meth:`news` had to say."""
         with self._lock:
             self._told = mark

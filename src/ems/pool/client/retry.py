@@ -26,11 +26,9 @@ class Retry:
         self._failures = 0
 
     def due(self, now: float) -> bool:
-        """Whether the node may be tried now."""
         return now >= self._next
 
     def failed(self, now: float) -> None:
-        """The node could not be reached, or it hangs."""
         self.refusal = None
         self._next = now + min(RETRY_SECONDS * 2**self._failures, MAX_RETRY_SECONDS)
         self._failures += 1
@@ -40,5 +38,4 @@ class Retry:
         self.refusal, self._next = refusal, now + REFUSED_RETRY_SECONDS
 
     def reached(self) -> None:
-        """The node let this client in."""
         self.refusal, self._failures = None, 0

@@ -24,7 +24,6 @@ class SegmentMap:
         self._lock = threading.Lock()
 
     def segment(self, number: int) -> memoryview:
-        """The whole segment, writable."""
         mapped = self._maps.get(number)
         if mapped is None or self._is_dead(number, mapped):
             with self._lock:
@@ -44,14 +43,12 @@ class SegmentMap:
         return number in self._described and mapped[:_MARKED] != MAGIC
 
     def mapped(self) -> list[memoryview]:
-        """Segments that were mapped until now."""
         return list(self._maps.values())
 
     def page(self, ref: PageRef, size: int) -> memoryview:
         """The ``size`` bytes of a page's slot, for who was promised it.
 
-        Raises:
-            StaleReference: the slot, or the segment's memory, is another's by now.
+        Raises StaleReference: the slot, or the segment's memory, is another's by now.
         """
         segment = self.segment(ref.segment)
         if generation_of(segment, ref.slot) != ref.generation:
@@ -59,5 +56,4 @@ class SegmentMap:
         return segment[ref.offset : ref.offset + size]
 
     def holds(self, ref: PageRef, key: bytes) -> bool:
-        """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key``."""
         return vouches(self.segment(ref.segment), ref.slot, ref.generation, key)

@@ -43,8 +43,8 @@ from ems.pool.protocol import greeting, messages
 from ems.pool.protocol.acts import List, Show
 from ems.pool.segments.arena import Arena
 from ems.pool.segments.folder import PINS_NAME
-from ems.pool.segments.pin_file import PinFile
 from ems.pool.segments.recovery import recover
+from ems.pool.segments.side_file import Pins, SideFile
 from ems.pool.service.effects import Administer, Effect, ShowFigures
 from ems.pool.service.handling import RequestHandler
 from ems.pool.service.measured import Measured
@@ -112,7 +112,7 @@ class Node:
         )
         self._tenancy.first_quotas(self.core)
         self.core.draining = kept is not None and kept.draining
-        self._pins = PinFile(config.directory / PINS_NAME)
+        self._pins = SideFile(config.directory / PINS_NAME, Pins)
         self._connections: dict[int, Connection] = {}
         self._principals: dict[int, Principal] = {}
         """Whom the connections of a node with tenants belong to; empty on an open node."""
@@ -185,7 +185,7 @@ class Node:
         for writer in self.core.awaited_writers:
             if writer.process == self._own_process.process:  # threads of the node that was this very process before
                 self.core.stopped(writer)
-        self.core.adopt_pins(self._pins.read())
+        self.core.adopt_pins(self._pins.value)
         self._stay_small()
         # Last, of what was given up too: its tenants may still map it when it comes back.
         self.core.know_tenants(self._tenancy.segment_tenants, self.arena.found)

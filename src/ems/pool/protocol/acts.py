@@ -108,11 +108,6 @@ Acts = List | Show | Pin | Clear | Warm | Refill | Drain | Resize | CancelResize
 
 
 def check_act(act: Acts) -> None:
-    """Look whether ``act`` says something that can be done.
-
-    Raises:
-        PoolRefused: it does not.
-    """
     if isinstance(act, Show) and len(act.what) > MAX_TEXT:
         raise PoolRefused(f"{len(act.what)} characters are to be shown, expected at most {MAX_TEXT}")
     if isinstance(act, Pin | Warm) and len(act.keys) % KEY_BYTES:

@@ -9,8 +9,9 @@ from msgspec import inspect
 
 from ems.errors import ProtocolError
 from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.greeting import NONCE_BYTES
-from ems.pool.protocol.limits import CHECKSUM_BYTES, MAX_KEYS, REF_BYTES, TOKEN_BYTES
+from ems.pool.protocol.limits import CHECKSUM_BYTES, MAX_KEYS, TOKEN_BYTES
 from ems.pool.protocol.messages import (
     Announce,
     Commit,
@@ -42,11 +43,7 @@ _BOUNDS = {kind: _bounds(kind) for kind in Request.__args__}
 
 
 def refuse_oversized(message: Request) -> None:
-    """See that no field of a request is larger than its bound, as whoever decodes it does.
-
-    Raises:
-        ProtocolError: one is.
-    """
+    """See that no field of a request is larger than its bound, as whoever decodes it does."""
     for name, most in _BOUNDS[type(message)]:
         value = getattr(message, name)
         if value is not None and len(value) > most:
@@ -54,11 +51,6 @@ def refuse_oversized(message: Request) -> None:
 
 
 def check_request(message: Request) -> None:
-    """See that what a request says adds up.
-
-    Raises:
-        ProtocolError: it does not.
-    """
     if isinstance(message, Hello) and len(message.nonce) not in (0, NONCE_BYTES):
         raise ProtocolError(f"a nonce of {len(message.nonce)} bytes, expected {NONCE_BYTES}")
     if isinstance(message, Lookup | Reserve | Explain | Prefetch | Announce) and len(message.keys) % KEY_BYTES:

@@ -31,27 +31,16 @@ def body(message: Message) -> bytes:
 
 
 def encode(message: Message) -> bytes:
-    """The frame that carries ``message``."""
     return frame(body(message))
 
 
 def encode_request(message: Request) -> bytes:
-    """The frame that carries the client's ``message``.
-
-    Raises:
-        ProtocolError: a node would not accept it.
-    """
     refuse_oversized(message)
     check_request(message)
     return encode(message)
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> Request:
-    """The client's message in a frame's ``body``.
-
-    Raises:
-        ProtocolError: it is not a request of the protocol, is too large or does not add up.
-    """
     try:
         message = _request_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -61,11 +50,6 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
 
 
 def decode_answer(body: bytes | bytearray | memoryview) -> Answer:
-    """The node's message in a frame's ``body``.
-
-    Raises:
-        ProtocolError: it is not an answer of the protocol.
-    """
     try:
         return _answer_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

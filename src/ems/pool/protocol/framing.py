@@ -16,7 +16,6 @@ _LENGTH = struct.Struct(">I")
 
 
 def frame(body: bytes) -> bytes:
-    """The frame around ``body``."""
     return _LENGTH.pack(len(body)) + body
 
 
@@ -28,17 +27,14 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add bytes as they came from the stream."""
         self._buffer += data
 
     @property
     def pending(self) -> bytes:
-        """The beginning of a frame that is not complete."""
         return bytes(self._buffer)
 
     @property
     def size(self) -> int:
-        """Bytes that came and were not taken yet."""
         return len(self._buffer)
 
     @property
@@ -50,11 +46,6 @@ class FrameReader:
         return len(self._buffer) >= _LENGTH.size + length or length > self.limit
 
     def next(self) -> bytes | None:
-        """The body of the next frame, None until it is complete.
-
-        Raises:
-            ProtocolError: it announces more than ``limit`` bytes.
-        """
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -68,10 +59,5 @@ class FrameReader:
         return body
 
     def frames(self) -> Iterator[bytes]:
-        """Bodies of the frames that are complete by now.
-
-        Raises:
-            ProtocolError: a frame announces more than ``limit`` bytes.
-        """
         while (body := self.next()) is not None:
             yield body

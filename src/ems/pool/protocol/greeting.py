@@ -44,11 +44,7 @@ PROOF_BYTES = 32
 
 
 def negotiate(oldest: int, newest: int) -> int:
-    """The newest protocol version that a client speaking ``oldest`` to ``newest`` shares with this side.
-
-    Raises:
-        VersionMismatch: there is none.
-    """
+    """The newest protocol version that a client speaking ``oldest`` to ``newest`` shares with this side."""
     version = min(newest, NEWEST_VERSION)
     if version < max(oldest, OLDEST_VERSION):
         raise VersionMismatch(

@@ -6,9 +6,7 @@ is spent on it.  A character counts as four bytes at most.
 
 from __future__ import annotations
 
-from ems.pool.facts import MAX_CHARACTERS, MAX_FACTS, MAX_NAME
-from ems.pool.keys import KEY_BYTES, MAX_TAIL
-from ems.pool.layout import REF_BYTES
+from ems.pool.keys import KEY_BYTES
 
 MAX_KEYS = 65536
 """Most keys of one request: a prompt of a million tokens in blocks of sixteen.  No request takes longer than these."""
@@ -27,21 +25,3 @@ MAX_NAMESPACES_ASKED = 4096
 """Most namespaces whose changes are asked for in one request: as many as a node has."""
 MAX_CREDENTIAL = 128
 """Characters of the longest access id, and bytes of the longest nonce or proof, that is read."""
-
-__all__ = [
-    "CHECKSUM_BYTES",
-    "MAX_CHARACTERS",
-    "MAX_CORRUPT",
-    "MAX_CREDENTIAL",
-    "MAX_FACTS",
-    "MAX_FEATURES",
-    "MAX_ID",
-    "MAX_KEYS",
-    "MAX_KEY_BYTES",
-    "MAX_NAME",
-    "MAX_NAMESPACES_ASKED",
-    "MAX_TAIL",
-    "MAX_TEXT",
-    "REF_BYTES",
-    "TOKEN_BYTES",
-]

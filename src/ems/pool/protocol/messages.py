@@ -11,24 +11,21 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ems.pool.facts import Difference
+from ems.pool.facts import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
 from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.acts import Acts
 from ems.pool.protocol.changes import ChangeRun
 from ems.pool.protocol.limits import (
     CHECKSUM_BYTES,
-    MAX_CHARACTERS,
     MAX_CORRUPT,
     MAX_CREDENTIAL,
-    MAX_FACTS,
     MAX_FEATURES,
     MAX_ID,
     MAX_KEY_BYTES,
     MAX_KEYS,
-    MAX_NAME,
     MAX_NAMESPACES_ASKED,
     MAX_TEXT,
-    REF_BYTES,
 )
 from ems.pool.writer import INSTANCE_BYTES
 
@@ -105,8 +102,7 @@ class Reserve(Message, frozen=True):
 class Commit(Message, frozen=True):
     """Publish the pages at ``positions`` of a reservation (all, when None); answered by :class:`Done`.
 
-    ``checksums`` are the CRC32C of their bytes, 4 bytes each, in the order of ``positions``, which are named then; only
-    for nodes with the feature :data:`KEEPS_CHECKSUMS`.
+    ``checksums`` are the CRC32C of their bytes, 4 bytes each, in the order of ``positions``, which are then named.
     """
 
     reservation: int
@@ -117,8 +113,7 @@ class Commit(Message, frozen=True):
 class StillWriting(Message, frozen=True):
     """Of all slots that earlier connections of this client were promised it may write into ``refs`` and no others.
 
-    Reservations that expired are among them.  Answered by :class:`Done` with how many slots are free for that; only for
-    nodes with the feature :data:`AWAITS_WRITERS`.
+    Reservations that expired are among them.  Answered by :class:`Done` with how many slots are free for that.
     """
 
     refs: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * REF_BYTES)]
@@ -141,10 +136,10 @@ class Lookup(Message, frozen=True):
     lease: bool = False
     tail: Tail | None = None
     request: RequestId = ""
-    """The engine's id of the request that this is for; only for nodes with the feature :data:`TELLS_REASONS`."""
+    """The engine's id of the request that this is for."""
     compute: int = 0
     """Microseconds that a page takes to be computed again, 0 when that is not known: what a tier below memory brings
-    later than that is not fetched.  Only for nodes with the feature :data:`TELLS_TIERS`."""
+    later than that is not fetched."""
 
 
 class Release(Message, frozen=True):
@@ -158,10 +153,7 @@ class Stats(Message, frozen=True):
 
 
 class Changes(Message, frozen=True):
-    """What was stored and removed in ``namespaces`` after ``sequence`` (-1: from now on); answered by :class:`Changed`.
-
-    Only for nodes with the feature :data:`TELLS_CHANGES`.
-    """
+    """What was stored and removed in ``namespaces`` after ``sequence`` (-1: from now on).  Answer: :class:`Changed`."""
 
     sequence: int
     namespaces: Annotated[list[Name], msgspec.Meta(max_length=MAX_NAMESPACES_ASKED)]
@@ -170,8 +162,7 @@ class Changes(Message, frozen=True):
 class Corrupt(Message, frozen=True):
     """The bytes of these leased pages do not match their checksums; answered by :class:`Done`.
 
-    The node looks for itself, and counts those that it takes out of the pool.  Only for nodes with the feature
-    :data:`KEEPS_CHECKSUMS`.
+    The node looks for itself, and counts those that it takes out of the pool.
     """
 
     namespace: int
@@ -182,8 +173,7 @@ class Corrupt(Message, frozen=True):
 class Prefetch(Message, frozen=True):
     """``keys`` will be needed soon: bring them from the tiers below memory; answered by :class:`Done`.
 
-    The answer counts the leading ones that are in memory or on their way there.  For nodes with the feature
-    :data:`TELLS_TIERS`.
+    The answer counts the leading ones that are in memory or on their way there.
     """
 
     namespace: int
@@ -193,7 +183,7 @@ class Prefetch(Message, frozen=True):
 class Describe(Message, frozen=True):
     """What the namespace ``name`` means, in plain words by field; answered by :class:`Done`.
 
-    It may not be open yet.  See :mod:`ems.pool.reasons.layouts`; for nodes with the feature :data:`TELLS_REASONS`.
+    It may not be open yet.  See :mod:`ems.pool.reasons.layouts`.
     """
 
     name: Name
@@ -201,10 +191,7 @@ class Describe(Message, frozen=True):
 
 
 class Miss(Message, frozen=True):
-    """A lookup of ``keys`` keys was wanted in the namespace ``name``, which is not there; answered by :class:`Hits`.
-
-    For nodes with the feature :data:`TELLS_REASONS`.
-    """
+    """A lookup of ``keys`` keys was wanted in the namespace ``name``, which is not there; answered by :class:`Hits`."""
 
     name: Name
     keys: int
@@ -212,20 +199,14 @@ class Miss(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Why ``keys`` of the namespace ``name`` are there or not, counting nothing; answered by :class:`Explained`.
-
-    For nodes with the feature :data:`TELLS_REASONS`.
-    """
+    """Why ``keys`` of the namespace ``name`` are there or not, counting nothing; answered by :class:`Explained`."""
 
     name: Name
     keys: Keys
 
 
 class Announce(Message, frozen=True):
-    """A request waits and will ask for ``keys``; answered by :class:`Announced`.
-
-    Only for nodes with the feature :data:`TAKES_ANNOUNCEMENTS`.
-    """
+    """A request waits and will ask for ``keys``; answered by :class:`Announced`."""
 
     namespace: int
     keys: Keys
@@ -240,7 +221,7 @@ class Withdraw(Message, frozen=True):
 class Administer(Message, frozen=True):
     """Do ``act``, or with ``dry_run`` say what it would do; answered by :class:`Reported`.
 
-    Only for the node's own user and root, and for nodes with the feature :data:`DOES_ACTS`.
+    Only for the node's own user and root.
     """
 
     act: Acts
@@ -276,8 +257,7 @@ class Challenge(Message, frozen=True):
     salt: bytes
     iterations: int
     user: int = -1
-    """The user that the node runs as, so that nobody can pass on its words as his own; only for clients with the
-    feature :data:`NAMES_USER`."""
+    """The user that the node runs as, so that nobody can pass on its words as his own."""
 
 
 class Opened(Message, frozen=True):
@@ -311,14 +291,10 @@ class Hits(Message, frozen=True):
     key: bytes = b""
     """For a tail: the key of the page; ``count`` is then the tokens that it shares."""
     code: int = 0
-    """Why the first key that is missing is missing, see :class:`ems.pool.reasons.words.Reason`.
-
-    Only for clients with the feature :data:`TELLS_REASONS`."""
+    """Why the first key that is missing is missing, see :class:`ems.pool.reasons.words.Reason`."""
     below: int = 0
     """How many keys behind those of ``count`` come up, without a gap, from tiers below memory; ``pending`` has those of
-    them whose memory is reserved.  For a tail: 1 if a page that shares more comes up.
-
-    Only for clients with the feature :data:`TELLS_TIERS`."""
+    them whose memory is reserved.  For a tail: 1 if a page that shares more comes up."""
 
 
 class Done(Message, frozen=True):

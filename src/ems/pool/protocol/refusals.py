@@ -29,7 +29,6 @@ REFUSALS: dict[str, type[EmsError]] = {
 
 
 def refusal(error: EmsError) -> Refused:
-    """The message that carries ``error`` to the client."""
     for code, kind in REFUSALS.items():
         if isinstance(error, kind):
             return Refused(code, str(error))
@@ -37,5 +36,4 @@ def refusal(error: EmsError) -> Refused:
 
 
 def raise_refusal(message: Refused) -> None:
-    """Raise the error that ``message`` carries."""
     raise REFUSALS.get(message.code, PoolRefused)(message.reason)

@@ -3,6 +3,6 @@
 Brains: ``plan`` (how many segments), ``recovery`` (what an earlier node left), ``verify`` (which loads are checked).
 Shells: ``folder`` (the node's directory), ``arena`` (all files of a node), ``headers`` (what stands in them beside
 pages), ``segment_file`` (how the node gets at one), ``touch`` (first touch), ``node_state`` (what the node knows of
-them), ``given_up`` (those without memory), ``tail_file`` (tokens of blocks that are not full), ``pin_file`` (what is
-pinned), ``reader`` (is a page what was promised).
+them), ``given_up`` (those without memory), ``tail_file`` (tokens of blocks that are not full), ``side_file`` (small
+values beside them: pins, segments given up), ``reader`` (is a page what was promised).
 """

@@ -29,13 +29,13 @@ from ems.pool.layout import (
     unpack_description,
 )
 from ems.pool.segments.folder import GIVEN_UP_NAME, SIZE_NAME, Folder, refuse_disk
-from ems.pool.segments.given_up import GivenUp, lay_out
+from ems.pool.segments.given_up import lay_out
 from ems.pool.segments.headers import Headers
 from ems.pool.segments.node_state import NodeStateFile
 from ems.pool.segments.plan import MAX_SEGMENTS, plan_segments
 from ems.pool.segments.recovery import MAX_SLOTS, SegmentImage
 from ems.pool.segments.segment_file import FileRange, SegmentFile
-from ems.pool.segments.side_file import read_side_file, write_side_file
+from ems.pool.segments.side_file import SideFile
 from ems.pool.segments.tail_file import LEAST_BYTES, Listed, TailFile
 from ems.pool.segments.touch import TOUCH_STEP, yield_to_others
 
@@ -50,7 +50,6 @@ URGENT_BYTES = 512 << 20
 
 
 def total_memory() -> int:
-    """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -65,10 +64,7 @@ class Arena:
     """The segment files of one node.  Not safe for several threads but for :meth:`prefault`, :meth:`refill`.
 
     ``notes`` are sentences about what of an earlier node could not be kept; ``touched`` the bytes of each segment that
-    are in memory already.
-
-    Raises:
-        ConfigError: the folder or the memory cannot be had.
+    are in memory already.  Raises ConfigError: the folder or the memory cannot be had.
     """
 
     def __init__(self, config: NodeConfig, node_id: bytes, lock: int | None = None) -> None:
@@ -88,16 +84,17 @@ class Arena:
         self._folder = Folder(config.directory, lock=lock)
         self._node_state = NodeStateFile(self._folder.marks)
         self.headers = Headers(node_id, self._files, self._cover)
-        self._gone = GivenUp(config.directory / GIVEN_UP_NAME)
+        self._gone = SideFile(config.directory / GIVEN_UP_NAME, list[int], msgspec.json)
         self._tails = self._tail_file()
-        self._size_file = config.directory / SIZE_NAME
         try:
             if config.fresh:
                 self._folder.remove_segments()
                 self._forget_marks()
-                self._gone = GivenUp(config.directory / GIVEN_UP_NAME)
+                self._gone = SideFile(config.directory / GIVEN_UP_NAME, list[int], msgspec.json)
             if config.fresh or (config.size and lock is None):  # a node that restarts has the size that it had
-                self._size_file.unlink(missing_ok=True)
+                (config.directory / SIZE_NAME).unlink(missing_ok=True)
+            self._given_size = SideFile(config.directory / SIZE_NAME, list[int], msgspec.json)
+            """Bytes of a segment and their number, of a pool that was given another size while it ran."""
             found, cut = self._find()
             file_system = os.statvfs(config.directory)
             free = file_system.f_bavail * file_system.f_frsize + sum(file.allocated() for file in self._files)
@@ -105,10 +102,10 @@ class Arena:
             self._keep(found, cut)
             self._complete()
         except OSError as error:
-            self._give_up()
+            self.close()
             raise ConfigError(f"cannot make segments in {config.directory}: {error.strerror or error}") from error
         except BaseException:
-            self._give_up()
+            self.close()
             raise
 
     def _cover(self, stamp: int, carving: int) -> None:
@@ -116,40 +113,34 @@ class Arena:
 
     def _planned(self, config: NodeConfig, free: int, found: list[int]) -> list[int]:
         """Sizes of the segments, those among them that stay given up."""
-        gone = self._gone.segments & set(range(len(found)))
-        sizes = plan_segments(config, free, total_memory(), found[len(gone) :] if found else self._last_sizes())
+        gone = {number for number in self._gone.value if number < len(found)}
+        before = found[len(gone) :]
+        if not found and self._given_size.value:
+            size, count = self._given_size.value
+            before = [size] * min(count, MAX_SEGMENTS)
+        sizes = plan_segments(config, free, total_memory(), before)
         kept: set[int] = set()
         if gone and sizes[0] == found[0]:
             count, kept = lay_out(len(found), gone, len(sizes))
             sizes = [found[0]] * count
-        self._gone.replace(kept)
+        self._gone.replace(sorted(kept))
         return sizes
-
-    def _last_sizes(self) -> list[int]:
-        """Sizes of the segments of a pool that was given another size while it ran, and left no segments."""
-        with contextlib.suppress(msgspec.MsgspecError):
-            size, count = msgspec.json.decode(read_side_file(self._size_file) or b"[0, 0]", type=tuple[int, int])
-            return [size] * min(count, MAX_SEGMENTS)
-        return []
 
     def keep_size(self, size: int, count: int) -> None:
         """The pool was given ``count`` segments of ``size`` bytes, which the next start goes on with, empty or not."""
         with contextlib.suppress(OSError):  # the next start finds the segments, if there is a page in them
-            write_side_file(self._size_file, msgspec.json.encode((size, count)))
+            self._given_size.replace([size, count])
 
     @property
     def given_up(self) -> frozenset[int]:
-        """Segments that have no memory since the pool was made smaller."""
-        return self._gone.segments
+        return frozenset(self._gone.value)
 
     @property
     def lock(self) -> int:
-        """The open file by whose lock the folder is held."""
         return self._folder.lock
 
     @property
     def files(self) -> list[int]:
-        """The open files of all segments."""
         return [file.descriptor for file in self._files]
 
     def leave(self) -> None:
@@ -187,7 +178,6 @@ class Arena:
         return [size] * len(opened), {number for number, one in enumerate(opened) if one[1] != size}
 
     def _keep(self, found: list[int], cut: set[int]) -> None:
-        """Go on with those segments that were found that the plan has room for; the others go."""
         fit = len(self.sizes) if found and self.sizes and found[0] == self.sizes[0] else 0
         if found and not fit:
             self.notes.append(
@@ -219,12 +209,7 @@ class Arena:
         self._node_state.close()
         self._node_state = NodeStateFile(self._folder.marks)
 
-    def _give_up(self) -> None:
-        """Begin nothing; what an earlier node left stays, as far as it was not dropped already."""
-        self.close()
-
     def _complete(self) -> None:
-        """Make the segments that no earlier node left; none of them stays where one cannot be made."""
         kept = len(self._files)
         try:
             self._node_state.keep(self.sizes[0])  # before the segments: by it they are known to be a node's
@@ -259,7 +244,6 @@ class Arena:
     # What an earlier node left
 
     def images(self) -> Iterator[SegmentImage]:
-        """The segments as they were found."""
         for number, file in enumerate(self._files):
             described = file.read(0, HEADERS_OFFSET) if self.touched[number] >= HEADERS_OFFSET else None
             if described is not None:
@@ -272,8 +256,7 @@ class Arena:
     def adopt(self, recovered: Recovered) -> list[Listed]:
         """Go on with what could be read, begin the other segments anew; the tokens of blocks that are not full.
 
-        Raises:
-            ConfigError: a segment cannot be replaced.
+        Raises ConfigError: a segment cannot be replaced.
         """
         self.headers.go_on(recovered.stamp, recovered.carving)
         # Where there is nothing memory may have been given back from the beginning on: that is touched again.
@@ -285,7 +268,7 @@ class Arena:
         try:
             for unreadable in recovered.unreadable:
                 self._replace(unreadable.segment)
-            self._cover(self.headers.stamp, self.headers.carving)
+            self._node_state.cover(self.headers.stamp, self.headers.carving)
             return self._tails.read()
         except OSError as error:
             raise ConfigError(f"cannot make segments anew: {error.strerror or error}") from error
@@ -303,7 +286,6 @@ class Arena:
     # What clients did to the files
 
     def hurt(self) -> list[int]:
-        """Segments whose file was cut, or could not be read or written whole."""
         return [number for number, file in enumerate(self._files) if file.hurt or not file.whole()]
 
     def cut_back(self) -> list[int]:
@@ -319,19 +301,16 @@ class Arena:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """What stamps and carvings of an earlier node never reached."""
         return self._node_state.limits
 
     def free_bytes(self) -> int:
-        """Bytes that the file system has left."""
         file_system = os.statvfs(self._folder.path)
         return file_system.f_bavail * file_system.f_frsize
 
     def add(self, number: int, size: int) -> None:
         """Have segment ``number`` of ``size`` bytes: a new one, or one whose memory was given up.
 
-        Raises:
-            OSError: its file cannot be made.
+        Raises OSError: its file cannot be made.
         """
         if number == len(self.sizes):
             self.sizes.append(size)
@@ -346,7 +325,7 @@ class Arena:
         elif number > len(self.sizes):
             raise ValueError(f"segment {number} comes after {len(self.sizes)} of them, expected no gap")
         else:
-            self._gone.put(number, gone=False)
+            self._gone.replace([gone for gone in self._gone.value if gone != number])
             if self._files[number].hurt or not self._files[number].whole():
                 self._replace(number)
 
@@ -365,17 +344,15 @@ class Arena:
         if start + length >= self.sizes[number]:
             self._going.pop(number, None)
             with contextlib.suppress(OSError):  # the next start has the segment back, which costs nothing but memory
-                self._gone.put(number, gone=True)
+                self._gone.replace(sorted({*self._gone.value, number}))
 
     def descriptor(self, segment: int) -> int:
-        """The open file of a segment."""
         return self._files[segment].descriptor
 
     def opened(self, segment: int) -> int:
         """A descriptor of a segment's file to be passed to an engine, and closed then.
 
-        Raises:
-            OSError: there are no more.
+        Raises OSError: there are no more.
         """
         return self._files[segment].opened()
 
@@ -390,9 +367,7 @@ class Arena:
         """Put fresh memory in place of a segment's; :meth:`refill` does the rest in another thread.
 
         Whoever still maps the old memory finds no description there any more, and no page.
-
-        Raises:
-            OSError: there is no room for a file.
+        Raises OSError: there is no room for a file.
         """
         path = self._folder.segment(segment)
         new = self._folder.segment(segment + MAX_SEGMENTS)  # a name of a segment, so that it is swept when left behind
@@ -425,7 +400,6 @@ class Arena:
             self._tails.add(namespace, page.key, page.ref, page.tail, most)
 
     def place(self, ref: PageRef, length: int) -> FileRange:
-        """The ``length`` bytes of the slot of ``ref``, for a thread that reads or fills them."""
         return FileRange(self._files[ref.segment], ref.offset, length, mapped=self._trusting)
 
     def prefault(

@@ -65,8 +65,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def refuse_disk(path: Path) -> None:
     """Make sure that files in ``path``, which need not be there yet, live in memory.
 
-    Raises:
-        ConfigError: they would not; nothing was made.
+    Raises ConfigError: they would not; nothing was made.
     """
     there = path.absolute()
     while not there.exists():
@@ -86,8 +85,7 @@ def refuse_disk(path: Path) -> None:
 def refuse_strangers(path: Path) -> None:
     """Make sure that there is nothing in the folder ``path`` but a node's own files and sockets.
 
-    Raises:
-        ConfigError: there is something else.
+    Raises ConfigError: there is something else.
     """
     try:
         marked = _is_marked(path)
@@ -142,8 +140,7 @@ def _beginning(path: Path) -> bytes:
 def make_folder(path: Path) -> None:
     """Make sure that ``path`` is a folder of this user that nobody else may write into, without changing one.
 
-    Raises:
-        ConfigError: it cannot be, with the reason.
+    Raises ConfigError: it cannot be, with the reason.
     """
     try:
         link, status = _made(path)
@@ -171,8 +168,7 @@ def make_folder(path: Path) -> None:
 def _made(path: Path) -> tuple[os.stat_result, os.stat_result]:
     """What is at ``path`` and, if that is a link, where it leads; a folder that was made if nothing was there.
 
-    Raises:
-        OSError: it cannot be made.
+    Raises OSError: it cannot be made.
     """
     tries = MAKE_TRIES
     while True:
@@ -191,9 +187,7 @@ class Folder:
 
     A node that is about to stop gets ``patience`` seconds to leave.  With ``lock``, the open file by which an earlier
     process of the same node holds it, nothing is waited for.
-
-    Raises:
-        ConfigError: another node holds it, or it cannot be used.
+    Raises ConfigError: another node holds it, or it cannot be used.
     """
 
     def __init__(self, path: Path, patience: float = STOP_SECONDS, lock: int | None = None) -> None:
@@ -204,15 +198,12 @@ class Folder:
         """The open file whose lock says who holds the folder."""
 
     def leave(self) -> None:
-        """Let go of the folder, which another process holds by the same lock."""
         os.close(self.lock)
 
     def segment(self, number: int) -> Path:
-        """The file of segment ``number``."""
         return self.path / f"segment-{number:05d}"
 
     def new_segment(self, number: int) -> Path:
-        """The file that becomes that of segment ``number`` by renaming."""
         return self.path / f"segment-{number:05d}.new"
 
     def segments(self) -> int:
@@ -281,10 +272,7 @@ def _lock(path: Path, deadline: float) -> int:
 def starting(path: Path) -> Iterator[bool]:
     """Hold the right to start a node in ``path`` if nobody else has it; yields whether this caller has.
 
-    The lock is on the folder itself, so that it leaves nothing behind.
-
-    Raises:
-        ConfigError: the folder cannot be used.
+    The lock is on the folder itself, so that it leaves nothing behind.  Raises ConfigError: the folder cannot be used.
     """
     folder = _lock_folder(path)
     try:
@@ -313,7 +301,6 @@ def _lock_folder(path: Path) -> int | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether ``path`` still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -54,7 +54,6 @@ class Headers:
         """Where the headers of each segment end."""
 
     def go_on(self, stamp: int, carving: int) -> None:
-        """Go on with these numbers."""
         self.stamp, self.carving = stamp, carving
 
     def describe(self, assigned: Assigned) -> None:
@@ -160,7 +159,6 @@ class Headers:
         return checksum == header.checksum
 
     def quarantine(self, ref: PageRef, key: bytes) -> None:
-        """Say in its header that the slot of ``ref`` is not used any more."""
         header = pack_header(Header(SlotState.QUARANTINED, ref.generation, key))
         self._files[ref.segment].write(header_offset(ref.slot), header)
 

@@ -66,11 +66,7 @@ class NodeStateFile:
         self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
 
     def keep(self, segment: int) -> None:
-        """Segments have ``segment`` bytes each.
-
-        Raises:
-            OSError: the file cannot be made or written.
-        """
+        """Segments have ``segment`` bytes each.  Raises OSError: the file cannot be made or written."""
         if self._file < 0:
             self._open(os.O_CREAT)
         if segment != self.segment:
@@ -78,7 +74,6 @@ class NodeStateFile:
             os.pwrite(self._file, self._packed(), 0)
 
     def cover(self, stamp: int, carving: int) -> None:
-        """Numbers up to ``stamp`` and ``carving`` are about to be given."""
         if self.stamps == MOST or stamp > self.stamps:
             self.stamps = stamp + STAMPS_AHEAD
         elif self.carvings != MOST and carving <= self.carvings:
@@ -94,7 +89,6 @@ class NodeStateFile:
         return body + _CHECK.pack(zlib.crc32(body))
 
     def close(self) -> None:
-        """Let go of the file, which stays."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

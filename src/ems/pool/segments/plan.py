@@ -16,10 +16,7 @@ def plan_segments(config: NodeConfig, free: int, memory: int, found: Sequence[in
     """Sizes of the segments of a node, where the file system has ``free`` bytes left and the machine ``memory``.
 
     An earlier node left segments of the sizes ``found``, whose memory is among the free.  Settings that are not given
-    stay as they were.
-
-    Raises:
-        ConfigError: no pool can be made like that.
+    stay as they were.  Raises ConfigError: no pool can be made like that.
     """
     size = config.size or sum(found) or default_pool_size(free, memory)
     if size > free:

@@ -42,7 +42,6 @@ class PageReader:
         """Keys and places of pages with wrong bytes or a strange header, to be reported to the node."""
 
     def page(self, ref: PageRef) -> memoryview:
-        """The bytes of a page's slot."""
         return self._segment(ref.segment)[ref.offset : ref.offset + self._page_size]
 
     def holds(self, ref: PageRef, key: bytes) -> bool:

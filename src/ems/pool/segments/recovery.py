@@ -121,13 +121,11 @@ class _Found(msgspec.Struct, frozen=True):
 
     @property
     def writers(self) -> list[Writer]:
-        """Who may still write into each of the slots that rest."""
         headers, known = self.headers[self.resting], self.written[self.resting].tolist()
         told = zip(headers["parent"].tolist(), headers["checksum"].tolist(), known, strict=True)
         return [Writer.unpack(packed, namespace) if sound else UNKNOWN for packed, namespace, sound in told]
 
     def refs(self, slots: Mask) -> list[bytes]:
-        """Where ``slots`` lie, packed."""
         numbers = np.flatnonzero(slots)
         geometry = self.description.geometry
         refs = np.empty(len(numbers), dtype=_REF)

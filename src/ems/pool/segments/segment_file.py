@@ -39,8 +39,7 @@ class SegmentFile:
     def opened(self) -> int:
         """A new descriptor of the file, of an open file description of its own, to be passed to a client and closed.
 
-        Raises:
-            OSError: there is no descriptor left.
+        Raises OSError: there is no descriptor left.
         """
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
@@ -56,7 +55,6 @@ class SegmentFile:
         return data
 
     def read_into(self, offset: int, into: memoryview) -> bool:
-        """Fill ``into`` from ``offset`` on; whether all of it was there."""
         done = 0
         try:
             while done < len(into):
@@ -70,7 +68,6 @@ class SegmentFile:
         return done == len(into)
 
     def write(self, offset: int, data: Bytes) -> bool:
-        """Put ``data`` at ``offset``; whether all of it could be."""
         left = memoryview(data)
         try:
             while left:
@@ -98,10 +95,7 @@ class SegmentFile:
     def touch(self, start: int, length: int, *, populated: bool) -> bool:
         """Have memory for ``length`` bytes from ``start`` on, and find it if ``populated``; whether that worked.
 
-        False when somebody cut the file meanwhile.
-
-        Raises:
-            OSError: the system has no memory.
+        False when somebody cut the file meanwhile.  Raises OSError: the system has no memory.
         """
         os.posix_fallocate(self.descriptor, start, length)
         if not populated:
@@ -121,25 +115,21 @@ class SegmentFile:
         return True
 
     def whole(self) -> bool:
-        """Whether the file is at least as long as the segment, at this moment."""
         return os.fstat(self.descriptor).st_size >= self.size
 
     def cut_back(self) -> bool:
-        """Give back what the file is longer than the segment; whether there was something."""
         if os.fstat(self.descriptor).st_size <= self.size:
             return False
         os.ftruncate(self.descriptor, self.size)
         return True
 
     def allocated(self) -> int:
-        """Bytes of the file that are in memory."""
         return min(os.fstat(self.descriptor).st_blocks * 512, self.size)
 
     def punch(self, start: int, length: int) -> None:
         """Give memory back to the system, whoever maps it: zeros are read there from now on.
 
-        Raises:
-            OSError: the file system cannot do that.
+        Raises OSError: the file system cannot do that.
         """
         punch(self.descriptor, length, start)
 
@@ -158,9 +148,7 @@ class FileRange:
         return self._file.view(self._offset, self.length) if self._mapped else None
 
     def read_into(self, into: memoryview) -> bool:
-        """Copy the bytes; whether they are all there."""
         return self._file.read_into(self._offset, into)
 
     def write(self, data: memoryview) -> bool:
-        """Fill the place; whether it is all there."""
         return self._file.write(self._offset, data)

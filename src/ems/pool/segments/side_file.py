@@ -11,9 +11,16 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 MAGIC = b"EMSSIDE1"
 _HEAD = struct.Struct("<8sI")
+
+Value = TypeVar("Value")
+Pins = dict[str, dict[bytes, float]]
+"""Until when pages are pinned, by namespace and key; times are those of the host's clock that never goes back."""
 
 
 def read_side_file(path: Path) -> bytes | None:
@@ -28,28 +35,40 @@ def read_side_file(path: Path) -> bytes | None:
 
 
 def write_side_file(path: Path, body: bytes) -> None:
-    """Replace what is at ``path``.
+    """Replace what is at ``path``, by way of a neighbour of that name and ``.new``.
 
-    Raises:
-        OSError: it cannot be written; what was there stays.
-    """
-    replace_file(path, [_HEAD.pack(MAGIC, zlib.crc32(body)), body])
-
-
-def replace_file(path: Path, parts: list[bytes]) -> None:
-    """Put a file of ``parts`` in the place of what is at ``path``, by way of a neighbour of that name and ``.new``.
-
-    Raises:
-        OSError: it cannot be written; what was there stays.
+    Raises OSError: it cannot be written; what was there stays.
     """
     new = path.with_name(f"{path.name}.new")
     try:
         new.unlink(missing_ok=True)
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines(parts)
+            file.writelines([_HEAD.pack(MAGIC, zlib.crc32(body)), body])
         new.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
+
+
+class SideFile(Generic[Value]):
+    """A value of the type ``kind`` in the file ``path``; ``value`` is an empty one where the file cannot be read.
+
+    ``code`` is the module of msgspec that encodes it.
+    """
+
+    def __init__(self, path: Path, kind: type[Value], code: Any = msgspec.msgpack) -> None:
+        self._path = path
+        self._code = code
+        self.value = kind()
+        with contextlib.suppress(msgspec.MsgspecError):
+            self.value = code.decode(read_side_file(path) or code.encode(self.value), type=kind)
+        self._written: bytes = code.encode(self.value)
+
+    def replace(self, value: Value) -> None:
+        """Write ``value`` where it is another.  Raises OSError: it cannot be written; what was there stays."""
+        body = self._code.encode(value)
+        if body != self._written:
+            write_side_file(self._path, body)
+        self.value, self._written = value, body

@@ -69,11 +69,7 @@ class TailFile:
         """How far this one was looked through for the new one."""
 
     def read(self) -> list[Listed]:
-        """What was stored, also of pages that left since.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """What was stored, also of pages that left since.  Raises OSError: it cannot be read."""
         self._new_path.unlink(missing_ok=True)
         if not self._path.is_file():
             return []
@@ -90,11 +86,7 @@ class TailFile:
         self._size = os.fstat(self._file).st_size
 
     def add(self, namespace: str, key: bytes, ref: bytes, tail: Tail, most: int) -> None:
-        """Store one more in a file of at most ``most`` bytes.
-
-        Raises:
-            OSError: memory, or the file, is full.
-        """
+        """Store one more in a file of at most ``most`` bytes.  Raises OSError: memory, or the file, is full."""
         if self._file < 0:
             self._open(os.O_CREAT)
         record = (b"" if self._size else MAGIC) + pack_record(namespace, key, ref, tail)
@@ -107,10 +99,7 @@ class TailFile:
         """If the file is long, copy a few of its records into a new one, which takes its place when it has all.
 
         ``lives`` tells of a namespace, key and place whether the page there is still found by its tokens; ``most`` is
-        as for :meth:`add`.
-
-        Raises:
-            OSError: memory is full; all remains as it is then.
+        as for :meth:`add`.  Raises OSError: memory is full; all remains as it is then.
         """
         if self._new < 0 and self._size <= min(self._compact_above, most // 2):
             return

@@ -46,10 +46,7 @@ def yield_to_others() -> None:
 def populate(address: int, length: int) -> None:
     """Touch ``length`` bytes at ``address`` (both in whole memory pages) without changing them.
 
-    The interpreter is free meanwhile.
-
-    Raises:
-        OSError: the kernel refused, for one because the file system is full.
+    The interpreter is free meanwhile.  Raises OSError: the kernel refused, for one because the file system is full.
     """
     if _libc.madvise(address, length, _POPULATE_WRITE) == 0:
         return
@@ -76,8 +73,7 @@ def populate(address: int, length: int) -> None:
 def warm(buffer: memoryview) -> None:
     """Fill this process's page tables for a mapped segment, step by step, with rests in which others have the core.
 
-    Raises:
-        OSError: the kernel refused, for one because the file system is full.
+    Raises OSError: the kernel refused, for one because the file system is full.
     """
     anchor = ctypes.c_char.from_buffer(buffer)
     address = ctypes.addressof(anchor)
