@@ -285,6 +285,26 @@ def test_memory_that_was_being_given_back_when_the_node_ended_is_touched_again(h
     arena.close()
 
 
+def test_memory_is_not_given_back_where_no_file_can_take_its_place(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next node must find who may still write into it."""
+    arena = Arena(config(home, size=TOUCH_STEP, segment_size=TOUCH_STEP), NODE_ID)
+    arena.prefault(lambda *_: None, threading.Event())
+    os.pwrite(arena.descriptor(0), b"who writes", 0)
+    monkeypatch.setattr(Arena, "_new_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        arena.give_up(0, 0, TOUCH_STEP)
+    assert os.pread(arena.descriptor(0), 10, 0) == b"who writes"
+    monkeypatch.undo()
+    arena.give_up(0, 0, TOUCH_STEP)
+    assert os.fstat(arena.descriptor(0)).st_blocks == 0
+    assert arena.given_up == {0}
+    arena.close()
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 # The folder
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 GIVE_UP_BYTES = 4 << 20
 """Memory that is given back in one round of the loop, about a millisecond's work."""
+GIVE_UP_RETRY_SECONDS = 1.0
+"""Until it is tried again to give memory back where there was no room for the file in its place."""
 
 _log = structlog.get_logger("ems.node")
 
@@ -192,8 +194,13 @@ class AdminRunner:
             self._host.resized()
             self._work()
             return
-        self._host.arena.give_up(segment, start, GIVE_UP_BYTES)
-        self._host.loop.call_later(0, self._give_up, segment, start + GIVE_UP_BYTES)
+        try:
+            self._host.arena.give_up(segment, start, GIVE_UP_BYTES)
+        except OSError as error:
+            _log.warning("cannot give a segment's memory back yet", segment=segment, reason=error.strerror)
+            self._host.loop.call_later(GIVE_UP_RETRY_SECONDS, self._give_up, segment, start)
+        else:
+            self._host.loop.call_later(0, self._give_up, segment, start + GIVE_UP_BYTES)
 
 
 def _record(log: AuditLog, act: Act) -> None:

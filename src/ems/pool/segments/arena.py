@@ -334,15 +334,16 @@ class Arena:
 
         So whoever still looks into it finds no page.  The segment can come back, in another file: somebody may still
         write into this one.
+
+        Raises:
+            OSError: there is no room for that file; everything is as it was, to be tried again from the beginning.
         """
         length = min(length, self.sizes[number] - start)
-        self.touched[number] = 0
         if not start:
-            with contextlib.suppress(OSError):  # there is no memory for a file; the old one goes on
-                self._going[number] = self.renew(number).file
-        self._going.get(number, self._files[number]).punch(start, length)
+            self._going[number] = self.renew(number).file
+        self._going[number].punch(start, length)
         if start + length >= self.sizes[number]:
-            self._going.pop(number, None)
+            del self._going[number]
             with contextlib.suppress(OSError):  # the next start has the segment back, which costs nothing but memory
                 self._gone.replace(sorted({*self._gone.value, number}))
 
