@@ -304,12 +304,12 @@ class World:
 
     def everybody_leaves(self) -> None:
         """No client is left, and none of their processes."""
+        self._living.clear()
+        self.late.clear()
+        self.processes = [self.born() for _ in self.processes]
         for client in (*self.clients, self.admin):
-            self.ends(client.writer)
             client.close(None)
             client.reading.clear()
-        for late in list(self.late):
-            self.ends(late.writer)
 
     def close(self) -> None:
         """Remove everything.

@@ -7,6 +7,7 @@ came to continue a page that leaves is of no use without it, and leaves too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
@@ -56,7 +57,7 @@ class Leaving:
         """Pages that could not leave yet, and those that are being written."""
         self._round: Iterator[Page] | None = None
         """The rest of what waits, where that is being looked at once more."""
-        self._look_again_at = 0.0
+        self._look_again_at = -math.inf
         self._before = (0, 0)
         """How many had been met, and had left, when that began."""
         self._passing = False
