@@ -98,11 +98,12 @@ def run(history: History, crash_at: int = -1) -> Report:
         except Exception as error:  # noqa: BLE001 - root of a history: whatever nobody expected is a finding, too
             report.violation = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
             world.abandon()
-        try:
-            world.close()
-        except Violation as violation:
-            report.violation = report.violation or str(violation)
-        report.killed_at, report.events, report.writes = world.points.killed_at, world.counts, world.points.seen
+    # Not before: what was logged may refer to errors, and they to files.
+    try:
+        world.close()
+    except Violation as violation:
+        report.violation = report.violation or str(violation)
+    report.killed_at, report.events, report.writes = world.points.killed_at, world.counts, world.points.seen
     return report
 
 
