@@ -19,14 +19,14 @@ class Small(MemoryBlobs):
 
     def __init__(self, room: int) -> None:
         super().__init__()
-        self._reclaimer = room
+        self._room = room
 
     def fill(self) -> None:
         """There is room for what is there, and no more."""
-        self._reclaimer = sum(map(len, self.contents.values()))
+        self._room = sum(map(len, self.contents.values()))
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        if sum(map(len, (*self.contents.values(), *parts))) > self._reclaimer:
+        if sum(map(len, (*self.contents.values(), *parts))) > self._room:
             raise TierFailed("no space left on device") from OSError(errno.ENOSPC, "no space left on device")
         super().put(name, parts)
 
@@ -80,3 +80,17 @@ def test_what_is_good_of_a_bad_pack_is_kept_in_a_full_place(blobs: Small) -> Non
     tier.maintain()
     assert tier.holds(NAMESPACE, [chain("d", 2)[0].key]) == 1
     assert fetch(tier, [chain("d", 2)[0].key])[0][0] is Outcome.DONE
+
+
+def test_a_full_place_that_was_misread_makes_room_once_it_is_read_right(tier: PackTier, blobs: Small) -> None:
+    del tier
+    right = dict(blobs.contents)
+    blobs.contents.update({name: bytes(len(raw)) for name, raw in right.items()})
+    next_life = PackTier("full", blobs, KEYS)
+    next_life.maintain()
+    assert next_life.figures()["unreadable"] == 4
+    with pytest.raises(TierFailed):
+        next_life.maintain(probe=True)
+    blobs.contents.update(right)
+    next_life.maintain(probe=True)
+    assert next_life.figures()["pages"] == 3

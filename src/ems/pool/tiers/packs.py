@@ -385,7 +385,15 @@ class PackTier:
 
     def _probe(self) -> None:
         name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
-        self._put(name, [content])
+        try:
+            self._put(name, [content])
+        except TierFailed as error:
+            if not _is_full(error) or not self._unfit:
+                raise
+            # It may be full of packs that were misread while the place was not well: then they can give way.
+            self._unfit = {}
+            self._look(self._clock())
+            self._put(name, [content])
         found = memoryview(bytearray(PROBE_BYTES))
         try:
             count = self._blobs.read(name, 0, [found])
