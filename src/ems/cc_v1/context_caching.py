@@ -178,9 +178,8 @@ class ContextCaching:
         return registered.registration if registered else None
 
     def release_stale_memory(self) -> None:
-        registration = self.registration
-        if registration is not None:
-            registration.release_stale_memory(self._pages.epoch)
+        if self.registration is not None:
+            self.registration.release_stale_memory(self._pages.epoch)
 
     def abandon(self) -> None:
         """From now on refuse everything; transfers that wait for their turn fail."""

@@ -43,7 +43,7 @@ class Ems:
                     return
                 cls._end()
             cls._probe.expect(config)
-            cls._session = Session.open(config)
+            cls._session = Session(config)
 
     @classmethod
     def get_cc(cls) -> ContextCaching:

@@ -61,43 +61,35 @@ def may_start(config: EmsConfig) -> bool:
 
 
 class Session:
-    """A live connection.  Made by :meth:`open`."""
+    """A live connection, after starting a node if none runs and that is allowed.
 
-    def __init__(self, config: EmsConfig, node: NodeConfig, lookups: PoolClient, pages: PoolClient) -> None:
+    Raises:
+        EmsException: EMS_RECOVERD_ERROR, there is no node or it does not answer; EMS_INVALID_ARGUMENT;
+            another code, the node refuses this client.
+    """
+
+    def __init__(self, config: EmsConfig) -> None:
         self.identity = config.identity()
-        self._node = node
+        self._node = node_of(config)
         self._revives = may_start(config)
+        if self._revives:
+            _start(self._node)
+        rank = config.cc_config_v1
+        name = f"{rank.llm_engine} rank {rank.rank_id}"
+        lookups, pages = (PoolClient(self._node.socket, name, credentials=config.credentials) for _ in range(2))
         self._clients = (lookups, pages)
+        try:
+            for client in self._clients:
+                client.connect(CONNECT_SECONDS)
+        except EmsError as error:
+            for client in self._clients:
+                client.close()
+            code = EmsErrorCode.EMS_RECOVERD_ERROR if error.transient else code_of(error)
+            raise EmsException(str(error), code) from error
         self._started_by_engine = bool(lookups.autostarted)
         self.monitor = Monitor(config.health, config.summary_seconds, self._check, self._revive, time.monotonic)
         self.cc = ContextCaching(config, lookups, pages, self.monitor)
         self.monitor.start()
-
-    @classmethod
-    def open(cls, config: EmsConfig) -> Session:
-        """Connect, after starting a node if none runs and that is allowed.
-
-        Raises:
-            EmsException: EMS_RECOVERD_ERROR, there is no node or it does not answer; EMS_INVALID_ARGUMENT;
-                another code, the node refuses this client.
-        """
-        node = node_of(config)
-        if may_start(config):
-            _start(node)
-        rank = config.cc_config_v1
-        name = f"{rank.llm_engine} rank {rank.rank_id}"
-        given = config.credentials
-        lookups = PoolClient(node.socket, name, credentials=given)
-        clients = (lookups, PoolClient(node.socket, name, credentials=given))
-        try:
-            for client in clients:
-                client.connect(CONNECT_SECONDS)
-            return cls(config, node, *clients)
-        except EmsError as error:
-            for client in clients:
-                client.close()
-            code = EmsErrorCode.EMS_RECOVERD_ERROR if error.transient else code_of(error)
-            raise EmsException(str(error), code) from error
 
     def close(self) -> None:
         self.monitor.close()

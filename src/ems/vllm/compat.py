@@ -75,16 +75,15 @@ def check_failures(groups: int, windows: bool, *, reports: bool = REPORTS_FAILED
     Raises:
         ConfigError: so it is.
     """
-    if groups > 1 and not reports:
-        raise ConfigError(
-            f"the model has {groups} KV cache groups, and vLLM {vllm.__version__} cannot be told of a load that failed "
-            "in one of several; take vLLM 0.30 or later, or start with --disable-hybrid-kv-cache-manager"
-        )
-    if windows and not reports:
-        raise ConfigError(
-            f"the model's attention has a sliding window, and vLLM {vllm.__version__} cannot be told of a load that "
-            "failed whole; take vLLM 0.30 or later"
-        )
+    if reports or (groups == 1 and not windows):
+        return
+    has, instead = "a sliding window", ""
+    if groups > 1:
+        has, instead = f"{groups} KV cache groups", ", or start with --disable-hybrid-kv-cache-manager"
+    raise ConfigError(
+        f"the model has {has}, and vLLM {vllm.__version__} cannot be told of a load that failed whole; take vLLM 0.30 "
+        f"or later{instead}"
+    )
 
 
 def failed_receives(connector_output: Any) -> set[str]:

@@ -28,7 +28,7 @@ from ems.vllm.adapters import Adapters, how_used, watch_loads
 from ems.vllm.configuration.settings import read_settings, reads_by_layer
 from ems.vllm.hooks import follow_engine
 from ems.vllm.idle import IdleScheduler, IdleWorker
-from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, group_kinds, publishes_events
+from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, publishes_events
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
 from ems.vllm.reporting.stats import EmsPromMetrics, EmsStats
@@ -103,7 +103,8 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 client = PoolClient(settings.socket, "vllm-events", credentials=settings.credentials)
                 feed = ChangeFeed(client, model.namespaces, logger)
                 tokens = partial(compat.hash_tokens, kv_cache_config, model.block_size)
-                events = BlockEvents(model, group_kinds(kv_cache_config), tokens, feed)
+                specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+                events = BlockEvents(model, specs, tokens, feed)
             self._side = self._scheduler = SchedulerSide(
                 settings,
                 model,

@@ -8,15 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
 from ems.vllm.kv_events import events as module
-from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, GroupKind
+from ems.vllm.kv_events.events import BlockEvents, ChangeFeed
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import Plane, page_keys
 from ems.vllm.requests import Found, Pages, Save
@@ -52,8 +54,9 @@ class Engine:
     def __init__(self, node: Node, planes: tuple[Plane, ...], groups: int, hash_tokens: int) -> None:
         self.model = BlockModel("a/model", BLOCK, 64, groups, planes)
         self.feed = ChangeFeed(PoolClient(node.socket, "events"), self.model.namespaces, logger)
-        kinds = [GroupKind("full_attention", None), GroupKind("sliding_window", 20)][:groups]
-        self.events = BlockEvents(self.model, kinds, lambda: hash_tokens, self.feed)
+        of: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+        specs = [FullAttentionSpec(**of), SlidingWindowSpec(**of, sliding_window=20)][:groups]
+        self.events = BlockEvents(self.model, specs, lambda: hash_tokens, self.feed)
         self.writer = PoolClient(node.socket, "writer")
         self.chain = KeyChain(self.model.identity, BLOCK)
         self.chain.extend(TOKENS)

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from logging import Logger
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -90,21 +90,17 @@ class ChangeFeed:
             self._changes.put(None)
 
 
-class GroupKind(NamedTuple):
-    """What events say of a KV cache group."""
-
-    kind: str | None
-    window: int | None
-
-
 class BlockEvents:
-    """The events of one engine.  ``hash_tokens`` says how many tokens one of its block hashes stands for."""
+    """The events of one engine, whose KV cache groups have ``specs``.
+
+    ``hash_tokens`` says how many tokens one of its block hashes stands for.
+    """
 
     def __init__(
-        self, model: BlockModel, groups: Sequence[GroupKind], hash_tokens: Callable[[], int], feed: ChangeFeed
+        self, model: BlockModel, specs: Sequence[Any], hash_tokens: Callable[[], int], feed: ChangeFeed
     ) -> None:
         self._model = model
-        self._groups = groups
+        self._specs = specs
         self._hash_tokens = hash_tokens
         self._feed = feed
         self._announced = Announced()
@@ -177,7 +173,7 @@ class BlockEvents:
             removed = [news for news in events if isinstance(news, Removed)]
             names = [maybe_convert_block_hash(news.name) for news in removed]
             return BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=removed[0].group)
-        first, kind = stored[0], self._groups[stored[0].group]
+        first, spec = stored[0], self._specs[stored[0].group]
         return compat.block_stored(
             BlockStored,
             block_hashes=[maybe_convert_block_hash(block.name) for block in stored],
@@ -189,8 +185,8 @@ class BlockEvents:
             medium=MEDIUM_CPU,
             extra_keys=compat.event_extra_keys([block.extra for block in stored]),
             group_idx=first.group,
-            kv_cache_spec_kind=kind.kind,
-            kv_cache_spec_sliding_window=kind.window,
+            kv_cache_spec_kind=compat.spec_kind(spec),
+            kv_cache_spec_sliding_window=getattr(spec, "sliding_window", None),
         )
 
 
@@ -215,8 +211,3 @@ def _continues(before: BlockEvent, news: BlockEvent) -> bool:
 def publishes_events(vllm_config: Any) -> bool:
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
-
-
-def group_kinds(kv_cache_config: Any) -> list[GroupKind]:
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [GroupKind(compat.spec_kind(spec), getattr(spec, "sliding_window", None)) for spec in specs]
