@@ -11,11 +11,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ems.errors import ConfigError
 from ems.vllm.connector import EmsStoreConnector
-from ems.vllm.idle import IdleWorker
+from ems.vllm.idle import IdleSide
 from ems.vllm.metadata import StepMetadata
 
 
-class WaitsInLayers(IdleWorker):
+class WaitsInLayers(IdleSide):
     """A worker side in a step whose layers wait for loads."""
 
     in_layers = True

@@ -27,7 +27,7 @@ from ems.vllm import compat
 from ems.vllm.adapters import Adapters, how_used, watch_loads
 from ems.vllm.configuration.settings import read_settings, reads_by_layer
 from ems.vllm.hooks import follow_engine
-from ems.vllm.idle import IdleScheduler, IdleWorker
+from ems.vllm.idle import IdleSide
 from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, publishes_events
 from ems.vllm.metadata import StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
@@ -59,9 +59,9 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = compat.HOST_HIT
     """What was loaded came from this host's memory."""
 
-    _scheduler: SchedulerSide | IdleScheduler
-    _worker: WorkerSide | IdleWorker
-    _side: SchedulerSide | IdleScheduler | WorkerSide | IdleWorker
+    _scheduler: SchedulerSide | IdleSide
+    _worker: WorkerSide | IdleSide
+    _side: SchedulerSide | WorkerSide | IdleSide
     """The one of these that is here; hooks are called in each step, so nothing is asked on the way to it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -77,9 +77,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 raise
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("EMS cannot be used, serving without it: %s", error)
-                self._side = self._scheduler = IdleScheduler()
-            else:
-                self._side = self._worker = IdleWorker()
+            self._side = self._scheduler = self._worker = IdleSide()
             return
         if role is KVConnectorRole.SCHEDULER:
             for warning in filter(None, (compat.untested_release(), *warnings)):

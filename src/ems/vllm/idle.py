@@ -1,4 +1,4 @@
-"""Both sides of a connector that serves without the pool, because the user prefers that to an engine that refuses.
+"""A side of a connector that serves without the pool, because the user prefers that to an engine that refuses.
 
 Every hook answers as a connector does that never finds, loads or stores anything.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ems.vllm.metadata import QUIET, StepMetadata, StepReport
+from ems.vllm.metadata import QUIET, StepMetadata
 
 
 def _nothing(*_given: object, **_named: object) -> None:
     """There is nothing to be done."""
 
 
-class IdleScheduler:
-    """The scheduler side: no request is ever looked up."""
+class IdleSide:
+    """The scheduler side or the worker side of such a connector."""
 
-    saving = False
-    bind = on_new_request = allocated = received = paused = _nothing
-    reset = weights_declared = adapter_loaded = take_stats = close = _nothing
+    saving = in_layers = has_results = False
+    bind = on_new_request = allocated = received = paused = reset = weights_declared = adapter_loaded = _nothing
+    register = preempted = begin = end = start_loads = wait_for_layer = computed_layer = computed = _nothing
+    finish_saves = take_report = take_stats = close = _nothing
 
     def match(self, _request: Any, _local: int) -> tuple[int | None, bool]:
         return 0, False
@@ -33,20 +34,8 @@ class IdleScheduler:
     def take_events(self) -> list[Any]:
         return []
 
-
-class IdleWorker:
-    """The worker side: nothing is ever copied."""
-
-    in_layers = False
-    has_results = False
-    register = preempted = begin = end = start_loads = wait_for_layer = computed_layer = computed = _nothing
-    finish_saves = take_stats = close = _nothing
-
     def results(self) -> tuple[set[str], set[str]]:
         return set(), set()
 
     def take_invalid_blocks(self) -> set[int]:
         return set()
-
-    def take_report(self) -> StepReport | None:
-        return None
