@@ -36,7 +36,7 @@ def wrong_catalogue(catalogue: Catalogue) -> list[str]:
         broken.append("the catalogue miscounts its bytes")
     if catalogue.pages != sum(len(known.pages) for known in catalogue._namespaces.values()):
         broken.append("the catalogue miscounts its pages")
-    if catalogue.bytes != sum(known.bytes for known in catalogue._namespaces.values()):
+    if catalogue.bytes != sum(known.size for known in catalogue._namespaces.values()):
         broken.append("the catalogue miscounts the bytes of namespaces")
     for name, known in catalogue._namespaces.items():
         for key in known.pages:

@@ -10,7 +10,7 @@ MB = 1 << 20
 def taught(seconds_a_mb: float, readers: int = 1) -> TierSpeed:
     speed = TierSpeed(readers)
     for size in range(1, 2 * LEAST_SAMPLES):
-        speed.fetched(size * MB, 0.01 + size * seconds_a_mb, 0.0)
+        speed.fetched.add(size * MB, 0.01 + size * seconds_a_mb, 0.0)
     return speed
 
 
@@ -36,6 +36,6 @@ def test_a_tier_slower_than_computing_is_not_used_but_tried_now_and_then() -> No
     seconds = speed.expected(8 * MB, 0, 8 * MB, 0.0)
     answers = [speed.worth(seconds, seconds / 2) for _ in range(TRY_EVERY)]
     assert answers == [False] * (TRY_EVERY - 1) + [True]
-    assert speed.refused == TRY_EVERY - 1
+    assert speed.reluctance.refused == TRY_EVERY - 1
     assert speed.worth(seconds, 2 * seconds)
     assert speed.worth(seconds, 0.0), "nobody knows what computing takes"

@@ -155,9 +155,9 @@ async def test_too_slow_a_tier_is_not_asked(bench: Callable[..., Bench]) -> None
     await stored(one, keys)
     one.forget()
     for size in range(1, 10):
-        one.state.speed.fetched(size * PAGE, size * 1.0, time.monotonic())
+        one.state.speed.fetched.add(size * PAGE, size * 1.0, time.monotonic())
     assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=0.001) == 0
-    assert one.state.speed.refused == 1
+    assert one.state.speed.reluctance.refused == 1
     assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=100.0) == 8
     await one.until(lambda: one.present(keys) == 8)
 

@@ -16,8 +16,9 @@ from ems.pool.tiers.object_store import BucketBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome, Tier
 from ems.pool.tiers.settings import TierConfig
-from ems.testing.tiers import KEYS, NAMESPACE, TierConformance, chain, fetch
+from ems.testing.tiers import KEYS, NAMESPACE, chain, fetch
 from tests.pool.tiers.lying import LyingProxy, Mood, lying_proxy
+from tests.pool.tiers.pack_damage import PackConformance
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's libraries
 _prefixes = itertools.count()
@@ -50,7 +51,7 @@ def config(endpoint: str, *, timeout: float = 20.0) -> TierConfig:
     return TierConfig(kind="s3", place=f"pool/{next(_prefixes)}", endpoint=endpoint, timeout=timeout)
 
 
-class TestBucket(TierConformance):
+class TestBucket(PackConformance):
     @pytest.fixture(autouse=True)
     def _place(self, endpoint: str) -> None:
         self.config = config(endpoint)

@@ -106,19 +106,17 @@ class TierSpeed:
 
     def __init__(self, readers: int) -> None:
         self._readers = readers
-        self._fetched = Samples(FETCHES_LAST_SECONDS)
-        self._reluctance = Reluctance()
+        self.fetched = Samples(FETCHES_LAST_SECONDS)
+        """Bytes that one thread fetched, and how long it took."""
+        self.reluctance = Reluctance()
         """Fetches that were left out because computing is quicker."""
-
-    def fetched(self, size: int, seconds: float, now: float) -> None:
-        self._fetched.add(size, seconds, now)
 
     def expected(self, size: int, waiting: int, batch: int, now: float) -> float:
         """Seconds until ``size`` bytes are there that stand behind ``waiting`` others; 0 while nothing is known.
 
         They are fetched ``batch`` bytes at a time, by several threads.
         """
-        line = self._fetched.line(now)
+        line = self.fetched.line(now)
         if line is None:
             return 0.0
         queued = (waiting + size) / self._readers
@@ -126,11 +124,4 @@ class TierSpeed:
 
     def worth(self, seconds: float, computing: float) -> bool:
         """Whether to fetch what takes ``seconds`` where computing it again takes ``computing`` (0: not known)."""
-        return self._reluctance.allows(not computing or seconds <= computing)
-
-    @property
-    def refused(self) -> int:
-        return self._reluctance.refused
-
-    def line(self, now: float) -> Line | None:
-        return self._fetched.line(now)
+        return self.reluctance.allows(not computing or seconds <= computing)

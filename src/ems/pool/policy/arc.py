@@ -8,23 +8,20 @@ aside when it is met, and comes back as the first of its side when the last of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from ems.pool.policy.side import Ghosts, Side
+from ems.pool.policy.side import Ghosts, TwoSides
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
 
 
-class Arc:
+class Arc(TwoSides):
     """Two sides with a memory each."""
 
     def __init__(self) -> None:
-        self._once, self._again = Side(), Side()
+        super().__init__()
         self._left_once, self._left_again = Ghosts(), Ghosts()
-        self._capacity = 0
         self._target = 0.0
         """Pages that the first side should have."""
 
@@ -38,20 +35,20 @@ class Arc:
             once, again = len(self._left_once), len(self._left_again)
             if self._left_once.take(page.key):
                 self._target = min(self._target + max(1.0, again / max(once, 1)), float(self._capacity))
-                self._again.put(page)
+                self._proven.put(page)
             elif self._left_again.take(page.key):
                 self._target = max(self._target - max(1.0, once / max(again, 1)), 0.0)
-                self._again.put(page)
+                self._proven.put(page)
             else:
-                self._once.put(page)
+                self._new.put(page)
 
     def use(self, pages: list[Page]) -> None:
-        if all(page.place is self._again.queue for page in pages):
-            self._again.queue.touch_all(pages)
+        if all(page.place is self._proven.queue for page in pages):
+            self._proven.queue.touch_all(pages)
             return
         for page in reversed(pages):
             page.place.remove(page)
-            self._again.put(page)
+            self._proven.put(page)
 
     def refresh(self, pages: list[Page]) -> None:
         for page in reversed(pages):
@@ -59,33 +56,18 @@ class Arc:
             page.place.remove(page)
             side.put(page)
 
-    def spare(self, page: Page) -> None:
-        self._side(page).spare(page)
-
-    def ready(self, page: Page) -> None:
-        self._side(page).ready(page)
-
     def remove(self, page: Page) -> None:
-        once = self._once.holds(page)
+        once = self._new.holds(page)
         page.place.remove(page)
         page.place = None
         (self._left_once if once else self._left_again).add(page.key)
         self._forget()
 
     def _forget(self) -> None:
-        self._left_once.shrink(self._capacity - len(self._once))
+        self._left_once.shrink(self._capacity - len(self._new))
         self._left_again.shrink(self._capacity - len(self._left_once))
-
-    def _side(self, page: Page) -> Side:
-        return self._again if self._again.holds(page) else self._once
 
     def first(self) -> Page | None:
         """The oldest of the side that is longer than it should be."""
-        short, long = (self._again, self._once) if len(self._once) > self._target else (self._once, self._again)
+        short, long = (self._proven, self._new) if len(self._new) > self._target else (self._new, self._proven)
         return long.queue.oldest or short.queue.oldest
-
-    def __iter__(self) -> Iterator[Page]:
-        return chain(self._once.queue, self._again.queue, self._once.aside, self._again.aside)
-
-    def __len__(self) -> int:
-        return len(self._once) + len(self._again)

@@ -27,9 +27,6 @@ class Side:
     def __len__(self) -> int:
         return self.queue.count + self.aside.count
 
-    def __iter__(self) -> Iterator[Page]:
-        return chain(self.queue, self.aside)
-
     def holds(self, page: Page) -> bool:
         return page.place is self.queue or page.place is self.aside
 
@@ -53,6 +50,29 @@ class Side:
             self.aside.remove(page)
             page.place = self.queue
             self.queue.add_oldest(page)
+
+
+class TwoSides:
+    """What policies have in common that keep new pages and proven ones on a side each."""
+
+    def __init__(self) -> None:
+        self._new, self._proven = Side(), Side()
+        self._capacity = 0
+
+    def spare(self, page: Page) -> None:
+        self._side(page).spare(page)
+
+    def ready(self, page: Page) -> None:
+        self._side(page).ready(page)
+
+    def _side(self, page: Page) -> Side:
+        return self._proven if self._proven.holds(page) else self._new
+
+    def __iter__(self) -> Iterator[Page]:
+        return chain(self._new.queue, self._proven.queue, self._new.aside, self._proven.aside)
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._proven)
 
 
 class Ghosts:

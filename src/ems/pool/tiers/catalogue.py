@@ -59,18 +59,15 @@ class PackLocation(msgspec.Struct, frozen=True):
         return Record(*self.pack.records[self.position].item())
 
 
-class _Namespace:
-    __slots__ = ("bytes", "elsewhere", "packs", "page_size", "pages", "tails", "used_at")
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.pages: dict[bytes, int] = {}
-        self.elsewhere: dict[bytes, list[int]] = {}
-        """Where pages are a second time: several nodes may write one page to a place that they share."""
-        self.tails: dict[bytes, list[Tail]] = {}
-        self.packs: dict[int, Pack] = {}
-        self.bytes = 0
-        self.used_at = 0.0
+class _Namespace(msgspec.Struct):
+    page_size: int
+    pages: dict[bytes, int] = {}
+    elsewhere: dict[bytes, list[int]] = {}
+    """Where pages are a second time: several nodes may write one page to a place that they share."""
+    tails: dict[bytes, list[Tail]] = {}
+    packs: dict[int, Pack] = {}
+    size: int = 0
+    used_at: float = 0.0
 
 
 class Catalogue:
@@ -90,16 +87,13 @@ class Catalogue:
     def __iter__(self) -> Iterator[Pack]:
         return iter(list(self._packs.values()))
 
-    def pack(self, name: str) -> Pack | None:
-        return self._by_name.get(name)
-
     def page_size(self, namespace: str) -> int:
         known = self._namespaces.get(namespace)
         return 0 if known is None else known.page_size
 
     def holdings(self, now: float) -> dict[str, Holding]:
         return {
-            name: Holding(known.page_size, len(known.pages), known.bytes, max(now - known.used_at, 0.0))
+            name: Holding(known.page_size, len(known.pages), known.size, max(now - known.used_at, 0.0))
             for name, known in list(self._namespaces.items())
         }
 
@@ -129,7 +123,7 @@ class Catalogue:
         self._next += 1
         self._packs[pack.number] = self._by_name[name] = pack
         namespace.packs[pack.number] = pack
-        namespace.bytes += size
+        namespace.size += size
         namespace.used_at = max(namespace.used_at, used_at)
         self.bytes += size
         base = pack.number << _POSITION_BITS
@@ -158,7 +152,7 @@ class Catalogue:
         del self._packs[pack.number]
         namespace = self._namespaces[pack.head.namespace]
         del namespace.packs[pack.number]
-        namespace.bytes -= pack.size
+        namespace.size -= pack.size
         if not namespace.packs:
             del self._namespaces[pack.head.namespace]
 
@@ -273,18 +267,15 @@ class Catalogue:
         """Packs that nobody used for ``ttl`` seconds (0: none is too old)."""
         return [pack for pack in self._packs.values() if ttl and now - pack.used_at >= ttl]
 
-    def to_leave(self, most: int, spared: Sequence[Pack] = ()) -> list[Pack]:
+    def to_leave(self, most: int) -> list[Pack]:
         """Packs that must leave so that ``most`` bytes remain, those that were not used for longest first."""
         excess = self.bytes - most
         leaving: list[Pack] = []
-        if excess <= 0:
-            return leaving
         for pack in sorted(self._packs.values(), key=lambda one: (one.used_at, one.number)):
             if excess <= 0:
                 break
-            if pack not in spared:
-                leaving.append(pack)
-                excess -= pack.size
+            leaving.append(pack)
+            excess -= pack.size
         return leaving
 
 

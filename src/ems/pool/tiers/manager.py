@@ -186,15 +186,16 @@ class TierManager:
                 at += 1
             if at == len(keys) or self._is_crowded(namespace):
                 break
-            count = 0
+            parent, now = keys[at - 1] if at else bytes(NO_PARENT), self._clock()
             for state in states:
                 count = state.tier.holds(name, keys[at:]) if state.reading.open else 0
-                if count and self._ask(state, namespace, page_size, keys, at, count, computing, urgent=urgent):
-                    break
                 if not count:
-                    state.miss(self._clock())
-                count = 0
-            if not count:
+                    state.miss(now)
+                elif self._is_worth(state, count * page_size, computing * count, now) and self._promotions.ask(
+                    *(state.number, namespace, page_size, parent, keys[at : at + count], now), urgent=urgent
+                ):
+                    break
+            else:
                 break
             at += count
             promoting += count
@@ -206,26 +207,9 @@ class TierManager:
         since = self._crowded.get(namespace)
         return since is not None and 0 <= self._clock() - since < CROWDED_SECONDS
 
-    def _ask(
-        self,
-        state: TierState,
-        namespace: int,
-        page_size: int,
-        keys: list[bytes],
-        at: int,
-        count: int,
-        computing: float,
-        *,
-        urgent: bool,
-    ) -> bool:
-        now = self._clock()
+    def _is_worth(self, state: TierState, size: int, computing: float, now: float) -> bool:
         before = self._promotions.waiting(state.number) + self._promotions.under_way
-        seconds = state.speed.expected(count * page_size, before, PORTION, now)
-        if not state.speed.worth(seconds, computing * count):
-            return False
-        parent = keys[at - 1] if at else bytes(NO_PARENT)
-        wanted = keys[at : at + count]
-        return self._promotions.ask(state.number, namespace, page_size, parent, wanted, now, urgent=urgent)
+        return state.speed.worth(state.speed.expected(size, before, PORTION, now), computing)
 
     # Time
 
@@ -332,8 +316,13 @@ class TierManager:
             for position, outcome, checksum in zip(positions, outcomes, checksums, strict=False)
             if outcome is Outcome.DONE
         }
-        if good and self._publish(client_id, reservation, good):
-            state.speed.fetched(len(good) * (portion.size // len(portion.keys)), job.seconds, now)
+        if good:
+            try:
+                self._host.publish(client_id, reservation, good)
+            except StaleReference:  # a segment of it was given up meanwhile
+                good.clear()
+        if good:
+            state.speed.fetched.add(len(good) * (portion.size // len(portion.keys)), job.seconds, now)
         if len(good) < len(positions):
             with contextlib.suppress(StaleReference):  # a segment of it was given up meanwhile
                 self._host.core.abort(client_id, reservation)
@@ -343,14 +332,6 @@ class TierManager:
         if job.error is not None:
             self._cut_reading(state, error_text(job.error), now)
         self._pump_soon()
-
-    def _publish(self, client_id: int, reservation: int, good: dict[int, int]) -> bool:
-        try:
-            self._host.publish(client_id, reservation, good)
-        except StaleReference:
-            good.clear()
-            return False
-        return True
 
     def _cut_reading(self, state: TierState, reason: str, now: float) -> None:
         state.cut(state.reading, reason, now)

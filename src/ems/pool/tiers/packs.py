@@ -253,8 +253,13 @@ class PackTier:
         try:
             self._blobs.put(name, parts)
         except TierFailed as error:
-            if not _is_full(error) or not self._make_room_on_full_disk(sum(map(len, parts))):
+            if not _is_full(error):
                 raise
+            with self._lock:
+                leaving = self._catalogue.to_leave(max(self._catalogue.bytes - 2 * sum(map(len, parts)), 0))
+            if not leaving:
+                raise
+            self._leave(leaving, "evicted_packs")
             self._blobs.put(name, parts)
 
     def _make_room(self, size: int) -> None:
@@ -263,12 +268,6 @@ class PackTier:
             with self._lock:
                 leaving = self._catalogue.to_leave(most)
             self._leave(leaving, "evicted_packs")
-
-    def _make_room_on_full_disk(self, size: int) -> bool:
-        with self._lock:
-            leaving = self._catalogue.to_leave(max(self._catalogue.bytes - 2 * size, 0))
-        self._leave(leaving, "evicted_packs")
-        return bool(leaving)
 
     def _leave(self, packs: Sequence[Pack], count: str) -> None:
         if not packs:

@@ -233,7 +233,7 @@ class TierState:
     # Looking in, ending
 
     def figures(self, now: float) -> dict[str, Any]:
-        line = self.speed.line(now)
+        line = self.speed.fetched.line(now)
         return {
             "name": self.config.name,
             "reading": self.reading.open,
@@ -242,7 +242,7 @@ class TierState:
             "cuts": self.reading.cuts + self.writing.cuts,
             "queued_bytes": self.write_back.size,
             "pages_dropped": self.write_back.dropped,
-            "fetches_too_dear": self.speed.refused,
+            "fetches_too_dear": self.speed.reluctance.refused,
             "fetch_seconds": line.fixed if line is not None else 0.0,
             "fetch_bytes_per_second": 1 / line.per_unit if line is not None and line.per_unit > 0 else 0.0,
             **self.counts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ems.pool.tiers.blobs import Blob, Blobs, Gone
+from ems.pool.tiers.blobs import Blob, Blobs
 from ems.pool.tiers.seam import Outcome, Stored, Tier
 from ems.testing.tiers.pages import fetch
 from ems.testing.tiers.places import FaultyBlobs
@@ -31,11 +31,6 @@ class TierBench:
     def packs(self) -> list[Blob]:
         return [blob for blob in self.blobs().blobs() if blob.name.endswith(".pack")]
 
-    def rewrite(self, name: str, content: bytes) -> None:
-        blobs = self.blobs()
-        blobs.delete([name])
-        blobs.put(name, [content])
-
     def content(self, blob: Blob) -> bytes:
         raw = memoryview(bytearray(blob.size))
         assert self.blobs().read(blob.name, 0, [raw]) == blob.size
@@ -46,12 +41,6 @@ class TierBench:
         assert [outcome for outcome, _ in found] == [Outcome.DONE] * len(pages)
         assert [raw for _, raw in found] == [bytes(one.payload) for one in pages]
 
-    def begin_with(self, contents: dict[str, bytes]) -> None:
-        blobs = self.blobs()
-        blobs.delete([blob.name for blob in blobs.blobs()])
-        for name, content in contents.items():
-            blobs.put(name, [content])
-
     def only_right(self, pages: Sequence[Stored], tier: Tier | None = None) -> int:
         """How many of ``pages`` come back; each that does has its bytes."""
         if tier is None:
@@ -61,12 +50,3 @@ class TierBench:
         for one, (outcome, raw) in zip(pages, found, strict=True):
             assert outcome is not Outcome.DONE or raw == one.payload, "a wrong byte was served"
         return sum(right)
-
-
-def gone(blobs: Blobs, name: str) -> bool:
-    """Whether ``blobs`` has no blob of that name."""
-    try:
-        blobs.read(name, 0, [memoryview(bytearray(1))])
-    except Gone:
-        return True
-    return False
