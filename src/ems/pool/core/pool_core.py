@@ -810,14 +810,7 @@ class PoolCore:
         """Why ``keys`` of the namespace ``name`` are there or not."""
         ns = self._namespaces.named(name)
         number, index = (-1, None) if ns is None else (ns.number, ns.index)
-        codes = self.reasons.miss_codes(number, name, index, keys)
-        first = next((position for position, code in enumerate(codes) if code), None)
-        if first is None:
-            return Explained(codes)
-        detail = self.reasons.miss_detail(number, name, keys[first], codes[first])
-        winner = self._namespaces[detail.winner].name if detail.winner >= 0 else ""
-        seconds = -1.0 if detail.since is None else max(self._now - detail.since, 0.0)
-        return Explained(codes, seconds, winner, detail.layouts)
+        return self.reasons.explain(number, name, index, keys, self._now, lambda one: self._namespaces[one].name)
 
     def stats(self) -> dict[str, object]:
         """Plain figures for status and metrics."""

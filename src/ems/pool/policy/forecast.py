@@ -14,7 +14,7 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -37,11 +37,6 @@ KEEP = 0.99
 """What an observation still counts after each look."""
 REBASE = 1.5
 """Factor by which the capacity must change before the length of an epoch does; what was learned is lost then."""
-
-_KIND, _INNER, _AGE_SHIFT = KINDS - 1, KINDS, KINDS.bit_length()
-"""Bits of a place: the class of its group, whether it is among those set aside, and the group's age in epochs."""
-_OLDEST_PLACE = 0xFFFF >> _AGE_SHIFT
-"""Groups that are older are taken for one."""
 
 
 class Group(PageQueue):
@@ -205,16 +200,13 @@ class Forecast:
     def _begin_epoch(self) -> None:
         self._current = [Group(kind, self._history.epoch) for kind in range(KINDS)]
         self._groups = [group for group in self._groups if group.count or (group.inner and group.inner.count)]
-        self._rank(self._groups)
-        self._return_spared()
-
-    def _rank(self, groups: Iterable[Group]) -> None:
         self._heap: list[tuple[float, int, int, Group]] = []
-        for group in groups:
+        for group in self._groups:
             group.listed = group.count > 0
             if group.listed:
                 self._heap.append(self._ranked(group))
         heapify(self._heap)
+        self._return_spared()
 
     def _list(self, group: Group) -> None:
         group.listed = True

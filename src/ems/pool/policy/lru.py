@@ -21,7 +21,8 @@ class Lru:
         """Capacity means nothing to it."""
 
     def add(self, pages: list[Page]) -> None:
-        self._queue.add_prompt(pages)
+        for page in reversed(pages):
+            self._queue.add(page)
 
     def use(self, pages: list[Page]) -> None:
         self._queue.touch_all(pages)

@@ -56,11 +56,6 @@ class PageQueue:
         self._oldest = page
         self.count += 1
 
-    def add_prompt(self, pages: list[Page]) -> None:
-        """Put pages of one prompt in, the first of them as the newest: a suffix is older than its prefix."""
-        for page in reversed(pages):
-            self.add(page)
-
     def remove(self, page: Page) -> None:
         self.take(page, page, 1)
 

@@ -8,10 +8,14 @@ left is bounded by the capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from ems.config import PolicyName
+from ems.pool.policy.arc import Arc
+from ems.pool.policy.forecast import Forecast
+from ems.pool.policy.lru import Lru
+from ems.pool.policy.s3fifo import S3Fifo
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
@@ -51,20 +55,9 @@ class Policy(Protocol):
     def __len__(self) -> int: ...
 
 
+_POLICIES: dict[PolicyName, Callable[[], Policy]] = {"forecast": Forecast, "lru": Lru, "s3fifo": S3Fifo, "arc": Arc}
+
+
 def make_policy(name: PolicyName) -> Policy:
     """A new policy called ``name``, for one namespace."""
-    if name == "lru":
-        from ems.pool.policy.lru import Lru
-
-        return Lru()
-    if name == "s3fifo":
-        from ems.pool.policy.s3fifo import S3Fifo
-
-        return S3Fifo()
-    if name == "arc":
-        from ems.pool.policy.arc import Arc
-
-        return Arc()
-    from ems.pool.policy.forecast import Forecast
-
-    return Forecast()
+    return _POLICIES[name]()

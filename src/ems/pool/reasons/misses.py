@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
-from ems.pool.facts import Difference
 from ems.pool.pages import Page
+from ems.pool.protocol.messages import Explained
 from ems.pool.reasons.eviction_log import NOBODY, EvictionLog
 from ems.pool.reasons.layouts import Layouts
 from ems.pool.reasons.requests import Requests
@@ -34,15 +32,6 @@ class PagesByKey(Protocol):
     def __len__(self) -> int: ...
 
     def get(self, key: bytes) -> Page | None: ...
-
-
-class MissDetail(msgspec.Struct, frozen=True):
-    """Why a key is not there, since when (seconds; None: not known), who got the room, what other layouts there are."""
-
-    code: int
-    since: float | None = None
-    winner: int = NOBODY
-    layouts: list[Difference] = []
 
 
 class MissReasons:
@@ -121,12 +110,26 @@ class MissReasons:
                 gap = _GAP
         return bytes(codes)
 
-    def miss_detail(self, number: int, name: str, key: bytes, code: int) -> MissDetail:
-        """All that is known of ``key``, which is missing because of ``code``."""
+    def explain(
+        self,
+        number: int,
+        name: str,
+        index: PagesByKey | None,
+        keys: list[bytes],
+        now: float,
+        named: Callable[[int], str],
+    ) -> Explained:
+        """Why each of ``keys`` is there or not, and all that is known of the first that is not.
+
+        ``named`` tells what the namespace of a number is called.
+        """
+        codes = self.miss_codes(number, name, index, keys)
+        code, key = next(((code, key) for code, key in zip(codes, keys, strict=True) if code), (0, b""))
         if code == _OTHER_LAYOUT:
             others = [other for other in self.layouts.related(name) if self._holds(other)][:MAX_SHOWN]
-            return MissDetail(code, layouts=[self.layouts.differences(name, other) for other in others])
-        departure = self.eviction_log.find(number, key)
+            return Explained(codes, layouts=[self.layouts.differences(name, other) for other in others])
+        departure = self.eviction_log.find(number, key) if code else None
         if departure is None or departure.reason.code != code:
-            return MissDetail(code)
-        return MissDetail(code, departure.at, departure.winner)
+            return Explained(codes)
+        winner = "" if departure.winner == NOBODY else named(departure.winner)
+        return Explained(codes, max(now - departure.at, 0.0), winner)

@@ -107,13 +107,10 @@ class TenantRequestFilter:
             names = [qualified(self.tenant, name) for name in request.namespaces]
             return msgspec.structs.replace(request, namespaces=names)
         if isinstance(request, _NUMBERED):
-            return msgspec.structs.replace(request, namespace=self._inner(request.namespace))
+            if not 0 <= request.namespace < len(self.numbers):
+                raise StaleReference(f"namespace {request.namespace} is not open, open it again")
+            return msgspec.structs.replace(request, namespace=self.numbers[request.namespace])
         return request
-
-    def _inner(self, number: int) -> int:
-        if not 0 <= number < len(self.numbers):
-            raise StaleReference(f"namespace {number} is not open, open it again")
-        return self.numbers[number]
 
     def opens(self) -> None:
         """The tenant is about to make a namespace.

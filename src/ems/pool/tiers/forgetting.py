@@ -7,13 +7,12 @@ again by this node, and goes as soon as the place works.
 
 from __future__ import annotations
 
-import secrets as random
 import threading
 from collections.abc import Callable
 
 from ems.pool.tiers.blobs import Blobs, Gone, read_whole
 from ems.pool.tiers.catalogue import Catalogue, Pack
-from ems.pool.tiers.pack_format import Malformed, pack_name
+from ems.pool.tiers.pack_format import Malformed
 from ems.pool.tiers.pack_seal import SealKeys
 from ems.pool.tiers.repair import Put, Quarantine, inspect, with_only
 from ems.pool.tiers.seam import ForgetRequest, ForgetResult
@@ -125,21 +124,17 @@ class Forgetting:
         """Write ``pack`` anew with the pages ``staying`` only; how many pages and bytes are gone."""
         try:
             raw = read_whole(self._blobs, pack.name)
-        except Gone:
-            return self._let_go(pack), pack.size
-        try:
             head, good, _ = inspect(raw, pack.name, self._keys)
-        except Malformed:
+        except (Gone, Malformed):
             return self._let_go(pack), pack.size
         kept = [at for at in good if head.records["key"][at].tobytes() in staying]
         if head.seal is None or not kept:
             return self._let_go(pack), pack.size
-        parts, new = with_only(head, kept, raw)
-        name, size = pack_name(head.namespace, head.stored_at, random.token_hex(8)), new.total
+        name, parts, new = with_only(head, kept, raw)
         self._put(name, parts)
         with self._lock:
             before = self._catalogue.pages
             self._leaving[pack.name] = pack.size
             self._catalogue.remove(pack.name)
-            self._catalogue.add(name, size, new, pack.used_at)
-            return before - self._catalogue.pages, max(pack.size - size, 0)
+            self._catalogue.add(name, new.total, new, pack.used_at)
+            return before - self._catalogue.pages, max(pack.size - new.total, 0)

@@ -151,8 +151,7 @@ def mend(
         return Verdict("damaged" if reason else "good", blob, len(good), bad, reason)
     mended = None
     if good:
-        parts, new = with_only(head, good, raw)
-        fresh = pack_name(head.namespace, head.stored_at, secrets.token_hex(8))
+        fresh, parts, new = with_only(head, good, raw)
         (put or blobs.put)(fresh, parts)
         mended = Blob(fresh, new.total, 0.0)
     with suppress(Gone):  # room was made for the new one
@@ -160,15 +159,15 @@ def mend(
     return Verdict("mended", mended, len(good), bad, reason)
 
 
-def with_only(head: Head, good: list[int], raw: bytes) -> tuple[list[bytes | memoryview], Head]:
-    """The parts and the head of a pack that has only the pages at the positions ``good`` of the pack ``raw``."""
+def with_only(head: Head, good: list[int], raw: bytes) -> tuple[str, list[bytes | memoryview], Head]:
+    """The name, the parts and the head of a new pack that has only the pages at the positions ``good`` of ``raw``."""
     assert head.seal is not None
     view, records = memoryview(raw), head.records[good]
     places = zip(records["offset"].tolist(), records["stored"].tolist(), strict=True)
     parts = [view[offset : offset + stored] for offset, stored in places]
     tails = {new: head.tails[old] for new, old in enumerate(good) if old in head.tails}
     begin, end, new = build_head(head.namespace, head.page_size, head.stored_at, records, tails, head.seal)
-    return [begin, *parts, end], new
+    return pack_name(head.namespace, head.stored_at, secrets.token_hex(8)), [begin, *parts, end], new
 
 
 def _counted(count: int, what: str) -> str:
