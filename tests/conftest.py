@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from ems.testing.tiers.pages import SECRET
+from ems.testing.tiers.bench import SECRET
 
 # Temporary folders may be on a disk, which nodes refuse unless they are told.
 os.environ.setdefault("EMS_ALLOW_DISK", "1")

@@ -9,8 +9,8 @@ from ems.pool.movement.gate import FIRST_PAUSE, GOOD_PROBES, MOST_PAUSE, Gate
 
 
 def test_the_first_failure_cuts_it_out() -> None:
-    assert Gate().open
-    gate = Gate()
+    assert Gate("reading").open
+    gate = Gate("reading")
     assert gate.failed("no answer", 10.0)
     assert not gate.open
     assert gate.reason == "no answer"
@@ -18,7 +18,7 @@ def test_the_first_failure_cuts_it_out() -> None:
 
 
 def test_several_good_probes_bring_it_back() -> None:
-    gate, now = Gate(), 0.0
+    gate, now = Gate("reading"), 0.0
     gate.failed("x", now)
     for probe in range(GOOD_PROBES):
         assert not gate.probe_due(now)
@@ -30,7 +30,7 @@ def test_several_good_probes_bring_it_back() -> None:
 
 
 def test_a_bad_probe_begins_the_count_anew() -> None:
-    gate = Gate()
+    gate = Gate("reading")
     gate.failed("x", 0.0)
     for _ in range(GOOD_PROBES - 1):
         gate.probed("", 1.0)
@@ -42,7 +42,7 @@ def test_a_bad_probe_begins_the_count_anew() -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_probes_grow_rarer_and_never_stop(results: list[bool]) -> None:
-    gate, now, good = Gate(), 0.0, 0
+    gate, now, good = Gate("reading"), 0.0, 0
     gate.failed("x", now)
     for result in results:
         waited = 0.0

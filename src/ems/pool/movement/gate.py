@@ -15,9 +15,10 @@ MOST_PAUSE = 60.0
 
 
 class Gate:
-    """One direction of one tier, open from the start."""
+    """One ``direction`` of one tier, open from the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, direction: str) -> None:
+        self.direction = direction
         self.open = True
         self.reason = ""
         """Why it was cut out; empty while it is open."""

@@ -35,18 +35,15 @@ class Job:
         """Whether nobody waits for its end any more; for the loop alone."""
         self.done = threading.Event()
 
-    def _claim(self) -> bool:
+    def call_off(self) -> bool:
+        """See to it that it is never begun; False when it was begun already."""
         with self._lock:
             mine, self._claimed = not self._claimed, True
         return mine
 
-    def call_off(self) -> bool:
-        """See to it that it is never begun; False when it was begun already."""
-        return self._claim()
-
     def begin(self, now: float) -> bool:
         """It is this thread's from now on; False when it was called off, or is another's."""
-        if not self._claim():
+        if not self.call_off():
             return False
         self.started_at = now
         return True

@@ -70,8 +70,8 @@ class TierState:
         self.number = number
         self.config = config
         self.tier = tier
-        self.reading = Gate()
-        self.writing = Gate()
+        self.reading = Gate("reading")
+        self.writing = Gate("writing")
         self.write_back = WriteBackQueue(config.queue, config.batch)
         self.pre_eviction = PreEvictionWalk()
         self.speed = TierSpeed(config.readers)
@@ -106,17 +106,12 @@ class TierState:
 
     # Health
 
-    def cut(self, gate: Gate, reason: str, now: float) -> bool:
-        """The tier failed in the direction of ``gate``; True when it was cut out just now."""
-        if not gate.failed(reason, now):
-            return False
-        _log.warning(
-            "a tier does not work and is left alone",
-            tier=self.config.name,
-            direction="reading" if gate is self.reading else "writing",
-            reason=reason,
-        )
-        return True
+    def cut(self, gate: Gate, reason: str, now: float) -> None:
+        """The tier failed in the direction of ``gate``."""
+        if gate.failed(reason, now):
+            _log.warning(
+                "a tier does not work and is left alone", tier=self.config.name, direction=gate.direction, reason=reason
+            )
 
     def hung(self, now: float) -> list[Job]:
         """Jobs that take longer than the tier may, or are not even begun; they count as failures."""
@@ -205,8 +200,7 @@ class TierState:
         if self._probed:
             for gate in self._probed:
                 if gate.probed(reason, now):
-                    direction = "reading" if gate is self.reading else "writing"
-                    _log.info("a tier works again", tier=self.config.name, direction=direction)
+                    _log.info("a tier works again", tier=self.config.name, direction=gate.direction)
             return
         if reason:
             for gate in (self.reading, self.writing):

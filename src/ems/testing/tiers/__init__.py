@@ -8,14 +8,14 @@ A test of a tier derives from :class:`TierConformance` and says how one is opene
         def blobs(self): return FolderBlobs(self.folder)
         def open(self, blobs): return PackTier("mine", blobs, KEYS)
 
-The suite is ``keeping``, ``forgetting`` and ``damage``, above ``bench``.  ``pages`` makes pages; in ``places`` is one
-that is slow, hangs, lies or fails when it is told to.
+The suite is ``keeping``, ``forgetting`` and ``damage``, above ``bench``, which makes pages;
+``places`` has a place that is slow, hangs, lies or fails when it is told to.
 """
 
+from ems.testing.tiers.bench import KEYS, NAMESPACE, PAGE, chain, fetch, forget, key, page
 from ems.testing.tiers.damage import Damage
 from ems.testing.tiers.forgetting import Forgetting
 from ems.testing.tiers.keeping import Keeping
-from ems.testing.tiers.pages import KEYS, NAMESPACE, PAGE, chain, fetch, forget, key, page
 from ems.testing.tiers.places import FaultyBlobs
 
 

@@ -1,4 +1,4 @@
-"""What is damaged is a miss, and a place that does not work holds nobody up."""
+"""A place that lies serves nothing wrong, and one that does not work holds nobody up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 
 from ems.errors import TierFailed
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers.bench import TierBench
-from ems.testing.tiers.pages import NAMESPACE, PATIENCE, chain, fetch, key
+from ems.testing.tiers.bench import NAMESPACE, TierBench, chain, fetch, key
+from ems.testing.tiers.places import PATIENCE
 
 
 class Damage(TierBench):
-    """Bytes that changed, and places that fail."""
+    """Places that lie, tear, fail or hang."""
 
     def test_what_is_not_ours_is_left_alone(self) -> None:
         blobs = self.blobs()

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from ems.errors import TierFailed
 from ems.pool.tiers.blobs import Blob, Blobs
-from ems.testing.tiers.pages import PATIENCE
+
+PATIENCE = 30.0
 
 
 class FaultyBlobs:
