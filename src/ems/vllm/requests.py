@@ -54,10 +54,6 @@ class Release(msgspec.Struct, frozen=True):
     lease: Lease
 
 
-class Full(msgspec.Struct, frozen=True):
-    """Effect: as many requests as may be looked up are, and all stand before this one in the engine's queue."""
-
-
 class Pages(msgspec.Struct, frozen=True):
     """Pages of one plane: those of the blocks ``[first, ...)`` of a prompt, block by block, all shards of each."""
 
@@ -220,6 +216,8 @@ class RequestBook:
         self._unasked: OrderedDict[str, None] = OrderedDict()
         """Requests that are not looked up yet, in the order of the engine's queue."""
         self._over: list[str] = []
+        self.full = False
+        """Whether as many requests are looked up as may be, and all stand before the one that was matched last."""
         self._loading = 0
         """Requests whose loads are under way."""
         self._step = 0
@@ -314,7 +312,7 @@ class RequestBook:
 
     def match(
         self, request_id: str, tokens: int, local: int, now: float, *, in_step: bool = False
-    ) -> tuple[int | None, list[Ask | Release | Full]]:
+    ) -> tuple[int | None, list[Ask | Release]]:
         """How many tokens behind the ``local`` ones can be loaded for a request of ``tokens`` tokens; None: ask again.
 
         If the pool has the whole request, its last token counts too, because the engine computes it again by itself.
@@ -323,14 +321,15 @@ class RequestBook:
         request = self._requests.get(request_id)
         if request is None:
             return 0, []
-        request.matched_in = self._step
+        request.matched_in, self.full = self._step, False
         if request.phase is Phase.NEW:
             if len(self._waiting) < EAGER_LEASES:
-                effects: list[Ask | Release | Full] = []
+                effects: list[Ask | Release] = []
             else:
                 later = self._last_later()
                 if later is None:
-                    return None, [Full()]
+                    self.full = True
+                    return None, []
                 effects = list(self._defer(later))
             request.matched_at = now
             return None, [*effects, self._ask(request)]

@@ -35,7 +35,7 @@ from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
-from ems.vllm.requests import NEVER, Adapter, Ask, Full, Load, Release, RequestBook, Save, Span
+from ems.vllm.requests import NEVER, Adapter, Ask, Load, Release, RequestBook, Save, Span
 
 logger = init_logger("vllm.ems.scheduler")
 
@@ -230,6 +230,8 @@ class SchedulerSide:
         found, effects = self._book.match(request_id, request.num_tokens, local, now, in_step=in_step)
         self._do(effects)
         self._lookups.hurry(request_id)
+        # Without blocks that can be denied the engine asks for each.
+        self._turned_away = found is None and self._book.full and self.block_pool is not None
         if self._turned_away:
             return 0, False
         if found:
@@ -570,14 +572,11 @@ class SchedulerSide:
             else:
                 self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
 
-    def _do(self, effects: Sequence[Ask | Full | Load | Release]) -> None:
+    def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
         for effect in effects:
             match effect:
                 case Ask(request_id, expected):
                     self._ask(request_id, expected)
-                case Full():
-                    # Without blocks that can be denied the engine asks for each.
-                    self._turned_away = self.block_pool is not None
                 case Load():
                     self._loads.append(effect)
                     if effect.in_step:
