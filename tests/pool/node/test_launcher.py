@@ -86,6 +86,16 @@ def test_it_starts_a_node_once_and_the_node_is_nobodys_child(home: Path) -> None
     client.close()
 
 
+def test_a_socket_that_is_named_alone_gets_no_node_in_another_folder(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of a node with a folder of its own, which is away for a moment."""
+    monkeypatch.delenv("EMS_DIR", raising=False)
+    monkeypatch.setenv("EMS_SOCKET", str(home / "node.sock"))
+    with pytest.raises(PoolUnavailable, match="which folder it is to have is not known"):
+        ensure_node(NodeConfig(http_port=None, autostarted=True))
+
+
 def test_eight_processes_that_start_at_once_get_one_node(home: Path) -> None:
     command = [sys.executable, "-c", STARTER, str(home / "pool")]
     starters = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(8)]

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from ems.config import default_directory
 from ems.errors import ConfigError, PoolUnavailable
 from ems.pool.ownership import foreign_owner, stranger
 from ems.pool.processes import process_lives
@@ -59,6 +60,7 @@ def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
         owner = foreign_owner(config.socket)
         if owner is not None:
             raise stranger(config.socket, owner)
+        _refuse_other_folder(config)
         if not config.allow_disk:
             refuse_disk(config.directory)
         with starting(config.directory) as mine:
@@ -69,6 +71,16 @@ def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
             raise PoolUnavailable(f"no pool node listened on {config.socket} within {timeout:.0f} s")
         time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
     return False
+
+
+def _refuse_other_folder(config: NodeConfig) -> None:
+    """A socket that was named alone is that of a node with a folder of its own, whose pages another would hide."""
+    named = "EMS_DIR" in os.environ or config.directory != default_directory()
+    if not named and config.socket.absolute().parent != config.directory:
+        raise PoolUnavailable(
+            f"no pool node listens on {config.socket}, and which folder it is to have is not known: start it with "
+            "'ems node', or name its folder by EMS_DIR"
+        )
 
 
 _DETACH = '"$@" </dev/null >&2 & echo $!'
