@@ -25,7 +25,7 @@ from ems.cc_v1.slots import Blocks
 from ems.cc_v1.summary import Kind, Sample
 from ems.cc_v1.transfer import CcFuture, CcResult
 from ems.cc_v1.worker import Worker
-from ems.errors import ConfigError, EmsError
+from ems.errors import ConfigError, EmsError, NoSpace
 from ems.pool.segments.touch import warm
 
 if TYPE_CHECKING:
@@ -265,13 +265,13 @@ class ContextCaching:
             # Root of what this thread does: a defect here must cost a recompute, never the engine.
             _log.exception("EMS %s broke", future.kind.value)
             failure = EmsException(f"the {future.kind.value} broke: {error!r}")
-        if failure is not None:
+        if failure is not None and not isinstance(failure, NoSpace):  # a full pool is a pool that is well
             self._monitor.failed(failure)
         future.finish(failure)
 
     def _ended(self, future: CcFuture) -> None:
         self._monitor.add(Sample(future.kind, future.progress, future.total, self._clock() - future.begin))
-        if future.error is not None and future.started:
+        if future.error is not None and future.started and not isinstance(future.error, NoSpace):
             # One that only ever waited for its turn says nothing about the node.
             self._monitor.failed(future.error)
 

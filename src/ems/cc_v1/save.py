@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ems.cc_v1.load import TOKEN_COUNT, batch_size
 from ems.cc_v1.present import twice
-from ems.errors import EmsError, StaleReference
+from ems.errors import EmsError, NoSpace, StaleReference
 from ems.pool.checksum import page_checksum
 from ems.pool.pages import Outcome
 
@@ -30,6 +30,11 @@ COMMIT_SECONDS = 1.0
 TOUCH_PATIENCE = 1.0
 """How long saves wait in a row, all in all and in vain, for a node that is still touching its memory."""
 _TOUCH_PAUSE = 0.05
+_REFUSALS = {
+    Outcome.NO_SPACE: "all of the pool that this model may have is being read or written, enlarge it or save later",
+    Outcome.NOT_TOUCHED: "the node is still making its memory, save later",
+    Outcome.OVER_SHARE: "as much is being saved at a time as may be, save later",
+}
 _STORED = (Outcome.GRANTED, Outcome.PRESENT, Outcome.WRITING)
 
 
@@ -45,6 +50,7 @@ class Saver:
         """Store leading ``blocks`` as far as the pool has room; ``future`` learns how many.
 
         Raises:
+            NoSpace: the pool has no room, not even for the first of them.
             PoolError: the pool failed; what was stored by then counts.
         """
         while future.progress < len(blocks) and future.open:
@@ -52,6 +58,8 @@ class Saver:
             if stopped is None:
                 continue
             if stopped != Outcome.NOT_TOUCHED or self._patience <= 0:
+                if not future.progress:
+                    raise NoSpace(f"none of {len(blocks)} blocks was stored: {_REFUSALS[stopped]}")
                 return
             future.pause(_TOUCH_PAUSE)
             self._patience -= _TOUCH_PAUSE
