@@ -108,56 +108,39 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     directory: Path = msgspec.field(default_factory=default_directory)
     """Folder of the segments, in memory and the node's alone; made with mode 0700 if it is not there."""
-
     allow_disk: bool = msgspec.field(default_factory=allows_disk)
     """Whether it may be in a file system that does not live in memory; ``EMS_ALLOW_DISK``."""
-
     socket: Path = msgspec.field(default_factory=default_socket)
     """Unix socket that engines connect to."""
-
     socket_mode: int = 0o600
     """Who may connect to it, as the mode of a file; on a node without tenants its user only."""
-
     tenants: Path | None = None
     """File of tenants and their keys; None for an open node, which anybody who reaches its socket may use."""
-
     size: int = 0
     """Bytes of shared memory for segments; 0 keeps what an earlier node left, else picks :func:`default_pool_size`."""
-
     segment_size: int = 0
     """Bytes of one segment; 0 picks a sixteenth of the pool between 64 MiB and 1 GiB.  A page must fit in one."""
-
     high_watermark: float = 0.95
     """Share of the pool in use at which eviction starts."""
-
     eviction_ratio: float = 0.05
     """Share of the pool that one eviction frees."""
-
     policy: PolicyName = DEFAULT_POLICY
     """Which page leaves first when room is needed."""
-
     http_host: str = "127.0.0.1"
     """Address of ``/health``, ``/readyz`` and ``/metrics``."""
-
     http_port: int | None = DEFAULT_HTTP_PORT
     """Port of the same; 0 picks a free one, ``None`` serves no HTTP."""
-
     verify: str = "sampled"
     """Which loaded pages engines check against their checksums: ``always`` all, ``sampled`` some, ``never`` only those
     from before a restart or from a slower tier, which the others check as well."""
-
     fresh: bool = False
     """Whether to drop the pages that an earlier node left in the folder."""
-
     http_token_file: Path | None = None
     """File with the token that lets a person see the figures of a node with tenants; None lets nobody."""
-
     prefault: bool = True
     """Touch the segments in the background, so that no saver pays for the first touch."""
-
     tiers: tuple[str, ...] = ()
     """Where pages live below memory, the fastest first, as :func:`ems.pool.tiers.settings.parse_tier` reads them."""
-
     autostarted: bool = False
     """Whether an engine started this node by itself; told to clients and shown by ``ems status``."""
 
@@ -177,21 +160,20 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.verify not in ("always", "sampled", "never"):
             raise ConfigError(f"verify is {self.verify!r}, expected always, sampled or never")
-        _check_socket_mode(self.socket_mode, open_node=self.tenants is None)
+        self._check_socket_mode()
         if self.http_port is not None and not 0 <= self.http_port < 65536:
             raise ConfigError(f"HTTP port is {self.http_port}, expected 0 to 65535")
         if len(os.fsencode(self.socket)) > 107:
             raise ConfigError(f"socket path {self.socket} is longer than the 107 bytes that Unix sockets allow")
 
-
-def _check_socket_mode(mode: int, *, open_node: bool) -> None:
-    if not 0 <= mode <= 0o777:
-        raise ConfigError(f"socket mode is {mode:o}, expected an octal mode such as 600 or 666")
-    if open_node and mode & 0o077:
-        raise ConfigError(
-            f"socket mode {mode:o} opens the node to other users, but it knows no tenants, so they "
-            "could read and change each other's pages; give --tenants too, or leave --socket-mode out"
-        )
+    def _check_socket_mode(self) -> None:
+        if not 0 <= self.socket_mode <= 0o777:
+            raise ConfigError(f"socket mode is {self.socket_mode:o}, expected an octal mode such as 600 or 666")
+        if self.tenants is None and self.socket_mode & 0o077:
+            raise ConfigError(
+                f"socket mode {self.socket_mode:o} opens the node to other users, but it knows no tenants, so they "
+                "could read and change each other's pages; give --tenants too, or leave --socket-mode out"
+            )
 
 
 def pick_segment_size(pool: int, page: int = 4096) -> int:

@@ -58,12 +58,7 @@ def fold(text: str, width: int | None, indent: str = "", first: str | None = Non
     if width is None or len(first) + len(text) <= width:
         return [first + text]
     return wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 

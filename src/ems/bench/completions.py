@@ -77,16 +77,8 @@ class CompletionClient:
 
     async def complete(self, model: str, prompt: Sequence[int], max_tokens: int) -> Completion:
         """Send a prompt of token ids and read the stream of exactly ``max_tokens`` tokens, chosen greedily."""
-        body = msgspec.json.encode(
-            {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-        )
+        options = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = msgspec.json.encode({"model": model, "prompt": prompt, **options})
         try:
             return await self._stream(body)
         except (aiohttp.ClientError, TimeoutError) as error:

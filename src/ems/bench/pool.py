@@ -65,12 +65,9 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What is measured."""
 
     pages: tuple[int, ...] = (32 << 10, 128 << 10, 768 << 10, 4 << 20)
-    """Page sizes in bytes."""
     keys: tuple[int, ...] = (1, 128, 1024)
-    """Keys of one lookup."""
     rounds: int = 5
     lookups: int = 400
-    """Lookups of each size."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.lookups < 1:

@@ -39,7 +39,7 @@ VERBS = {
     "warm": ("warm:warm", "Bring pages from a lower tier into memory."),
     "drain": ("drain:drain", "Let the node take nothing new in, and stop it if wished."),
     "resize": ("resize:resize", "Give the running pool another size."),
-    "health": ("health:health", "Say what is well with the node and what is not."),
+    "health": ("status:health", "Say what is well with the node and what is not."),
     "stop": ("stop:stop", "Stop the pool node of this host."),
     "upgrade": ("upgrade:upgrade", "Let the running node become the installed release."),
     "completion": ("completion:completion", "Print the completion of a shell."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,8 @@ _TELL_AFTER = 1.0
 """Seconds without progress after which it is said who is waited for."""
 
 
-@contextmanager
-def connected(path: Path) -> Iterator[PoolClient]:
-    client = PoolClient(path, "ems", administers=True)
-    try:
-        yield client
-    finally:
-        client.close()
+def connected(path: Path) -> closing[PoolClient]:
+    return closing(PoolClient(path, "ems", administers=True))
 
 
 def figures(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, parse_token_ids, table
 from ems.cli.options import Format, Seconds, parse_counts
 from ems.cli.progress import Bars
-from ems.cli.shown import answer, note
+from ems.cli.shown import note, present
 from ems.config import default_socket, parse_size
 
 
@@ -93,7 +93,7 @@ def ttft(
                 progress=bars.tell,
             )
         )
-    answer(report, table(report), output)
+    present(report, table(report), output)
     return 1 if report.failed else 0
 
 
@@ -128,4 +128,4 @@ def pool(
         lookups=lookups,
     )
     report = measure_pool(plan, socket, note)
-    answer(report, pool_tables(report), output)
+    present(report, pool_tables(report), output)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from ems.bench.tier import DEFAULT_PAGES, TierPlan, measure
 from ems.cli.options import Format
-from ems.cli.shown import answer, note
+from ems.cli.shown import note, present
 from ems.config import format_size, parse_size
 from ems.pool.tiers.settings import parse_tier
 from ems.tables import Table
 
 
 def tier(
-    tier: str,
-    /,
-    *,
-    total: str = "512MB",
-    page: list[str] | None = None,
-    rounds: int = 5,
-    output: Format = "table",
+    tier: str, /, *, total: str = "512MB", page: list[str] | None = None, rounds: int = 5, output: Format = "table"
 ) -> None:
     """Measure how fast a directory tier writes and reads, beside plain sequential I/O of the same bytes.
 
@@ -44,7 +38,7 @@ def tier(
         for row in rows
     ]
     columns = ("page", "plain write", "tier write", "share", "plain read", "tier read", "share")
-    answer({"items": rows}, Table(columns, cells, "Bandwidth in GB/s"), output)
+    present({"items": rows}, Table(columns, cells, "Bandwidth in GB/s"), output)
 
 
 def _speeds(plain: float, tier: float, share: float) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from ems.bench.trace.report import plot as draw
 from ems.bench.trace.report import refuse_plot, table, tier_table
 from ems.cli.options import Format, parse_counts
 from ems.cli.progress import Bars
-from ems.cli.shown import answer
+from ems.cli.shown import present
 from ems.config import POLICIES, PolicyName
 from ems.errors import ConfigError
 
@@ -68,7 +68,7 @@ def trace(
         found = compare(read, plan, bars.tell)
     if plot is not None:
         draw(found, plot)
-    answer(found, list(filter(None, (table(found), tier_table(found)))), output)
+    present(found, list(filter(None, (table(found), tier_table(found)))), output)
 
 
 def _policies(text: str) -> tuple[PolicyName, ...]:

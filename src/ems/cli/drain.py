@@ -13,13 +13,7 @@ from ems.pool.protocol.acts import Drain
 _POLL_SECONDS = 0.1
 
 
-def drain(
-    *,
-    undo: Flag = False,
-    stop: Flag = False,
-    timeout: Seconds = 60.0,
-    asked: Changing = CHANGING,
-) -> int:
+def drain(*, undo: Flag = False, stop: Flag = False, timeout: Seconds = 60.0, asked: Changing = CHANGING) -> int:
     """Let the node take no new pages in, and wait until nobody reads or writes.
 
     Engines serve on and still load what is there; what they compute is not stored.

@@ -11,7 +11,7 @@ import msgspec
 from ems.cli.acts import connected
 from ems.cli.options import ASKING, Asking
 from ems.cli.show import show
-from ems.cli.shown import print_facts, print_json
+from ems.cli.shown import present_facts
 from ems.errors import ConfigError, PoolRefused
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
@@ -86,10 +86,7 @@ def explain(
         raise PoolRefused(
             f"no engine has described a namespace {namespace} to this node, `ems list` shows what there is"
         )
-    if asked.json:
-        print_json({"tokens": len(ids), "namespaces": rows})
-        return
-    print_facts(*(_told(row, len(ids)) for row in rows))
+    present_facts({"tokens": len(ids), "namespaces": rows}, [_told(row, len(ids)) for row in rows], asked.output)
 
 
 def read_tokens(path: Path) -> list[int]:
@@ -143,18 +140,9 @@ def look(client: PoolClient, plane: Plane, ids: list[int]) -> dict[str, Any]:
     """What ``plane`` has of the full blocks of a prompt with the tokens ``ids``."""
     chain = KeyChain(plane.identity, plane.block_size)
     blocks = chain.extend(ids)
-    row: dict[str, Any] = {
-        "namespace": plane.namespace,
-        "tenant": plane.tenant,
-        "model": plane.model,
-        "block_size": plane.block_size,
-        "window": plane.window,
-        "blocks": blocks,
-        "leading": 0,
-        "present": 0,
-        "tier": "DRAM",
-        "reasons": {},
-    }
+    known = ("namespace", "tenant", "model", "block_size", "window")
+    row: dict[str, Any] = {name: getattr(plane, name) for name in known}
+    row |= {"blocks": blocks, "leading": 0, "present": 0, "tier": "DRAM", "reasons": {}}
     step = MAX_KEYS // plane.shards
     for start in range(0, blocks, step):
         keys = page_keys(chain.packed(start, min(start + step, blocks)), plane.shards)
@@ -172,11 +160,8 @@ def tell_of_others(rows: list[dict[str, Any]]) -> None:
         if row.get("reason") != Reason.NEVER_STORED.value:
             continue
         for other in rows:
-            if (
-                other["model"] == row["model"]
-                and other["tenant"] != row["tenant"]
-                and other["leading"] > row["leading"]
-            ):
+            same = other["model"] == row["model"] and other["tenant"] != row["tenant"]
+            if same and other["leading"] > row["leading"]:
                 row["reason"], row["sentence"] = Reason.OTHER_TENANT.value, Reason.OTHER_TENANT.sentence
                 row["detail"] = f"{other['namespace']} has {other['leading']} blocks from the start"
 

@@ -14,13 +14,7 @@ EXIT_WRONG = 1
 _EVERY = 100
 
 
-def fsck(
-    tier: str,
-    /,
-    *,
-    dry_run: Flag = False,
-    output: Format = "table",
-) -> int:
+def fsck(tier: str, /, *, dry_run: Flag = False, output: Format = "table") -> int:
     """Check a tier below memory and mend it; a node may use it meanwhile.
 
     Good pages of damaged packs are written anew, and the packs set aside in the tier's quarantine. What is no pack of

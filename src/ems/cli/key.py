@@ -18,7 +18,6 @@ from ems.pool.tenants import store
 from ems.pool.tenants.registry import Registry
 
 KEY_BYTES = 32
-"""Random bytes of a key."""
 
 
 def add(tenant: str, /, *, ttl: str | None = None, out: Path | None = None, asked: Writing = WRITING) -> None:

@@ -223,7 +223,12 @@ def _bound(config: NodeConfig, kept: KeptOpen | None) -> Iterator[socket.socket 
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            _bind(listener, host, port, or_any=config.autostarted)
+            try:
+                listener.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not config.autostarted:
+                    raise
+                listener.bind((host, 0))
             listener.listen()
         except OSError as error:
             if kept is not None:  # its clients do not lose their pool for that
@@ -235,15 +240,6 @@ def _bound(config: NodeConfig, kept: KeptOpen | None) -> Iterator[socket.socket 
                 "or --no-http"
             ) from error
         yield listener
-
-
-def _bind(listener: socket.socket, host: str, port: int, *, or_any: bool) -> None:
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE or not or_any:
-            raise
-        listener.bind((host, 0))
 
 
 def _allow_many_files() -> None:

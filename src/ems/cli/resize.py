@@ -13,12 +13,7 @@ from ems.pool.protocol.acts import CancelResize, Resize
 
 
 def resize(
-    size: str | None = None,
-    /,
-    *,
-    cancel: Flag = False,
-    timeout: Seconds = 120.0,
-    asked: Changing = CHANGING,
+    size: str | None = None, /, *, cancel: Flag = False, timeout: Seconds = 120.0, asked: Changing = CHANGING
 ) -> None:
     """Give the running pool another size, in whole segments.
 

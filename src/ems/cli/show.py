@@ -6,7 +6,7 @@ from typing import Any
 
 from ems.cli.acts import ask
 from ems.cli.options import ASKING, Asking
-from ems.cli.shown import age, print_facts, print_json
+from ems.cli.shown import age, present_facts
 from ems.config import format_size
 from ems.pool.protocol.acts import Show
 
@@ -20,10 +20,7 @@ def show(what: str, /, *, asked: Asking = ASKING) -> None:
         A namespace's name, a key of 32 hex digits, or the id of a request (or a part of it).
     """
     report = ask(asked.at, Show(what))
-    if asked.json:
-        print_json(report)
-    else:
-        print_facts(*facts_of(report))
+    present_facts(report, facts_of(report), asked.output)
 
 
 def facts_of(report: dict[str, Any]) -> list[list[tuple[str, str]]]:

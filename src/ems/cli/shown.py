@@ -26,7 +26,7 @@ def print_json(report: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(report)).decode())
 
 
-def answer(report: object, tables: Table | Sequence[Table], output: Output) -> None:
+def present(report: object, tables: Table | Sequence[Table], output: Output) -> None:
     if output == "json":
         print_json(report)
     else:
@@ -43,6 +43,13 @@ def show(*tables: Table) -> None:
             print()
         for line in table.lines(_width(sys.stdout)):
             print(line)
+
+
+def present_facts(report: object, groups: Sequence[Sequence[tuple[str, str]]], output: Output) -> None:
+    if output == "json":
+        print_json(report)
+    else:
+        print_facts(*groups)
 
 
 def print_facts(*groups: Sequence[tuple[str, str]]) -> None:

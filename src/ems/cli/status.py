@@ -1,4 +1,4 @@
-"""``ems status``: the pool of this host at a glance."""
+"""``ems status``: the pool of this host at a glance; ``ems health``: what is well with the node and what is not."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from ems.cli.acts import figures
 from ems.cli.options import ASKING, Asking
-from ems.cli.shown import print_facts, print_json, print_table
+from ems.cli.shown import present_facts, print_facts, print_json, print_table
 from ems.config import format_size
+from ems.pool.administration.health import judge
 
 
 def status(*, asked: Asking = ASKING) -> None:
@@ -17,6 +18,15 @@ def status(*, asked: Asking = ASKING) -> None:
         print_json(found)
     else:
         _print_tables(found)
+
+
+def health(*, asked: Asking = ASKING) -> int:
+    """Say what is well with the node and what is not; exit status 1 when something is not."""
+    checks = judge(figures(asked.at))
+    well = all(check.well for check in checks)
+    facts = [(check.name, f"{'well' if check.well else 'ILL'}, {check.seen}") for check in checks]
+    present_facts({"well": well, "checks": checks}, [facts], asked.output)
+    return 0 if well else 1
 
 
 def summary_rows(seen: dict[str, Any]) -> list[tuple[str, str]]:

@@ -84,13 +84,7 @@ def warm(
     return 0
 
 
-def _whole(
-    namespace: str | None,
-    model: str | None,
-    tenant: str | None,
-    limit: str | None,
-    asked: Changing,
-) -> int:
+def _whole(namespace: str | None, model: str | None, tenant: str | None, limit: str | None, asked: Changing) -> int:
     """Bring up whole namespaces; exit status 1 when a tier that was to be read does not work."""
     if namespace is None and model is None and tenant is None:
         raise ConfigError("give a namespace, --model or --tenant, or one of --prompt and --tokens")

@@ -163,22 +163,10 @@ def namespace_digest(name: str) -> bytes:
 def pack_description(description: Description) -> bytes:
     geometry, name = description.geometry, description.namespace.encode()
     raw = bytearray(HEADERS_OFFSET)
-    _DESCRIPTION.pack_into(
-        raw,
-        0,
-        MAGIC,
-        FORMAT_VERSION,
-        description.segment,
-        geometry.slot_count,
-        namespace_digest(description.namespace),
-        description.node_id,
-        geometry.page_size,
-        geometry.slot_stride,
-        geometry.data_offset,
-        description.carving,
-        description.generation,
-        len(name),
-    )
+    digest, sizes = namespace_digest(description.namespace), (geometry.page_size, geometry.slot_stride)
+    which = (MAGIC, FORMAT_VERSION, description.segment, geometry.slot_count, digest, description.node_id)
+    ends = (geometry.data_offset, description.carving, description.generation, len(name))
+    _DESCRIPTION.pack_into(raw, 0, *which, *sizes, *ends)
     raw[_DESCRIPTION.size : _DESCRIPTION.size + len(name)] = name
     _CHECK.pack_into(raw, _DESCRIPTION_CHECK, zlib.crc32(memoryview(raw)[:_DESCRIPTION_CHECK]))
     return bytes(raw)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 INSTANCE_BYTES = 8
 """Bytes of the random number by which a client knows its own promises again on another connection."""
 _WRITER = struct.Struct("<II8s")
-PACKED_BYTES = _WRITER.size
 _MASK = 0xFFFFFFFF
 
 

@@ -13,7 +13,7 @@ from ems.config import NodeConfig
 from ems.errors import ConfigError
 from ems.pool.node.launcher import ensure_node
 from ems.pool.segments.arena import Arena
-from ems.pool.segments.folder import Folder, make_folder
+from ems.pool.segments.folder import Folder, make_folder, refuse_strangers
 
 MIB = 1 << 20
 NODE_ID = bytes(range(16))
@@ -142,6 +142,22 @@ def test_what_a_node_left_that_was_killed_while_it_began_is_its_own(home: Path) 
     (folder / "marks").write_bytes((folder / "marks").read_bytes()[:12])
     Arena(config(home), NODE_ID).close(keep=False)
     assert not folder.exists()
+
+
+def test_a_node_that_begins_at_the_same_time_is_no_stranger(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(home / "pool")
+    iterdir, begun = Path.iterdir, list[Arena | None]()
+
+    def beginning(path: Path) -> Iterator[Path]:
+        if not begun:
+            begun.append(None)
+            begun.append(Arena(config(home), NODE_ID))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", beginning)
+    refuse_strangers(home / "pool")
+    assert begun[1] is not None
+    begun[1].close(keep=False)
 
 
 def test_a_client_that_spoils_its_segments_keeps_no_node_from_starting(home: Path) -> None:

@@ -15,7 +15,6 @@ from ems.errors import ConfigError
 from ems.pool.keys import KEY_BYTES
 
 MOST_BLOCKS = 65536
-"""Blocks of the longest prompt."""
 
 
 class _Line(msgspec.Struct):

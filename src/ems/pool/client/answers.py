@@ -57,7 +57,6 @@ class TailHit(msgspec.Struct, frozen=True):
 
 
 NO_TAIL = TailHit(0, b"", pending=False, lease=None)
-"""Nothing is known of any tail."""
 
 
 class PageLocation(msgspec.Struct, frozen=True):

@@ -108,7 +108,6 @@ class Line:
         self._closed = False
         self._restart_seconds = restart_seconds
         self.waits_out_restart = False
-        """Whether a call waits for a node that restarts."""
 
     def call(self, timeout: float | None, work: Callable[[Turn], Result], *, again: bool = True) -> Result:
         """Do ``work`` in a turn, and wait out a restart of the node for ``timeout`` seconds in all.
@@ -147,13 +146,9 @@ class Line:
     def turn(self, timeout: float | None, epoch: int = 0) -> Iterator[Turn]:
         """Make one call on the connection, which is made first where there is none.
 
-        Without a ``timeout`` it is :data:`CALL_SECONDS`.
-
-        Raises:
-            PoolUnavailable: no node answers, or it was tried a moment ago.
-            PoolTimeout: the node did not greet in ``timeout`` seconds, or another call took as long.
-            PoolRefused: the node does not want this client.
-            StaleReference: there is another connection by now than ``epoch``, where that is named.
+        PoolUnavailable: no node answers, or it was tried a moment ago.  PoolTimeout: it did not greet in ``timeout``
+        seconds (:data:`CALL_SECONDS`), or another call took as long.  PoolRefused: it does not want this client.
+        StaleReference: there is another connection by now than ``epoch``, where that is named.
         """
         timeout = CALL_SECONDS if timeout is None else timeout
         deadline = time.monotonic() + timeout

@@ -112,13 +112,7 @@ class PoolClient(Line):
         return connection.welcome.segments if connection else 0
 
     def connect(self, timeout: float | None = None) -> None:
-        """Make sure that there is a connection.
-
-        Raises:
-            PoolUnavailable: no node answers, or it was tried a moment ago, see :mod:`ems.pool.client.retry`.
-            PoolTimeout: the node did not greet in ``timeout`` seconds.
-            PoolRefused: the node does not want this client.
-        """
+        """Make sure that there is a connection; fails as :meth:`turn` does."""
         with self.turn(timeout):
             pass
 
@@ -148,9 +142,7 @@ class PoolClient(Line):
     def open(self, namespace: Namespace, timeout: float | None = None) -> None:
         """Make sure that the node knows ``namespace``; the other verbs do this by themselves.
 
-        Raises:
-            NoSpace: a page of that size fits in no segment of the node.
-            PoolRefused: the namespace exists with another page size.
+        Refused where a page of that size fits in no segment, or the namespace exists with another page size.
         """
         self.call(timeout, lambda turn: self._opened(turn, namespace))
 
@@ -186,8 +178,7 @@ class PoolClient(Line):
         """
 
         def look(turn: Turn) -> Hits:
-            asked = self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute)
-            return Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
+            return _asked(turn, self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute))
 
         return self.call(timeout, look)
 
@@ -208,8 +199,7 @@ class PoolClient(Line):
         def look(turn: Turn) -> tuple[Hits, TailHit]:
             asked = self._lookup(turn, namespace, keys, lease=lease_keys, request=request, compute=compute)
             if not isinstance(asked, messages.Lookup):
-                found = Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
-                return found, NO_TAIL
+                return _asked(turn, asked), NO_TAIL
             both = turn.ask_all([asked, messages.Lookup(asked.namespace, b"", lease_tail, tail)], messages.Hits)
             return _hits(turn.connection, both[0]), _tail_hit(turn.connection, both[1])
 
@@ -244,10 +234,7 @@ class PoolClient(Line):
         return self.call(timeout, ask)
 
     def explain(self, name: str, keys: bytes, timeout: float | None = None) -> messages.Explained:
-        """Why ``keys`` (16 bytes each, joined) of the namespace ``name`` are there or not; counts nothing.
-
-        Raises PoolRefused: the node is of an earlier release, which does not tell.
-        """
+        """Why ``keys`` (16 bytes each, joined) of the namespace ``name`` are there or not; counts nothing."""
 
         def ask(turn: Turn) -> messages.Explained:
             _refuse_older(turn, greeting.TELLS_REASONS, "does not tell why pages are missing")
@@ -401,12 +388,7 @@ class PoolClient(Line):
         return self.call(timeout, lambda turn: turn.ask(messages.Stats(), messages.Figures).figures)
 
     def administer(self, act: Acts, *, dry_run: bool = False, timeout: float | None = None) -> dict[str, Any]:
-        """Let the node do ``act``; what it did, or would do with ``dry_run``, as plain figures.
-
-        Raises:
-            Unauthorised: the node belongs to another user.
-            PoolRefused: it cannot be done; or the node is of an earlier release.
-        """
+        """Let the node do ``act``; what it did, or would do with ``dry_run``, as plain figures."""
 
         def ask(turn: Turn) -> dict[str, Any]:
             _refuse_older(turn, greeting.DOES_ACTS, "cannot be administered")
@@ -420,10 +402,7 @@ class PoolClient(Line):
     def changes(
         self, since: PageLocation | None, namespaces: Sequence[str], timeout: float | None = None
     ) -> PoolChanges:
-        """What was stored and removed in ``namespaces`` since an earlier answer; None begins now and tells nothing.
-
-        Raises PoolRefused: the node is of an earlier release, which does not tell.
-        """
+        """What was stored and removed in ``namespaces`` since an earlier answer; None begins now and tells nothing."""
 
         def ask(turn: Turn) -> PoolChanges:
             _refuse_older(turn, greeting.TELLS_CHANGES, "does not tell what it stores and removes")
@@ -452,6 +431,10 @@ class PoolClient(Line):
         first = random.randrange(SAMPLE)
         name = qualified(connection.tenant, namespace.name) if connection.tenant else namespace.name
         return PageReader(connection.segments.segment, name, namespace.page_size, trust, first)
+
+
+def _asked(turn: Turn, asked: messages.Lookup | messages.Miss | None) -> Hits:
+    return Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
 
 
 def _hits(connection: Connection, answer: messages.Hits) -> Hits:

@@ -7,7 +7,6 @@ from ems.errors import PoolUnavailable, Unauthorised
 RETRY_SECONDS = 0.5
 """Least time between two attempts to reach a node that is gone; doubles with each failure in a row."""
 MAX_RETRY_SECONDS = 8.0
-"""Most time between two attempts."""
 REFUSED_RETRY_SECONDS = 30.0
 """Time between two attempts at a node that does not accept this client's credentials."""
 

@@ -30,7 +30,6 @@ from ems.pool.protocol.limits import (
 from ems.pool.writer import INSTANCE_BYTES
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-"""What a namespace is called."""
 Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -136,7 +135,6 @@ class Lookup(Message, frozen=True):
     lease: bool = False
     tail: Tail | None = None
     request: RequestId = ""
-    """The engine's id of the request that this is for."""
     compute: int = 0
     """Microseconds that a page takes to be computed again, 0 when that is not known: what a tier below memory brings
     later than that is not fetched."""
@@ -363,39 +361,10 @@ class Refused(Message, frozen=True, forbid_unknown_fields=False):
 
 
 Request = (
-    Hello
-    | Prove
-    | Open
-    | Attach
-    | Reserve
-    | Commit
-    | StillWriting
-    | Abort
-    | Lookup
-    | Release
-    | Stats
-    | Changes
-    | Prefetch
-    | Describe
-    | Miss
-    | Explain
-    | Corrupt
-    | Announce
-    | Withdraw
-    | Administer
-)
+    Hello | Prove | Open | Attach | Reserve | Commit | StillWriting | Abort | Lookup | Release | Stats | Changes
+    | Prefetch | Describe | Miss | Explain | Corrupt | Announce | Withdraw | Administer
+)  # fmt: skip
 Answer = (
-    Welcome
-    | Challenge
-    | Opened
-    | SegmentAttached
-    | Granted
-    | Hits
-    | Done
-    | Figures
-    | Changed
-    | Explained
-    | Announced
-    | Reported
-    | Refused
-)
+    Welcome | Challenge | Opened | SegmentAttached | Granted | Hits | Done | Figures | Changed | Explained | Announced
+    | Reported | Refused
+)  # fmt: skip

@@ -20,14 +20,7 @@ import msgspec
 
 from ems.config import NodeConfig, format_size
 from ems.errors import ConfigError
-from ems.pool.layout import (
-    HEADER_BYTES,
-    HEADERS_OFFSET,
-    Description,
-    PageRef,
-    header_offset,
-    unpack_description,
-)
+from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, Description, PageRef, header_offset, unpack_description
 from ems.pool.segments.folder import GIVEN_UP_NAME, SIZE_NAME, Folder, refuse_disk
 from ems.pool.segments.given_up import lay_out
 from ems.pool.segments.headers import Headers
@@ -254,10 +247,7 @@ class Arena:
                 yield SegmentImage(number, file.size, self.touched[number], described + table)
 
     def adopt(self, recovered: Recovered) -> list[Listed]:
-        """Go on with what could be read, begin the other segments anew; the tokens of blocks that are not full.
-
-        Raises ConfigError: a segment cannot be replaced.
-        """
+        """Go on with what could be read, begin the other segments anew; the tokens of blocks that are not full."""
         self.headers.go_on(recovered.stamp, recovered.carving)
         # Where there is nothing memory may have been given back from the beginning on: that is touched again.
         readable = {segment.number for segment in recovered.segments}
@@ -410,11 +400,9 @@ class Arena:
 
         It ends early on ``stop``.  Returns why memory ran out before the end, None when it did not.
 
-        Meant for a thread of its own.  The first :data:`URGENT_BYTES` are for whoever saves first; then it goes
-        on at the lowest priority, because engines need the cores more.  When the file system runs full the pool
-        ends at what was touched.  A node that shall not touch its memory allocates
-        it all the same: a page that is missing would end the process that writes to it.  A segment that somebody cuts
-        meanwhile is passed over.
+        Meant for a thread of its own, which goes on at the lowest priority after :data:`URGENT_BYTES`.  A node that
+        shall not touch its memory allocates it all the same: a page that is missing would end the process that writes
+        to it.  A segment that somebody cuts meanwhile is passed over.
         """
         urgent = URGENT_BYTES
         for number in list(range(len(self._files)) if segments is None else segments):

@@ -63,19 +63,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def refuse_disk(path: Path) -> None:
-    """Make sure that files in ``path``, which need not be there yet, live in memory.
-
-    Raises ConfigError: they would not; nothing was made.
-    """
+    """Make sure that files in ``path``, which need not be there yet, live in memory; nothing is made."""
     there = path.absolute()
     while not there.exists():
         there = there.parent
     buffer = ctypes.create_string_buffer(512)
     # The number of the file system is the first field, a machine word.
-    if (
-        not _libc.statfs(os.fsencode(there), buffer)
-        and (number := ctypes.c_ulong.from_buffer(buffer).value) not in _IN_MEMORY
-    ):
+    failed = _libc.statfs(os.fsencode(there), buffer)
+    if not failed and (number := ctypes.c_ulong.from_buffer(buffer).value) not in _IN_MEMORY:
         raise ConfigError(
             f"{path} is not in memory (file system {number:#x}), expected a folder on a tmpfs such as /dev/shm; "
             "give one with --dir, or --allow-disk if pages are to be written to a disk"
@@ -83,13 +78,11 @@ def refuse_disk(path: Path) -> None:
 
 
 def refuse_strangers(path: Path) -> None:
-    """Make sure that there is nothing in the folder ``path`` but a node's own files and sockets.
-
-    Raises ConfigError: there is something else.
-    """
+    """Make sure that there is nothing in the folder ``path`` but a node's own files and sockets."""
     try:
-        marked = _is_marked(path)
-        for entry in sorted(path.iterdir()):
+        entries = sorted(path.iterdir())
+        marked = _is_marked(path)  # after the list: a node that begins in this very moment makes its marks first
+        for entry in entries:
             if not stat.S_ISSOCK(entry.lstat().st_mode) and not _is_own(entry, marked=marked):
                 raise ConfigError(
                     f"{path} holds {entry.name}, which no pool node wrote, expected a folder for the node alone; give "
@@ -138,10 +131,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def make_folder(path: Path) -> None:
-    """Make sure that ``path`` is a folder of this user that nobody else may write into, without changing one.
-
-    Raises ConfigError: it cannot be, with the reason.
-    """
+    """Make sure that ``path`` is a folder of this user that nobody else may write into, without changing one."""
     try:
         link, status = _made(path)
     except OSError as error:
@@ -166,10 +156,7 @@ def make_folder(path: Path) -> None:
 
 
 def _made(path: Path) -> tuple[os.stat_result, os.stat_result]:
-    """What is at ``path`` and, if that is a link, where it leads; a folder that was made if nothing was there.
-
-    Raises OSError: it cannot be made.
-    """
+    """What is at ``path`` and, if that is a link, where it leads; a folder that was made if nothing was there."""
     tries = MAKE_TRIES
     while True:
         try:
@@ -187,7 +174,6 @@ class Folder:
 
     A node that is about to stop gets ``patience`` seconds to leave.  With ``lock``, the open file by which an earlier
     process of the same node holds it, nothing is waited for.
-    Raises ConfigError: another node holds it, or it cannot be used.
     """
 
     def __init__(self, path: Path, patience: float = STOP_SECONDS, lock: int | None = None) -> None:
@@ -272,7 +258,7 @@ def _lock(path: Path, deadline: float) -> int:
 def starting(path: Path) -> Iterator[bool]:
     """Hold the right to start a node in ``path`` if nobody else has it; yields whether this caller has.
 
-    The lock is on the folder itself, so that it leaves nothing behind.  Raises ConfigError: the folder cannot be used.
+    The lock is on the folder itself, so that it leaves nothing behind.
     """
     folder = _lock_folder(path)
     try:

@@ -51,7 +51,6 @@ class Headers:
         self.carving = 1
         """The number of the next description that is written."""
         self.ends: list[int] = []
-        """Where the headers of each segment end."""
 
     def go_on(self, stamp: int, carving: int) -> None:
         self.stamp, self.carving = stamp, carving
@@ -117,17 +116,10 @@ class Headers:
     ) -> Iterator[tuple[PageRef, Header]]:
         for position, page in enumerate(pages):
             ref = PageRef.unpack(page.ref)
-            header = Header(
-                SlotState.PRESENT,
-                ref.generation,
-                page.key,
-                page.parent.key if page.parent is not None else NO_PARENT,
-                stamp - 1 - position,
-                length,
-                checksums[position] if checksums is not None else 0,
-                flags,
-            )
-            yield ref, header
+            parent = page.parent.key if page.parent is not None else NO_PARENT
+            checksum = checksums[position] if checksums is not None else 0
+            place = stamp - 1 - position
+            yield ref, Header(SlotState.PRESENT, ref.generation, page.key, parent, place, length, checksum, flags)
 
     def forget(self, slots: Iterable[tuple[int, int]]) -> None:
         """Say in the headers of ``slots`` (segment, number) that they are free.

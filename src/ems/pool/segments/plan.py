@@ -9,7 +9,6 @@ from ems.config import NodeConfig, default_pool_size, format_size, pick_segment_
 from ems.errors import ConfigError
 
 MAX_SEGMENTS = 4096
-"""Most segments of a node."""
 
 
 def plan_segments(config: NodeConfig, free: int, memory: int, found: Sequence[int] = ()) -> list[int]:

@@ -30,7 +30,6 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 REST = 3.0
 """How long :func:`warm` rests after a step, in times of what the step took."""
 MOST_REST = 0.5
-"""Seconds of the longest rest."""
 
 
 def yield_to_others() -> None:
