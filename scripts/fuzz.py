@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from tests.pool.wrong_core import wrong_core
+
 try:
     import atheris
 except ImportError:
@@ -97,13 +99,13 @@ class Target:
     def begin(self) -> None:
         """Forget all histories before."""
         node: Any = self.node
-        node.core = PoolCore(node.arena.sizes, changes=node._tenancy.changes, ids=node._tenancy.ids)
-        node._tenancy.apply_quotas(node.core)
-        node._tenancy._desks.clear()
+        node.core = PoolCore(node.arena.sizes, changes=node.tenancy.changes, ids=node.tenancy.ids)
+        node.tenancy.apply_quotas(node.core)
+        node.tenancy._request_filters.clear()
         for number, size in enumerate(node.arena.sizes):
-            node.core.touched(number, size)
-        node.core.touching_ended()
-        node._next_client_id = 1
+            node.core.slots.touch(number, size)
+        node.core.slots.touching_ended()
+        node.clients.next_client_id = 1
         with SimulatedClient(self, Principal(TENANTS[0]) if self.tenants else Principal()) as client:
             client.send(coding.encode(messages.Open("kept", PAGE)))
             client.send(coding.encode(messages.Reserve(0, bytes(16), KEPT)))
@@ -115,10 +117,10 @@ class Target:
         node: Any = self.node
         self.now += 100.0
         node.core.tick(self.now)
-        broken = node.core.check()
+        broken = wrong_core(node.core)
         figures = node.core.stats()
         held = {name: figures[name] for name in ("leases", "reservations", "slots_resting") if figures[name]}
-        if broken or held or node._connections or node._principals:
+        if broken or held or node.clients.connections or node.clients.principals:
             raise Defect(f"{broken} {held}")
 
 
@@ -130,10 +132,10 @@ class SimulatedClient:
         self.mine.setblocking(False)
         its.setblocking(False)
         node: Any = target.node
-        client_id = node._next_client_id
-        node._next_client_id += 1
+        client_id = node.clients.next_client_id
+        node.clients.next_client_id += 1
         self.connection = Connection(node, its, client_id, target.now)
-        node._connections[client_id] = self.connection
+        node.clients.connections[client_id] = self.connection
         self._sock = its
         self._reader = framing.FrameReader()
         if principal is not None:
@@ -255,8 +257,8 @@ def step(target: Target, clients: dict[int, SimulatedClient], fdp: Any, known: d
     if deed == 0:
         target.now += fdp.ConsumeIntInRange(0, 40)
         target.node.core.tick(target.now)
-        for segment in target.node.core.shrink():
-            target.node.core.touched(segment, 1 << 18)
+        for segment in target.node.core.reclaimer.shrink():
+            target.node.core.slots.touch(segment, 1 << 18)
         return
     if number in clients and deed == 1:
         clients.pop(number).__exit__()

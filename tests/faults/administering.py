@@ -153,7 +153,7 @@ def warm(world: World, a: int, b: int, c: int) -> None:
 
 def look(world: World, a: int, b: int, c: int) -> None:
     """The administrator looks, which changes nothing."""
-    before, busy = world.node.core.stats()["namespaces"], world.node._admin.busy
+    before, busy = world.node.core.stats()["namespaces"], world.node.admin.busy
     act(world, (List(), Show(_meant(world, a, b)), Show(run_of(c)[0][-1].hex()), Follow(a % 4 + 1))[b % 4])
     if not busy and world.node.core.stats()["namespaces"] != before:
         raise Violation("a look changed what is in the pool")

@@ -12,7 +12,7 @@ FIELDS = (24, 40, 48, 52, 56)
 def slots(world: World, wanted: SlotState | None = None) -> list[tuple[int, int]]:
     """Slots that have been carved, those in a state if one is wanted."""
     found = []
-    for segment in world.node.core._slots.segments:
+    for segment in world.node.core.slots.segments:
         if segment.geometry is not None:
             mapped = world.node.arena.mapped(segment.number)
             states = [unpack_header(mapped, header_offset(slot)).state for slot in range(segment.geometry.slot_count)]
@@ -32,7 +32,7 @@ def flip_payload(world: World, a: int, b: int, c: int) -> None:
     found = slots(world, SlotState.PRESENT if a % 4 else None)
     if found:
         number, slot = found[a // 4 % len(found)]
-        segment = world.node.core._slots.segments[number]
+        segment = world.node.core.slots.segments[number]
         assert segment.geometry is not None
         world.hurt[number, slot, segment.generations[slot]] = world.life
         flip(world, number, segment.geometry.slot_offset(slot) + b % segment.geometry.page_size, c)
@@ -53,7 +53,7 @@ def flip_both(world: World, a: int, b: int, c: int) -> None:
     found = slots(world, SlotState.PRESENT)
     if found:
         number, slot = found[a % len(found)]
-        segment = world.node.core._slots.segments[number]
+        segment = world.node.core.slots.segments[number]
         assert segment.geometry is not None
         world.hurt[number, slot, segment.generations[slot]] = world.life
         world.hurt_headers.add((number, slot))
@@ -64,7 +64,7 @@ def flip_both(world: World, a: int, b: int, c: int) -> None:
 def flip_description(world: World, a: int, b: int, c: int) -> None:
     """A bit of a segment's description is wrong."""
     number = a % len(world.node.arena.sizes)
-    if world.node.core._slots.segments[number].namespace is not None:
+    if world.node.core.slots.segments[number].namespace is not None:
         world.hurt_segments.add(number)
         flip(world, number, b % (128 if b % 2 else HEADERS_OFFSET), c)
 

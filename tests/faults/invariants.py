@@ -17,6 +17,7 @@ from ems.pool.writer import UNKNOWN
 from tests.faults.settings import Violation, content, size_of
 from tests.faults.simulated_clients import identity
 from tests.pool.wrong import wrong_catalogue, wrong_promotions, wrong_queue
+from tests.pool.wrong_core import wrong_core
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
@@ -33,7 +34,7 @@ def check(world: World) -> None:
     Raises:
         Violation: it does not.
     """
-    broken = world.node.core.check()
+    broken = wrong_core(world.node.core)
     if broken:
         raise Violation(broken[0])
     pages = world.pages()
@@ -73,7 +74,7 @@ def _pins_hold(world: World, pages: dict[Known, Page]) -> None:
         if page is not None and page.present and until > world.now:
             continue
         del world.pinned[known]
-        if until > world.now and world.node.core.explain(known[0], [known[1]]).codes[0] not in MAY_END_PINS:
+        if until > world.now and world.node.core.reading.explain(known[0], [known[1]]).codes[0] not in MAY_END_PINS:
             raise Violation(f"page {known[1].hex()} of {known[0]} left while it was pinned")
 
 
@@ -91,7 +92,7 @@ def _tenants_are_apart(world: World) -> None:
 def keys_are_good(world: World) -> None:
     """Right after the node has looked: nobody is in whose key opens nothing."""
     if world.tenants is not None:
-        for principal in world.node._principals.values():
+        for principal in world.node.clients.principals.values():
             if principal.stores and not world.tenants.valid(principal):
                 raise Violation(f"{principal.tenant} is still in, with a key that was revoked or is over")
 
@@ -115,10 +116,10 @@ def _tiers_add_up(world: World) -> None:
                 client_ids.add(client_id)
                 under_way += portion.size
                 promoting.update((portion.namespace, key) for key in portion.keys)
-    held = {number for number, lease in core._leases.all.items() if lease.client_id == tier_manager._writer}
+    held = {number for number, lease in core.leases.all.items() if lease.client_id == tier_manager._writer}
     if held != leases:
         broken.append(f"tiers hold {len(held)} leases, {len(leases)} of them for what is to be written")
-    if {one.client_id for one in core._reservations.all.values() if one.client_id < 0} - client_ids:
+    if {one.client_id for one in core.reservations.all.values() if one.client_id < 0} - client_ids:
         broken.append("memory is reserved for a tier that fetches nothing into it")
     if tier_manager._promotions.under_way != under_way:
         broken.append(f"{tier_manager._promotions.under_way} bytes are said to be fetched, {under_way} are")
@@ -167,13 +168,13 @@ def nothing_held(world: World) -> None:
     for what in ("leases", "reservations"):
         if stats[what]:
             raise Violation(f"{stats[what]} {what.replace('_', ' ')} are left when everybody has gone")
-    if len(node.core._announcements):
+    if len(node.core.announcements):
         raise Violation("announcements are left when everybody has gone")
-    if any(writer != UNKNOWN for writer in node.core.awaited_writers):
+    if any(writer != UNKNOWN for writer in node.core.deferred.writers):
         raise Violation("slots wait for writers when everybody has gone")
-    if node._connections or node._principals:
+    if node.clients.connections or node.clients.principals:
         raise Violation("the node remembers clients that are gone")
-    if node._admin.busy or node.core._pending_deletes:
+    if node.admin.busy or node.core.pending_deletes:
         raise Violation("an administrator's work does not end")
     _tiers_are_idle(world)
     _caps_are_kept(world)

@@ -57,12 +57,12 @@ def _begin(world: World, kept_open: KeptOpen | None = None) -> None:
             kept_open = None
             continue
         break
-    node._listener = Listener(node.config.socket, None if kept_open is None else kept_open.listener)
+    node.clients.listener = Listener(node.config.socket, None if kept_open is None else kept_open.listener)
     for number, size in enumerate(node.arena.sizes):
         os.posix_fallocate(node.arena.descriptor(number), 0, size)
         node.arena.touched[number] = size
-        node.core.touched(number, size)
-    node.core.touching_ended()
+        node.core.slots.touch(number, size)
+    node.core.slots.touching_ended()
     world.life += 1
     world.node = node
     world.connect_all()
@@ -71,7 +71,7 @@ def _begin(world: World, kept_open: KeptOpen | None = None) -> None:
 def _go(world: World) -> None:
     """From now on time goes by for the node."""
     node = world.node
-    node._admin.audit = None
+    node.admin._audit = None
     node.arena._tails._compact_above = 300
     node.tier_manager.start()
     node._tick()
@@ -85,10 +85,10 @@ def crashed(world: World) -> None:
     world.remember(dead)
     dead.workers.kill()
     dead.tier_manager._closed = True
-    dead._connections.clear()
+    dead.clients.connections.clear()
     dead.arena.leave()
-    assert dead._listener is not None
-    dead._listener.leave()
+    assert dead.clients.listener is not None
+    dead.clients.listener.leave()
     _begin_again(world, dead)
 
 

@@ -23,7 +23,6 @@ from tests.faults.times import Times
 if TYPE_CHECKING:
     from ems.pool.core.answers import Begun, Reserved
     from ems.pool.keys import Tail
-    from ems.pool.node.pool_node import Node
     from ems.pool.node.restart import KeptOpen
     from ems.pool.pages import Page
     from ems.pool.service.effects import Work
@@ -53,22 +52,18 @@ class Witness(Protocol):
 class SteppedMemory(Memory):
     """Memory that is touched a moment later, on this very thread."""
 
-    def __init__(self, node: Node, renewed: Callable[[int, str | None], None]) -> None:
-        super().__init__(node, renewed)
-        self._node = node
-
     def _touch(self, work: Touching) -> None:
         self._touching += 1
 
         def touch() -> None:
-            node = self._node
+            node = self._host
             self._prefault(work, None)
             for number, size in enumerate(node.arena.sizes):
                 segment = node.core.slots.segments[number]
                 if segment.size and segment.number not in self.lost:
                     node.arena.touched[number] = size
 
-        self._node.loop.call_later(TOUCHED_AFTER, touch)
+        self._host.loop.call_later(TOUCHED_AFTER, touch)
 
 
 class WatchedStoring(Storing):
@@ -120,23 +115,23 @@ class HistoryNode(CrashingNode):
         """The process that this node is."""
         return self._own_process
 
-    def _may_write(self, writer: Writer) -> bool:
+    def may_write(self, writer: Writer) -> bool:
         return not writer.pid or self._witness.lives(writer)
 
-    def _writer_at(self, client_id: int) -> Writer:
-        return cast("SimulatedClient", self._connections[client_id]).writer
+    def writer_at(self, client_id: int) -> Writer:
+        return cast("SimulatedClient", self.clients.connections[client_id]).writer
 
-    def _wall(self) -> float:
+    def wall(self) -> float:
         return self._times.wall()
 
     def _open_tiers(self) -> list[tuple[TierConfig, Tier]]:
         return self._below.open()
 
     def _new_tier_manager(self) -> TierManager:
-        return TierManager(self, self._open_tiers(), self._clock, self.workers.crew)
+        return TierManager(self, self._open_tiers(), self.clock, self.workers.crew)
 
     def _new_memory(self) -> Memory:
-        return SteppedMemory(self, self._tenancy.renewed)
+        return SteppedMemory(self)
 
     def _new_storing(self) -> Storing:
         return WatchedStoring(self)
@@ -163,7 +158,7 @@ class HistoryNode(CrashingNode):
 
     def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None:
         """Commit what came from a tier, and have it looked at."""
-        waiting = self.core._reservations.all[reservation].waiting
+        waiting = self.core.reservations.all[reservation].waiting
         pages = [waiting[position] for position in sorted(checksums)]
         super().publish(client_id, reservation, checksums)
         self._witness.promoted(self, client_id, pages)

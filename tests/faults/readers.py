@@ -38,7 +38,7 @@ def looked_up(world: World, a: int, b: int, c: int) -> Reading | None:
         return None
     refs = unpack_refs(hits.refs)
     found = [hits.key] if hits.key else keys[: len(refs)]
-    trust = Trust(world.verify, world.node._trusted_from)
+    trust = Trust(world.verify, world.node.trusted_from)
     world.map(client, refs)
     inner = called(client.tenant, name)
     reader = PageReader(client.maps.segment, inner, size_of(inner), trust, c)

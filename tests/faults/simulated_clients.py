@@ -150,7 +150,7 @@ class SimulatedClient:
         """The connection ends, unless it has ended."""
         if not self.gone:
             self.gone = True
-            self.node.forget(self.client_id, reason)
+            self.node.clients.forget(self.client_id, reason)
 
     def refuse(self, error: Exception) -> None:
         """The node ends it."""

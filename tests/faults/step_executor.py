@@ -30,7 +30,7 @@ class StepExecutor(ThreadPool):
     def __init__(self, count: int, tell: Tell, clock: Clock, times: Times, seconds: Callable[[], float]) -> None:
         self._count = count
         self._tell = tell
-        self._clock = clock
+        self.clock = clock
         self._times = times
         self._seconds = seconds
         self.waiting: deque[Job] = deque()
@@ -38,7 +38,7 @@ class StepExecutor(ThreadPool):
         self.counts: Counter[str] = Counter()
 
     def give(self, job: Job) -> None:
-        job.given_at = self._clock()
+        job.given_at = self.clock()
         self.waiting.append(job)
 
     def dismiss(self) -> None:
@@ -53,7 +53,7 @@ class StepExecutor(ThreadPool):
     def begin(self) -> None:
         """A thread takes what waits for longest."""
         job = self.waiting.popleft()
-        if job.begin(self._clock()):
+        if job.begin(self.clock()):
             self.running.append(Running(job, self._times.passed + self._seconds()))
         else:
             self.counts["called off"] += 1
@@ -67,7 +67,7 @@ class StepExecutor(ThreadPool):
         self.running.remove(one)
         if one.job.abandoned:
             self.counts["ended after it was given up"] += 1
-        one.job.run(self._tell, self._clock)
+        one.job.run(self._tell, self.clock)
         self.counts["work of a tier"] += 1
         self.counts["work of a tier that failed"] += one.job.error is not None
 
@@ -79,7 +79,7 @@ class StepExecutor(ThreadPool):
             if self.can_begin():
                 self.begin()
                 continue
-            left = until - self._clock()
+            left = until - self.clock()
             due = min((one.due for one in self.running), default=inf)
             if job.done.is_set() or left <= 0:
                 return

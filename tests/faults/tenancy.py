@@ -64,7 +64,7 @@ def overreach(world: World, a: int, b: int, c: int) -> None:
         for segment in world.node.core.slots.segments
         if world.node.core.segment_tenant(segment.number) not in (None, client.tenant)
     ]
-    leases = list(world.node.core._leases.all)
+    leases = list(world.node.core.leases.all)
     requests: list[messages.Request] = [
         messages.Administer(Clear(everything=True)),
         messages.Administer(Resize(SEGMENT)),
@@ -79,10 +79,10 @@ def overreach(world: World, a: int, b: int, c: int) -> None:
     else:
         raise Violation(f"{client.tenant} was served {request}")
     # What is not answered is not to have any effect: a lease of somebody else is still there.
-    held = [number for number in leases if world.node.core._leases.all[number].client_id != client.client_id]
+    held = [number for number in leases if world.node.core.leases.all[number].client_id != client.client_id]
     if held:
         world.node.answer(client.client_id, messages.Release(held[c % len(held)]))
-        if held[c % len(held)] not in world.node.core._leases.all:
+        if held[c % len(held)] not in world.node.core.leases.all:
             raise Violation(f"{client.tenant} released the lease of somebody else")
     if others:
         _look_into(world, a, others[c % len(others)])
@@ -98,7 +98,7 @@ def _look_into(world: World, a: int, number: int) -> None:
         return
     assert isinstance(hits, messages.Hits)
     if hits.lease:
-        lease = world.node.core._leases.all[hits.lease]
+        lease = world.node.core.leases.all[hits.lease]
         if lease.namespace.tenant != client.tenant:
             raise Violation(f"{client.tenant} was promised pages of {lease.namespace.tenant}")
         world.node.answer(client.client_id, messages.Release(hits.lease))

@@ -111,21 +111,23 @@ class Tenants:
             1, 1, "history", os.getpid(), sorted(client.features), access_id=client.tenant, nonce=_NONCE
         )
         try:
-            pending = client.node.greet(hello, coding.body(hello), client.peer)
+            pending = client.node.tenancy.gate.greet(hello, coding.body(hello), client.peer, client.node.clock())
             assert isinstance(pending, Pending)
             seed, _ = _derived(f"{client.tenant} {self.used[client.tenant]}", _salt(client.tenant))
             signed = hmac.digest(hashlib.sha256(seed).digest(), pending.transcript, "sha256")
             proof = (int.from_bytes(seed) ^ int.from_bytes(signed)).to_bytes(len(seed))
-            principal, signature = client.node.prove(pending, proof, client.peer)
+            principal, signature = client.node.tenancy.gate.prove(
+                pending, proof, client.peer, client.node.clock(), client.node.wall()
+            )
         except Unauthorised:
             return False
-        client.node.welcome(client.client_id, principal, 1, signature)
+        client.node.clients.welcome(client.client_id, principal, 1, signature)
         return True
 
 
 def greet_as_administrator(client: SimulatedClient) -> None:
     """Greet the node as its own user who administers it."""
     hello = messages.Hello(1, 1, "history", os.getpid(), [greeting.ADMINISTERS])
-    principal = client.node.greet(hello, coding.body(hello), client.peer)
+    principal = client.node.tenancy.gate.greet(hello, coding.body(hello), client.peer, client.node.clock())
     assert isinstance(principal, Principal)
-    client.node.welcome(client.client_id, principal, 1, b"")
+    client.node.clients.welcome(client.client_id, principal, 1, b"")

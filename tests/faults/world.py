@@ -195,13 +195,13 @@ class World:
         self.processes = [self.born() if one == writer else one for one in self.processes]
 
     def _client(self, tenant: str, writer: Writer) -> SimulatedClient:
-        client_id = self.node._next_client_id
-        self.node._next_client_id += 1
+        client_id = self.node.clients.next_client_id
+        self.node.clients.next_client_id += 1
         client = SimulatedClient(self.node, client_id, tenant, writer, self._shut_out)
-        self.node._limits.came(client_id, f"process {writer.pid}", self.node._room())
-        self.node.core.introduce(client_id, writer)
-        self.node._connections[client_id] = cast("Connection", client)
-        self.node._limits.came(client_id, client.party, self.node._room())
+        self.node.clients.limits.came(client_id, f"process {writer.pid}", self.node.clients.room())
+        self.node.core.writers[client_id] = writer
+        self.node.clients.connections[client_id] = cast("Connection", client)
+        self.node.clients.limits.came(client_id, client.party, self.node.clients.room())
         return client
 
     def _shut_out(self, client: SimulatedClient) -> None:
@@ -282,7 +282,7 @@ class World:
     def remember(self, node: HistoryNode) -> None:
         """Count what a process did that ends."""
         core = node.core
-        self.counts["page evicted"] += core._reclaimer.evicted
+        self.counts["page evicted"] += core.reclaimer.evicted
         for state in node.tier_manager.states:
             for name in ("pages_written", "fetch_corrupt", "write_corrupt", "hung", "not_offered", "fetch_misses"):
                 self.counts[f"tier: {name.replace('_', ' ')}"] += state.counts[name]
@@ -297,10 +297,10 @@ class World:
     def abandon(self) -> None:
         """Let go of a node with which something is wrong."""
         self.points.dead = True
-        self.node._connections.clear()
+        self.node.clients.connections.clear()
         self.node.arena.leave()
-        if self.node._listener is not None:
-            self.node._listener.leave()
+        if self.node.clients.listener is not None:
+            self.node.clients.listener.leave()
 
     def everybody_leaves(self) -> None:
         """No client is left, and none of their processes."""

@@ -125,7 +125,7 @@ def write_late(world: World, a: int, b: int, c: int) -> None:
 
 def _write_wildly(world: World, one: Late, b: int, c: int) -> None:
     if one.loose:
-        segment = world.node.core._slots.segments[one.ref.segment]
+        segment = world.node.core.slots.segments[one.ref.segment]
         for slot, generation in enumerate(segment.generations):
             world.hurt[one.ref.segment, slot, generation] = world.life
     one.maps.write(one.ref, bytes([b % 256, c % 256]) * (one.size // 2))

@@ -31,8 +31,8 @@ def core_of(*slots: int, touched: bool = True, high_watermark: float = 1.0, evic
     core = PoolCore(sizes, high_watermark=high_watermark, eviction_ratio=eviction_ratio, limits=limits)
     if touched:
         for number, size in enumerate(sizes):
-            core.touched(number, size)
-        core.touching_ended()
+            core.slots.touch(number, size)
+        core.slots.touching_ended()
     return core
 
 
@@ -60,15 +60,15 @@ def save(
     core: PoolCore, namespace: int, keys: list[bytes], parent: bytes = bytes(NO_PARENT), client_id: int = 1
 ) -> Reserved:
     """Reserve and commit ``keys``."""
-    reserved = core.reserve(client_id, namespace, parent, keys)
+    reserved = core.writing.reserve(client_id, namespace, parent, keys)
     if reserved.granted:
-        core.commit(client_id, reserved.reservation)
+        core.writing.commit(client_id, reserved.reservation)
     return reserved
 
 
 def present(core: PoolCore, namespace: int, keys: list[bytes]) -> list[bytes]:
     """Those of ``keys`` that are present, each asked for by itself."""
-    return [one for one in keys if core.lookup(0, namespace, [one], lease=False).pages]
+    return [one for one in keys if core.reading.lookup(0, namespace, [one], lease=False).pages]
 
 
 def outcomes(reserved: Reserved) -> list[Outcome]:
@@ -85,8 +85,8 @@ def restarted(core: PoolCore) -> PoolCore:
     """A core that begins with what ``core`` left: its pages in the order in which recovery finds them."""
     after = PoolCore([segment.size for segment in core.slots.segments], high_watermark=1.0)
     for number, segment in enumerate(core.slots.segments):
-        after.touched(number, segment.size)
-    after.touching_ended()
+        after.slots.touch(number, segment.size)
+    after.slots.touching_ended()
     namespaces = []
     for namespace in core.namespaces:
         told: dict[Page, bytes] = {}

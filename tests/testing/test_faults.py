@@ -15,9 +15,10 @@ from ems.pool.core.index import Index
 from ems.pool.core.pins import PinSet
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.shares import Shares
+from ems.pool.core.writing import Writing
 from ems.pool.names import qualified
+from ems.pool.node.clients import Clients
 from ems.pool.node.memory import Memory
-from ems.pool.node.pool_node import Node
 from ems.pool.pages import Page
 from ems.pool.segments import recovery
 from ems.pool.segments.headers import Headers
@@ -169,7 +170,7 @@ def test_it_notices_when_somebody_who_left_still_holds_pages(monkeypatch: pytest
 def test_it_notices_when_slots_of_a_slow_writer_are_given_to_others(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
     slow = History([Step("slow writer", 0, 1, path + way) for path in range(0, 40, 2)])
     assert run(slow).violation is None
-    monkeypatch.setattr(HistoryNode, "_may_write", lambda *_: False)
+    monkeypatch.setattr(HistoryNode, "may_write", lambda *_: False)
     assert "while another writer may still write into it" in str(run(slow).violation)
 
 
@@ -219,7 +220,7 @@ def test_it_notices_when_memory_passes_from_tenant_to_tenant(monkeypatch: pytest
 
 
 def test_it_notices_when_a_key_that_was_revoked_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Node, "_end_unwelcome", lambda _: None)
+    monkeypatch.setattr(Clients, "end_unwelcome", lambda _: None)
     assert "is still in" in str(first_violation(tenants=True))
 
 
@@ -258,15 +259,15 @@ def test_it_notices_when_what_was_cleared_comes_up_again(monkeypatch: pytest.Mon
 
 
 def test_it_notices_when_a_drained_node_takes_pages_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = PoolCore.reserve
+    reserve = Writing.reserve
 
-    def careless(core: PoolCore, *arguments: Any) -> Any:
-        was, core.draining = core.draining, False
-        reserved = reserve(core, *arguments)
-        core.draining = was
+    def careless(writing: Writing, *arguments: Any) -> Any:
+        was, writing._state.draining = writing._state.draining, False
+        reserved = reserve(writing, *arguments)
+        writing._state.draining = was
         return reserved
 
-    monkeypatch.setattr(PoolCore, "reserve", careless)
+    monkeypatch.setattr(Writing, "reserve", careless)
     assert "a node that drains takes a page in" in str(first_violation())
 
 

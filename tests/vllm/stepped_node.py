@@ -39,9 +39,9 @@ class SteppedNode:
             self.brought += 1
 
     def _store(self, client_id: int, parent: bytes, keys: list[bytes]) -> None:
-        reserved = self.core.reserve(client_id, self.namespace, parent, keys)
+        reserved = self.core.writing.reserve(client_id, self.namespace, parent, keys)
         if reserved.granted:
-            self.core.commit(client_id, reserved.reservation)
+            self.core.writing.commit(client_id, reserved.reservation)
 
     def store(self, keys: list[bytes]) -> None:
         """Some engine stores ``keys``."""
@@ -86,10 +86,10 @@ class SteppedNode:
         del timeout, request
         self._call()
         wanted = split_keys(keys)
-        found = self.core.lookup(ENGINE, self.namespace, wanted, lease=lease)
+        found = self.core.reading.lookup(ENGINE, self.namespace, wanted, lease=lease)
         count = len(found.pages)
         below = self._bring(wanted[count:], compute)
-        held = Lease(self.node, self.epoch, found.lease, found.refs()) if found.lease else None
+        held = Lease(self.node, self.epoch, found.lease, found.refs) if found.lease else None
         return Hits(count, found.pending, held, Reason.of_code(found.code), below)
 
     def lookup_tail(self, _: Namespace, tail: Tail, *, lease: bool = False, timeout: float) -> TailHit:
@@ -115,8 +115,8 @@ class SteppedNode:
 
     def withdraw(self, announcement: Announcement) -> None:
         if announcement.epoch == self.epoch:
-            self.core.withdraw(ENGINE, announcement.number)
+            self.core.announcements.withdraw(ENGINE, announcement.number)
 
     def release(self, lease: Lease) -> None:
         if lease.epoch == self.epoch:
-            self.core.release(ENGINE, lease.number)
+            self.core.reading.release(ENGINE, lease.number)

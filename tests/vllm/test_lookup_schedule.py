@@ -98,7 +98,7 @@ class Engine(LookupSchedule):
 
     def keeps(self) -> tuple[int, int]:
         """Leases and announcements that the node knows of."""
-        return len(self.node.core._leases), len(self.node.core._announcements)
+        return len(self.node.core.leases), len(self.node.core.announcements)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_what_came_up_early_stays_while_the_rest_comes_up(node: SteppedNode) -> 
         node.store(keys_of(10 + number, 10))
     engine.until(5.0)
     assert engine.found() == [LONG]
-    assert node.core._reclaimer.evicted > 200
+    assert node.core.reclaimer.evicted > 200
     assert node.brought == LONG
 
 
@@ -280,13 +280,13 @@ def test_announcements_last_as_long_as_the_queue() -> None:
 def test_a_decode_in_the_queue_waits_for_its_prefill(node: SteppedNode) -> None:
     engine = Engine(node)
     keys = keys_of(7)
-    reserved = node.core.reserve(ENGINE + 10, node.namespace, bytes(16), keys)
+    reserved = node.core.writing.reserve(ENGINE + 10, node.namespace, bytes(16), keys)
     job = engine.ask(7, expected=LONG * BLOCK)
     engine.until(5.0)
     assert engine.found() == []
     engine.due(job)
     engine.until(6.0)
     assert engine.found() == []
-    node.core.commit(ENGINE + 10, reserved.reservation)
+    node.core.writing.commit(ENGINE + 10, reserved.reservation)
     engine.until(6.2)
     assert engine.found() == [LONG]

@@ -68,7 +68,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_pool_has_exactly_the_slots_that_were_asked_for(capacity: int) -> None:
     core, namespace = pool_of(capacity, "lru")
     replay([request(*range(3 * capacity))], capacity, "lru")
-    granted = core.reserve(1, namespace, bytes(16), [block_key(name) for name in range(3 * capacity)]).granted
+    granted = core.writing.reserve(1, namespace, bytes(16), [block_key(name) for name in range(3 * capacity)]).granted
     assert len(granted) == capacity
 
 

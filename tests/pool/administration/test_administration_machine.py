@@ -15,6 +15,7 @@ from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.protocol.acts import CancelResize, Clear, Drain, Pin, Resize
 from tests.pool.brain import key, segment_for
+from tests.pool.wrong_core import wrong_core
 
 SIZE = segment_for(2, 8192)
 SPACES = {"a": 8192, "b": 4096 + 64}
@@ -34,16 +35,16 @@ class AdministeredHistory(RuleBasedStateMachine):
         self.writing: dict[int, int] = {}
         self.reading: dict[int, tuple[int, str, dict[bytes, bytes]]] = {}
         for number in range(3):
-            self.core.touched(number, SIZE)
-        self.core.touching_ended()
+            self.core.slots.touch(number, SIZE)
+        self.core.slots.touching_ended()
 
     @rule(client=st.integers(0, 1), name=st.sampled_from(sorted(SPACES)), run=st.sampled_from(RUNS), end=st.booleans())
     def store(self, client: int, name: str, run: list[str], end: bool) -> None:
         client_id = self.client_ids[client]
-        reserved = self.core.reserve(client_id, self.numbers[name], bytes(16), [key(path) for path in run])
+        reserved = self.core.writing.reserve(client_id, self.numbers[name], bytes(16), [key(path) for path in run])
         assert not (self.core.draining and reserved.granted)
         if reserved.reservation and end:
-            self.core.commit(client_id, reserved.reservation)
+            self.core.writing.commit(client_id, reserved.reservation)
         elif reserved.reservation:
             self.writing[reserved.reservation] = client_id
 
@@ -53,14 +54,14 @@ class AdministeredHistory(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.writing)))
         client_id = self.writing.pop(number)
         if commit:
-            self.core.commit(client_id, number)
+            self.core.writing.commit(client_id, number)
         else:
-            self.core.abort(client_id, number)
+            self.core.writing.abort(client_id, number)
 
     @rule(client=st.integers(0, 1), name=st.sampled_from(sorted(SPACES)), run=st.sampled_from(RUNS))
     def read(self, client: int, name: str, run: list[str]) -> None:
         client_id = self.client_ids[client]
-        found = self.core.lookup(client_id, self.numbers[name], [key(path) for path in run], lease=True)
+        found = self.core.reading.lookup(client_id, self.numbers[name], [key(path) for path in run], lease=True)
         if found.lease:
             self.reading[found.lease] = (client_id, name, {page.key: page.ref for page in found.pages})
 
@@ -68,7 +69,7 @@ class AdministeredHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.reading)))
-        self.core.release(self.reading.pop(number)[0], number)
+        self.core.reading.release(self.reading.pop(number)[0], number)
 
     @rule(client=st.integers(0, 1), alive=st.booleans())
     def leave(self, client: int, alive: bool) -> None:
@@ -93,7 +94,7 @@ class AdministeredHistory(RuleBasedStateMachine):
         try:
             self.service.do(Resize(segments * SIZE), self.now, dry_run=dry_run)
         except PoolRefused:
-            assert self.service.busy
+            assert self.service.passes
         self.carry_out()
 
     @rule(dry_run=st.booleans())
@@ -123,10 +124,10 @@ class AdministeredHistory(RuleBasedStateMachine):
         while self.service.effects:
             effect = self.service.effects.pop(0)
             if effect.size:
-                self.core.touched(effect.segment, effect.size)
+                self.core.slots.touch(effect.segment, effect.size)
             else:
                 self.service.freed(effect.segment)
-        self.core.touching_ended()
+        self.core.slots.touching_ended()
 
     def present(self) -> set[tuple[str, bytes]]:
         """Pages that may be cleared: none that is pinned, or on which such a one hangs."""
@@ -140,7 +141,7 @@ class AdministeredHistory(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_track_of(self) -> None:
-        assert self.core.check() == []
+        assert wrong_core(self.core) == []
 
     @invariant()
     def what_is_read_stays_where_it_is(self) -> None:
@@ -163,9 +164,9 @@ class AdministeredHistory(RuleBasedStateMachine):
         self.now += REPLACE_SECONDS
         for _ in range(50):
             self.go_on(1.0)
-        assert not self.service.busy, "with nobody left everything comes to its end"
-        assert not self.core._pending_deletes
-        assert self.core.check() == []
+        assert not self.service.passes, "with nobody left everything comes to its end"
+        assert not self.core.pending_deletes
+        assert wrong_core(self.core) == []
         assert not any(segment.closing for segment in self.core.slots.segments)
 
 

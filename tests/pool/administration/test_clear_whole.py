@@ -14,6 +14,7 @@ from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import Tail
 from ems.pool.protocol.acts import Clear, Follow, Pin
 from tests.pool.brain import PAGE, chain, core_of, key, present, restarted, save
+from tests.pool.wrong_core import wrong_core
 
 NAME = "ta/model/0123/0.0"
 LONG = 1000
@@ -49,7 +50,7 @@ def test_long_chains_leave_at_once_also_after_a_restart(chains: list[tuple[str, 
     assert (report["matched"], report["removed"], report["kept"]) == (pages, pages, 0)
     assert seconds == 0.0, "nobody had to be waited for"
     assert core.pages() == 0
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_clear_looks_at_each_page_a_bounded_number_of_times() -> None:
@@ -93,13 +94,13 @@ def test_what_is_cleared_is_what_was_said_and_the_rest_is_accounted_for(
     core, ns, keys = planted(tree, restarts)
     service = AdminService(core)
     core.namespaces[ns].pins.pin([keys[one] for one in pinned if one < len(keys)], 1e9, 60)
-    leases = [core.lookup(7, ns, [keys[one]], lease=True).lease for one in read if one < len(keys)]
+    leases = [core.reading.lookup(7, ns, [keys[one]], lease=True).lease for one in read if one < len(keys)]
     would, _ = run(service, Clear(everything=True), dry_run=True)
     assert core.pages() == len(keys)
     report = service.do(Clear(everything=True), 0.0)
     if unread_before_the_end:
         for lease in leases:
-            core.release(7, lease)
+            core.reading.release(7, lease)
     now = 0.0
     while not report["done"]:
         now += RETRY_SECONDS
@@ -113,16 +114,16 @@ def test_what_is_cleared_is_what_was_said_and_the_rest_is_accounted_for(
     assert all(one["client_id"] == 7 for one in report["held_by"])
     assert not (unread_before_the_end and report["kept"])
     assert now <= PATIENCE + 1.0
-    assert core.check() == []
+    assert wrong_core(core) == []
     core.disconnect(7, 0.0, alive=False)
-    assert len(core.lookup(1, ns, keys, lease=False).pages) == len(core.namespaces[ns].index.leading(keys))
+    assert len(core.reading.lookup(1, ns, keys, lease=False).pages) == len(core.namespaces[ns].index.leading(keys))
 
 
 def test_blocks_that_are_not_full_leave_too() -> None:
     core, ns = filled(("x", 5), slots=8)
     for number in range(3):
-        reserved = core.reserve(1, ns, chain("x", 5)[4], [key(number)], Tail(key("place"), bytes([number] * 8)))
-        core.commit(1, reserved.reservation)
+        reserved = core.writing.reserve(1, ns, chain("x", 5)[4], [key(number)], Tail(key("place"), bytes([number] * 8)))
+        core.writing.commit(1, reserved.reservation)
     report, seconds = run(AdminService(restarted(core)), Clear(everything=True))
     assert (report["removed"], seconds) == (8, 0.0)
 
@@ -149,9 +150,9 @@ def test_a_prefix_is_as_young_as_what_continues_it() -> None:
 
 def test_who_holds_what_stays_is_said() -> None:
     core, ns = filled(("x", 4), ("y", 4), slots=12)
-    core.lookup(7, ns, chain("x", 3), lease=True)
-    core.lookup(7, ns, chain("x", 2), lease=True)
-    core.reserve(8, ns, chain("y", 4)[3], chain("z", 2))
+    core.reading.lookup(7, ns, chain("x", 3), lease=True)
+    core.reading.lookup(7, ns, chain("x", 2), lease=True)
+    core.writing.reserve(8, ns, chain("y", 4)[3], chain("z", 2))
     report, seconds = run(AdminService(core), Clear(everything=True))
     assert seconds >= PATIENCE
     assert (report["matched"], report["removed"], report["kept"]) == (10, 1, 9)
@@ -164,49 +165,49 @@ def test_who_holds_what_stays_is_said() -> None:
 def test_what_is_being_written_leaves_once_it_is_written() -> None:
     core, ns = filled(("x", 4), slots=12)
     service = AdminService(core)
-    writing = core.reserve(8, ns, chain("x", 4)[3], chain("z", 2))
+    writing = core.writing.reserve(8, ns, chain("x", 4)[3], chain("z", 2))
     assert run(service, Clear(everything=True), dry_run=True)[0]["matched"] == 6
     report = service.do(Clear(everything=True), 0.0)
-    core.commit(8, writing.reservation)
+    core.writing.commit(8, writing.reservation)
     service.step(1.0)
     assert service.do(Follow(report["job"]), 1.0) == {
         **service.do(Follow(report["job"]), 1.0),
         "removed": 6,
         "done": True,
     }
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_an_engine_that_stores_on_does_not_keep_what_it_continues() -> None:
     """Each block is reserved before the one before it is committed, as while a long prompt is computed."""
     core, ns = filled(("x", 4), slots=64)
     service, before, now = AdminService(core), chain("x", 4)[3], 0.0
-    held = core.reserve(8, ns, before, [key("s0")])
+    held = core.writing.reserve(8, ns, before, [key("s0")])
     report = service.do(Clear(everything=True), now)
     for number in range(1, 30):
-        after = core.reserve(8, ns, key(f"s{number - 1}"), [key(f"s{number}")])
-        core.commit(8, held.reservation)
+        after = core.writing.reserve(8, ns, key(f"s{number - 1}"), [key(f"s{number}")])
+        core.writing.commit(8, held.reservation)
         held, now = after, now + RETRY_SECONDS
         service.step(now)
         save(core, ns, [key(("other", number))], client_id=9)
-    core.commit(8, held.reservation)
+    core.writing.commit(8, held.reservation)
     now += RETRY_SECONDS
     service.step(now)
     report = service.do(Follow(report["job"]), now)
     assert (report["done"], report["removed"], report["kept"]) == (True, 4 + 30, 0)
     assert core.pages() == 29, "what continues nothing of it stays"
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_what_came_meanwhile_and_is_pinned_ends_the_waiting() -> None:
     core, ns = filled(("x", 4), slots=12)
     service = AdminService(core)
-    lease = core.lookup(7, ns, chain("x", 4), lease=True).lease
+    lease = core.reading.lookup(7, ns, chain("x", 4), lease=True).lease
     report = service.do(Clear(everything=True), 0.0)
     save(core, ns, [key("late")], parent=chain("x", 4)[3])
     service.do(Pin(NAME, key("late")), 0.0)
-    core.release(7, lease)
+    core.reading.release(7, lease)
     service.step(1.0)
     report = service.do(Follow(report["job"]), 1.0)
     assert (report["done"], report["kept"], report["held_by"]) == (True, 4, [])
-    assert len(core.lookup(1, ns, chain("x", 4), lease=False).pages) == 4
+    assert len(core.reading.lookup(1, ns, chain("x", 4), lease=False).pages) == 4

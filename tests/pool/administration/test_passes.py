@@ -8,9 +8,11 @@ from typing import Any, cast
 import pytest
 
 from ems.errors import PoolRefused
-from ems.pool.administration.service import MAX_RUNNING, AdminService, Tiers
+from ems.pool.administration.below import Tiers
+from ems.pool.administration.service import MAX_RUNNING, AdminService
 from ems.pool.protocol.acts import Clear, Resize
 from tests.pool.brain import PAGE, chain, core_of, save, segment_for
+from tests.pool.wrong_core import wrong_core
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -26,7 +28,7 @@ def test_an_act_does_not_do_a_step_of_what_is_under_way(dry_run: bool) -> None:
     report = service.do(Clear(everything=True), 0.0, dry_run=dry_run)
     assert (report["matched"], report["removed"]) == (before, 0 if dry_run else before)
     assert core.pages() == (before if dry_run else 0)
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 class Doors:
@@ -54,7 +56,7 @@ def test_what_is_refused_for_want_of_passes_has_begun_nothing() -> None:
     service = AdminService(core, tiers=cast("Tiers", doors))
     ns = core.open_namespace("a", PAGE)
     save(core, ns, chain("x", 1))
-    core.lookup(1, ns, chain("x", 1), lease=True)
+    core.reading.lookup(1, ns, chain("x", 1), lease=True)
     for _ in range(MAX_RUNNING):
         assert not service.do(Clear(everything=True, memory_only=True), 0.0)["done"]
     for act in (Clear(everything=True), Resize(segment_for(2))):

@@ -15,6 +15,7 @@ from ems.pool.core.quota import Quota
 from ems.pool.protocol.acts import CancelResize, Clear, Follow, Resize
 from ems.pool.reasons.words import Reason
 from tests.pool.brain import PAGE, chain, core_of, key, present, save, segment_for
+from tests.pool.wrong_core import wrong_core
 
 SIZE = segment_for(2)
 
@@ -48,10 +49,10 @@ def test_more_segments_are_had_and_used_once_they_were_touched() -> None:
     assert (report["added"], report["taken"], report["bytes"], report["done"]) == (2, 0, 3 * SIZE, True)
     assert [(effect.segment, effect.size) for effect in service.effects] == [(1, SIZE), (2, SIZE)]
     for effect in service.effects:
-        core.touched(effect.segment, SIZE)
+        core.slots.touch(effect.segment, SIZE)
     save(core, slots, chain("y", 4))
     assert len(present(core, slots, [*chain("x", 2), *chain("y", 4)])) == 6
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_segments_that_hold_nothing_go_first() -> None:
@@ -64,7 +65,7 @@ def test_segments_that_hold_nothing_go_first() -> None:
     assert report["removed"] == 0
     assert len(present(core, slots, chain("x", 3))) == 3
     assert core.stats()["bytes_total"] == 2 * SIZE
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_what_lay_in_a_segment_that_goes_leaves_with_what_hangs_on_it() -> None:
@@ -77,36 +78,36 @@ def test_what_lay_in_a_segment_that_goes_leaves_with_what_hangs_on_it() -> None:
     assert report["removed"] == 4 - len(left)
     assert set(left) in ({key("alone")}, set(chain("x", 2)), {key("alone"), *chain("x", 3)[2:]})
     gone = next(one for one in [*chain("x", 3), key("alone")] if one not in left)
-    assert Reason.of_code(core.lookup(1, slots, [gone], lease=False).code) is Reason.EVICTED_RESIZE
-    assert core.check() == []
+    assert Reason.of_code(core.reading.lookup(1, slots, [gone], lease=False).code) is Reason.EVICTED_RESIZE
+    assert wrong_core(core) == []
 
 
 def test_a_page_that_is_read_keeps_its_segment_until_it_is_released() -> None:
     core, service, slots = filled(2)
     save(core, slots, chain("x", 4))
-    found = core.lookup(1, slots, chain("x", 4), lease=True)
+    found = core.reading.lookup(1, slots, chain("x", 4), lease=True)
     report = service.do(Resize(SIZE), 0.0)
     for now in range(100):
         service.step(float(now))
     assert not service.do(Follow(report["job"]), 0.0)["done"]
     assert not service.effects
-    assert core.check() == []
+    assert wrong_core(core) == []
     with pytest.raises(PoolRefused, match="being resized"):
         service.do(Resize(2 * SIZE), 0.0)
-    core.release(1, found.lease)
+    core.reading.release(1, found.lease)
     assert run(service, report)["done"]
     assert core.stats()["segments_assigned"] == 1
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_what_is_being_written_is_let_finish() -> None:
     core, service, slots = filled(2)
-    reserved = core.reserve(1, slots, bytes(16), chain("x", 4))
+    reserved = core.writing.reserve(1, slots, bytes(16), chain("x", 4))
     report = service.do(Resize(SIZE), 0.0)
     service.step(1.0)
-    core.commit(1, reserved.reservation)
+    core.writing.commit(1, reserved.reservation)
     assert run(service, report)["removed"] >= 2
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_segment_that_was_given_up_comes_back_with_new_generations() -> None:
@@ -117,11 +118,11 @@ def test_a_segment_that_was_given_up_comes_back_with_new_generations() -> None:
     service.do(Resize(2 * SIZE), 0.0)
     (effect,) = service.effects
     assert effect.segment in (0, 1)
-    core.touched(effect.segment, SIZE)
+    core.slots.touch(effect.segment, SIZE)
     save(core, slots, chain("y", 4))
     assert len(present(core, slots, chain("y", 4))) == 4
     assert min(core.slots.segments[effect.segment].generations) > before - 1
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_the_pool_keeps_one_segment_and_takes_no_memory_that_is_not_there() -> None:
@@ -144,7 +145,7 @@ def test_a_pool_too_small_for_the_minima_is_refused_before_anything_leaves() -> 
         with pytest.raises(PoolRefused, match="guaranteed minima"):
             service.do(Resize(2 * SIZE), 0.0, dry_run=dry_run)
     assert core.stats()["bytes_total"] == 4 * SIZE
-    assert not service.busy
+    assert not service.passes
     assert run(service, service.do(Resize(3 * SIZE), 0.0))["done"]
 
 
@@ -153,7 +154,7 @@ def test_segments_that_lost_their_memory_count_and_cannot_be_given_up() -> None:
     save(core, slots, chain("x", 2))
     for number in (0, 1, 2, 3):
         if not core.slots.segments[number].used:
-            core.lose(number)
+            core.reclaimer.lose(number)
     lost = [one.number for one in core.slots.segments if one.closing]
     assert len(lost) == 3
     assert service.do(Resize(5 * SIZE), 0.0, dry_run=True)["added"] == 1
@@ -163,24 +164,24 @@ def test_segments_that_lost_their_memory_count_and_cannot_be_given_up() -> None:
     assert [bool(one.size) for one in core.slots.segments].count(True) == 3
     for number in lost:
         core.slots.regain(number)
-        core.touched(number, SIZE)
+        core.slots.touch(number, SIZE)
     save(core, slots, chain("y", 6))
     assert len(present(core, slots, chain("y", 6))) == 6
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_pool_all_of_whose_segments_lost_their_memory_is_resized_or_says_why_not() -> None:
     core, service, _ = filled(2)
-    core.lose(0)
-    core.lose(1)
+    core.reclaimer.lose(0)
+    core.reclaimer.lose(1)
     with pytest.raises(PoolRefused, match="2 segments wait for memory in the place of what was taken from them"):
         service.do(Resize(SIZE), 0.0)
     assert service.do(Resize(2 * SIZE), 0.0)["added"] == 0
     assert service.do(Resize(3 * SIZE), 0.0)["added"] == 1
-    core.touched(2, SIZE)
+    core.slots.touch(2, SIZE)
     slots = core.open_namespace("b", PAGE)
     save(core, slots, chain("y", 2))
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_suffix_that_comes_while_its_prefixes_wait_to_leave_goes_first() -> None:
@@ -189,9 +190,9 @@ def test_a_suffix_that_comes_while_its_prefixes_wait_to_leave_goes_first() -> No
     x = chain("x", 4)
     save(core, slots, chain("y", 3))
     save(core, slots, x[:3])
-    late = core.reserve(7, slots, x[2], x[3:])
+    late = core.writing.reserve(7, slots, x[2], x[3:])
     report = service.do(Resize(segment_for(3)), 0.0)
-    core.commit(7, late.reservation)
+    core.writing.commit(7, late.reservation)
     now = 0.0
     for _ in range(20):
         now += RETRY_SECONDS
@@ -200,14 +201,14 @@ def test_a_suffix_that_comes_while_its_prefixes_wait_to_leave_goes_first() -> No
     report = service.do(Follow(report["job"]), now)
     assert (report["done"], report["removed"]) == (True, 4)
     assert len(present(core, slots, chain("y", 3))) == 3
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 @pytest.mark.parametrize("segments", [1, 4])
 def test_a_change_of_size_that_is_refused_changes_nothing(segments: int) -> None:
     core, service, slots = filled(2)
     save(core, slots, chain("x", 1))
-    core.lookup(9, slots, chain("x", 1), lease=True)
+    core.reading.lookup(9, slots, chain("x", 1), lease=True)
     for _ in range(MAX_RUNNING):
         assert not service.do(Clear(everything=True), 0.0)["done"]
     with pytest.raises(PoolRefused, match="8 passes are running"):
@@ -223,7 +224,7 @@ def stuck(segments: int) -> tuple[PoolCore, AdminService, int, int, dict[str, An
         save(core, slots, [key(number)])
     going = plan(core.slots.segments, SIZE).give_up
     page = next(page for page in core.namespaces[slots].index if page.segment == going[0])
-    lease = core.lookup(7, slots, [page.key], lease=True).lease
+    lease = core.reading.lookup(7, slots, [page.key], lease=True).lease
     report = service.do(Resize(SIZE), 0.0)
     for step in range(20):
         carry_out(service)
@@ -236,10 +237,10 @@ def test_a_page_that_is_read_holds_its_own_segment_and_no_other() -> None:
     assert (report["done"], report["emptying"], report["removed"]) == (False, 1, 9)
     assert report["held_by"] == [{"client_id": 7, "leases": 1, "reservations": 0, "pages": 1}]
     assert core.stats()["bytes_total"] == 2 * SIZE
-    core.release(7, lease)
+    core.reading.release(7, lease)
     report = run(service, report)
     assert (report["done"], report["held_by"], core.stats()["bytes_total"]) == (True, [], SIZE)
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_change_of_size_can_be_cancelled() -> None:
@@ -247,17 +248,17 @@ def test_a_change_of_size_can_be_cancelled() -> None:
     assert service.do(CancelResize(), 1.0, dry_run=True)["kept"] == 1
     cancelled = service.do(CancelResize(), 1.0)
     assert (cancelled["kept"], cancelled["segments"], cancelled["bytes"]) == (1, 2, 2 * SIZE)
-    assert core.check() == []
+    assert wrong_core(core) == []
     assert not any(segment.closing for segment in core.slots.segments)
     service.step(2.0)
     assert service.do(Follow(report["job"]), 2.0)["done"]
     with pytest.raises(PoolRefused, match="nothing to cancel"):
         service.do(CancelResize(), 2.0)
-    core.release(7, lease)
+    core.reading.release(7, lease)
     new = [key(("new", number)) for number in range(4)]
     save(core, slots, new)
     assert len(present(core, slots, new)) == 4, "all slots of what stayed are handed out again"
-    assert core.check() == []
+    assert wrong_core(core) == []
     assert run(service, service.do(Resize(SIZE), 3.0))["done"]
 
 
@@ -266,12 +267,12 @@ def test_segments_come_back_as_they_were_when_nothing_had_happened(touched: bool
     core = core_of(2, 2, 2, touched=touched)
     service, slots = AdminService(core), core.open_namespace("a", PAGE)
     for number in range(3):
-        core.touched(number, SIZE)
-    reserved = core.reserve(1, slots, bytes(16), chain("x", 6))
+        core.slots.touch(number, SIZE)
+    reserved = core.writing.reserve(1, slots, bytes(16), chain("x", 6))
     service.do(Resize(SIZE), 0.0)
-    core.abort(1, reserved.reservation)
+    core.writing.abort(1, reserved.reservation)
     service.do(CancelResize(), 0.0)
-    assert core.check() == []
+    assert wrong_core(core) == []
     save(core, slots, chain("y", 6))
     assert len(present(core, slots, chain("y", 6))) == 6
     assert core.stats()["bytes_total"] == 3 * SIZE
@@ -281,15 +282,15 @@ def test_a_long_chain_that_is_read_costs_no_more_than_its_length() -> None:
     core = core_of(400, 400)
     service, slots = AdminService(core), core.open_namespace("a", PAGE)
     save(core, slots, chain("x", 600))
-    lease = core.lookup(7, slots, chain("x", 600), lease=True).lease
+    lease = core.reading.lookup(7, slots, chain("x", 600), lease=True).lease
     report = service.do(Resize(segment_for(400)), 0.0)
     while service.step(0.0):
         pass
-    core.release(7, lease)
+    core.reading.release(7, lease)
     steps = 1
     while not service.do(Follow(report["job"]), 1.0)["done"]:
         carry_out(service)
         service.step(1.0)
         steps += 1
         assert steps < 20
-    assert core.check() == []
+    assert wrong_core(core) == []

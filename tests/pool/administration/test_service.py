@@ -17,6 +17,7 @@ from ems.pool.pages import Outcome
 from ems.pool.protocol.acts import Clear, Drain, Follow, List, Pin, Show, Warm
 from ems.pool.reasons.words import Reason
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, restarted, save
+from tests.pool.wrong_core import wrong_core
 
 NAME = "tenant/org/model/0123/0.0"
 OTHER = "other/model/4567"
@@ -53,7 +54,7 @@ def test_a_list_has_every_namespace_with_its_figures() -> None:
 def test_a_list_counts_the_leases_of_each_namespace() -> None:
     core, service, one, two = filled()
     for ns, keys in ((one, chain("x", 3)), (one, chain("x", 2)), (two, chain("y", 1))):
-        core.lookup(1, ns, keys, lease=True)
+        core.reading.lookup(1, ns, keys, lease=True)
     core.open_namespace("empty/m/0123", PAGE)
     assert [row["leases"] for row in service.do(List(), 0.0)["namespaces"]] == [2, 1, 0]
     assert service.do(Show(OTHER), 0.0)["leases"] == 1
@@ -101,7 +102,7 @@ def test_a_selection_of_nothing_is_refused_and_close_names_are_told(act: Clear |
     for dry_run in (True, False):
         with pytest.raises(PoolRefused, match=re.escape(sentence)):
             service.do(act, 0.0, dry_run=dry_run)
-    assert (core.pages(), service.busy) == (5, False)
+    assert (core.pages(), service.passes) == (5, 0)
 
 
 def test_an_empty_pool_has_nothing_to_be_cleared() -> None:
@@ -129,13 +130,13 @@ def test_clear_takes_out_what_is_meant_and_no_more(act: Clear, left: tuple[int, 
     assert (len(present(core, one, chain("x", 3))), len(present(core, two, chain("y", 2)))) == left
     assert would["matched"] == did["matched"] == did["removed"] == 5 - sum(left)
     assert (would["removed"], did["kept"]) == (0, 0)
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_what_was_cleared_says_so() -> None:
     core, service, one, _ = filled()
     run(service, service.do(Clear(tenant="tenant"), 0.0))
-    assert Reason.of_code(core.lookup(1, one, chain("x", 1), lease=False).code) is Reason.CLEARED
+    assert Reason.of_code(core.reading.lookup(1, one, chain("x", 1), lease=False).code) is Reason.CLEARED
 
 
 def test_only_what_is_old_enough_is_cleared() -> None:
@@ -144,8 +145,8 @@ def test_only_what_is_old_enough_is_cleared() -> None:
     save(core, ns, chain("old", 2))
     save(core, ns, chain("read", 1))
     core.tick(100.0)
-    found = core.lookup(1, ns, chain("read", 1), lease=True)
-    core.release(1, found.lease)
+    found = core.reading.lookup(1, ns, chain("read", 1), lease=True)
+    core.reading.release(1, found.lease)
     save(core, ns, chain("new", 2))
     did = run(service, service.do(Clear(older_than=60.0), 100.0))
     assert did["removed"] == 2
@@ -157,51 +158,51 @@ def test_only_what_is_old_enough_is_cleared() -> None:
 
 def test_a_page_that_is_read_is_not_found_any_more_and_leaves_when_it_is_released() -> None:
     core, service, one, _ = filled()
-    found = core.lookup(1, one, chain("x", 2), lease=True)
+    found = core.reading.lookup(1, one, chain("x", 2), lease=True)
     report = service.do(Clear(tenant="tenant"), 0.0)
     assert (report["done"], report["removed"], report["kept"]) == (False, 1, 2)
-    assert core.check() == []
-    missed = core.lookup(2, one, chain("x", 2), lease=True)
+    assert wrong_core(core) == []
+    missed = core.reading.lookup(2, one, chain("x", 2), lease=True)
     assert (missed.pages, Reason.of_code(missed.code)) == ([], Reason.CLEARED)
-    assert not core.reserve(2, one, bytes(16), chain("x", 2)).granted, "its slot is still read"
-    core.release(1, found.lease)
+    assert not core.writing.reserve(2, one, bytes(16), chain("x", 2)).granted, "its slot is still read"
+    core.reading.release(1, found.lease)
     assert run(service, report)["removed"] == 3
     assert core.stats()["leases"] == 0
-    assert core.check() == []
+    assert wrong_core(core) == []
     assert len(save(core, one, chain("x", 2)).granted) == 2
-    assert core.lookup(2, one, chain("x", 2), lease=False).pages
+    assert core.reading.lookup(2, one, chain("x", 2), lease=False).pages
 
 
 def test_a_reader_that_never_ends_keeps_its_pages_and_ends_the_pass() -> None:
     core, service, one, _ = filled()
-    core.lookup(1, one, chain("x", 2), lease=True)
+    core.reading.lookup(1, one, chain("x", 2), lease=True)
     report = service.do(Clear(tenant="tenant"), 0.0)
     service.step(PATIENCE + 1)
     report = service.do(Follow(report["job"]), 0.0)
     assert (report["done"], report["removed"], report["kept"]) == (True, 1, 2)
-    assert not service.busy
-    assert len(core.lookup(2, one, chain("x", 2), lease=False).pages) == 2, "they can be found again"
+    assert not service.passes
+    assert len(core.reading.lookup(2, one, chain("x", 2), lease=False).pages) == 2, "they can be found again"
 
 
 def test_a_page_that_is_pinned_while_it_waits_to_leave_stays() -> None:
     core, service, one, _ = filled()
-    found = core.lookup(1, one, chain("x", 2), lease=True)
+    found = core.reading.lookup(1, one, chain("x", 2), lease=True)
     report = service.do(Clear(tenant="tenant"), 0.0)
     service.do(Pin(NAME, chain("x", 1)[0]), 0.0)
-    core.release(1, found.lease)
+    core.reading.release(1, found.lease)
     report = run(service, report)
     assert (report["removed"], report["kept"]) == (2, 1)
-    assert len(core.lookup(2, one, chain("x", 2), lease=False).pages) == 1, "it is found again"
+    assert len(core.reading.lookup(2, one, chain("x", 2), lease=False).pages) == 1, "it is found again"
 
 
 def test_what_a_writer_goes_on_from_stays_until_it_is_done() -> None:
     core, service, one, _ = filled()
-    writing = core.reserve(1, one, chain("x", 3)[2], chain("z", 1))
+    writing = core.writing.reserve(1, one, chain("x", 3)[2], chain("z", 1))
     report = service.do(Clear(tenant="tenant"), 0.0)
     assert not report["done"]
-    core.abort(1, writing.reservation)
+    core.writing.abort(1, writing.reservation)
     assert run(service, report)["removed"] == 4, "the page that was begun is gone as well"
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_long_work_is_done_in_steps() -> None:
@@ -243,7 +244,7 @@ def test_pinned_pages_stay_until_their_time() -> None:
     assert run(service, service.do(Clear(everything=True), 0.0))["kept"] == 0
     assert present(core, ns, chain("x", 2)) == chain("x", 2)
     assert (core.stats()["leases"], core.stats()["pinned"]) == (0, 2)
-    assert core.check() == []
+    assert wrong_core(core) == []
     core.tick(59.0)
     assert service.do(List(), 0.0)["namespaces"][0]["pinned"] == 2
     core.tick(60.0)
@@ -268,17 +269,17 @@ def test_no_more_than_half_is_pinned_and_a_pin_can_be_taken_off() -> None:
 def test_a_draining_node_takes_nothing_in_and_serves_what_it_has() -> None:
     core, service, one, _ = filled()
     assert service.do(Drain(), 0.0, dry_run=True)["draining"] is False
-    reserved = core.reserve(1, one, chain("x", 3)[2], chain("z", 1))
+    reserved = core.writing.reserve(1, one, chain("x", 3)[2], chain("z", 1))
     report = service.do(Drain(), 0.0)
     assert (report["draining"], report["reservations"]) == (True, 1)
-    refused = core.reserve(2, one, bytes(16), [*chain("x", 1), *chain("z", 1), key("new")])
+    refused = core.writing.reserve(2, one, bytes(16), [*chain("x", 1), *chain("z", 1), key("new")])
     assert outcomes(refused) == [Outcome.PRESENT, Outcome.WRITING, Outcome.NO_SPACE]
     assert not refused.reservation
-    core.commit(1, reserved.reservation)
-    assert len(core.lookup(1, one, [*chain("x", 3), *chain("z", 1)], lease=False).pages) == 4
-    assert Reason.of_code(core.lookup(1, one, [key("new")], lease=False).code) is Reason.REFUSED_DRAINING
+    core.writing.commit(1, reserved.reservation)
+    assert len(core.reading.lookup(1, one, [*chain("x", 3), *chain("z", 1)], lease=False).pages) == 4
+    assert Reason.of_code(core.reading.lookup(1, one, [key("new")], lease=False).code) is Reason.REFUSED_DRAINING
     service.do(Drain(draining=False), 0.0)
-    core.abort(3, core.reserve(3, two_of(core), bytes(16), [key("new")]).reservation)
+    core.writing.abort(3, core.writing.reserve(3, two_of(core), bytes(16), [key("new")]).reservation)
     assert core.counters.refused_draining == 1
 
 
@@ -289,14 +290,14 @@ def two_of(core: PoolCore) -> int:
 def test_a_page_is_shown_wherever_its_key_is_known() -> None:
     core, service, one, _ = filled()
     keys = chain("x", 3)
-    core.lookup(1, one, keys[:2], lease=True)
+    core.reading.lookup(1, one, keys[:2], lease=True)
     report = service.do(Show(keys[1].hex()), 3.0)
     (row,) = report["namespaces"]
     assert (row["namespace"], row["state"], row["leases"], row["continued_by"]) == (NAME, "present", 1, 1)
     assert (row["prefix"], row["prefix_present"]) == (keys[0].hex(), True)
-    reserved = core.reserve(1, one, bytes(16), [key("begun")])
+    reserved = core.writing.reserve(1, one, bytes(16), [key("begun")])
     assert service.do(Show(key("begun").hex()), 0.0)["namespaces"][0]["state"] == "being_written"
-    core.abort(1, reserved.reservation)
+    core.writing.abort(1, reserved.reservation)
     (row,) = service.do(Show(key("begun").hex()), 0.0)["namespaces"]
     assert (row["state"], row["reason"]) == ("absent", "unfinished")
     assert service.do(Show(key("nobody").hex()), 0.0)["namespaces"] == []
@@ -313,9 +314,9 @@ def test_a_namespace_is_shown_with_its_other_layouts() -> None:
 
 def test_a_request_is_shown_with_what_it_found_and_what_is_known_by_now() -> None:
     core, service, one, _ = filled()
-    core.reserve(1, one, bytes(16), [key("begun")])
+    core.writing.reserve(1, one, bytes(16), [key("begun")])
     core.disconnect(1, 5.0, alive=False)
-    core.lookup(1, one, [key("begun")], lease=True, request="req-1")
+    core.reading.lookup(1, one, [key("begun")], lease=True, request="req-1")
     core.tick(9.0)
     report = service.do(Show("req-1"), 9.0)
     (row,) = report["lookups"]

@@ -14,6 +14,7 @@ from ems.pool.core import index, leases
 from ems.pool.core.leases import LEASE_WEIGHT
 from ems.pool.core.pool_core import PoolCore
 from tests.pool.brain import PAGE, chain, core_of, key, save
+from tests.pool.wrong_core import wrong_core
 
 
 def lines_of(call: Callable[[], object]) -> int:
@@ -39,7 +40,7 @@ def leased(times: int, length: int = 50) -> tuple[PoolCore, int, list[bytes]]:
     ns, keys = core.open_namespace("a", PAGE), chain("x", length)
     save(core, ns, keys)
     for _ in range(times):
-        assert core.lookup(1, ns, keys, lease=True).lease
+        assert core.reading.lookup(1, ns, keys, lease=True).lease
     core.settle()
     return core, ns, keys
 
@@ -47,7 +48,7 @@ def leased(times: int, length: int = 50) -> tuple[PoolCore, int, list[bytes]]:
 def quarantine(core: PoolCore, ns: int, name: bytes) -> None:
     page = core.page(ns, name)
     assert page is not None
-    core.quarantine(ns, page)
+    core.damage.quarantine(ns, page)
 
 
 def test_a_report_of_a_damaged_page_costs_the_same_however_often_it_is_leased() -> None:
@@ -55,7 +56,7 @@ def test_a_report_of_a_damaged_page_costs_the_same_however_often_it_is_leased() 
     for times in (1, 40):
         core, ns, keys = leased(times)
         costs.append(lines_of(lambda core=core, ns=ns, keys=keys: quarantine(core, ns, keys[-1])))  # type: ignore[misc]
-        assert core.check() == []
+        assert wrong_core(core) == []
     assert costs[1] <= 2 * costs[0], costs
 
 
@@ -63,8 +64,8 @@ def test_who_leaves_costs_what_he_held_however_much_others_hold() -> None:
     costs = []
     for times in (1, 200):
         core, ns, keys = leased(times, length=2)
-        core.lookup(2, ns, keys, lease=True)
-        core.reserve(2, ns, bytes(16), [key("y")])
+        core.reading.lookup(2, ns, keys, lease=True)
+        core.writing.reserve(2, ns, bytes(16), [key("y")])
         costs.append(lines_of(lambda core=core: core.disconnect(2, 0.0, alive=False)))  # type: ignore[misc]
     assert costs[1] <= 2 * costs[0], costs
 
@@ -72,17 +73,17 @@ def test_who_leaves_costs_what_he_held_however_much_others_hold() -> None:
 def test_a_page_that_is_stored_again_is_promised_by_new_leases_only() -> None:
     core, ns, keys = leased(3, length=4)
     quarantine(core, ns, keys[1])
-    assert core.check() == []
+    assert wrong_core(core) == []
     save(core, ns, [keys[1]], parent=keys[0])
-    again = core.lookup(2, ns, keys, lease=True)
+    again = core.reading.lookup(2, ns, keys, lease=True)
     page = core.page(ns, keys[1])
     assert page is not None
     assert page.leases == bool(len(again.pages) > 1)
-    for number in list(core._leases.all):
-        core.release(core._leases.all[number].client_id, number)
-        assert core.check() == []
-    assert not core._leases._broken
-    assert not core._leases._leased
+    for number in list(core.leases.all):
+        core.reading.release(core.leases.all[number].client_id, number)
+        assert wrong_core(core) == []
+    assert not core.leases._broken
+    assert not core.leases._leased
 
 
 def test_many_pages_behind_one_prefix_are_published_without_walking_it_for_each() -> None:
@@ -92,9 +93,9 @@ def test_many_pages_behind_one_prefix_are_published_without_walking_it_for_each(
         ns, prefix = core.open_namespace("a", PAGE), chain("x", depth)
         save(core, ns, prefix)
         leaves = [one for number in range(50) for one in (prefix[-1], key(f"leaf {number}"))]
-        reserved = core.reserve(1, ns, bytes(16), leaves)
-        costs[depth] = lines_of(lambda core=core, number=reserved.reservation: core.commit(1, number))  # type: ignore[misc]
-        assert core.check() == []
+        reserved = core.writing.reserve(1, ns, bytes(16), leaves)
+        costs[depth] = lines_of(lambda core=core, number=reserved.reservation: core.writing.commit(1, number))  # type: ignore[misc]
+        assert wrong_core(core) == []
     assert costs[200] < costs[10] + 200 * 40, costs
 
 
@@ -113,11 +114,11 @@ def test_one_page_costs_the_same_however_much_it_hangs_on(monkeypatch: pytest.Mo
         core, ns, keys = deep(depth)
 
         def load_and_store(core: PoolCore = core, ns: int = ns, keys: list[bytes] = keys) -> None:
-            core.release(1, core.lookup(1, ns, keys[-1:], lease=True).lease)
+            core.reading.release(1, core.reading.lookup(1, ns, keys[-1:], lease=True).lease)
             save(core, ns, [key("next")], parent=keys[-1])
 
         costs.append(lines_of(load_and_store))
-        assert core.check() == []
+        assert wrong_core(core) == []
     assert costs[1] <= 1.2 * costs[0], costs
 
 
@@ -130,8 +131,8 @@ def test_pages_that_might_form_a_ring_do_not_each_walk_the_whole_prefix() -> Non
         for number, parent in enumerate(missing):
             save(core, ns, [key(f"leaf {number}")], parent=parent)
         named = [one for parent in missing for one in (keys[-1], parent)]
-        costs.append(lines_of(lambda core=core, ns=ns, named=named: core.reserve(1, ns, bytes(16), named)))  # type: ignore[misc]
-        assert core.check() == []
+        costs.append(lines_of(lambda core=core, ns=ns, named=named: core.writing.reserve(1, ns, bytes(16), named)))  # type: ignore[misc]
+        assert wrong_core(core) == []
     assert costs[1] <= costs[0] + 4 * 4096, costs
 
 
@@ -143,17 +144,17 @@ def test_what_is_leased_is_bounded_for_each_connection_and_each_tenant(monkeypat
     keys = chain("x", 2)
     save(core, ann, keys)
     core.open_namespace("//bob/a", PAGE)
-    held = [core.lookup(1, ann, keys, lease=True).lease for _ in range(4)]
+    held = [core.reading.lookup(1, ann, keys, lease=True).lease for _ in range(4)]
     with pytest.raises(PoolRefused, match="release some"):
-        core.lookup(1, ann, keys, lease=True)
-    assert core.lookup(1, ann, keys, lease=False).pages, "looking costs nothing"
+        core.reading.lookup(1, ann, keys, lease=True)
+    assert core.reading.lookup(1, ann, keys, lease=False).pages, "looking costs nothing"
     for _ in range(2):
-        core.lookup(2, ann, keys, lease=True)
+        core.reading.lookup(2, ann, keys, lease=True)
     with pytest.raises(PoolRefused, match="release some"):
-        core.lookup(3, ann, keys, lease=True)
-    assert not core.lookup(3, bob, keys, lease=True).lease
-    core.release(1, held[0])
-    assert core.lookup(1, ann, keys, lease=True).lease
+        core.reading.lookup(3, ann, keys, lease=True)
+    assert not core.reading.lookup(3, bob, keys, lease=True).lease
+    core.reading.release(1, held[0])
+    assert core.reading.lookup(1, ann, keys, lease=True).lease
     core.disconnect(1, 0.0, alive=False)
     core.disconnect(2, 0.0, alive=False)
-    assert core.lookup(3, ann, keys, lease=True).lease
+    assert core.reading.lookup(3, ann, keys, lease=True).lease

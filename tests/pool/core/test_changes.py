@@ -93,12 +93,12 @@ def test_the_core_tells_what_was_committed_and_evicted() -> None:
     place, _, _ = core.changes.since(FROM_NOW, ["a"], 0.0)
     first, second = chain("x", 2), chain("y", 2)
     save(core, namespace, first)
-    held = core.reserve(1, namespace, bytes(16), second)
+    held = core.writing.reserve(1, namespace, bytes(16), second)
     _, _, runs = core.changes.since(place, ["a"], 0.0)
 
     # What is promised to a writer is not there yet; what had to leave for it is gone.
     assert runs == [ChangeRun(0, True, b"".join(first)), ChangeRun(0, False, first[1])]
-    core.abort(1, held.reservation)
+    core.writing.abort(1, held.reservation)
     assert core.changes.since(place, ["a"], 0.0)[2] == runs
 
 

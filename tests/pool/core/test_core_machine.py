@@ -21,6 +21,7 @@ from ems.pool.pages import Outcome, Page
 from ems.pool.protocol.changes import FROM_NOW
 from ems.pool.writer import writer_of
 from tests.pool.brain import key, segment_for
+from tests.pool.wrong_core import wrong_core
 
 SEGMENTS = [segment_for(3, 8192), segment_for(2, 8192), segment_for(2, 8192)]
 PAGE_SIZES = {"small": 8192, "odd": 8192 + 64, "large": 2 * 8192 - 128}
@@ -116,7 +117,7 @@ class PoolHistory(RuleBasedStateMachine):
     # What the brain says it has, read without asking it as a client
 
     def pages(self, name: str) -> dict[bytes, Page]:
-        return {page.key: page for page in self.core._namespaces[self.numbers[name]].index}
+        return {page.key: page for page in self.core.namespaces[self.numbers[name]].index}
 
     def see_evictions(self) -> None:
         """Take note of pages that left, which must have been allowed to."""
@@ -140,7 +141,7 @@ class PoolHistory(RuleBasedStateMachine):
         before = self.pages(name)
         out = {slot_of(page.ref) for other in PAGE_SIZES for page in self.pages(other).values()}
         kept = {slot for slots in self.resting.values() for slot in slots}
-        reserved = self.core.reserve(client_id, self.numbers[name], PREFIX[keys[0]], keys, tail)
+        reserved = self.core.writing.reserve(client_id, self.numbers[name], PREFIX[keys[0]], keys, tail)
         self.see_evictions()
         for assigned in reserved.assigned:
             if assigned.renewed:
@@ -218,7 +219,7 @@ class PoolHistory(RuleBasedStateMachine):
 
     def publish(self, number: int, positions: list[int] | None) -> None:
         held = self.writing[number]
-        pages = self.core.commit(held.client_id, number, positions).pages
+        pages = self.core.writing.commit(held.client_id, number, positions).pages
         wanted = sorted(held.pages if positions is None else positions)
         assert [page.key for page in pages] == [held.pages.pop(position) for position in wanted]
         for page in pages:
@@ -230,13 +231,13 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.writing)))
-        self.core.abort(self.writing.pop(number).client_id, number)
+        self.core.writing.abort(self.writing.pop(number).client_id, number)
 
     @rule(client=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), lease=st.booleans())
     def lookup(self, client: int, name: str, run: list[str], lease: bool) -> None:
         client_id = self.client_ids[client]
         keys = [KEYS[path] for path in run]
-        found = self.core.lookup(client_id, self.numbers[name], keys, lease=lease)
+        found = self.core.reading.lookup(client_id, self.numbers[name], keys, lease=lease)
         committed = self.committed[name]
         expected = next((at for at, one in enumerate(keys) if one not in committed), len(keys))
         assert [page.key for page in found.pages] == keys[:expected]
@@ -256,7 +257,7 @@ class PoolHistory(RuleBasedStateMachine):
     )
     def lookup_tail(self, client: int, name: str, path: str, lease: bool) -> None:
         client_id, tail = self.client_ids[client], tail_of(path)
-        shared, found = self.core.lookup_tail(client_id, self.numbers[name], tail, lease=lease)
+        shared, found = self.core.reading.lookup_tail(client_id, self.numbers[name], tail, lease=lease)
         known = self.pages(name)
         listed = {
             one: other.common(tail.tokens)
@@ -275,19 +276,19 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.reading)))
-        self.core.release(self.reading.pop(number).client_id, number)
+        self.core.reading.release(self.reading.pop(number).client_id, number)
 
     @rule(name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), seconds=st.sampled_from([1.0, 20.0]))
     def pin(self, name: str, run: list[str], seconds: float) -> None:
         keys = [KEYS[path] for path in run]
-        pins = self.core._namespaces[self.numbers[name]].pins.pinned
+        pins = self.core.namespaces[self.numbers[name]].pins.pinned
         count = self.core.pin(self.numbers[name], keys, self.now + seconds)
         assert count <= len([one for one in keys if one in self.committed[name]])
         self.pinned[name] = {one: until for one, until in pins.items() if one in self.committed[name]}
 
     @rule(name=st.sampled_from(sorted(PAGE_SIZES)), run=runs())
     def unpin(self, name: str, run: list[str]) -> None:
-        self.core.unpin(self.numbers[name], [KEYS[path] for path in run])
+        self.core.namespaces[self.numbers[name]].pins.unpin([KEYS[path] for path in run])
         for path in run:
             self.pinned[name].pop(KEYS[path], None)
 
@@ -301,7 +302,7 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.announced)))
-        self.core.withdraw(self.announced.pop(number), number)
+        self.core.announcements.withdraw(self.announced.pop(number), number)
 
     @rule(client=st.sampled_from(SEATS), alive=st.booleans())
     def leave(self, client: int, alive: bool) -> None:
@@ -317,7 +318,7 @@ class PoolHistory(RuleBasedStateMachine):
             del self.writing[number]
         for number in [number for number, reading in self.reading.items() if reading.client_id == client_id]:
             del self.reading[number]
-        assert self.core.awaits(writer_of(client_id)) == bool(alive and (slots or self.resting.get(client_id)))
+        assert self.core.deferred.awaits(writer_of(client_id)) == bool(alive and (slots or self.resting.get(client_id)))
         if slots and alive:
             self.resting.setdefault(client_id, set()).update(slots)
         elif not alive:
@@ -331,7 +332,7 @@ class PoolHistory(RuleBasedStateMachine):
         slots = self.resting.pop(client_id)
         still = set(data.draw(st.lists(st.sampled_from(sorted(slots)), unique=True)) if slots else [])
         refs = [self.packed(slot) for slot in still]
-        assert self.core.stopped(writer_of(client_id), refs) == len(slots) - len(still)
+        assert self.core.deferred.stopped(writer_of(client_id), refs) == len(slots) - len(still)
         if still:
             self.resting[client_id] = still
 
@@ -348,13 +349,13 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(segment=st.integers(0, len(SEGMENTS) - 1), share=st.sampled_from([0.3, 0.7, 1.0]))
     def touch(self, segment: int, share: float) -> None:
         touched = int(SEGMENTS[segment] * share)
-        self.core.touched(segment, touched)
+        self.core.slots.touch(segment, touched)
         self.touched[segment] = max(self.touched[segment], touched)
 
     @rule(segment=st.integers(0, len(SEGMENTS) - 1))
     def cut(self, segment: int) -> None:
         """Somebody cut the file of a segment: what was there is gone, whoever holds it, and the segment begins anew."""
-        counted = self.core.drop_segment(segment)
+        counted = self.core.damage.drop_segment(segment)
         assert self.core.slots.segments[segment].used == 0
         gone = 0
         for committed in self.committed.values():
@@ -374,15 +375,15 @@ class PoolHistory(RuleBasedStateMachine):
         for name, pins in self.pinned.items():
             self.pinned[name] = {one: until for one, until in pins.items() if one in self.pages(name)}
         if self.core.slots.settled(self.core.slots.segments[segment]):
-            self.core.renew(segment)
+            self.core.reclaimer.renew(self.core.slots.segments[segment])
         else:
-            self.core.lose(segment)
+            self.core.reclaimer.lose(segment)
             self.core.slots.regain(segment)
         self.memory_replaced(segment)
 
     @rule()
     def end_touching(self) -> None:
-        self.core.touching_ended()
+        self.core.slots.touching_ended()
 
     @rule(seconds=st.sampled_from([0.5, 11.0, REPLACE_SECONDS]))
     def tick(self, seconds: float) -> None:
@@ -397,14 +398,15 @@ class PoolHistory(RuleBasedStateMachine):
         self.core.tick(self.now)
         for number in expired:
             with pytest.raises(StaleReference):
-                self.core.commit(self.writing.pop(number).client_id, number)
-        for segment in self.core.replace_memory():
+                self.core.writing.commit(self.writing.pop(number).client_id, number)
+        segment = self.core.reclaimer.replace(self.now)
+        if segment is not None:
             assert any(slot.segment == segment for slots in self.resting.values() for slot in slots)
             self.memory_replaced(segment)
         self.see_evictions()
 
     def index(self, name: str) -> Index:
-        return self.core._namespaces[self.numbers[name]].index
+        return self.core.namespaces[self.numbers[name]].index
 
     @rule()
     def read_changes(self) -> None:
@@ -425,7 +427,7 @@ class PoolHistory(RuleBasedStateMachine):
 
     @invariant()
     def the_brain_agrees_with_itself(self) -> None:
-        assert self.core.check() == []
+        assert wrong_core(self.core) == []
 
     @invariant()
     def the_brain_agrees_with_the_account(self) -> None:
@@ -455,11 +457,11 @@ class PoolHistory(RuleBasedStateMachine):
         for client_id in self.client_ids:
             self.core.disconnect(client_id, self.now, alive=False)
         for client_id in self.resting:
-            self.core.stopped(writer_of(client_id))
+            self.core.deferred.stopped(writer_of(client_id))
         figures = self.core.stats()
         assert (figures["leases"], figures["reservations"], figures["slots_resting"]) == (0, 0, 0)
         assert not any(page.leases for name in PAGE_SIZES for page in self.pages(name).values())
-        assert self.core.check() == []
+        assert wrong_core(self.core) == []
 
 
 class LruHistory(PoolHistory):

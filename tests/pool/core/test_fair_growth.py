@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import split_keys
+from tests.pool.wrong_core import wrong_core
 
 SEGMENT = 1 << 20
 PAGE = 64 << 10
@@ -13,22 +14,22 @@ def store(core: PoolCore, namespace: int, count: int, seed: int) -> bytes:
     """Store ``count`` pages that hang on nothing, one reservation each; return their keys, joined."""
     keys = b"".join((seed * 10_000 + number).to_bytes(16, "big") for number in range(1, count + 1))
     for key in split_keys(keys):
-        reserved = core.reserve(1, namespace, bytes(16), [key])
-        core.commit(1, reserved.reservation)
+        reserved = core.writing.reserve(1, namespace, bytes(16), [key])
+        core.writing.commit(1, reserved.reservation)
     return keys
 
 
 def test_the_high_watermark_does_not_hold_a_namespace_below_its_share() -> None:
     core = PoolCore([SEGMENT] * 8)
     for segment in range(8):
-        core.touched(segment, SEGMENT)
-    core.touching_ended()
+        core.slots.touch(segment, SEGMENT)
+    core.slots.touching_ended()
     first = core.open_namespace("first", PAGE)
     second = core.open_namespace("second", PAGE + 4096)
     store(core, first, 8 * 15, 1)
     keys = store(core, second, 3 * 14, 2)
 
-    present = sum(len(core.lookup(1, second, [key], lease=False).pages) for key in split_keys(keys))
+    present = sum(len(core.reading.lookup(1, second, [key], lease=False).pages) for key in split_keys(keys))
 
     assert present == 3 * 14
-    assert core.check() == []
+    assert wrong_core(core) == []

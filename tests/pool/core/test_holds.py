@@ -10,6 +10,7 @@ from ems.pool.core.namespaces import NamespacePages
 from ems.pool.core.reservations import Reservations
 from ems.pool.pages import Page
 from tests.pool.brain import chain
+from tests.pool.wrong_core import wrong_leases, wrong_reservations
 
 KEYS = chain("x", 4)
 
@@ -30,14 +31,15 @@ def ns(*, present: bool = True) -> tuple[NamespacePages, list[Page]]:
 def test_a_page_counts_the_leases_that_promise_it() -> None:
     namespace, pages = ns()
     leases = Leases()
-    leases.promise(1, 7, namespace, pages[:3], use=True)
-    leases.promise(2, 8, namespace, pages[:1], use=False)
+    leases.promise(1, 7, namespace, pages[:3], weighs=True)
+    leases.use(namespace.index, pages[:3])
+    leases.promise(2, 8, namespace, pages[:1], weighs=False)
     assert [page.leases for page in pages] == [2, 1, 1, 0]
     assert (len(leases), leases.of(7), leases.pages(7, 1), leases.pages(8, 1)) == (2, [1], pages[:3], [])
     assert sum(len(held) for held in leases.held(namespace)) == 4
     leases.break_off(pages[0])
     assert (leases.pages(7, 1), leases.pages(8, 2), pages[0].leases) == (pages[1:3], [], 0)
-    assert leases.check([namespace]) == []
+    assert wrong_leases(leases, [namespace]) == []
     with pytest.raises(StaleReference):
         leases.end(8, 1)
     leases.end(7, 1)
@@ -48,8 +50,9 @@ def test_a_page_counts_the_leases_that_promise_it() -> None:
 def test_uses_are_settled_once() -> None:
     namespace, pages = ns()
     leases = Leases()
-    leases.promise(1, 7, namespace, pages[:2], use=True)
-    leases.promise(2, 7, namespace, pages[2:], use=False)
+    leases.promise(1, 7, namespace, pages[:2], weighs=True)
+    leases.use(namespace.index, pages[:2])
+    leases.promise(2, 7, namespace, pages[2:], weighs=False)
     leases.settle(5.0)
     leases.settle(6.0)
     assert [page.used for page in pages] == [5.0, 5.0, 0.0, 0.0]
@@ -58,12 +61,12 @@ def test_uses_are_settled_once() -> None:
 def test_leases_that_do_not_add_up_are_noticed() -> None:
     namespace, pages = ns()
     leases = Leases()
-    leases.promise(1, 7, namespace, pages[:1], use=False)
+    leases.promise(1, 7, namespace, pages[:1], weighs=False)
     pages[3].leases += 1
     namespace.index.discard(pages[3])
     namespace.index.discard(pages[2])
     pages[0].leases = 5
-    assert leases.check([namespace]) == [f"page {KEYS[0].hex()} counts 5 leases, expected 1"]
+    assert wrong_leases(leases, [namespace]) == [f"page {KEYS[0].hex()} counts 5 leases, expected 1"]
 
 
 def test_a_commit_takes_all_that_it_names_or_nothing() -> None:
@@ -78,4 +81,4 @@ def test_a_commit_takes_all_that_it_names_or_nothing() -> None:
     assert reservations.take(7, 1, [2, 0]) == (namespace, [0, 2], [pages[0], pages[2]])
     assert reservations.take(7, 1, None) == (namespace, [1, 3], [pages[1], pages[3]])
     assert (len(reservations), reservations.of(7)) == (0, [])
-    assert reservations.check([namespace]) == ["a page is being written that no reservation holds"]
+    assert wrong_reservations(reservations, [namespace]) == ["a page is being written that no reservation holds"]

@@ -15,6 +15,7 @@ from ems.pool.core.pins import (
     PinSet,
 )
 from tests.pool.brain import chain, core_of, key, present, save
+from tests.pool.wrong_core import wrong_announcements, wrong_core
 
 
 def test_pins_cover_half_a_namespace_and_end_in_time() -> None:
@@ -26,7 +27,7 @@ def test_pins_cover_half_a_namespace_and_end_in_time() -> None:
     assert core.pin(namespace, keys[:4], 9.0) == 4
     save(core, namespace, chain("y", 8))
     assert present(core, namespace, keys) == keys[:4]
-    assert core.unpin(namespace, keys) == 4
+    assert core.namespaces[namespace].pins.unpin(keys) == 4
     save(core, namespace, chain("z", 8))
     assert present(core, namespace, keys) == []
 
@@ -53,11 +54,11 @@ def test_what_is_announced_stays_until_it_is_withdrawn() -> None:
     for name in "bcd":
         save(core, namespace, chain(name, 3))
     assert present(core, namespace, keys) == keys
-    core.withdraw(8, number)
+    core.announcements.withdraw(8, number)
     save(core, namespace, chain("e", 3))
     assert present(core, namespace, keys) == keys, "another client withdrew it"
-    core.withdraw(7, number)
-    core.withdraw(7, number)
+    core.announcements.withdraw(7, number)
+    core.announcements.withdraw(7, number)
     for name in "fgh":
         save(core, namespace, chain(name, 3))
     assert present(core, namespace, keys) == []
@@ -70,7 +71,7 @@ def test_announcements_never_cost_a_writer_its_room() -> None:
     save(core, namespace, keys)
     core.announce(7, namespace, keys, 0.0)
     assert len(save(core, namespace, chain("y", 4)).granted) == 4
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_an_announcement_ends_with_its_owner_and_after_a_time() -> None:
@@ -92,7 +93,7 @@ def test_an_owner_that_announces_without_end_loses_the_oldest() -> None:
         announcements.announce(number + 1, 1, kept, keys, 0.0)
     assert not announcements.withdraw(1, 1)
     assert announcements.withdraw(1, 2)
-    assert announcements.check() == []
+    assert wrong_announcements(announcements) == []
 
 
 def test_announcements_of_nothing_are_not_without_end() -> None:
@@ -110,7 +111,7 @@ def test_a_tenant_that_announces_without_end_takes_nothing_from_another() -> Non
         announcements.announce(number, number, ann, keys, 0.0)
     assert len(announcements) == 1 + MAX_ANNOUNCED_TENANT // MAX_ANNOUNCED_EACH
     assert announcements.withdraw(1, 1), "that of the other tenant ended"
-    assert announcements.check() == []
+    assert wrong_announcements(announcements) == []
 
 
 @given(
@@ -131,7 +132,7 @@ def test_awaited_keys_are_those_of_the_announcements(history: list[tuple[str, in
         else:
             now += ANNOUNCED_SECONDS / 3
             announcements.tick(now)
-        assert announcements.check() == []
+        assert wrong_announcements(announcements) == []
     announcements.tick(now + ANNOUNCED_SECONDS)
     assert not len(announcements)
     assert not any(ns.awaited for ns in spaces)

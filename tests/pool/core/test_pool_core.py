@@ -14,20 +14,21 @@ from ems.pool.pages import Outcome
 from ems.pool.policy.queue import PageQueue
 from ems.pool.writer import writer_of
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
+from tests.pool.wrong_core import wrong_core
 
 
 def test_a_commit_that_names_an_unknown_page_publishes_nothing() -> None:
     core = core_of(4)
     namespace = core.open_namespace("a", PAGE)
     keys = chain("x", 2)
-    reserved = core.reserve(1, namespace, bytes(16), keys)
+    reserved = core.writing.reserve(1, namespace, bytes(16), keys)
     with pytest.raises(StaleReference):
-        core.commit(1, reserved.reservation, [0, 7])
+        core.writing.commit(1, reserved.reservation, [0, 7])
     with pytest.raises(StaleReference):
-        core.commit(1, reserved.reservation, [-1])
+        core.writing.commit(1, reserved.reservation, [-1])
     assert present(core, namespace, keys) == []
-    assert [page.key for page in core.commit(1, reserved.reservation).pages] == keys
-    assert core.check() == []
+    assert [page.key for page in core.writing.commit(1, reserved.reservation).pages] == keys
+    assert wrong_core(core) == []
 
 
 @pytest.mark.timeout(10)
@@ -35,9 +36,9 @@ def test_a_page_that_claims_to_be_its_own_prefix_hangs_nothing() -> None:
     core = core_of(2)
     namespace = core.open_namespace("a", PAGE)
     save(core, namespace, [key("x")], parent=key("x"))
-    found = core.lookup(1, namespace, [key("x")], lease=True)
-    core.release(1, found.lease)
-    assert core.check() == []
+    found = core.reading.lookup(1, namespace, [key("x")], lease=True)
+    core.reading.release(1, found.lease)
+    assert wrong_core(core) == []
 
 
 @pytest.mark.timeout(10)
@@ -46,9 +47,9 @@ def test_pages_that_claim_to_be_each_others_prefix_hang_nothing_and_can_be_evict
     namespace = core.open_namespace("a", PAGE)
     save(core, namespace, [key("x")], parent=key("y"))
     save(core, namespace, [key("y")], parent=key("x"))
-    found = core.lookup(1, namespace, [key("x")], lease=True)
-    core.release(1, found.lease)
-    assert core.check() == []
+    found = core.reading.lookup(1, namespace, [key("x")], lease=True)
+    core.reading.release(1, found.lease)
+    assert wrong_core(core) == []
     assert outcomes(save(core, namespace, chain("new", 2))) == [Outcome.GRANTED, Outcome.GRANTED]
 
 
@@ -56,15 +57,15 @@ def test_a_prefix_committed_after_its_suffix_leaves_after_it() -> None:
     core = core_of(3)
     namespace = core.open_namespace("a", PAGE)
     first, second = chain("x", 2)
-    prefix = core.reserve(1, namespace, bytes(16), [first])
-    suffix = core.reserve(2, namespace, first, [second])
-    core.commit(2, suffix.reservation)
-    core.commit(1, prefix.reservation)
-    found = core.lookup(1, namespace, [second], lease=True)
-    core.release(1, found.lease)
+    prefix = core.writing.reserve(1, namespace, bytes(16), [first])
+    suffix = core.writing.reserve(2, namespace, first, [second])
+    core.writing.commit(2, suffix.reservation)
+    core.writing.commit(1, prefix.reservation)
+    found = core.reading.lookup(1, namespace, [second], lease=True)
+    core.reading.release(1, found.lease)
     save(core, namespace, chain("other", 2))
     assert present(core, namespace, [first, second]) == [first]
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_prefix_saved_again_below_an_orphan_leaves_after_it() -> None:
@@ -73,11 +74,11 @@ def test_a_prefix_saved_again_below_an_orphan_leaves_after_it() -> None:
     first, second = chain("x", 2)
     save(core, namespace, [second], parent=first)
     save(core, namespace, [first])
-    found = core.lookup(1, namespace, [second], lease=True)
-    core.release(1, found.lease)
+    found = core.reading.lookup(1, namespace, [second], lease=True)
+    core.reading.release(1, found.lease)
     save(core, namespace, chain("other", 2))
     assert present(core, namespace, [first, second]) == [first]
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_room_for_a_suffix_is_not_made_by_evicting_its_own_prefix() -> None:
@@ -86,12 +87,12 @@ def test_room_for_a_suffix_is_not_made_by_evicting_its_own_prefix() -> None:
     first, second, third = chain("x", 3)
     save(core, namespace, [first])
     save(core, namespace, [key("young"), key("younger")])
-    held = core.reserve(1, namespace, first, [second])
+    held = core.writing.reserve(1, namespace, first, [second])
     assert outcomes(held) == [Outcome.GRANTED]
-    core.reserve(2, namespace, second, [third])
-    core.commit(1, held.reservation)
+    core.writing.reserve(2, namespace, second, [third])
+    core.writing.commit(1, held.reservation)
     assert present(core, namespace, [first, second]) == [first, second]
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_room_for_a_prefix_is_not_made_by_evicting_its_own_suffix() -> None:
@@ -100,20 +101,23 @@ def test_room_for_a_prefix_is_not_made_by_evicting_its_own_suffix() -> None:
     first, second = chain("x", 2)
     save(core, namespace, [second], parent=first)
     save(core, namespace, [key("young")])
-    assert outcomes(core.reserve(1, namespace, bytes(16), [first, second])) == [Outcome.GRANTED, Outcome.PRESENT]
-    assert core.check() == []
+    assert outcomes(core.writing.reserve(1, namespace, bytes(16), [first, second])) == [
+        Outcome.GRANTED,
+        Outcome.PRESENT,
+    ]
+    assert wrong_core(core) == []
 
 
 def test_an_aborted_prefix_leaves_its_suffix_evictable() -> None:
     core = core_of(2)
     namespace = core.open_namespace("a", PAGE)
     first, second = chain("x", 2)
-    prefix = core.reserve(1, namespace, bytes(16), [first])
+    prefix = core.writing.reserve(1, namespace, bytes(16), [first])
     save(core, namespace, [second], parent=first, client_id=2)
-    core.abort(1, prefix.reservation)
-    assert core.check() == []
+    core.writing.abort(1, prefix.reservation)
+    assert wrong_core(core) == []
     assert outcomes(save(core, namespace, chain("new", 2))) == [Outcome.GRANTED, Outcome.GRANTED]
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_pool_full_of_leases_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +128,7 @@ def test_a_pool_full_of_leases_refuses_at_once(monkeypatch: pytest.MonkeyPatch) 
     half = len(save(core, namespace, keys[: slots // 2]).granted)
     more = len(save(core, namespace, keys[half:], keys[half - 1]).granted)
     leased = keys[: half + more]
-    assert len(core.lookup(1, namespace, leased, lease=True).pages) == len(leased) > 50_000
+    assert len(core.reading.lookup(1, namespace, leased, lease=True).pages) == len(leased) > 50_000
     core.settle()
     touched = 0
     touch = PageQueue.touch
@@ -135,7 +139,7 @@ def test_a_pool_full_of_leases_refuses_at_once(monkeypatch: pytest.MonkeyPatch) 
         touch(queue, page)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PageQueue, "touch", count)
-    refused = core.reserve(2, namespace, bytes(16), chain("new", 1024))
+    refused = core.writing.reserve(2, namespace, bytes(16), chain("new", 1024))
     assert outcomes(refused) == [Outcome.NO_SPACE] * 1024
     assert refused.reservation == 0
     assert touched < 20_000
@@ -150,10 +154,10 @@ def test_the_second_namespace_gets_segments_when_the_first_filled_everything() -
     keys = chain("x", 16)
     save(core, first, keys)
     assert present(core, first, keys) == keys
-    reserved = core.reserve(2, second, bytes(16), chain("y", 2))
+    reserved = core.writing.reserve(2, second, bytes(16), chain("y", 2))
     assert outcomes(reserved) == [Outcome.GRANTED] * 2
     assert [assigned.namespace for assigned in reserved.assigned] == ["b"]
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_namespace_takes_no_more_than_its_share() -> None:
@@ -164,7 +168,7 @@ def test_a_namespace_takes_no_more_than_its_share() -> None:
         save(core, second, [key(number)])
     assert len(present(core, second, [key(number) for number in range(12)])) == 4
     assert len(present(core, first, chain("x", 8))) == 4
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_segment_with_slots_that_wait_for_writers_is_emptied_last_and_gets_other_memory() -> None:
@@ -172,21 +176,21 @@ def test_a_segment_with_slots_that_wait_for_writers_is_emptied_last_and_gets_oth
     first, second = core.open_namespace("a", PAGE), core.open_namespace("b", PAGE)
     young, old, other = key("young"), key("old"), key("other")
     save(core, first, [old])
-    core.reserve(2, first, bytes(16), [key("half")])
+    core.writing.reserve(2, first, bytes(16), [key("half")])
     save(core, first, [young])
-    core.reserve(3, first, bytes(16), [key("other half")])
+    core.writing.reserve(3, first, bytes(16), [key("other half")])
     core.disconnect(2, 1.0, alive=True)
     core.disconnect(3, 1.0, alive=False)
-    reserved = core.reserve(4, second, bytes(16), [other])
+    reserved = core.writing.reserve(4, second, bytes(16), [other])
     assert outcomes(reserved) == [Outcome.GRANTED]
     assert present(core, first, [old, young]) == [old], "the other one had to get other memory"
-    core.abort(4, reserved.reservation)
+    core.writing.abort(4, reserved.reservation)
     save(core, second, [key("b0"), key("b1")])
     third = core.open_namespace("c", PAGE)
     core.tick(100.0)
-    (assigned,) = core.reserve(5, third, bytes(16), [key("c")]).assigned
+    (assigned,) = core.writing.reserve(5, third, bytes(16), [key("c")]).assigned
     assert assigned.renewed == (assigned.segment == 0)
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_segment_with_a_leased_suffix_is_not_emptied() -> None:
@@ -194,12 +198,12 @@ def test_a_segment_with_a_leased_suffix_is_not_emptied() -> None:
     first, second = core.open_namespace("a", PAGE), core.open_namespace("b", PAGE)
     keys = chain("x", 2)
     save(core, first, keys)
-    found = core.lookup(1, first, keys[1:], lease=True)
-    assert outcomes(core.reserve(2, second, bytes(16), [key("y")])) == [Outcome.NO_SPACE]
-    core.release(1, found.lease)
+    found = core.reading.lookup(1, first, keys[1:], lease=True)
+    assert outcomes(core.writing.reserve(2, second, bytes(16), [key("y")])) == [Outcome.NO_SPACE]
+    core.reading.release(1, found.lease)
     core.tick(1.0)
-    assert outcomes(core.reserve(2, second, bytes(16), [key("y")])) == [Outcome.GRANTED]
-    assert core.check() == []
+    assert outcomes(core.writing.reserve(2, second, bytes(16), [key("y")])) == [Outcome.GRANTED]
+    assert wrong_core(core) == []
 
 
 def test_emptying_a_segment_takes_suffixes_elsewhere_along() -> None:
@@ -207,9 +211,9 @@ def test_emptying_a_segment_takes_suffixes_elsewhere_along() -> None:
     first, second = core.open_namespace("a", PAGE), core.open_namespace("b", PAGE)
     keys = chain("x", 6)
     save(core, first, keys)
-    assert outcomes(core.reserve(2, second, bytes(16), [key("y")])) == [Outcome.GRANTED]
+    assert outcomes(core.writing.reserve(2, second, bytes(16), [key("y")])) == [Outcome.GRANTED]
     assert present(core, first, keys) in ([], keys[:3])
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 @pytest.mark.timeout(20)
@@ -218,7 +222,7 @@ def test_emptying_a_segment_of_long_prefixes_is_quick() -> None:
     first, second = core.open_namespace("a", 64), core.open_namespace("b", PAGE)
     for number in range(5):
         save(core, first, chain(f"x{number}", 20_000))
-    assert outcomes(core.reserve(2, second, bytes(16), [key("y")])) == [Outcome.GRANTED]
+    assert outcomes(core.writing.reserve(2, second, bytes(16), [key("y")])) == [Outcome.GRANTED]
 
 
 def test_more_namespaces_than_segments_take_turns_when_idle() -> None:
@@ -226,7 +230,7 @@ def test_more_namespaces_than_segments_take_turns_when_idle() -> None:
     numbers = [core.open_namespace(name, PAGE) for name in "abc"]
     for number in numbers[:2]:
         save(core, number, chain("x", 2))
-    core.lookup(1, numbers[1], chain("x", 1), lease=True)
+    core.reading.lookup(1, numbers[1], chain("x", 1), lease=True)
     assert outcomes(save(core, numbers[2], [key("y")])) == [Outcome.NO_SPACE]
     core.tick(5.0)
     save(core, numbers[1], chain("x", 2))
@@ -234,19 +238,19 @@ def test_more_namespaces_than_segments_take_turns_when_idle() -> None:
     assert outcomes(save(core, numbers[2], [key("y")])) == [Outcome.GRANTED]
     assert present(core, numbers[0], chain("x", 2)) == []
     assert present(core, numbers[1], chain("x", 2)) == chain("x", 2)
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_segment_that_was_never_touched_enough_is_not_passed_around() -> None:
     core = core_of(1, 1, touched=False)
-    core.touched(0, segment_for(1))
-    core.touched(1, 4096)
-    core.touching_ended()
+    core.slots.touch(0, segment_for(1))
+    core.slots.touch(1, 4096)
+    core.slots.touching_ended()
     first, second = core.open_namespace("a", 4096), core.open_namespace("b", PAGE)
     saved = save(core, first, chain("x", 40))
     assert outcomes(saved).count(Outcome.GRANTED) > 0
     assert {assigned.segment for assigned in saved.assigned} == {0}
-    refused = core.reserve(2, second, bytes(16), [key("y")])
+    refused = core.writing.reserve(2, second, bytes(16), [key("y")])
     assert outcomes(refused) == [Outcome.NO_SPACE]
     assert refused.assigned == []
 
@@ -281,8 +285,8 @@ def test_the_least_recently_loaded_leaves_first_and_probing_is_no_use() -> None:
     pages = [key(number) for number in range(3)]
     for one in pages:
         save(core, namespace, [one])
-    core.release(1, core.lookup(1, namespace, [pages[0]], lease=True).lease)
-    core.lookup(1, namespace, [pages[1]], lease=False)
+    core.reading.release(1, core.reading.lookup(1, namespace, [pages[0]], lease=True).lease)
+    core.reading.lookup(1, namespace, [pages[1]], lease=False)
     save(core, namespace, [key("new")])
     assert present(core, namespace, pages) == [pages[0], pages[2]]
 
@@ -323,7 +327,7 @@ def test_a_namespace_that_was_not_opened_is_stale() -> None:
     core = core_of(2)
     for number in (-1, 0, 5):
         with pytest.raises(StaleReference, match="is not open"):
-            core.lookup(1, number, [], lease=False)
+            core.reading.lookup(1, number, [], lease=False)
 
 
 def test_equal_keys_of_two_namespaces_never_meet() -> None:
@@ -338,8 +342,8 @@ def test_a_tail_with_more_tokens_than_its_page_has_bytes_is_refused() -> None:
     namespace = core.open_namespace("a", 64)
     large, fits = Tail(key("d"), bytes(68)), Tail(key("d"), bytes(64))
     with pytest.raises(PoolRefused, match="a tail of 68 bytes of tokens, expected at most the 64 bytes of a page"):
-        core.refuse_unfit_tail(namespace, large.key, large)
-    core.refuse_unfit_tail(namespace, fits.key, fits)
+        core.writing.refuse_unfit_tail(namespace, large.key, large)
+    core.writing.refuse_unfit_tail(namespace, fits.key, fits)
 
 
 # Holding
@@ -349,60 +353,60 @@ def test_what_another_owner_holds_is_out_of_reach() -> None:
     core = core_of(2)
     namespace = core.open_namespace("a", PAGE)
     save(core, namespace, [key("x")])
-    reserved = core.reserve(1, namespace, bytes(16), [key("y")])
-    found = core.lookup(1, namespace, [key("x")], lease=True)
+    reserved = core.writing.reserve(1, namespace, bytes(16), [key("y")])
+    found = core.reading.lookup(1, namespace, [key("x")], lease=True)
     with pytest.raises(StaleReference):
-        core.release(2, found.lease)
+        core.reading.release(2, found.lease)
     with pytest.raises(StaleReference):
-        core.commit(2, reserved.reservation)
+        core.writing.commit(2, reserved.reservation)
     with pytest.raises(StaleReference):
-        core.abort(2, reserved.reservation)
-    assert core.check() == []
+        core.writing.abort(2, reserved.reservation)
+    assert wrong_core(core) == []
 
 
 def test_a_key_twice_in_one_reservation_is_written_once() -> None:
     core = core_of(2)
     namespace = core.open_namespace("a", PAGE)
-    reserved = core.reserve(1, namespace, bytes(16), [key("x"), key("x")])
+    reserved = core.writing.reserve(1, namespace, bytes(16), [key("x"), key("x")])
     assert outcomes(reserved) == [Outcome.GRANTED, Outcome.WRITING]
-    assert len(core.commit(1, reserved.reservation, [0, 0]).pages) == 1
-    found = core.lookup(1, namespace, [key("x"), key("x")], lease=True)
-    core.release(1, found.lease)
-    assert core.check() == []
+    assert len(core.writing.commit(1, reserved.reservation, [0, 0]).pages) == 1
+    found = core.reading.lookup(1, namespace, [key("x"), key("x")], lease=True)
+    core.reading.release(1, found.lease)
+    assert wrong_core(core) == []
 
 
 def test_the_slots_of_a_cut_off_writer_rest_until_it_is_dead() -> None:
     core = core_of(1)
     namespace = core.open_namespace("a", PAGE)
-    core.reserve(1, namespace, bytes(16), [key("x")])
+    core.writing.reserve(1, namespace, bytes(16), [key("x")])
     core.disconnect(1, 0.0, alive=True)
-    assert core.awaits(writer_of(1))
-    assert outcomes(core.reserve(2, namespace, bytes(16), [key("y")])) == [Outcome.NO_SPACE]
-    core.stopped(writer_of(1))
-    assert outcomes(core.reserve(2, namespace, bytes(16), [key("y")])) == [Outcome.GRANTED]
+    assert core.deferred.awaits(writer_of(1))
+    assert outcomes(core.writing.reserve(2, namespace, bytes(16), [key("y")])) == [Outcome.NO_SPACE]
+    core.deferred.stopped(writer_of(1))
+    assert outcomes(core.writing.reserve(2, namespace, bytes(16), [key("y")])) == [Outcome.GRANTED]
 
 
 def test_the_slots_of_a_dead_writer_are_free_at_once() -> None:
     core = core_of(1)
     namespace = core.open_namespace("a", PAGE)
-    core.reserve(1, namespace, bytes(16), [key("x")])
+    core.writing.reserve(1, namespace, bytes(16), [key("x")])
     core.disconnect(1, 0.0, alive=False)
-    assert outcomes(core.reserve(2, namespace, bytes(16), [key("x")])) == [Outcome.GRANTED]
+    assert outcomes(core.writing.reserve(2, namespace, bytes(16), [key("x")])) == [Outcome.GRANTED]
 
 
 def test_untouched_memory_is_not_handed_out() -> None:
     core = core_of(4, touched=False)
     namespace = core.open_namespace("a", PAGE)
     assert outcomes(save(core, namespace, chain("x", 1))) == [Outcome.NOT_TOUCHED]
-    core.touched(0, segment_for(2))
+    core.slots.touch(0, segment_for(2))
     assert outcomes(save(core, namespace, chain("x", 3))) == [
         Outcome.GRANTED,
         Outcome.GRANTED,
         Outcome.NOT_TOUCHED,
     ]
-    core.touching_ended()
+    core.slots.touching_ended()
     assert outcomes(save(core, namespace, chain("y", 2))) == [Outcome.GRANTED, Outcome.GRANTED]
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_pending_tells_being_written_from_absent() -> None:
@@ -410,19 +414,19 @@ def test_pending_tells_being_written_from_absent() -> None:
     namespace = core.open_namespace("a", PAGE)
     keys = chain("x", 4)
     save(core, namespace, keys[:1])
-    core.reserve(1, namespace, keys[0], keys[1:3])
-    found = core.lookup(2, namespace, keys, lease=False)
+    core.writing.reserve(1, namespace, keys[0], keys[1:3])
+    found = core.reading.lookup(2, namespace, keys, lease=False)
     assert (len(found.pages), found.pending, found.lease) == (1, 2, 0)
 
 
 def test_figures_count_what_happened() -> None:
     core = PoolCore([segment_for(2)], high_watermark=1.0)
-    core.touched(0, segment_for(2))
+    core.slots.touch(0, segment_for(2))
     namespace = core.open_namespace("a", PAGE)
     keys = chain("x", 3)
     save(core, namespace, keys)
-    core.reserve(1, namespace, bytes(16), keys)
-    core.lookup(1, namespace, keys, lease=True)
+    core.writing.reserve(1, namespace, bytes(16), keys)
+    core.reading.lookup(1, namespace, keys, lease=True)
     core.disconnect(1, 0.0, alive=True)
     counters = core.stats()["counters"]
     assert isinstance(counters, dict)
@@ -447,11 +451,11 @@ def test_keys_that_travelled_together_are_told_apart(keys: list[bytes]) -> None:
 def test_slots_of_a_writer_that_hangs_rest_until_it_is_back() -> None:
     core = core_of(segment_for(2))
     namespace = core.open_namespace("n", PAGE)
-    core.reserve(1, namespace, key(0), [key(1)])
+    core.writing.reserve(1, namespace, key(0), [key(1)])
     core.disconnect(1, 0.0, alive=True)
     for now in (1.0, REPLACE_SECONDS + 2, 1e6):
         core.tick(now)
-    assert core.awaits(writer_of(1)), "its thread may still write into them"
-    core.stopped(writer_of(1))
-    assert core.check() == []
+    assert core.deferred.awaits(writer_of(1)), "its thread may still write into them"
+    core.deferred.stopped(writer_of(1))
+    assert wrong_core(core) == []
     assert core.stats()["slots_resting"] == 0

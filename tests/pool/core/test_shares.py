@@ -13,6 +13,7 @@ from ems.pool.core.quota import Quota
 from ems.pool.names import qualified, tenant_of
 from ems.pool.pages import Outcome
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
+from tests.pool.wrong_core import wrong_core
 
 SLOTS = 2
 SEGMENT = segment_for(SLOTS)
@@ -25,17 +26,17 @@ def core_for(segments: int, **quotas: Quota) -> PoolCore:
 
 
 def segments_of(core: PoolCore, tenant: str) -> int:
-    namespaces = [segment.namespace for segment in core._slots.segments]
+    namespaces = [segment.namespace for segment in core.slots.segments]
     return sum(
-        1 for client_id in namespaces if client_id is not None and tenant_of(core._namespaces[client_id].name) == tenant
+        1 for client_id in namespaces if client_id is not None and tenant_of(core.namespaces[client_id].name) == tenant
     )
 
 
 def settle(core: PoolCore) -> None:
     """All memory that was replaced has been touched."""
-    for number, segment in enumerate(core._slots.segments):
-        core.touched(number, segment.size)
-    core.touching_ended()
+    for number, segment in enumerate(core.slots.segments):
+        core.slots.touch(number, segment.size)
+    core.slots.touching_ended()
 
 
 def fill(core: PoolCore, namespace: int, name: str, count: int) -> list[Outcome]:
@@ -51,7 +52,7 @@ def test_a_tenant_never_has_more_than_its_cap() -> None:
     ann = core.open_namespace(qualified("ann", "m"), PAGE)
     assert fill(core, ann, "x", 20) == [Outcome.GRANTED] * 20
     assert segments_of(core, "ann") == 2
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_guaranteed_minimum_is_never_taken_by_others() -> None:
@@ -73,30 +74,30 @@ def test_a_guaranteed_minimum_that_others_borrowed_comes_back() -> None:
         settle(core)
     assert segments_of(core, "ann") == 3
     assert segments_of(core, "bob") == 1
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_memory_of_another_tenant_is_replaced_and_touched_before_it_is_used() -> None:
     core = core_for(2, ann=Quota(), bob=Quota())
     ann, bob = (core.open_namespace(qualified(who, "m"), PAGE) for who in ("ann", "bob"))
     fill(core, ann, "x", 4)
-    reserved = core.reserve(2, bob, bytes(16), [key("y")])
+    reserved = core.writing.reserve(2, bob, bytes(16), [key("y")])
     assert outcomes(reserved) == [Outcome.NOT_TOUCHED]
     (assigned,) = reserved.assigned
     assert assigned.renewed
     assert core.segment_tenant(assigned.segment) == "bob"
     settle(core)
-    again = core.reserve(2, bob, bytes(16), [key("y")])
+    again = core.writing.reserve(2, bob, bytes(16), [key("y")])
     assert outcomes(again) == [Outcome.GRANTED]
     assert again.assigned == []
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_within_a_tenant_memory_changes_hands_as_it_is() -> None:
     core = core_for(4, ann=Quota())
     first, second = (core.open_namespace(qualified("ann", name), PAGE) for name in "mn")
     save(core, first, chain("x", 8))
-    reserved = core.reserve(1, second, bytes(16), [key("y")])
+    reserved = core.writing.reserve(1, second, bytes(16), [key("y")])
     assert outcomes(reserved) == [Outcome.GRANTED]
     assert [one.renewed for one in reserved.assigned] == [False]
 
@@ -129,15 +130,15 @@ def test_what_is_above_a_smaller_cap_leaves_and_what_is_read_stays() -> None:
     core = core_for(4, ann=Quota())
     ann = core.open_namespace(qualified("ann", "m"), PAGE)
     fill(core, ann, "x", 8)
-    leased = core.lookup(1, ann, [key("x0")], lease=True)
+    leased = core.reading.lookup(1, ann, [key("x0")], lease=True)
     core.set_quotas({"ann": Quota(cap="25%")})
     for _ in range(8):
-        core.shrink()
+        core.reclaimer.shrink()
         settle(core)
     assert segments_of(core, "ann") == 1
     assert present(core, ann, [key("x0")]) == [key("x0")]
-    core.release(1, leased.lease)
-    assert core.check() == []
+    core.reading.release(1, leased.lease)
+    assert wrong_core(core) == []
 
 
 def test_a_tenant_that_was_removed_keeps_nothing() -> None:
@@ -145,10 +146,10 @@ def test_a_tenant_that_was_removed_keeps_nothing() -> None:
     ann = core.open_namespace(qualified("ann", "m"), PAGE)
     fill(core, ann, "x", 8)
     core.set_quotas({"bob": Quota()})
-    taken = [number for _ in range(5) for number in core.shrink()]
+    taken = [number for _ in range(5) for number in core.reclaimer.shrink()]
     assert sorted(taken) == [0, 1, 2, 3]
     assert present(core, ann, [key(f"x{number}") for number in range(8)]) == []
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 TENANTS = ("ann", "bob", "cat")
@@ -184,7 +185,7 @@ class QuotaHistory(RuleBasedStateMachine):
     def give_back(self) -> None:
         """What the node does in every round of its own."""
         for _ in range(2 * TOTAL):
-            self.core.shrink()
+            self.core.reclaimer.shrink()
             settle(self.core)
 
     @rule(tenant=st.sampled_from(TENANTS), name=st.sampled_from("mn"), count=st.integers(1, 6), again=st.booleans())
@@ -216,23 +217,23 @@ class QuotaHistory(RuleBasedStateMachine):
     @rule(data=st.data(), number=st.integers(0, 4), length=st.integers(1, 4))
     def read(self, data: st.DataObject, number: int, length: int) -> None:
         tenant, name = data.draw(st.sampled_from(sorted(self.numbers)))
-        found = self.core.lookup(1, self.numbers[tenant, name], chain(f"{tenant}{number}", length), lease=True)
+        found = self.core.reading.lookup(1, self.numbers[tenant, name], chain(f"{tenant}{number}", length), lease=True)
         if found.lease:
             self.leases.append((1, found.lease))
         for other in TENANTS:
             if other != tenant:
                 keys = chain(f"{other}{number}", length)
-                assert not self.core.lookup(1, self.numbers[tenant, name], keys, lease=False).pages
+                assert not self.core.reading.lookup(1, self.numbers[tenant, name], keys, lease=False).pages
 
     @precondition(lambda self: self.leases)
     @rule()
     def release(self) -> None:
-        self.core.release(*self.leases.pop())
+        self.core.reading.release(*self.leases.pop())
         self.give_back()
 
     @invariant()
     def the_brain_holds_together(self) -> None:
-        assert self.core.check() == []
+        assert wrong_core(self.core) == []
 
     @invariant()
     def caps_hold(self) -> None:
@@ -243,14 +244,14 @@ class QuotaHistory(RuleBasedStateMachine):
 
     @invariant()
     def memory_belongs_to_one_tenant(self) -> None:
-        for segment in self.core._slots.segments:
+        for segment in self.core.slots.segments:
             if segment.namespace is not None:
-                assert segment.tenant == tenant_of(self.core._namespaces[segment.namespace].name)
+                assert segment.tenant == tenant_of(self.core.namespaces[segment.namespace].name)
 
     def teardown(self) -> None:
         for lease in self.leases:
-            self.core.release(*lease)
-        assert self.core.check() == []
+            self.core.reading.release(*lease)
+        assert wrong_core(self.core) == []
 
 
 TestQuotaHistory = QuotaHistory.TestCase

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ems.pool.core.index import MAX_TAILS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, KeyChain, Tail
+from tests.pool.wrong_core import wrong_core
 
 PAGE = 4096
 tokens_lists = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -17,8 +18,8 @@ tokens_lists = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 def make_core(slots: int = 64) -> PoolCore:
     size = (slots + 2) * (PAGE + 64) + 8192
     core = PoolCore([size], high_watermark=1.0)
-    core.touched(0, size)
-    core.touching_ended()
+    core.slots.touch(0, size)
+    core.slots.touching_ended()
     core.open_namespace("tenant/model/layout", PAGE)
     return core
 
@@ -32,9 +33,9 @@ def chain_of(seed: int = 0) -> KeyChain:
 def store(core: PoolCore, chain: KeyChain, tokens: list[int], *, commit: bool = True) -> int:
     """Reserve (and commit) a full block with ``tokens`` behind it; the reservation's number, 0 when all was there."""
     tail = chain.tail(1, tokens)
-    reserved = core.reserve(1, 0, NO_PARENT, [chain[0:1][0], tail.key], tail)
+    reserved = core.writing.reserve(1, 0, NO_PARENT, [chain[0:1][0], tail.key], tail)
     if commit and reserved.granted:
-        core.commit(1, reserved.reservation)
+        core.writing.commit(1, reserved.reservation)
     return reserved.reservation
 
 
@@ -53,20 +54,20 @@ def test_the_page_that_shares_most_is_found(stored: list[list[int]], wanted: lis
     for tokens in stored:
         store(core, chain, tokens)
 
-    count, found = core.lookup_tail(1, 0, chain.tail(1, wanted), lease=True)
+    count, found = core.reading.lookup_tail(1, 0, chain.tail(1, wanted), lease=True)
 
     assert count == max((shared(tokens, wanted) for tokens in stored), default=0)
     assert len(found.pages) == (count > 0)
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_the_same_tokens_behind_another_prefix_are_not_found() -> None:
     core = make_core()
     store(core, chain_of(1), [5, 6, 7])
 
-    assert core.lookup_tail(1, 0, chain_of(2).tail(1, [5, 6, 7]), lease=False)[0] == 0
-    assert core.lookup_tail(1, 0, chain_of(1).tail(1, [5, 6, 7], ("salt", "x")), lease=False)[0] == 0
-    assert core.lookup_tail(1, 0, chain_of(1).tail(1, [5, 6, 7]), lease=False)[0] == 3
+    assert core.reading.lookup_tail(1, 0, chain_of(2).tail(1, [5, 6, 7]), lease=False)[0] == 0
+    assert core.reading.lookup_tail(1, 0, chain_of(1).tail(1, [5, 6, 7], ("salt", "x")), lease=False)[0] == 0
+    assert core.reading.lookup_tail(1, 0, chain_of(1).tail(1, [5, 6, 7]), lease=False)[0] == 3
 
 
 def test_a_page_that_is_being_written_is_announced_and_not_given() -> None:
@@ -74,25 +75,25 @@ def test_a_page_that_is_being_written_is_announced_and_not_given() -> None:
     store(core, chain, [1, 2])
     reservation = store(core, chain, [1, 2, 3, 4], commit=False)
 
-    count, found = core.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=False)
+    count, found = core.reading.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=False)
     assert (count, found.pending) == (2, 1)
-    core.abort(1, reservation)
-    count, found = core.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=False)
+    core.writing.abort(1, reservation)
+    count, found = core.reading.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=False)
     assert (count, found.pending) == (2, 0)
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_leased_page_stays_and_others_leave_the_directory_when_they_are_evicted() -> None:
     core, chain = make_core(slots=8), chain_of()
     store(core, chain, [1, 2, 3])
-    _, found = core.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=True)
+    _, found = core.reading.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=True)
     for seed in range(2, 40):
         store(core, chain_of(seed), [seed])
 
-    assert core.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=False)[0] == 3
-    assert core.lookup_tail(1, 0, chain_of(2).tail(1, [2]), lease=False)[0] == 0
-    core.release(1, found.lease)
-    assert core.check() == []
+    assert core.reading.lookup_tail(1, 0, chain.tail(1, [1, 2, 3]), lease=False)[0] == 3
+    assert core.reading.lookup_tail(1, 0, chain_of(2).tail(1, [2]), lease=False)[0] == 0
+    core.reading.release(1, found.lease)
+    assert wrong_core(core) == []
 
 
 def test_a_directory_lists_a_bounded_number_of_pages() -> None:
@@ -100,9 +101,12 @@ def test_a_directory_lists_a_bounded_number_of_pages() -> None:
     for number in range(MAX_TAILS + 5):
         store(core, chain, [1000 + number])
 
-    listed = [core.lookup_tail(1, 0, chain.tail(1, [1000 + number]), lease=False)[0] for number in range(MAX_TAILS + 5)]
+    listed = [
+        core.reading.lookup_tail(1, 0, chain.tail(1, [1000 + number]), lease=False)[0]
+        for number in range(MAX_TAILS + 5)
+    ]
     assert listed == [0] * 5 + [1] * MAX_TAILS
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 @given(tokens_lists, tokens_lists)

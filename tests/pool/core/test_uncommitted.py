@@ -11,6 +11,7 @@ from ems.pool.core.uncommitted import LIMITS, UncommittedLimits
 from ems.pool.reasons.words import Reason
 from ems.pool.writer import Writer, writer_of
 from tests.pool.brain import chain, present, save, segment_for
+from tests.pool.wrong_core import wrong_core
 
 PAGE = 4096
 SLOTS = 1000
@@ -23,8 +24,8 @@ def filled() -> tuple[PoolCore, int, list[bytes]]:
     """A pool that is full of somebody's pages."""
     size = segment_for(SLOTS, PAGE)
     core = PoolCore([size], high_watermark=1.0)
-    core.touched(0, size)
-    core.touching_ended()
+    core.slots.touch(0, size)
+    core.slots.touching_ended()
     namespace = core.open_namespace("a", PAGE)
     keys = chain("others", SLOTS)
     for first in range(0, SLOTS, 100):
@@ -37,16 +38,18 @@ def test_one_client_cannot_evict_a_namespace_and_store_nothing() -> None:
     core, namespace, keys = filled()
     granted = 0
     for attempt in range(50):
-        reserved = core.reserve(1, namespace, bytes(16), chain(f"mine {attempt}", 100))
+        reserved = core.writing.reserve(1, namespace, bytes(16), chain(f"mine {attempt}", 100))
         granted += len(reserved.granted)
     assert 0 < granted <= HALF
     assert core.counters.refused_share == 5000 - granted
     assert len(present(core, namespace, keys)) >= SLOTS // 2 - 60, "an eviction frees a few more than are wanted"
     before = core.pages()
-    core.reserve(1, namespace, bytes(16), chain("more", 100))
+    core.writing.reserve(1, namespace, bytes(16), chain("more", 100))
     assert core.pages() == before, "what is refused makes nothing leave"
-    assert core.explain("a", chain("more", 1)).codes[0] == Reason.REFUSED_SHARE.code
-    assert core.reserve(2, namespace, bytes(16), chain("another's", 10)).granted, "others are not refused for that"
+    assert core.reading.explain("a", chain("more", 1)).codes[0] == Reason.REFUSED_SHARE.code
+    assert core.writing.reserve(2, namespace, bytes(16), chain("another's", 10)).granted, (
+        "others are not refused for that"
+    )
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -54,8 +57,10 @@ def test_leaving_and_coming_back_gives_no_other_share(*, alive: bool) -> None:
     core, namespace, _ = filled()
     granted = 0
     for client_id in range(10, 60):
-        core.introduce(client_id, Writer(4711, 1, client_id.to_bytes(8, "little"), 1))
-        granted = max(granted, len(core.reserve(client_id, namespace, bytes(16), chain(str(client_id), 900)).granted))
+        core.writers[client_id] = Writer(4711, 1, client_id.to_bytes(8, "little"), 1)
+        granted = max(
+            granted, len(core.writing.reserve(client_id, namespace, bytes(16), chain(str(client_id), 900)).granted)
+        )
         core.disconnect(client_id, 0.0, alive=alive)
     assert granted <= HALF
     assert core.pages() >= SLOTS // 2 - 60
@@ -64,7 +69,7 @@ def test_leaving_and_coming_back_gives_no_other_share(*, alive: bool) -> None:
 def test_many_processes_together_have_a_share_too() -> None:
     core, namespace, _ = filled()
     granted = sum(
-        len(core.reserve(client_id, namespace, bytes(16), chain(str(client_id), 100)).granted)
+        len(core.writing.reserve(client_id, namespace, bytes(16), chain(str(client_id), 100)).granted)
         for client_id in range(10, 60)
     )
     assert HALF < granted <= HALF + SLOTS // 4 + 10
@@ -75,34 +80,34 @@ def test_the_share_is_of_a_tenants_cap() -> None:
     size = segment_for(SLOTS, PAGE)
     core = PoolCore([size, size, size, size], high_watermark=1.0)
     for segment in range(4):
-        core.touched(segment, size)
-    core.touching_ended()
+        core.slots.touch(segment, size)
+    core.slots.touching_ended()
     core.set_quotas({"red": Quota(minimum="0", cap="25%")})
     namespace = core.open_namespace("//red/a", PAGE)
-    assert len(core.reserve(1, namespace, bytes(16), chain("x", 2000)).granted) <= HALF
+    assert len(core.writing.reserve(1, namespace, bytes(16), chain("x", 2000)).granted) <= HALF
 
 
 def test_a_reservation_ends_and_its_slots_wait_for_their_writer() -> None:
     core, namespace, _ = filled()
-    kept = core.reserve(1, namespace, bytes(16), chain("kept", 2))
+    kept = core.writing.reserve(1, namespace, bytes(16), chain("kept", 2))
     core.tick(LIMITS.seconds - 1)
-    late = core.reserve(1, namespace, bytes(16), chain("late", 2))
+    late = core.writing.reserve(1, namespace, bytes(16), chain("late", 2))
     core.tick(LIMITS.seconds)
     assert core.counters.reservations_expired == 1
     with pytest.raises(StaleReference):
-        core.commit(1, kept.reservation)
+        core.writing.commit(1, kept.reservation)
     assert core.stats()["slots_resting"] == 2
-    core.commit(1, late.reservation)
-    assert core.lookup(2, namespace, chain("kept", 2), lease=False).pending == 0
-    assert core.stopped(writer_of(1)) == 2
+    core.writing.commit(1, late.reservation)
+    assert core.reading.lookup(2, namespace, chain("kept", 2), lease=False).pending == 0
+    assert core.deferred.stopped(writer_of(1)) == 2
     assert core.stats()["slots_resting"] == core.stats()["bytes_reserved"] == 0
-    assert core.check() == []
+    assert wrong_core(core) == []
 
 
 def test_a_clock_that_was_set_back_keeps_no_reservation_for_ever() -> None:
     core, namespace, _ = filled()
     core.tick(1e6)
-    core.reserve(1, namespace, bytes(16), chain("x", 2))
+    core.writing.reserve(1, namespace, bytes(16), chain("x", 2))
     core.tick(0.0)
     core.tick(LIMITS.seconds)
     assert core.counters.reservations_expired == 1
@@ -110,7 +115,7 @@ def test_a_clock_that_was_set_back_keeps_no_reservation_for_ever() -> None:
 
 def test_what_tiers_bring_up_is_bounded_by_them() -> None:
     core, namespace, _ = filled()
-    assert len(core.reserve(-2, namespace, bytes(16), chain("up", 900)).granted) == 900
+    assert len(core.writing.reserve(-2, namespace, bytes(16), chain("up", 900)).granted) == 900
     core.tick(1e9)
     assert core.counters.reservations_expired == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
 import pytest
@@ -15,6 +15,9 @@ from ems.pool.http.app import build_app
 from ems.pool.protocol.acts import List, Show
 from ems.pool.service.measured import Measured
 from tests.pool.brain import PAGE, chain, core_of, save
+
+if TYPE_CHECKING:
+    from ems.pool.node.pool_node import Node
 
 NAMES = "acme/model/01/0.0", "acme/model/01/0.1", "other/mo del/02/0.0"
 TOKEN = "the token"
@@ -30,6 +33,7 @@ class Held:
             save(self.core, self.core.open_namespace(name, PAGE), chain(name, count))
         self.service = AdminService(self.core)
         self.measured = Measured(())
+        self.admin = self.handler = self
         self.asked = 0
         self.ill: dict[str, object] = {}
 
@@ -82,7 +86,7 @@ def get(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(build_app(held, private=private, token=token)(scope, receive, send))
+    asyncio.run(build_app(cast("Node", held), private=private, token=token)(scope, receive, send))
     body = b"".join(one.get("body", b"") for one in sent)
     kind = dict(sent[0]["headers"]).get(b"content-type", b"")
     return sent[0]["status"], json.loads(body) if kind == b"application/json" else body.decode()
@@ -183,7 +187,7 @@ def test_nothing_can_be_changed(held: Held, path: str, method: str) -> None:
 
 async def test_metrics_cost_the_same_however_often_they_are_asked_for(held: Held) -> None:
     now = 0.0
-    app = build_app(held, token=TOKEN, clock=lambda: now)
+    app = build_app(cast("Node", held), token=TOKEN, clock=lambda: now)
 
     async def ask(given: str) -> None:
         headers = [(b"authorization", given.encode())]

@@ -30,14 +30,14 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     )
     made = Node(config)
     for number, size in enumerate(made.arena.sizes):
-        made.core.touched(number, size)
+        made.core.slots.touch(number, size)
     yield made
     made.close()
 
 
 def page_of(node: Node) -> str:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(PoolCollector(node.figures, node.measured))
+    registry.register(PoolCollector(node.figures, node.handler.measured))
     return generate_latest(registry).decode()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -16,17 +16,24 @@ from ems.pool.protocol.framing import FrameReader
 from ems.pool.protocol.greeting import FRAME_SECONDS, GREETING_SECONDS
 from ems.pool.tenants.gate import Peer, Pending, Principal
 
+if TYPE_CHECKING:
+    from ems.pool.node.pool_node import Node
+
 
 class AdminService:
     """A host whose every answer is a defect."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.clients = self.rounds = self.arena = self.tenancy = self.gate = self
         self.gone: list[tuple[int, str | None]] = []
         self.time = 100.0
         self.pins: list[int] = []
 
-    def now(self) -> float:
+    def clock(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
         return self.time
 
     def keeps(self, client_id: int, size: int) -> None:
@@ -36,10 +43,10 @@ class AdminService:
         while connection.busy:
             connection.turn()
 
-    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Principal | Pending:
+    def greet(self, hello: messages.Hello, body: bytes, peer: Peer, now: float) -> Principal | Pending:
         return Principal()
 
-    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Principal, bytes]:
+    def prove(self, pending: Pending, proof: bytes, peer: Peer, now: float, wall: float) -> tuple[Principal, bytes]:
         raise AssertionError
 
     def welcome(self, client_id: int, principal: Principal, version: int, signature: bytes) -> messages.Welcome:
@@ -87,7 +94,7 @@ async def test_who_does_not_greet_in_time_is_told_and_let_go(
     service: AdminService, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     mine, its = ends
-    connection = Connection(service, its, 7, now=100.0)
+    connection = Connection(cast("Node", service), its, 7, now=100.0)
     connection.check_deadlines(100.0 + GREETING_SECONDS - 0.01)
     assert service.gone == []
     connection.check_deadlines(100.0 + GREETING_SECONDS)
@@ -100,7 +107,7 @@ async def test_who_has_greeted_may_stay_for_ever(
     service: AdminService, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     mine, its = ends
-    connection = Connection(service, its, 7, now=0.0)
+    connection = Connection(cast("Node", service), its, 7, now=0.0)
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())))
     connection.on_readable()
     connection.check_deadlines(1e9)
@@ -114,7 +121,7 @@ async def test_a_defect_costs_the_connection_that_found_it(
     service: AdminService, ends: tuple[socket.socket, socket.socket], capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine, its = ends
-    connection = Connection(service, its, 7, now=0.0)
+    connection = Connection(cast("Node", service), its, 7, now=0.0)
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())) + coding.encode(messages.Stats()))
     connection.on_readable()
     welcome, refused = received(mine)
@@ -129,7 +136,7 @@ async def test_a_frame_that_is_begun_has_to_end_in_time(
     service: AdminService, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     mine, its = ends
-    connection = Connection(service, its, 7, now=100.0)
+    connection = Connection(cast("Node", service), its, 7, now=100.0)
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())))
     connection.on_readable()
     for at in (103.0, 109.0):  # coming in drops does not help
@@ -148,7 +155,7 @@ async def test_a_frame_that_is_begun_has_to_end_in_time(
 async def test_whole_frames_have_no_deadline_together(ends: tuple[socket.socket, socket.socket]) -> None:
     mine, its = ends
     registrar = Registrar()
-    connection = Connection(registrar, its, 7, now=100.0)
+    connection = Connection(cast("Node", registrar), its, 7, now=100.0)
     stats = coding.encode(messages.Stats())
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())) + stats[:3])
     for _ in range(5):
@@ -191,7 +198,7 @@ def frames(data: bytes) -> int:
 async def test_answers_to_requests_that_came_together_leave_together(ends: tuple[socket.socket, socket.socket]) -> None:
     """A client that is woken by the first answer may take the processor that the second one needs."""
     mine, its = ends[0], Counting(ends[1])
-    connection = Connection(Registrar(), its, 7, now=100.0)
+    connection = Connection(cast("Node", Registrar()), its, 7, now=100.0)
     stats, quiet = coding.encode(messages.Stats()), coding.encode(messages.Release(1))
     for requests, answers in (
         ([coding.encode(messages.Hello(1, 1, "test", os.getpid()))], [1]),
@@ -213,7 +220,7 @@ async def test_what_was_asked_before_nonsense_is_answered_before_the_end(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     mine, its = ends
-    connection = Connection(Registrar(), its, 7, now=100.0)
+    connection = Connection(cast("Node", Registrar()), its, 7, now=100.0)
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())))
     stats = coding.encode(messages.Stats())
     mine.sendall(stats + stats + framing.frame(b"nonsense") + stats)

@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 
 from ems.config import NodeConfig
 from ems.pool.node.connection import Connection
-from ems.pool.node.pool_node import AT_ONCE, ROUND, Node
+from ems.pool.node.pool_node import Node
+from ems.pool.node.rounds import AT_ONCE, ROUND
 from ems.pool.node.turns import Farewell, Turns
 from ems.pool.pages import Outcome
 from ems.pool.protocol import coding, messages
 from ems.pool.protocol.framing import FrameReader
 from tests.pool.brain import chain
+from tests.pool.wrong_core import wrong_core
 
 PAGE = 4096
 LONG = 8000
@@ -49,7 +51,7 @@ class Client:
 
     def __init__(self, node: Node, party: str) -> None:
         self.sock, its = socket.socketpair()
-        self.connection: Connection = node.take_in(its)
+        self.connection: Connection = node.clients.take_in(its)
         self.sock.setblocking(False)
         self._party = party
         self._reader = FrameReader()
@@ -109,8 +111,8 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     config = NodeConfig(directory=tmp_path / "pool", size=160 << 20, segment_size=160 << 20, high_watermark=1.0)
     made = Node(config)
     for number, size in enumerate(made.arena.sizes):
-        made.core.touched(number, size)
-    made.core.touching_ended()
+        made.core.slots.touch(number, size)
+    made.core.slots.touching_ended()
     made.core.open_namespace("a", PAGE)
     yield made
     made.close()
@@ -235,8 +237,8 @@ async def test_a_short_lookup_is_answered_between_steps_of_long_work(
     count = await lines_until(answered, start)
     assert answers == [messages.Hits(1, 0, 0, b"")]
     assert count < MOST_LINES, count
-    await rounds_until(lambda: not node._turns and not node.core.unsettled)
-    assert node.core.check() == []
+    await rounds_until(lambda: not node.rounds.turns and not node.core.unsettled)
+    assert wrong_core(node.core) == []
 
 
 async def test_a_hundred_connections_of_one_tenant_have_one_turn(node: Node, connect: MakeClient) -> None:
@@ -291,10 +293,10 @@ async def test_long_requests_do_what_they_say(node: Node, connect: MakeClient) -
     assert set(too_many.outcomes[refused:]) == {Outcome.OVER_SHARE}, "nothing behind what is too much is granted"
     assert len(too_many.refs) == 20 * refused
     client.sock.close()
-    await rounds_until(lambda: not node._turns and not node._connections)
+    await rounds_until(lambda: not node.rounds.turns and not node.clients.connections)
     figures = node.core.stats()
     assert (figures["leases"], figures["reservations"]) == (0, 0)
-    assert node.core.check() == []
+    assert wrong_core(node.core) == []
 
 
 async def test_what_was_sent_before_the_end_is_done(node: Node, connect: MakeClient) -> None:
@@ -305,7 +307,7 @@ async def test_what_was_sent_before_the_end_is_done(node: Node, connect: MakeCli
     assert isinstance(granted, messages.Granted)
     client.send(messages.Commit(granted.reservation))
     client.sock.shutdown(socket.SHUT_WR)
-    await rounds_until(lambda: not node._connections)
+    await rounds_until(lambda: not node.clients.connections)
     assert node.core.pages() == LONG
 
 
@@ -317,7 +319,7 @@ async def test_nothing_is_read_while_something_is_to_be_done(node: Node, connect
     sent = client.sock.send(request * 100)
     for _ in range(30):
         await asyncio.sleep(0)
-        with_buffer = node._limits.buffered
+        with_buffer = node.clients.limits.buffered
         assert with_buffer <= 2 * len(request), (with_buffer, sent)
 
 

@@ -20,7 +20,7 @@ from tests.pool.brain import PAGE, chain, core_of, key, save, segment_for
 
 
 def why(core: PoolCore, namespace: int, keys: list[bytes]) -> Reason | None:
-    return Reason.of_code(core.lookup(0, namespace, keys, lease=False).code)
+    return Reason.of_code(core.reading.lookup(0, namespace, keys, lease=False).code)
 
 
 def test_what_nobody_stored_was_never_stored() -> None:
@@ -35,16 +35,16 @@ def test_what_nobody_stored_was_never_stored() -> None:
 def test_what_is_being_written_says_so_and_then_that_it_was_not_finished() -> None:
     core = core_of(4)
     space = core.open_namespace("a", PAGE)
-    reserved = core.reserve(1, space, bytes(16), chain("x", 2))
+    reserved = core.writing.reserve(1, space, bytes(16), chain("x", 2))
     assert why(core, space, chain("x", 1)) is Reason.BEING_WRITTEN
-    core.abort(1, reserved.reservation)
+    core.writing.abort(1, reserved.reservation)
     assert why(core, space, chain("x", 1)) is Reason.UNFINISHED
 
 
 def test_a_writer_that_left_leaves_the_reason() -> None:
     core = core_of(4)
     space = core.open_namespace("a", PAGE)
-    core.reserve(1, space, bytes(16), chain("x", 2))
+    core.writing.reserve(1, space, bytes(16), chain("x", 2))
     core.disconnect(1, 5.0, alive=False)
     assert why(core, space, chain("x", 2)) is Reason.UNFINISHED
 
@@ -75,7 +75,7 @@ def test_who_made_room_for_whom_is_told_with_its_time() -> None:
     core.tick(35.0)
     gone = [key(name) for name in range(4) if why(core, rich, [key(name)]) is not None]
     assert len(gone) == 2
-    told = core.explain("rich", gone[:1])
+    told = core.reading.explain("rich", gone[:1])
     assert Reason.of_code(told.codes[0]) is Reason.EVICTED_FOR_OTHERS
     assert (told.winner, told.seconds) == ("poor", 15.0)
 
@@ -84,8 +84,8 @@ def test_refusals_are_remembered_key_by_key() -> None:
     core = core_of(2)
     space = core.open_namespace("a", PAGE)
     save(core, space, chain("held", 2))
-    core.lookup(1, space, chain("held", 2), lease=True)
-    core.reserve(2, space, bytes(16), chain("x", 2))
+    core.reading.lookup(1, space, chain("held", 2), lease=True)
+    core.writing.reserve(2, space, bytes(16), chain("x", 2))
     assert why(core, space, chain("x", 1)) is Reason.REFUSED_NO_SPACE
     assert why(core, space, chain("x", 2)[1:]) is Reason.REFUSED_NO_SPACE
 
@@ -93,7 +93,7 @@ def test_refusals_are_remembered_key_by_key() -> None:
 def test_memory_that_was_not_touched_is_a_reason() -> None:
     core = PoolCore([segment_for(2)])
     space = core.open_namespace("a", PAGE)
-    core.reserve(2, space, bytes(16), chain("x", 1))
+    core.writing.reserve(2, space, bytes(16), chain("x", 1))
     assert why(core, space, chain("x", 1)) is Reason.REFUSED_NOT_TOUCHED
 
 
@@ -104,9 +104,9 @@ def test_what_came_back_is_a_hit_and_what_left_again_has_its_newest_reason() -> 
     save(core, space, chain("x", 2))
     save(core, space, [key("old")])
     assert why(core, space, [key("old")]) is None
-    reserved = core.reserve(1, space, bytes(16), [key("new")])
-    core.abort(1, reserved.reservation)
-    core.reserve(1, space, bytes(16), [key("new")])
+    reserved = core.writing.reserve(1, space, bytes(16), [key("new")])
+    core.writing.abort(1, reserved.reservation)
+    core.writing.reserve(1, space, bytes(16), [key("new")])
     core.disconnect(1, 3.0, alive=False)
     assert why(core, space, [key("new")]) is Reason.UNFINISHED
 
@@ -122,12 +122,12 @@ def test_another_layout_of_the_model_is_named_with_what_differs() -> None:
     layouts.describe("new", {**FACTS, "block_size": "32", "dtype": "bf16"})
     layouts.describe("plane", {**FACTS, "plane": "1.0", "block_size": "64"})
     layouts.describe("alien", {**FACTS, "tenant": "other", "block_size": "64"})
-    assert Reason.of_code(core.missed_namespace("new", 3)) is Reason.NEVER_STORED, "nothing is there yet"
+    assert Reason.of_code(core.reading.missed_namespace("new", 3)) is Reason.NEVER_STORED, "nothing is there yet"
     save(core, old, chain("x", 1))
-    assert Reason.of_code(core.missed_namespace("new", 3)) is Reason.OTHER_LAYOUT
-    assert Reason.of_code(core.missed_namespace("plane", 3)) is Reason.NEVER_STORED
-    assert Reason.of_code(core.missed_namespace("alien", 3)) is Reason.NEVER_STORED
-    told = core.explain("new", chain("y", 2))
+    assert Reason.of_code(core.reading.missed_namespace("new", 3)) is Reason.OTHER_LAYOUT
+    assert Reason.of_code(core.reading.missed_namespace("plane", 3)) is Reason.NEVER_STORED
+    assert Reason.of_code(core.reading.missed_namespace("alien", 3)) is Reason.NEVER_STORED
+    told = core.reading.explain("new", chain("y", 2))
     assert told.codes == bytes([Reason.OTHER_LAYOUT.code]) * 2
     assert [(one.namespace, one.fields) for one in told.layouts] == [("old", {"block_size": ("32", "16")})]
     new = core.open_namespace("new", PAGE)
@@ -142,7 +142,7 @@ def test_pages_behind_a_missing_one_are_a_gap() -> None:
     keys = chain("x", 4)
     save(core, space, [keys[0]])
     save(core, space, [keys[2]], parent=keys[1])
-    codes = [Reason.of_code(code) for code in core.explain("a", keys).codes]
+    codes = [Reason.of_code(code) for code in core.reading.explain("a", keys).codes]
     assert codes == [None, Reason.NEVER_STORED, Reason.GAP, Reason.NEVER_STORED]
     assert core.reasons.misses == {}, "to ask is no miss"
 
@@ -151,8 +151,8 @@ def test_lookups_are_found_by_request_and_by_a_part_that_only_one_has() -> None:
     core = core_of(4)
     space = core.open_namespace("a", PAGE)
     save(core, space, chain("x", 1))
-    core.lookup(1, space, chain("x", 2), lease=True, request="cmpl-17-0-abc")
-    core.missed_namespace("b", 4, "cmpl-17-0-abc")
+    core.reading.lookup(1, space, chain("x", 2), lease=True, request="cmpl-17-0-abc")
+    core.reading.missed_namespace("b", 4, "cmpl-17-0-abc")
     name, looks = core.reasons.requests.find("cmpl-17")
     assert name == "cmpl-17-0-abc"
     assert [(look.namespace, look.asked, look.found, Reason.of_code(look.code)) for look in looks] == [
@@ -160,7 +160,7 @@ def test_lookups_are_found_by_request_and_by_a_part_that_only_one_has() -> None:
         ("b", 4, 0, Reason.NEVER_STORED),
     ]
     assert core.reasons.requests.find("cmpl-18") == ("", [])
-    core.lookup(1, space, chain("x", 2), lease=False, request="cmpl-17-1-abc")
+    core.reading.lookup(1, space, chain("x", 2), lease=False, request="cmpl-17-1-abc")
     assert core.reasons.requests.find("cmpl-17") == ("", []), "two have it"
     assert core.reasons.requests.find("") == ("", [])
 

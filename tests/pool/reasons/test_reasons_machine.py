@@ -11,6 +11,7 @@ from ems.pool.core.pool_core import PoolCore
 from ems.pool.pages import Outcome
 from ems.pool.reasons.words import Reason
 from tests.pool.brain import key, segment_for
+from tests.pool.wrong_core import wrong_core
 
 SEGMENTS = [segment_for(3, 8192), segment_for(2, 8192)]
 SPACES = ["a", "b"]
@@ -38,7 +39,7 @@ class ReasonHistory(RuleBasedStateMachine):
             self.touch()
 
     def pages(self) -> set[tuple[str, bytes]]:
-        return {(name, page.key) for name in SPACES for page in self.core._namespaces[self.numbers[name]].index}
+        return {(name, page.key) for name in SPACES for page in self.core.namespaces[self.numbers[name]].index}
 
     def gone(self, before: set[tuple[str, bytes]], reasons: set[Reason]) -> None:
         for one in before - self.pages():
@@ -47,20 +48,20 @@ class ReasonHistory(RuleBasedStateMachine):
     @rule()
     def touch(self) -> None:
         for number, size in enumerate(SEGMENTS):
-            self.core.touched(number, size)
-        self.core.touching_ended()
+            self.core.slots.touch(number, size)
+        self.core.slots.touching_ended()
 
     @rule(seat=st.integers(0, 1), name=st.sampled_from(SPACES), run=st.sampled_from(RUNS), commit=st.booleans())
     def reserve(self, seat: int, name: str, run: list[str], commit: bool) -> None:
         client_id, before = self.client_ids[seat], self.pages()
         keys = [KEYS[path] for path in run]
-        reserved = self.core.reserve(client_id, self.numbers[name], bytes(16), keys)
+        reserved = self.core.writing.reserve(client_id, self.numbers[name], bytes(16), keys)
         for one, outcome in zip(keys, reserved.outcomes, strict=True):
             if Outcome(outcome) in REFUSED:
                 self.happened[name, one] = ({REFUSED[Outcome(outcome)]}, self.now)
         self.gone(before, EVICTED)
         if reserved.reservation and commit:
-            self.core.commit(client_id, reserved.reservation)
+            self.core.writing.commit(client_id, reserved.reservation)
         elif reserved.reservation:
             self.writing[reserved.reservation] = (client_id, name)
 
@@ -71,9 +72,9 @@ class ReasonHistory(RuleBasedStateMachine):
         client_id, _ = self.writing.pop(number)
         before = self.pages()
         if commit:
-            self.core.commit(client_id, number)
+            self.core.writing.commit(client_id, number)
         else:
-            self.core.abort(client_id, number)
+            self.core.writing.abort(client_id, number)
         self.gone(before, {Reason.UNFINISHED})
 
     @rule(seat=st.integers(0, 1), alive=st.booleans())
@@ -88,7 +89,7 @@ class ReasonHistory(RuleBasedStateMachine):
     @rule(seat=st.integers(0, 1), name=st.sampled_from(SPACES), run=st.sampled_from(RUNS), lease=st.booleans())
     def lookup(self, seat: int, name: str, run: list[str], lease: bool) -> None:
         client_id = self.client_ids[seat]
-        found = self.core.lookup(client_id, self.numbers[name], [KEYS[path] for path in run], lease=lease)
+        found = self.core.reading.lookup(client_id, self.numbers[name], [KEYS[path] for path in run], lease=lease)
         if found.lease:
             self.leases.append((client_id, found.lease))
         assert (found.code != 0) == (len(found.pages) < len(run))
@@ -102,7 +103,7 @@ class ReasonHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         position = data.draw(st.integers(0, len(self.leases) - 1))
-        self.core.release(*self.leases.pop(position))
+        self.core.reading.release(*self.leases.pop(position))
 
     @rule(seconds=st.sampled_from([1.0, 11.0, REPLACE_SECONDS]))
     def tick(self, seconds: float) -> None:
@@ -118,11 +119,11 @@ class ReasonHistory(RuleBasedStateMachine):
 
     @invariant()
     def every_key_tells_the_truth(self) -> None:
-        assert self.core.check() == []
+        assert wrong_core(self.core) == []
         pages = self.pages()
         for name in SPACES:
             for one in KEYS.values():
-                told = self.core.explain(name, [one])
+                told = self.core.reading.explain(name, [one])
                 reason = Reason.of_code(told.codes[0])
                 if reason is None:
                     assert (name, one) in pages

@@ -42,6 +42,7 @@ from ems.pool.segments.recovery import MOST, Recovered, SegmentImage, header_che
 from ems.pool.segments.verify import Trust, Verify
 from tests.kit.headers import write_header
 from tests.pool.brain import chain, key, segment_for, tails_of
+from tests.pool.wrong_core import wrong_core
 
 SMALL, LARGE = 4096, 16384
 SEGMENT = max(segment_for(5, SMALL), segment_for(2, LARGE)) + 4096 & ~4095
@@ -66,12 +67,12 @@ def start(home: Path, now: list[float], **changes: object) -> Node:
         return Node(NodeConfig(**values), clock=lambda: now[0])  # type: ignore[arg-type]
 
     node = asyncio.run(make())
-    node._connections[1] = SimpleNamespace(features=())  # type: ignore[assignment]
+    node.clients.connections[1] = SimpleNamespace(features=())  # type: ignore[assignment]
     for number, size in enumerate(node.arena.sizes):
         os.posix_fallocate(node.arena.descriptor(number), 0, size)
         node.arena.touched[number] = size
-        node.core.touched(number, size)
-    node.core.touching_ended()
+        node.core.slots.touch(number, size)
+    node.core.slots.touching_ended()
     return node
 
 
@@ -83,7 +84,7 @@ def pages_of(node: Node) -> dict[tuple[str, bytes], bytes]:
     """What a node holds: the bytes of each page by namespace and key."""
     return {
         (namespace.name, page.key): bytes_at(node, page.ref, namespace.page_size)
-        for namespace in node.core._namespaces
+        for namespace in node.core.namespaces
         for page in namespace.index
         if page.present
     }
@@ -95,7 +96,7 @@ def bytes_at(node: Node, packed: bytes, size: int) -> bytes:
 
 
 def order_of(node: Node, name: str) -> list[bytes]:
-    (index,) = [namespace.index for namespace in node.core._namespaces if namespace.name == name]
+    (index,) = [namespace.index for namespace in node.core.namespaces if namespace.name == name]
     return [page.key for page in index.policy]
 
 
@@ -209,7 +210,7 @@ class Restarts(RuleBasedStateMachine):
     @rule(data=st.data())
     def flip(self, data: st.DataObject) -> None:
         """A bit of a page goes bad behind everybody's back."""
-        pages = [(space, page) for space in self.node.core._namespaces for page in space.index if page.present]
+        pages = [(space, page) for space in self.node.core.namespaces for page in space.index if page.present]
         if pages:
             space, page = data.draw(st.sampled_from(pages))
             ref = PageRef.unpack(page.ref)
@@ -222,7 +223,7 @@ class Restarts(RuleBasedStateMachine):
         quarantined = self.node.core.stats()["slots_quarantined"]
         assert isinstance(quarantined, int)
         count = 0
-        for space in self.node.core._namespaces:
+        for space in self.node.core.namespaces:
             present = [page for page in space.index if page.present]
             for page in [page for page in present if not sound(self.node, space.name, page.ref, page.key)]:
                 told = self.node.answer(1, messages.Corrupt(space.number, page.key, page.ref))
@@ -234,13 +235,13 @@ class Restarts(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.now[0] += seconds
         self.node.core.tick(self.now[0])
-        self.node.arena.headers.forget(self.node.core.freed())
+        self.node.arena.headers.forget(self.node.core.slots.freed())
 
     @rule(more=st.sampled_from([0, 0, 0, 1, -1]))
     def crash(self, more: int) -> None:
         before, listed = pages_of(self.node), tails_of(self.node.core)
         waiting = sum(len(refs) // 20 for _, _, _, refs in self.held)
-        resting = len(self.node.core.resting()) > 0
+        resting = len(self.node.core.deferred.segments()) > 0
         count = max(len(self.node.arena.sizes) + more, 1)
         kept = self.end(range(count))
         self.node = start(self.home, self.now, size=SEGMENT * count)
@@ -254,7 +255,7 @@ class Restarts(RuleBasedStateMachine):
         """End the node; the pages that lie in ``segments``."""
         kept = {
             (namespace.name, page.key)
-            for namespace in self.node.core._namespaces
+            for namespace in self.node.core.namespaces
             for page in namespace.index
             if page.present and page.segment in segments
         }
@@ -266,11 +267,11 @@ class Restarts(RuleBasedStateMachine):
     @rule(data=st.data(), garbage=st.binary(min_size=1, max_size=HEADER_BYTES))
     def crash_with_a_torn_header(self, data: st.DataObject, garbage: bytes) -> None:
         segment = data.draw(st.integers(0, len(self.node.arena.sizes) - 1))
-        geometry = self.node.core._slots.segments[segment].geometry
+        geometry = self.node.core.slots.segments[segment].geometry
         slot = data.draw(st.integers(0, geometry.slot_count - 1)) if geometry else 0
         hurt = {
             (namespace.name, page.key)
-            for namespace in self.node.core._namespaces
+            for namespace in self.node.core.namespaces
             for page in namespace.index
             if PageRef.unpack(page.ref)[:2] == (segment, slot)
         }
@@ -295,14 +296,14 @@ class Restarts(RuleBasedStateMachine):
 
     @invariant()
     def the_brain_agrees_with_itself_and_with_the_headers(self) -> None:
-        assert self.node.core.check() == []
+        assert wrong_core(self.node.core) == []
         recovered = recover(self.node.arena.images())
         told = {(pages.name, one) for pages in recovered.namespaces for one, _, _ in pages.pages}
         assert told == pages_of(self.node).keys()
 
     @invariant()
     def no_wrong_byte_passes_and_no_right_one_is_refused(self) -> None:
-        for space in self.node.core._namespaces:
+        for space in self.node.core.namespaces:
             for page in space.index:
                 if page.present:
                     wanted = content(space.name, page.key, space.page_size)
@@ -312,11 +313,11 @@ class Restarts(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "node"):
             self.node.core.disconnect(1, self.now[0], alive=False)
-            for writer in self.node.core.awaited_writers:
-                self.node.core.stopped(writer)
+            for writer in self.node.core.deferred.writers:
+                self.node.core.deferred.stopped(writer)
             figures = self.node.core.stats()
             assert (figures["leases"], figures["reservations"], figures["slots_resting"]) == (0, 0, 0)
-            assert self.node.core.check() == []
+            assert wrong_core(self.node.core) == []
             self.node.arena.close()
         shutil.rmtree(self.home)
 
@@ -340,7 +341,7 @@ def test_the_machine_knows_of_pages_in_segments_that_came_later() -> None:
     machine.crash(more=1)
     for name, path, length in (("large", "a", 1), ("small", "a", 1), ("large", "abcd", 2), ("large", "abx", 2)):
         machine.save(name, path, length)
-    assert any(page.segment == SEGMENTS for space in machine.node.core._namespaces for page in space.index)
+    assert any(page.segment == SEGMENTS for space in machine.node.core.namespaces for page in space.index)
     machine.crash_with_a_damaged_description(data=FirstDrawn(), at=0, bit=0)
     machine.teardown()
 
@@ -383,8 +384,8 @@ def test_slots_of_writers_that_may_live_rest(home: Path) -> None:
         now[0] += REPLACE_SECONDS
         again.core.tick(now[0])
     assert again.core.stats()["slots_resting"] == 3, "time frees nothing"
-    (writer,) = again.core.awaited_writers
-    again.core.stopped(writer)
+    (writer,) = again.core.deferred.writers
+    again.core.deferred.stopped(writer)
     assert again.core.stats()["slots_resting"] == 0
     again.arena.close(keep=False)
 
@@ -393,15 +394,15 @@ def test_generations_go_on(home: Path) -> None:
     """Who still reads for the old node must not take a new page for the one that it was promised."""
     node = start(home, [0.0])
     save(node, "small", chain("x", 1))
-    (namespace,) = node.core._namespaces
+    (namespace,) = node.core.namespaces
     before = PageRef.unpack(next(iter(namespace.index)).ref)
     node.arena.close()
     again = start(home, [0.0])
-    found = PageRef.unpack(next(iter(again.core._namespaces[0].index)).ref)
+    found = PageRef.unpack(next(iter(again.core.namespaces[0].index)).ref)
     assert found == before
-    again.core._namespaces[0].index.discard(again.core._namespaces[0].index.get(chain("x", 1)[0]))  # type: ignore[arg-type]
-    again.core._slots.give_back(found)
-    ref = again.core._slots.take(0)
+    again.core.namespaces[0].index.discard(again.core.namespaces[0].index.get(chain("x", 1)[0]))  # type: ignore[arg-type]
+    again.core.slots.give_back(found)
+    ref = again.core.slots.take(0)
     assert ref is not None
     assert ref[:2] == before[:2]
     assert ref.generation == before.generation + 1
@@ -448,7 +449,7 @@ def test_a_segment_that_others_could_have_written_to_is_not_read(home: Path) -> 
 def test_a_node_goes_on_whatever_stamp_a_client_wrote(home: Path, stamp: int) -> None:
     node = start(home, [0.0])
     save(node, "small", chain("x", 2))
-    forged = PageRef.unpack(next(iter(node.core._namespaces[0].index)).ref)
+    forged = PageRef.unpack(next(iter(node.core.namespaces[0].index)).ref)
     mapped = node.arena.mapped(forged.segment)
     header = unpack_header(memoryview(mapped), header_offset(forged.slot))
     write_header(mapped, forged.slot, header._replace(stamp=stamp))
@@ -457,7 +458,7 @@ def test_a_node_goes_on_whatever_stamp_a_client_wrote(home: Path, stamp: int) ->
     assert len(pages_of(again)) == 1
     assert again.arena.headers.stamp < 10
     assert save(again, "small", chain("y", 2)) == 2
-    assert again.core.check() == []
+    assert wrong_core(again.core) == []
     again.arena.close(keep=False)
 
 
@@ -586,9 +587,9 @@ def test_no_forged_number_brings_a_node_down(page_size: int, carving: int, heade
         assert 0 < recovered.stamp <= MOST
         assert 0 < recovered.carving <= MOST
         core = PoolCore([described.size])
-        core.touched(0, described.size)
+        core.slots.touch(0, described.size)
         core.adopt(recovered, {}, 0.0)
-        assert core.check() == []
+        assert wrong_core(core) == []
 
 
 @given(st.binary(max_size=2 * HEADERS_OFFSET), st.integers(0, 1 << 20))

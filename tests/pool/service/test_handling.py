@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from types import GeneratorType
+import sys
+from types import FrameType, GeneratorType
 from typing import Any, TypeVar
 
 import pytest
 
 from ems.errors import PoolRefused, PoolRestarting, StaleReference
+from ems.pool.core import leases
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.layout import PageFlag
+from ems.pool.layout import PageFlag, carve
 from ems.pool.pages import Outcome
 from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Clear, List
@@ -31,7 +33,8 @@ from ems.pool.service.effects import (
 )
 from ems.pool.service.handling import STEP, RequestHandler
 from ems.pool.service.storing import Storing
-from tests.pool.brain import PAGE, chain
+from tests.pool.brain import PAGE, chain, core_of, save
+from tests.pool.wrong_core import wrong_core
 
 SIZE = 1 << 20
 
@@ -45,13 +48,10 @@ class Surroundings:
     states: tuple[()] = ()
     restarting = False
 
-    def __init__(self) -> None:
+    def __init__(self, core: PoolCore | None = None) -> None:
         self.seen: list[Effect] = []
         self.answers: dict[type[Effect], Any] = {NoteTenant: True, VerifyPage: False, Attach: SIZE}
-        self.core = PoolCore([SIZE, SIZE])
-        for segment in (0, 1):
-            self.core.touched(segment, SIZE)
-        self.core.touching_ended()
+        self.core = core or core_of(*[carve(SIZE, PAGE).slot_count] * 2)
         self.storing = Storing(self.core)
         self.handler = RequestHandler(self.core, self.storing, self, self)
         self.namespace = self.core.open_namespace("m", PAGE)
@@ -123,7 +123,7 @@ def test_nothing_is_granted_in_a_segment_of_which_nobody_would_know_whose_it_is(
     granted = node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), b"".join(chain("x", 2))))
     assert node.kinds() == [NoteTenant]
     assert granted == messages.Granted(0, bytes([Outcome.NO_SPACE] * 2), b"")
-    assert node.core.check() == []
+    assert wrong_core(node.core) == []
     node.answers[NoteTenant] = True
     assert node.save(chain("x", 2)).outcomes == bytes([Outcome.GRANTED] * 2)
 
@@ -199,7 +199,7 @@ def test_nothing_new_is_begun_when_the_node_is_about_to_restart(node: Surroundin
 def test_a_refusal_is_an_error_of_the_request_alone(node: Surroundings) -> None:
     with pytest.raises(StaleReference):
         node.ask(messages.Commit(99, None))
-    assert node.core.check() == []
+    assert wrong_core(node.core) == []
 
 
 @pytest.mark.parametrize("keys", [b"", b"a" * 16, bytes(Tail(b"d" * 16, b"1234").key) + b"a" * 16])
@@ -209,3 +209,144 @@ def test_a_tail_that_is_not_the_last_key_is_refused_in_one_sentence(keys: bytes)
     with pytest.raises(PoolRefused, match=r"^the last key is .*, expected .*, the hash of the tail's"):
         node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), keys, tail))
     assert node.core.pages() == 0
+
+
+# Long requests
+
+LONG = 5000
+"""More keys than a request may have that is done at once."""
+MOST_LINES = 20_000
+"""Lines of Python of one step; those of all keys are more."""
+MANY = 65_536
+
+
+@pytest.fixture
+def large() -> Surroundings:
+    node = Surroundings(core_of(LONG + 10))
+    save(node.core, node.namespace, chain("x", LONG))
+    node.core.settle()
+    return node
+
+
+def longest_step(node: Surroundings, request: messages.Request) -> tuple[int, Any]:
+    """Most lines of Python between two pauses of ``request``, and its answer."""
+    counts = [0]
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> object:
+        counts[-1] += event == "line"
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        answer = node.handler.handle(1, request, 0.0)
+        while isinstance(answer, GeneratorType):
+            try:
+                assert type(next(answer)) is Pause
+            except StopIteration as end:
+                answer = end.value
+            counts.append(0)
+    finally:
+        sys.settrace(None)
+    return max(counts), answer
+
+
+@pytest.mark.parametrize("verb", [messages.Announce, messages.Prefetch])
+def test_many_keys_are_announced_and_withdrawn_in_steps(large: Surroundings, verb: type) -> None:
+    keys = b"".join(chain("y", MANY))
+    lines, answer = longest_step(large, verb(large.namespace, keys))
+    assert lines < MOST_LINES
+    if verb is messages.Announce:
+        assert len(large.core.namespaces[0].pins.awaited) == MANY - 16
+        lines, _ = longest_step(large, messages.Withdraw(answer.announcement))
+        assert lines < MOST_LINES
+    assert not large.core.namespaces[0].pins.awaited
+    assert wrong_core(large.core) == []
+
+
+def test_the_end_of_who_announced_much_is_short(large: Surroundings) -> None:
+    longest_step(large, messages.Announce(large.namespace, b"".join(chain("y", MANY))))
+    counts = [0]
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> object:
+        counts[-1] += event == "line"
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        large.core.disconnect(1, 0.0, alive=False)
+    finally:
+        sys.settrace(None)
+    assert counts[0] < MOST_LINES
+    large.core.settle()
+    assert not large.core.namespaces[0].pins.awaited
+
+
+@pytest.mark.parametrize("there", [LONG, LONG // 2, 300, 256, 0])
+@pytest.mark.parametrize("lease", [True, False])
+def test_a_long_lookup_answers_as_a_short_one_does(large: Surroundings, there: int, lease: bool) -> None:
+    keys = chain("x", LONG)[:there] + chain("y", LONG)[: LONG - there]
+    granted = large.ask(messages.Reserve(large.namespace, bytes(16), b"".join(keys[there : there + 5])))
+    before = large.core.reading.lookup(2, large.namespace, keys, lease=lease, request="short")
+    lines, hits = longest_step(large, messages.Lookup(large.namespace, b"".join(keys), lease=lease, request="long"))
+    assert lines < MOST_LINES
+    assert (hits.count, hits.pending, hits.code, hits.refs) == (there, before.pending, before.code, before.refs)
+    assert hits.pending == granted.outcomes.count(Outcome.GRANTED)
+    assert large.core.counters.keys_looked_up == 2 * LONG
+    assert large.core.counters.keys_hit == 2 * there
+    assert large.core.reasons.requests.find("long")[1] == large.core.reasons.requests.find("short")[1]
+    assert bool(hits.lease) is (lease and there > 0)
+    assert len(large.core.leases.pages(1, hits.lease)) == (there if lease else 0)
+    large.core.settle()
+    assert wrong_core(large.core) == []
+    large.core.disconnect(1, 0.0, alive=False)
+    large.core.disconnect(2, 0.0, alive=False)
+    assert wrong_core(large.core) == []
+
+
+@pytest.mark.parametrize("missing", [0, 100, 300, LONG])
+def test_a_long_explanation_answers_as_a_short_one_does(large: Surroundings, missing: int) -> None:
+    keys = chain("x", LONG)
+    if missing < LONG:
+        keys[missing] = chain("y", 1)[0]
+    told = large.core.reading.explain("m", keys)
+    lines, answer = longest_step(large, messages.Explain("m", b"".join(keys)))
+    assert lines < MOST_LINES
+    assert answer == messages.Explained(told.codes, told.seconds, told.winner, told.layouts)
+    assert large.ask(messages.Explain("m", b"")) == messages.Explained(b"")
+
+
+def test_what_is_damaged_during_a_long_lookup_is_promised_to_nobody(large: Surroundings) -> None:
+    keys = chain("x", LONG)
+    looking = large.handler.handle(1, messages.Lookup(large.namespace, b"".join(keys), lease=True), 0.0)
+    assert isinstance(looking, GeneratorType)
+    for _ in range(3):
+        assert type(next(looking)) is Pause
+    for at in (10, 2000):  # one that is promised already, one that is not; both are stored again at once
+        page = large.core.page(large.namespace, keys[at])
+        assert page is not None
+        large.core.damage.quarantine(large.namespace, page)
+        save(large.core, large.namespace, [keys[at]], parent=keys[at - 1], client_id=3)
+    hits = large.run(looking)
+    assert (hits.count, len(hits.refs)) == (LONG, 20 * LONG)
+    assert len(large.core.leases.pages(1, hits.lease)) == LONG - 1
+    assert wrong_core(large.core) == []
+    large.core.reading.release(1, hits.lease)
+    assert wrong_core(large.core) == []
+
+
+def test_a_long_lookup_that_is_refused_or_cut_off_leaves_nothing(
+    large: Surroundings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = messages.Lookup(large.namespace, b"".join(chain("x", LONG)), lease=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(leases, "MAX_LEASED_EACH", LONG // 2)
+        with pytest.raises(PoolRefused, match="release some"):
+            large.ask(request)
+    assert len(large.core.leases) == 0
+    looking = large.handler.handle(1, request, 0.0)
+    assert isinstance(looking, GeneratorType)
+    next(looking)
+    looking.close()
+    large.core.disconnect(1, 0.0, alive=False)
+    assert len(large.core.leases) == 0
+    assert wrong_core(large.core) == []

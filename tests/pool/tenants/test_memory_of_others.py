@@ -26,6 +26,7 @@ from ems.pool.segments.recovery import MOST
 from ems.pool.tenants.gate import Peer, Principal
 from tests.pool.brain import PAGE, chain, key, outcomes, segment_for
 from tests.pool.tenants.people import ANN, BOB, registry_of, save
+from tests.pool.wrong_core import wrong_core
 
 SEGMENT = segment_for(2)
 
@@ -53,7 +54,7 @@ def start(home: Path, tenants: Path | None, segments: int = 2, segment: int = SE
     for one in node.core.slots.segments:
         if one.size:
             touch(node, one.number)
-    node.core.touching_ended()
+    node.core.slots.touching_ended()
     node.memory.stop()  # no thread tells of progress: the tests say what was touched
     return node
 
@@ -62,7 +63,7 @@ def touch(node: Node, number: int) -> None:
     size = node.arena.sizes[number]
     os.posix_fallocate(node.arena.descriptor(number), 0, size)
     node.arena.touched[number] = size
-    node.core.touched(number, size)
+    node.core.slots.touch(number, size)
 
 
 def reserve(node: Node, name: str, keys: list[bytes]) -> list[Outcome]:
@@ -99,7 +100,7 @@ def resize(node: Node, size: int) -> None:
     loop = Mock()
     loop.call_later.side_effect = lambda _, call, *arguments: later.append(partial(call, *arguments))
     node.loop = loop
-    node._admin.do(Peer(1, os.geteuid()), Resize(size), dry_run=False)
+    node.admin.do(Peer(1, os.geteuid()), Resize(size), dry_run=False)
     while later:
         later.pop(0)()
 
@@ -188,10 +189,10 @@ def test_a_key_is_revoked_though_the_quotas_in_the_file_do_not_fit(home: Path, t
     node = start(home, tenants)
     try:
         principal = Principal("ann", registry_of(ANN).tenants["ann"].keys[0].id)
-        assert node._tenancy.gate.admits(principal, 0.0)
+        assert node.tenancy.gate.admits(principal, 0.0)
         before = node.core.shares.bounds("bob")
         node._obey(registry_of(BOB, bob=Quota(minimum="1GB")))
-        assert not node._tenancy.gate.admits(principal, 0.0)
+        assert not node.tenancy.gate.admits(principal, 0.0)
         assert node.core.shares.bounds("bob") == before
         assert "lower a minimum with 'ems tenant set'" in ill(node)["quotas"]
         node._obey(registry_of(BOB))
@@ -223,7 +224,7 @@ def touched(node: Node) -> None:
     node.memory._touching = 0
     for one in node.core.slots.segments:
         touch(node, one.number)
-    node.core.touching_ended()
+    node.core.slots.touching_ended()
 
 
 def test_a_segment_that_cannot_be_replaced_costs_no_more_than_itself_and_comes_back(
@@ -238,18 +239,18 @@ def test_a_segment_that_cannot_be_replaced_costs_no_more_than_itself_and_comes_b
             assert reserve(node, qualified("bob", "m"), [key("y")]) != [Outcome.GRANTED]
             touched(node)
             (lost,) = node.memory.lost
-            assert node._tenancy.segment_tenants[lost] == "ann", "its memory is still the other's"
+            assert node.tenancy.segment_tenants[lost] == "ann", "its memory is still the other's"
             for block in chain("z", 8):
                 assert reserve(node, qualified("ann", "m"), [block]) == [Outcome.GRANTED]
             assert reserve(node, qualified("bob", "m"), [key("y")]) == [Outcome.NO_SPACE]
             node.memory.renew_lost()
             assert node.memory.lost == {lost}
-            assert node.core.check() == []
+            assert wrong_core(node.core) == []
         node.memory.renew_lost()
         touched(node)
         assert reserve(node, qualified("bob", "m"), [key("y")]) == [Outcome.GRANTED]
-        assert (node.memory.lost, node._tenancy.segment_tenants[lost]) == (set(), "bob")
-        assert node.core.check() == []
+        assert (node.memory.lost, node.tenancy.segment_tenants[lost]) == (set(), "bob")
+        assert wrong_core(node.core) == []
     finally:
         node.close()
 
@@ -263,11 +264,11 @@ def test_nothing_is_granted_in_a_segment_of_which_nobody_would_know_whose_it_is(
             patch.setattr(os, "replace", full)
             patch.setattr(Path, "replace", full)
             assert reserve(node, qualified("ann", "m"), [key("x")]) == [Outcome.NO_SPACE]
-            assert node._tenancy.segment_tenants == {}
-            assert node.core.check() == []
+            assert node.tenancy.segment_tenants == {}
+            assert wrong_core(node.core) == []
         assert reserve(node, qualified("ann", "m"), [key("x")]) == [Outcome.GRANTED]
-        assert set(node._tenancy.segment_tenants.values()) == {"ann"}
-        assert node.core.check() == []
+        assert set(node.tenancy.segment_tenants.values()) == {"ann"}
+        assert wrong_core(node.core) == []
     finally:
         node.close()
 
@@ -279,11 +280,11 @@ def test_segments_that_cannot_be_made_are_as_if_nobody_had_asked_for_them(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(node.arena, "_create", full)
-            node._admin.do(Peer(1, os.geteuid()), Resize(5 * node.arena.sizes[0]), dry_run=False)
+            node.admin.do(Peer(1, os.geteuid()), Resize(5 * node.arena.sizes[0]), dry_run=False)
         touched(node)
         assert len(node.core.slots.segments) == len(node.arena.sizes) == 2
         for block in chain("x", 5):
             assert reserve(node, "open", [block]) == [Outcome.GRANTED], "it evicts"
-        assert node.core.check() == []
+        assert wrong_core(node.core) == []
     finally:
         node.close()

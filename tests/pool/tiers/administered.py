@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ems.pool.keys import NO_PARENT
+from ems.pool.node.admin_runner import AdminRunner
 from ems.pool.protocol.acts import Acts, Follow
 from ems.pool.tenants.gate import Peer
 from ems.pool.tiers.directory import FolderBlobs
@@ -16,6 +17,7 @@ from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Stored
 from ems.testing.tiers import KEYS, page
 from tests.pool.tiers.node_with_tier import NAME, Bench
+from tests.pool.wrong_core import wrong_core
 
 ME = Peer(os.getpid(), os.geteuid())
 OTHER = "tenant/other/layout"
@@ -26,16 +28,16 @@ class Administered(Bench):
 
     def __init__(self, folder: Path, **settings: object) -> None:
         super().__init__(folder, **settings)
-        self.node._admin.use_tiers(self.tier_manager)
+        self.node.admin = AdminRunner(self.node)
 
     async def do(self, act: Acts, *, dry_run: bool = False) -> dict[str, Any]:
         """The report at the end of what ``act`` began."""
-        report = self.node._admin.do(ME, act, dry_run=dry_run)
+        report = self.node.admin.do(ME, act, dry_run=dry_run)
 
         def done() -> bool:
             nonlocal report
             if not report.get("done", True):
-                report = report | self.node._admin.do(ME, Follow(report["job"]), dry_run=False)
+                report = report | self.node.admin.do(ME, Follow(report["job"]), dry_run=False)
             return bool(report.get("done", True))
 
         await self.until(done)
@@ -68,6 +70,6 @@ async def administered(folder: Path) -> AsyncIterator[Callable[..., Administered
     for one in made:
         one.tier.gate.set()
         await one.until(one.nothing_is_held)
-        assert one.node.core.check() == []
+        assert wrong_core(one.node.core) == []
         assert not one.tier_manager._held_back
         one.node.close()

@@ -62,7 +62,7 @@ class Bench:
 
     def forget(self) -> None:
         """Memory loses all pages that nobody holds."""
-        space = self.node.core._namespaces[self.namespace]
+        space = self.node.core.namespaces[self.namespace]
         while evict(space.index, len(space.index), self._free, space.pins):
             pass
 
@@ -70,13 +70,13 @@ class Bench:
         self.node.core.slots.give_back(PageRef.unpack(one.ref))
 
     def present(self, keys: list[bytes]) -> int:
-        return len(self.node.core.lookup(9, self.namespace, keys, lease=False).pages)
+        return len(self.node.core.reading.lookup(9, self.namespace, keys, lease=False).pages)
 
     def look(self, keys: list[bytes]) -> int:
         return self.tier_manager.looked_up(self.namespace, keys, self.present(keys))
 
     def right(self, keys: list[bytes]) -> bool:
-        pages = self.node.core.lookup(9, self.namespace, keys, lease=False).pages
+        pages = self.node.core.reading.lookup(9, self.namespace, keys, lease=False).pages
         return all(bytes(self.memory(one)) == page(one.key) for one in pages)
 
     def memory(self, one: Page) -> memoryview:

@@ -95,7 +95,7 @@ async def test_what_is_pinned_stays_in_both(bench: Callable[..., Administered]) 
     report = await one.do(Clear(everything=True))
     assert (report["removed"], report["tiers"][0]["pages"]) == (6, 6)
     assert (one.present(keys), one.in_tier(keys)) == (2, 2)
-    one.node.core.unpin(one.namespace, keys)
+    one.node.core.namespaces[one.namespace].pins.unpin(keys)
     one.forget()
     assert one.look(keys) == 2
     await one.until(lambda: one.present(keys) == 2)

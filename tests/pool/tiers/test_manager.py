@@ -18,6 +18,7 @@ from ems.pool.layout import PageFlag, PageRef, header_offset
 from ems.pool.tiers.seam import KeyRun, Outcome, Wanted
 from ems.testing.tiers import key, page
 from tests.pool.tiers.node_with_tier import NAME, PAGE, PATIENCE, Bench, chain, stored
+from tests.pool.wrong_core import wrong_core
 
 FLAGS_AT = 56
 """Where in a header its flags are."""
@@ -35,7 +36,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
     for one in made:
         one.tier.gate.set()
         await one.until(one.nothing_is_held)
-        assert one.node.core.check() == []
+        assert wrong_core(one.node.core) == []
         one.node.close()
 
 
@@ -57,7 +58,7 @@ async def test_keys_that_come_up_are_being_written_for_everybody(bench: Callable
     one.tier.gate.clear()
     assert one.look(keys) == 4
     await one.until(lambda: one.state.fetches)
-    found = one.node.core.lookup(9, one.namespace, keys, lease=True)
+    found = one.node.core.reading.lookup(9, one.namespace, keys, lease=True)
     assert (len(found.pages), found.pending) == (0, 4)
     assert one.look(keys) == 4, "they still come up"
     assert one.save(keys, client_id=7) == 0, "nobody else writes them"
@@ -76,7 +77,7 @@ async def test_a_read_that_hangs_frees_its_keys_at_once_and_its_slots_when_it_en
     one.tier.gate.clear()
     one.look(keys)
     await one.until(lambda: not one.state.reading.open)
-    assert one.node.core.lookup(9, one.namespace, keys, lease=False).pending == 0
+    assert one.node.core.reading.lookup(9, one.namespace, keys, lease=False).pending == 0
     assert one.look(keys) == 0, "a tier that was cut out promises nothing"
     assert one.node.core.stats()["slots_resting"] == 4
     one.node.core.tick(time.monotonic() + 1e6)
@@ -181,14 +182,14 @@ async def test_a_page_that_was_corrupt_and_is_computed_again_is_not_written_half
     core = one.node.core
     wrong = core.page(one.namespace, keys[1])
     assert wrong is not None
-    core.quarantine(one.namespace, wrong)
+    core.damage.quarantine(one.namespace, wrong)
     again = one.node.promise(7, one.namespace, keys[0], keys[1:2])
     assert len(again.granted) == 1, "the engine computes it again"
     monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
     await one.until(lambda: one.state.counts["pages_written"] >= 2)
     await one.until(lambda: not one.state.write_back.size)
     assert [one.tier.holds(NAME, [name]) for name in keys] == [1, 0, 1], "its bytes are not there yet"
-    core.abort(7, again.reservation)
+    core.writing.abort(7, again.reservation)
 
 
 async def test_a_queue_of_nothing_but_corrupt_pages_ends(
@@ -200,7 +201,7 @@ async def test_a_queue_of_nothing_but_corrupt_pages_ends(
     one.save(keys)
     wrong = one.node.core.page(one.namespace, keys[0])
     assert wrong is not None
-    one.node.core.quarantine(one.namespace, wrong)
+    one.node.core.damage.quarantine(one.namespace, wrong)
     monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
     await one.until(lambda: not one.state.write_back.size)
     assert one.tier.holds(NAME, keys) == 0
@@ -284,7 +285,7 @@ async def test_reads_that_were_not_begun_hang_with_the_one_before_them(bench: Ca
     one.look(second)
     await one.until(lambda: not one.state.reading.open)
     assert wrong == []
-    assert one.node.core.lookup(9, one.namespace, second, lease=False).pending == 0
+    assert one.node.core.reading.lookup(9, one.namespace, second, lease=False).pending == 0
     one.tier.gate.set()
 
 
@@ -338,7 +339,7 @@ async def test_a_fetch_that_finds_only_some_may_end_after_a_segment_of_the_other
     coming = [core.page(one.namespace, name) for name in keys]
     segments = [PageRef.unpack(page.ref).segment for page in coming if page is not None]
     assert segments[0] != segments[-1]
-    core.drop_segment(segments[-1])
+    core.damage.drop_segment(segments[-1])
     one.tier.gate.set()
     await one.until(lambda: not one.state.fetches)
     assert strange == []

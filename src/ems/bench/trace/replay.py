@@ -43,22 +43,22 @@ def pool_of(capacity: int, policy: PolicyName) -> tuple[PoolCore, int]:
         size += 4096
     geometry = carve(size, PAGE_BYTES)
     core = PoolCore([size], high_watermark=1.0, eviction_ratio=min(BATCH / capacity, 1.0), policy=policy)
-    core.touched(0, geometry.slot_offset(capacity))
-    core.touching_ended()
+    core.slots.touch(0, geometry.slot_offset(capacity))
+    core.slots.touching_ended()
     return core, core.open_namespace("trace", PAGE_BYTES)
 
 
 def serve(core: PoolCore, namespace: int, keys: list[bytes]) -> int:
     """One request: load what is there, store the rest; returns how many leading blocks were there."""
-    found = core.lookup(OWNER, namespace, keys, lease=True)
+    found = core.reading.lookup(OWNER, namespace, keys, lease=True)
     core.settle()
     count = len(found.pages)
     if count < len(keys):
-        reserved = core.reserve(OWNER, namespace, keys[count - 1] if count else bytes(NO_PARENT), keys[count:])
+        reserved = core.writing.reserve(OWNER, namespace, keys[count - 1] if count else bytes(NO_PARENT), keys[count:])
         if reserved.granted:
-            core.commit(OWNER, reserved.reservation)
+            core.writing.commit(OWNER, reserved.reservation)
     if found.lease:
-        core.release(OWNER, found.lease)
+        core.reading.release(OWNER, found.lease)
     return count
 
 
@@ -76,7 +76,7 @@ class Queue:
         """One request leaves the queue, and one joins, if any is left; returns that one."""
         joined = None
         if self._waiting:
-            self._core.withdraw(OWNER, self._waiting.popleft())
+            self._core.announcements.withdraw(OWNER, self._waiting.popleft())
         while len(self._waiting) < self._length:
             joined = next(self._upcoming, None)
             if joined is None:

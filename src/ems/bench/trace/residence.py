@@ -81,9 +81,9 @@ class _Lift:
             self._on_the_way.remove(key)
 
     def _store(self, parent: bytes, key: bytes) -> None:
-        reserved = self._core.reserve(TIER, self._namespace, parent, [key])
+        reserved = self._core.writing.reserve(TIER, self._namespace, parent, [key])
         if reserved.granted:
-            self._core.commit(TIER, reserved.reservation)
+            self._core.writing.commit(TIER, reserved.reservation)
             self.brought += 1
 
 
@@ -110,7 +110,7 @@ def residence(
         nonlocal blocks, held, in_memory
         announcement, request = waiting.popleft()
         known = leading(request.keys)
-        core.withdraw(OWNER, announcement)
+        core.announcements.withdraw(OWNER, announcement)
         in_memory += serve(core, namespace, request.keys)
         held += known
         blocks += len(request.keys)
@@ -122,7 +122,7 @@ def residence(
         announcement = core.announce(OWNER, namespace, request.keys, request.at)
         waiting.append((announcement, request))
         if look_ahead:
-            present = len(core.lookup(OWNER, namespace, request.keys, lease=False).pages)
+            present = len(core.reading.lookup(OWNER, namespace, request.keys, lease=False).pages)
             lift.ask(request.keys[: leading(request.keys)], present, request.at)
         if len(waiting) > look_ahead:
             schedule()

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from ems.pool.administration.below import Errand, Tiers
 from ems.pool.administration.passes import Clearing
-from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Holding
+from ems.pool.tiers.seam import ForgetRequest, ForgetResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,41 +26,6 @@ STEP = 2048
 """Pages whose keys are noted in one step; less than a millisecond's work."""
 MAX_NAMED = 32
 """Namespaces that are named which a tier still has; more are only counted."""
-
-
-class Errand(Protocol):
-    """Something that a tier was asked to do."""
-
-    def outcome(self) -> ForgetResult | str | None:
-        """What it did, or why it did not do it; None while it is under way."""
-
-
-class Clearable(Protocol):
-    """What clearing needs of the tiers, which have numbers."""
-
-    def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
-        """The name of each tier, and what it has of each namespace."""
-
-    def left_alone(self, tier: int) -> set[str]:
-        """The namespaces of which ``tier`` has packs that this node does not understand."""
-
-    def hold_back(self, matches: Callable[[str], bool]) -> Callable[[], None]:
-        """Nothing of the namespaces that are ``matches`` goes up or down, until what is returned is called."""
-
-    def take_back(self, namespace: int, wanted: Callable[[Page], bool]) -> None:
-        """Let go of what waits to be written or fetched of ``namespace``."""
-
-    def offer(self, namespace: int, pages: list[Page]) -> None:
-        """Have ``pages`` written, which were stored while nothing went down."""
-
-    def look(self, tier: int) -> Errand:
-        """Have ``tier`` see what is there; with ``more`` it has not seen all yet."""
-
-    def forget(self, tier: int, matches: ForgetRequest, *, dry_run: bool) -> Errand:
-        """Have ``tier`` take out a portion of what is ``matches``, or count it."""
-
-    def settle(self, tier: int) -> None:
-        """What was done to ``tier`` is to be written down soon."""
 
 
 class _OneTier:
@@ -101,7 +67,7 @@ class DeepClearing:
         self,
         memory: Clearing,
         namespaces: Sequence[NamespacePages],
-        tiers: Clearable,
+        tiers: Tiers,
         matches: Callable[[str], bool],
         unused_for: float,
         unmatched: Callable[[], str],
@@ -132,11 +98,9 @@ class DeepClearing:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to be done."""
         return self._memory.done and all(one.done for one in self._below) and self._let_in is None and not self._new
 
     def step(self, now: float) -> bool:
-        """Go on; whether there is something to be done right away."""
         if not self._memory.done:
             return self._memory.step(now)
         if at_work := [one for one in self._below if not one.done]:
@@ -219,6 +183,5 @@ class DeepClearing:
         return bool(self._new)
 
     def report(self) -> dict[str, Any]:
-        """How far it is."""
         unmatched = self._unmatched() if self.done else ""  # tiers may not have seen before what they have
         return {**self._memory.report(), "tiers": [one.report() for one in self._below], "unmatched": unmatched}

@@ -30,7 +30,6 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def judge(figures: Mapping[str, Any]) -> list[Check]:
-    """What is well and what is not on the node with these ``figures``."""
     counters: Mapping[str, int] = figures["counters"]
     total, touched = figures["bytes_total"], figures["bytes_touched"]
     stored, refused = counters["pages_committed"], counters["refused_no_space"]

@@ -6,9 +6,10 @@ of tiers is what the node knows of them.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from ems.errors import PoolRefused
+from ems.pool.administration.below import Tiers
 from ems.pool.administration.selection import model_of, tenant_of
 from ems.pool.core.namespaces import NamespacePages
 from ems.pool.core.pool_core import PoolCore
@@ -20,27 +21,16 @@ from ems.pool.tiers.seam import Holding
 Report = dict[str, Any]
 
 
-class Stock(Protocol):
-    """What is to be known of the tiers."""
-
-    def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
-        """The name of each tier, and what it has of each namespace."""
-
-    def holders(self, name: str, key: bytes) -> list[str]:
-        """The names of the tiers that have the page ``key`` of the namespace ``name``."""
-
-
 class Inspector:
     """Looks into ``core`` and the tiers, where there are any."""
 
-    def __init__(self, core: PoolCore) -> None:
+    def __init__(self, core: PoolCore, tiers: Tiers | None) -> None:
         self._core = core
-        self.tiers: Stock | None = None
+        self._tiers = tiers
 
     def overview(self, now: float) -> Report:
-        """Every namespace that memory or a tier has, with its figures."""
         below = self._held_below()
-        readers = self._core.readers()
+        readers = self._core.leases.by_namespace()
         rows = [
             self._row(namespace, now, readers.get(namespace.number, 0), below.pop(namespace.name, []))
             for namespace in self._core.namespaces
@@ -50,7 +40,7 @@ class Inspector:
     def _held_below(self) -> dict[str, list[tuple[str, Holding]]]:
         """What tiers have of each namespace: their names, and what each has."""
         below: dict[str, list[tuple[str, Holding]]] = {}
-        for tier, held in self.tiers.holdings() if self.tiers is not None else ():
+        for tier, held in self._tiers.holdings() if self._tiers is not None else ():
             for name, holding in held.items():
                 below.setdefault(name, []).append((tier, holding))
         return below
@@ -70,7 +60,6 @@ class Inspector:
         }
 
     def _row_below(self, name: str, below: list[tuple[str, Holding]]) -> Report:
-        """A namespace that only tiers have."""
         none = dict.fromkeys(("pages", "bytes", "writing"), 0)
         return {
             **self._names_of(name),
@@ -94,7 +83,7 @@ class Inspector:
         known = self._core.find_namespace(what)
         if known >= 0:
             namespace = self._core.namespaces[known]
-            readers = self._core.readers().get(known, 0)
+            readers = self._core.leases.by_namespace().get(known, 0)
             return self._show_namespace(self._row(namespace, now, readers, self._held_below().get(what, [])))
         if (below := self._held_below().get(what)) is not None:
             return self._show_namespace(self._row_below(what, below))
@@ -111,7 +100,7 @@ class Inspector:
     def _told_look(self, look: Any, now: float) -> Report:
         fields = _told_reason(look.code)
         # What is known by now may be more than a code, as long as the key is still missing for the same reason.
-        later = self._core.explain(look.namespace, [look.missing] if look.missing else [bytes(KEY_BYTES)])
+        later = self._core.reading.explain(look.namespace, [look.missing] if look.missing else [bytes(KEY_BYTES)])
         detail = later.detail if look.code and later.codes[0] == look.code else ""
         return {
             "namespace": look.namespace,
@@ -140,7 +129,7 @@ class Inspector:
         rows: list[Report] = []
         for name in dict.fromkeys([*known, *self._held_below()]):
             row = self._key_in(known[name], key, now) if name in known else None
-            holders = self.tiers.holders(name, key) if self.tiers is not None else []
+            holders = self._tiers.holders(name, key) if self._tiers is not None else []
             if row is None and holders:
                 row = {"namespace": name, "state": "absent", **_told_reason(Reason.LOWER_TIER.code), "detail": ""}
             if row is not None:
@@ -165,7 +154,7 @@ class Inspector:
                 "prefix_present": prefix is None or prefix.present,
                 "idle_seconds": round(max(now - page.used, 0.0), 3) if page.present else 0.0,
             }
-        fields = self._core.explain(namespace.name, [key])
+        fields = self._core.reading.explain(namespace.name, [key])
         if fields.codes[0] in (0, Reason.NEVER_STORED.code, Reason.OTHER_LAYOUT.code):
             return None
         return {

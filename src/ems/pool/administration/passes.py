@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 
-from ems.pool.core.answers import Holder
 from ems.pool.core.namespaces import NamespacePages
+from ems.pool.core.pool_core import PoolCore
 from ems.pool.pages import Page
+from ems.pool.reasons.eviction_log import NOBODY
 from ems.pool.reasons.words import Reason
 
 STEP = 256
@@ -27,27 +27,34 @@ RETRY_SECONDS = 0.05
 RETRY_PAGES = 4096
 
 
-class Pages(Protocol):
-    """What a pass needs of the pool."""
+class Holder(msgspec.Struct, frozen=True):
+    """Who reads or writes some pages: how many of its leases and reservations have any, and how many these are."""
 
-    def take_out(self, namespace: NamespacePages, page: Page, reason: Reason) -> None:
-        """Let a page leave that nobody reads and nothing hangs on."""
+    client_id: int
+    leases: int
+    reservations: int
+    pages: int
 
-    def mark_for_delete(self, page: Page) -> None:
-        """From now on ``page`` is not found any more, though it is still being read."""
 
-    def unmark_delete(self, page: Page) -> None:
-        """``page`` may be found again."""
-
-    def holders(self, pages: Collection[Page]) -> list[Holder]:
-        """Who reads or writes any of ``pages``."""
+def holders(core: PoolCore, pages: Collection[Page]) -> list[Holder]:
+    found: dict[int, Holder] = {}
+    leases, reservations = core.leases, core.reservations.all.values()
+    held = [(one.client_id, 1, 0, leases.pages(one.client_id, number)) for number, one in leases.all.items()]
+    held += [(one.client_id, 0, 1, list(one.waiting.values())) for one in reservations]
+    for client_id, read, written, theirs in held:
+        if count := sum(page in pages for page in theirs):
+            so_far = found.get(client_id, Holder(client_id, 0, 0, 0))
+            found[client_id] = Holder(
+                client_id, so_far.leases + read, so_far.reservations + written, so_far.pages + count
+            )
+    return list(found.values())
 
 
 class Leaving:
     """Pages that are to leave because of ``reason``, with what hangs on them as far as that is ``matches``."""
 
-    def __init__(self, pages: Pages, matches: Callable[[NamespacePages, Page], bool], reason: Reason) -> None:
-        self._pages = pages
+    def __init__(self, core: PoolCore, matches: Callable[[NamespacePages, Page], bool], reason: Reason) -> None:
+        self._core = core
         self._matches = matches
         self._reason = reason
         self._new: list[tuple[NamespacePages, Page]] = []
@@ -70,7 +77,6 @@ class Leaving:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to be done."""
         return not (self._new or self._ready or self._waiting)
 
     def add(self, namespace: NamespacePages, page: Page) -> None:
@@ -102,7 +108,7 @@ class Leaving:
     def stop(self) -> None:
         """What could not leave by now stays."""
         for page in self._waiting:
-            self._pages.unmark_delete(page)
+            self._core.pending_deletes.discard(page)
         self._waiting.clear()
         self._new.clear()
         self._ready.clear()
@@ -123,7 +129,7 @@ class Leaving:
         """Let ``page`` leave, and then what it continues; or wait for what keeps it."""
         if not page.present or page.leases or page.suffixes is not None:
             if page.present:
-                self._pages.mark_for_delete(page)
+                self._core.pending_deletes.add(page)
             self._waiting[page] = namespace
             self._new += [(namespace, suffix) for suffix in page.children()]
             return
@@ -132,7 +138,9 @@ class Leaving:
             above = above.parent
         self._waiting.pop(page, None)
         namespace.pins.unpin((page.key,))
-        self._pages.take_out(namespace, page, self._reason)
+        self._core.pending_deletes.discard(page)
+        namespace.index.discard(page)
+        self._core.reclaimer.let_go(namespace, self._reason.code, NOBODY, page)
         self.left += 1
         if above is not None and above in self._waiting and above.suffixes is None:
             self._ready.append(above)
@@ -151,12 +159,12 @@ class Leaving:
             self._take(namespace, page)
 
     def _forget(self, page: Page) -> None:
-        self._pages.unmark_delete(page)
+        self._core.pending_deletes.discard(page)
         del self._waiting[page]
 
     def _end_round(self, now: float, *, last: bool) -> None:
         self._round = None
-        self.held_by = self._pages.holders(self._waiting.keys())
+        self.held_by = holders(self._core, self._waiting.keys())
         self._look_again_at = now + RETRY_SECONDS * max(1.0, len(self._waiting) / RETRY_PAGES)
         # Where nothing met ends by itself, what they wait for is not meant.
         if last or (not self._passing and self._before == (self.met, self.left)):
@@ -171,12 +179,12 @@ class Clearing:
     """
 
     def __init__(
-        self, pages: Pages, namespaces: Sequence[NamespacePages], oldest: float | None, now: float, *, dry_run: bool
+        self, core: PoolCore, namespaces: Sequence[NamespacePages], oldest: float | None, now: float, *, dry_run: bool
     ) -> None:
         self._oldest = oldest
         self._dry_run = dry_run
         self._give_up_at = now + PATIENCE
-        self._leaving = Leaving(pages, self.matches, Reason.CLEARED)
+        self._leaving = Leaving(core, self.matches, Reason.CLEARED)
         lists = [(namespace, list(namespace.index)) for namespace in namespaces]
         may_stay = oldest is not None or any(namespace.pins.pinned for namespace in namespaces)
         self._unmarked = [(namespace, iter(listed)) for namespace, listed in lists] if may_stay else []
@@ -191,7 +199,6 @@ class Clearing:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to be done."""
         return not self._unmarked and not self._unseen and self._leaving.done
 
     def matches(self, namespace: NamespacePages, page: Page) -> bool:
@@ -202,7 +209,6 @@ class Clearing:
         return self._oldest is None or (page.present and page.used <= self._oldest)
 
     def step(self, now: float) -> bool:
-        """Go on; whether there is something to be done right away."""
         for _ in range(STEP):
             if self._path[0] is not None:
                 self._mark_prefix()
@@ -247,7 +253,6 @@ class Clearing:
             self._leaving.bytes += namespace.page_size
 
     def report(self) -> dict[str, object]:
-        """How far it is."""
         leaving = self._leaving
         pins = 0 if self._dry_run else leaving.met - leaving.left
         return {

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from ems.config import MIB
 from ems.errors import EmsError
+from ems.pool.administration.below import Tiers
+from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT
-from ems.pool.pages import Page
-from ems.pool.tiers.seam import Holding, KeyRun
+from ems.pool.tiers.seam import KeyRun
 
 STEP = 512
 """Keys that one step looks at, about a millisecond's work."""
@@ -25,44 +26,6 @@ MOST_RUNS = 64
 """Runs that are on their way at a time."""
 NO_ROOM = "memory has no more room, and nothing leaves for what is only brought up"
 LIMIT = "the limit is reached"
-
-
-class Memory(Protocol):
-    """What the pass needs of the pool."""
-
-    def open_namespace(self, name: str, page_size: int) -> int:
-        """The number of the namespace ``name``."""
-
-    def find_namespace(self, name: str) -> int:
-        """The number of the namespace ``name``, -1 when it is not open."""
-
-    def page(self, namespace: int, key: bytes) -> Page | None:
-        """The page of ``key``, present or being written."""
-
-    def spare(self, name: str, page_size: int) -> tuple[int, int]:
-        """How many pages of the namespace ``name`` find room without that any page has to leave.
-
-        First in its own segments, then in these and segments that nobody has.
-        """
-
-
-class Liftable(Protocol):
-    """What the pass needs of the tiers, which have numbers."""
-
-    def holdings(self) -> list[tuple[str, dict[str, Holding]]]:
-        """The name of each tier, and what it has of each namespace."""
-
-    def recent(self, tier: int, name: str) -> Iterator[KeyRun]:
-        """What ``tier`` has of the namespace ``name``, what was used last first, a prefix before its suffix."""
-
-    def bring(self, tier: int, namespace: int, run: KeyRun) -> bool:
-        """Fetch ``run``; False when too much waits already."""
-
-    def comes(self, namespace: int, keys: Sequence[bytes]) -> bool:
-        """Whether any of ``keys``, which were asked for in one go, is still on its way."""
-
-    def why_not_read(self, tier: int) -> str:
-        """Why nothing comes from ``tier``, empty when it is read."""
 
 
 class _Space:
@@ -97,8 +60,8 @@ class _Space:
 class Refilling:
     """Brings up the namespaces ``names``, at most ``limit`` bytes (0: any); with ``dry_run`` it only counts."""
 
-    def __init__(self, memory: Memory, tiers: Liftable, names: Sequence[str], limit: int, *, dry_run: bool) -> None:
-        self._memory = memory
+    def __init__(self, core: PoolCore, tiers: Tiers, names: Sequence[str], limit: int, *, dry_run: bool) -> None:
+        self._core = core
         self._tiers = tiers
         self._limit = limit
         self._dry_run = dry_run
@@ -112,17 +75,15 @@ class Refilling:
         holdings = tiers.holdings()
         for name in names:
             size = next((held[name].page_size for _, held in holdings if name in held), 0)
-            self._namespaces[name] = _Space(name, size, memory.find_namespace(name))
+            self._namespaces[name] = _Space(name, size, core.find_namespace(name))
         self._left = deque((tier, [one for one in names if one in held]) for tier, (_, held) in enumerate(holdings))
         self._names = [name for name, _ in holdings]
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to be done."""
         return not (self._left or self._turns or self._next or self._under_way)
 
     def step(self, _now: float) -> bool:
-        """Go on; whether there is something to be done right away."""
         self._look_what_came()
         budget = STEP
         while budget > 0 and (self._next is not None or self._take()):
@@ -136,7 +97,6 @@ class Refilling:
         return not self.done and budget <= 0
 
     def _take(self) -> bool:
-        """The next run, if there is any."""
         while True:
             if not self._turns and not self._next_tier():
                 return False
@@ -186,7 +146,10 @@ class Refilling:
             if count <= 0:
                 ns.reason = LIMIT
                 return 0
-        own, more = self._memory.spare(ns.name, ns.page_size)
+        own, more = self._core.reclaimer.spare(
+            self._core.namespaces.named(ns.name)
+            or self._core.namespaces.unopened(ns.name, ns.page_size, self._core.now)
+        )
         # A segment that nobody has goes to one namespace: what others asked for may need it.
         alone = all(one is ns for one, _ in self._under_way)
         count = min(count, (more if alone else own) - (ns.pages if self._dry_run else ns.asked))
@@ -203,7 +166,7 @@ class Refilling:
         return bool(reason)
 
     def _is_here(self, ns: _Space, key: bytes) -> bool:
-        return key in ns.coming or (ns.number >= 0 and self._memory.page(ns.number, key) is not None)
+        return key in ns.coming or (ns.number >= 0 and self._core.page(ns.number, key) is not None)
 
     def _ask(self, tier: int, ns: _Space, run: KeyRun) -> bool:
         if len(self._under_way) >= MOST_RUNS:
@@ -213,7 +176,7 @@ class Refilling:
             return False
         if ns.number < 0:
             try:
-                ns.number = self._memory.open_namespace(ns.name, ns.page_size)
+                ns.number = self._core.open_namespace(ns.name, ns.page_size)
             except EmsError as error:
                 ns.reason = str(error)
                 return False
@@ -229,7 +192,7 @@ class Refilling:
             if self._tiers.comes(ns.number, keys):
                 still.append((ns, keys))
                 continue
-            lost = sum(self._memory.page(ns.number, key) is None for key in keys)
+            lost = sum(self._core.page(ns.number, key) is None for key in keys)
             ns.asked -= len(keys)
             ns.pages -= lost
             self._bytes -= lost * ns.page_size
@@ -237,7 +200,6 @@ class Refilling:
         self._under_way = still
 
     def report(self) -> dict[str, Any]:
-        """How far it is."""
         namespaces = list(self._namespaces.values())
         return {
             "namespaces": [ns.report() for ns in namespaces],

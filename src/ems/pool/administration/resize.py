@@ -7,16 +7,15 @@ being read or written stays until that is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import msgspec
 
 from ems.config import format_size
 from ems.errors import PoolRefused
-from ems.pool.administration.passes import STEP, Leaving, Pages
-from ems.pool.core.namespaces import NamespacePages
-from ems.pool.core.slot_allocator import Segment, SlotAllocator
+from ems.pool.administration.passes import STEP, Leaving
+from ems.pool.core.pool_core import PoolCore
+from ems.pool.core.slot_allocator import Segment
 from ems.pool.layout import refs_begin
 from ems.pool.reasons.words import Reason
 
@@ -66,25 +65,10 @@ def plan(segments: list[Segment], wanted: int) -> Plan:
     return Plan(max(count - len(have) - lost, 0), going, size, count)
 
 
-class Pool(Pages, Protocol):
-    """What the pass needs of the pool."""
-
-    @property
-    def namespaces(self) -> Sequence[NamespacePages]:
-        """All namespaces."""
-
-    @property
-    def slots(self) -> SlotAllocator:
-        """The segments and their slots."""
-
-    def release_unused(self, segment: int) -> None:
-        """Slots of ``segment`` that are not used again may go with its memory, once no other of its slots is out."""
-
-
 class Shrinking:
     """Empties the segments ``numbers`` and gives up each as soon as it is empty."""
 
-    def __init__(self, pool: Pool, numbers: tuple[int, ...], effects: list[Effect]) -> None:
+    def __init__(self, pool: PoolCore, numbers: tuple[int, ...], effects: list[Effect]) -> None:
         self._pool = pool
         self._effects = effects
         self._emptying = set(numbers)
@@ -109,7 +93,6 @@ class Shrinking:
         return not self._emptying and not self._freeing
 
     def freed(self, number: int) -> None:
-        """The memory of segment ``number`` was given back."""
         self._freeing.discard(number)
 
     def cancel(self) -> int:
@@ -123,7 +106,6 @@ class Shrinking:
         return len(kept)
 
     def step(self, now: float) -> bool:
-        """Go on; whether there is something to be done right away."""
         at_once = True
         for _ in range(STEP):
             if self._leaving.work(now, again=not self._unseen):
@@ -135,7 +117,8 @@ class Shrinking:
             if page.ref.startswith(self._begins):
                 self._leaving.add(namespace, page)
         for number in sorted(self._emptying):
-            self._pool.release_unused(number)
+            if self._pool.deferred.fills(number):  # slots that are not used again go with the memory
+                self._pool.deferred.drop_segment(refs_begin(number))
             if not self._pool.slots.segments[number].used:
                 self._emptying.remove(number)
                 self._pool.slots.give_up(number)
@@ -144,6 +127,5 @@ class Shrinking:
         return at_once
 
     def report(self) -> dict[str, object]:
-        """How far it is."""
         held_by = msgspec.to_builtins(self._leaving.held_by if self._emptying else [])
         return {"removed": self._leaving.left, "emptying": len(self._emptying), "held_by": held_by}

@@ -32,7 +32,6 @@ def model_of(name: str) -> str:
 
 
 def means(act: Clear | Refill, name: str) -> bool:
-    """Whether the namespace ``name`` is among those that ``act`` is about."""
     return (
         (act.namespace is None or act.namespace == name)
         and (act.tenant is None or act.tenant == tenant_of(name))

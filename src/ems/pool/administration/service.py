@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from ems.config import format_size
 from ems.errors import ConfigError, PoolRefused, StaleReference
-from ems.pool.administration.clearing import Clearable, DeepClearing
-from ems.pool.administration.inspector import Inspector, Stock
+from ems.pool.administration.below import Tiers
+from ems.pool.administration.clearing import DeepClearing
+from ems.pool.administration.inspector import Inspector
 from ems.pool.administration.passes import Clearing
 from ems.pool.administration.pins import Pinning
-from ems.pool.administration.refilling import Liftable, Refilling
+from ems.pool.administration.refilling import Refilling
 from ems.pool.administration.resize import Effect, Shrinking, plan
 from ems.pool.administration.selection import means, nothing_matches, unknown_namespace
 from ems.pool.core.pool_core import PoolCore
@@ -50,25 +51,12 @@ Report = dict[str, Any]
 class Pass(Protocol):
     """Work in steps."""
 
-    def step(self, now: float) -> bool:
-        """Go on; whether there is something to be done right away."""
+    def step(self, now: float) -> bool: ...
 
     @property
-    def done(self) -> bool:
-        """Whether nothing is left to be done."""
+    def done(self) -> bool: ...
 
-    def report(self) -> Report:
-        """How far it is."""
-
-
-class Tiers(Stock, Clearable, Liftable, Protocol):
-    """What the desk needs of the tiers below memory."""
-
-    def page_size(self, name: str) -> int:
-        """Bytes of a page of the namespace ``name`` in some tier, 0 when none knows it."""
-
-    def prefetch(self, namespace: int, keys: list[bytes]) -> int:
-        """``keys`` will be needed soon; returns how many are in memory or on their way there."""
+    def report(self) -> Report: ...
 
 
 class AdminService:
@@ -86,10 +74,8 @@ class AdminService:
     ) -> None:
         self._who = who
         self._core = core
-        self._inspector = Inspector(core)
-        self._tiers: Tiers | None = None
-        if tiers is not None:
-            self.tiers = tiers
+        self._tiers = tiers
+        self._inspector = Inspector(core, tiers)
         self.free_bytes = free_bytes
         self.effects: list[Effect] = []
         """What is to be done to memory; whoever does it takes them out."""
@@ -118,29 +104,13 @@ class AdminService:
         check_act(act)
         return self._verbs[type(act)](act, dry_run, now)
 
-    @property
-    def tiers(self) -> Tiers | None:
-        """The tiers below memory."""
-        return self._tiers
-
-    @tiers.setter
-    def tiers(self, tiers: Tiers) -> None:
-        self._tiers = self._inspector.tiers = tiers
-
     # Passes
 
     @property
     def passes(self) -> int:
-        """How many passes are not done yet."""
         return len(self._running)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a pass is not done yet."""
-        return bool(self._running)
-
     def step(self, now: float) -> bool:
-        """Go on with all passes; whether there is something to be done right away."""
         at_once = False
         for job in list(self._running):
             at_once = self._step(job, now) or at_once
@@ -187,7 +157,7 @@ class AdminService:
 
     def _clear(self, act: Clear, dry_run: bool, now: float) -> Report:
         self._may_begin()
-        tiers = None if act.memory_only else self.tiers
+        tiers = None if act.memory_only else self._tiers
 
         def matches(name: str) -> bool:
             return means(act, name)
@@ -235,9 +205,9 @@ class AdminService:
         return self._begin(Pinning(self._core, namespace, keys, until, dry_run=dry_run), now)
 
     def _below(self) -> Tiers:
-        if self.tiers is None:
+        if self._tiers is None:
             raise PoolRefused("this node has no tier below memory from which pages could be brought, give it a --tier")
-        return self.tiers
+        return self._tiers
 
     def _refill(self, act: Refill, dry_run: bool, now: float) -> Report:
         tiers = self._below()

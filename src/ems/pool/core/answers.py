@@ -44,19 +44,8 @@ class Found(msgspec.Struct, frozen=True):
     pending: int
     lease: int
     code: int = 0
-
-    def refs(self) -> bytes:
-        """Where the pages lie, as one byte string."""
-        return packed_refs(self.pages)
-
-
-class Holder(msgspec.Struct, frozen=True):
-    """Who reads or writes some pages: how many of its leases and reservations have any, and how many these are."""
-
-    client_id: int
-    leases: int
-    reservations: int
-    pages: int
+    refs: bytes = b""
+    """Where the pages lie that are leased."""
 
 
 class Counters(msgspec.Struct):

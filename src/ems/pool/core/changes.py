@@ -27,15 +27,12 @@ class ChangeLog:
         self._asked_at: float | None = None
 
     def recording(self) -> bool:
-        """Whether changes are recorded."""
         return self._asked_at is not None
 
     def stored(self, namespace: str, keys: Iterable[bytes]) -> None:
-        """Pages became readable."""
         self._add(namespace, stored=True, keys=keys)
 
     def removed(self, namespace: str, key: bytes) -> None:
-        """A page left."""
         self._add(namespace, stored=False, keys=(key,))
 
     def _add(self, namespace: str, *, stored: bool, keys: Iterable[bytes]) -> None:
@@ -66,7 +63,6 @@ class ChangeLog:
         return self._sequence, False, runs
 
     def tick(self, now: float) -> None:
-        """Time went by."""
         if self._asked_at is not None and now - self._asked_at >= ASKED_SECONDS:
             self._asked_at = None
             self._changes.clear()

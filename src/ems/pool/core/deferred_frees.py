@@ -39,21 +39,17 @@ class DeferredFrees:
 
     @property
     def resting(self) -> int:
-        """How many slots wait for their writers."""
         return self._in_segment.total()
 
     @property
     def quarantined(self) -> int:
-        """How many slots are not used again."""
         return len(self._quarantined)
 
     def awaits(self, writer: Writer) -> bool:
-        """Whether slots wait for ``writer``."""
         return writer in self._of
 
     @property
     def writers(self) -> list[Writer]:
-        """Whom slots wait for."""
         return list(self._of)
 
     def bytes_of(self, process: Hashable) -> int:
@@ -101,7 +97,6 @@ class DeferredFrees:
                 del self._bytes[writer.process]
 
     def quarantine(self, ref: bytes) -> None:
-        """The bytes in a slot were wrong: it is not used again."""
         self._quarantined.add(ref)
 
     def drop_segment(self, begin: bytes) -> None:

@@ -60,7 +60,6 @@ class Index:
         return len(self._missing)
 
     def get(self, key: bytes) -> Page | None:
-        """The page of ``key``, present or being written."""
         return self._pages.get(key)
 
     def insert(self, key: bytes, ref: bytes, before: bytes) -> Page:
@@ -222,40 +221,6 @@ class Index:
         """Present pages of one prefix, in order, were used: they and what they hang on."""
         if pages:
             self.policy.use([*_present_prefix(pages[0]), *pages] if with_prefix else pages)
-
-    def check(self) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        known = {id(page): page for page in chain(self._pages.values(), self._missing.values())}
-        children: dict[int, set[Page]] = {}
-        for page in known.values():
-            if page.parent is not None:
-                children.setdefault(id(page.parent), set()).add(page)
-        broken = [
-            f"page {page.key.hex()} has {len(page.children())} suffixes, expected {len(children.get(number, ()))}"
-            for number, page in known.items()
-            if set(page.children()) != children.get(number, set())
-        ]
-        broken += [
-            f"the prefix of page {page.key.hex()} left before it"
-            for page in known.values()
-            if page.parent is not None and id(page.parent) not in known
-        ]
-        broken += [
-            f"missing page {page.key.hex()} is nobody's prefix"
-            for page in self._missing.values()
-            if page.suffixes is None or page.present
-        ]
-        broken += [
-            f"tail {page.key.hex()} is listed and not here"
-            for listed in self._tails.values()
-            for page in listed
-            if self._pages.get(page.key) is not page or page.tail is None
-        ]
-        broken += [f"page {key.hex()} is both here and missing" for key in self._pages.keys() & self._missing.keys()]
-        listed = {id(page) for page in self.policy}
-        if listed != {id(page) for page in self if page.present} or len(listed) != len(self.policy):
-            broken.append("the pages that the policy orders are not the present pages")
-        return broken
 
 
 def _present_prefix(page: Page) -> list[Page]:

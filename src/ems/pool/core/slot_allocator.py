@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ems.pool.layout import Geometry, PageRef, carve
 
@@ -84,7 +84,6 @@ class SlotAllocator:
         return self._carved[namespace] if self._touching else self._offered[namespace]
 
     def used(self, namespace: int) -> int:
-        """Slots of ``namespace`` that are out."""
         return self._offered[namespace] - len(self._free.get(namespace, ()))
 
     def untouched(self, namespace: int) -> bool:
@@ -195,7 +194,6 @@ class SlotAllocator:
 
     @property
     def touching(self) -> bool:
-        """Whether more memory may still be touched."""
         return self._touching
 
     def touch(self, number: int, touched: int) -> None:
@@ -268,6 +266,15 @@ class SlotAllocator:
         free = self._free.setdefault(namespace, array("Q"))
         free.extend(base | slot for slot in range(segment.offered - 1, -1, -1) if slot not in taken)
 
+    def know_tenants(self, tenants: Mapping[int, str], found: Iterable[int] = ()) -> None:
+        """The memory of these segments has held pages of these tenants, who may still map it.
+
+        That of the segments ``found`` was there before: where no tenant is known, anybody may have mapped it.
+        """
+        for number, tenant in {**dict.fromkeys(found, ""), **tenants}.items():
+            if 0 <= number < len(self.segments):
+                self.segments[number].tenant = tenant
+
     # Another size
 
     def add(self, size: int) -> int:
@@ -323,34 +330,3 @@ class SlotAllocator:
         # Its headers go with its memory.
         self._freed = {slot for slot in self._freed if slot[0] != number}
         segment.closing = segment.stale = False
-
-    def check(self) -> list[str]:
-        """What does not hold, one sentence each; empty when all is well."""
-        broken = []
-        if self.total != sum(segment.size for segment in self.segments):
-            broken.append("the bytes of the pool are miscounted")
-        seen: set[int] = set()
-        free_in: dict[int, int] = {}
-        for namespace, stack in self._free.items():
-            for entry in stack:
-                number = entry >> _SLOT_BITS
-                if entry in seen:
-                    broken.append(f"slot {entry & _SLOT_MASK} of segment {number} is free twice")
-                seen.add(entry)
-                free_in[number] = free_in.get(number, 0) + 1
-                if self.segments[number].namespace != namespace:
-                    broken.append(f"segment {number} has free slots in namespace {namespace} that does not own it")
-        broken += [
-            f"segment {segment.number} lost slots: {segment.used} used of {segment.offered}"
-            for segment in self.segments
-            if free_in.get(segment.number, 0) + segment.used != segment.offered
-        ]
-        for namespace in self._free:
-            own = [segment for segment in self.segments if segment.namespace == namespace]
-            if self._offered[namespace] != sum(segment.offered for segment in own):
-                broken.append(f"namespace {namespace} miscounts the slots that it was offered")
-            if self._carved[namespace] != sum(
-                segment.geometry.slot_count for segment in own if segment.geometry and not segment.closing
-            ):
-                broken.append(f"namespace {namespace} miscounts its slots")
-        return broken

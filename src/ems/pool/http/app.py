@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -25,11 +25,12 @@ from ems.pool.administration.grouping import By, grouped
 from ems.pool.administration.health import judge
 from ems.pool.http.metrics import PoolCollector
 from ems.pool.protocol.acts import List, Show
-from ems.pool.service.measured import Measured
 from ems.version import __version__
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+    from ems.pool.node.pool_node import Node
 
 Page = Callable[["Request"], Response]
 Endpoint = Callable[["Request"], Awaitable[Response]]
@@ -39,29 +40,15 @@ METRICS_SECONDS = 1.0
 _GROUPS: tuple[str, ...] = get_args(By)
 
 
-class NodeReports(Protocol):
-    """What the pages need of their node."""
-
-    @property
-    def measured(self) -> Measured:
-        """How long requests took and what they moved."""
-
-    def figures(self) -> Mapping[str, Any]:
-        """The node's figures by name."""
-
-    def look(self, act: List | Show) -> Mapping[str, Any]:
-        """The report of an act that changes nothing."""
-
-
 class _Metrics:
     """The metrics, which are made once in :data:`METRICS_SECONDS` however often they are asked for.
 
     They are made in the node's loop, one after the other, and take the longer the more namespaces there are.
     """
 
-    def __init__(self, host: NodeReports, clock: Callable[[], float], *, names: bool) -> None:
+    def __init__(self, host: Node, clock: Callable[[], float], *, names: bool) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(PoolCollector(host.figures, host.measured, names=names))
+        self._registry.register(PoolCollector(host.figures, host.handler.measured, names=names))
         self._clock = clock
         self._made = b""
         self._made_at = -inf
@@ -74,7 +61,7 @@ class _Metrics:
 
 
 def build_app(
-    host: NodeReports, *, private: bool = False, token: str = "", clock: Callable[[], float] = time.monotonic
+    host: Node, *, private: bool = False, token: str = "", clock: Callable[[], float] = time.monotonic
 ) -> Starlette:
     """The application; names are shown to bearers of ``token`` only, and when ``private`` the metrics, too."""
 
@@ -121,23 +108,23 @@ def _refuse(_: Request) -> Response:
     return Response(said, status_code=401, headers={"www-authenticate": "Bearer"}, media_type="text/plain")
 
 
-def _list(host: NodeReports, by: str) -> Response:
+def _list(host: Node, by: str) -> Response:
     for group in get_args(By):
         if by == group:
-            return _json({"items": grouped(host.look(List())["namespaces"], group)})
+            return _json({"items": grouped(host.admin.look(List())["namespaces"], group)})
     return _mistake(f"by is {by[:80]!r}, expected one of {', '.join(_GROUPS)}")
 
 
-def _show(host: NodeReports, what: str) -> Response:
+def _show(host: Node, what: str) -> Response:
     if not what:
         return _mistake("nothing is named, expected ?what= with a namespace, a key or a request")
     try:
-        return _json(host.look(Show(what)))
+        return _json(host.admin.look(Show(what)))
     except PoolRefused as error:
         return _mistake(str(error), status=404)
 
 
-def _health(host: NodeReports) -> Response:
+def _health(host: Node) -> Response:
     checks = judge(host.figures())
     well = all(check.well for check in checks)
     return _json({"well": well, "checks": checks}, status=200 if well else 503)

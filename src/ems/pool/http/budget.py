@@ -36,7 +36,6 @@ class ConnectionBudget(Generic[_Name]):
         return ended
 
     def ended(self, name: _Name) -> None:
-        """``name`` is gone."""
         self._since.pop(name, None)
 
     def overdue(self, now: float) -> list[_Name]:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from ems.pool.http.app import NodeReports, build_app
+from ems.pool.http.app import build_app
 from ems.pool.http.budget import EXCHANGE_SECONDS, ConnectionBudget
 from ems.pool.node.client_limits import MAX_HTTP
 
@@ -28,6 +29,9 @@ LOOK_SECONDS = 1.0
 """How often it is looked who took too long."""
 RETRY_SECONDS = 0.1
 """Pause after a connection could not be accepted."""
+
+if TYPE_CHECKING:
+    from ems.pool.node.pool_node import Node
 
 PAUSE_SECONDS = 0.005
 """From one answer to the next: the node's own clients are served in between, however much is asked for here."""
@@ -82,7 +86,7 @@ class Paced:
 class HttpServer:
     """Serves :func:`build_app`; ``token`` shows the pages that have names in them."""
 
-    def __init__(self, host: NodeReports, *, private: bool = False, token: str = "") -> None:
+    def __init__(self, host: Node, *, private: bool = False, token: str = "") -> None:
         self._config = Config(
             Paced(build_app(host, private=private, token=token)),
             interface="asgi3",
@@ -98,7 +102,6 @@ class HttpServer:
         self._budget: ConnectionBudget[Exchange] = ConnectionBudget()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve on ``listener`` until this is cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         looking = asyncio.create_task(self._look())

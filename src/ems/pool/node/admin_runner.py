@@ -7,26 +7,23 @@ so clients are served in between; memory is had and given back as the brain asks
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
 from ems.errors import ConfigError, PoolRefused, Unauthorised
 from ems.pool.administration.passes import RETRY_SECONDS
-from ems.pool.administration.service import AdminService, Tiers
-from ems.pool.node.audit import Act, AuditLog
+from ems.pool.administration.service import AdminService
+from ems.pool.node.audit import NAME, Act, AuditLog
 from ems.pool.node.audit import act as noted_act
-from ems.pool.node.restart import Restart
 from ems.pool.protocol.acts import Acts, Follow, List, Show, Upgrade
 from ems.pool.tenants.gate import Peer
 
 if TYPE_CHECKING:
     import asyncio
 
-    from ems.pool.core.pool_core import PoolCore
-    from ems.pool.segments.arena import Arena
+    from ems.pool.node.pool_node import Node
 
 GIVE_UP_BYTES = 4 << 20
 """Memory that is given back in one round of the loop, about a millisecond's work."""
@@ -36,36 +33,15 @@ GIVE_UP_RETRY_SECONDS = 1.0
 _log = structlog.get_logger("ems.node")
 
 
-class AdministeredNode(Protocol):
-    """What the steward needs of its node."""
-
-    loop: asyncio.AbstractEventLoop
-    core: PoolCore
-    arena: Arena
-
-    def who(self, client_id: int) -> dict[str, object]:
-        """What is known of the owner of a lease."""
-
-    def resized(self) -> None:
-        """The pool has another size, on which shares of it depend."""
-
-    def touch_more(self, segments: list[int]) -> None:
-        """Touch segments that came later."""
-
-    def keep_pins(self) -> None:
-        """Write down what is pinned."""
-
-    restart: Restart
-
-
 class AdminRunner:
     """The administrator's side of one node."""
 
-    def __init__(self, host: AdministeredNode, clock: Callable[[], float]) -> None:
-        self._host = host
-        self._clock = clock
-        self._service = AdminService(host.core, host.arena.free_bytes, who=host.who)
-        self.audit: AuditLog | None = None
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        tiers = node.tier_manager if node.tier_manager.states else None
+        self._service = AdminService(node.core, node.arena.free_bytes, tiers, who=node.clients.who)
+        file = node.config.tenants
+        self._audit = None if file is None else AuditLog(file.with_name(NAME))
         """Where acts are written down."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -99,14 +75,14 @@ class AdminRunner:
     def _keep_pins(self) -> None:
         """Write down what is pinned, whatever other work goes on: the node may end before that does."""
         if self._changed:
-            self._changed = self._service.busy
-            self._host.keep_pins()
+            self._changed = self._service.passes > 0
+            self._node.keep_pins()
 
     def _do(self, act: Acts, *, dry_run: bool) -> dict[str, Any]:
         if not isinstance(act, Upgrade):
-            return self._service.do(act, self._clock(), dry_run=dry_run)
+            return self._service.do(act, self._node.clock(), dry_run=dry_run)
         if not dry_run:
-            self._host.restart.wish()
+            self._node.restart.wish()
         return {"done": False}
 
     def look(self, act: List | Show) -> dict[str, Any]:
@@ -115,7 +91,7 @@ class AdminRunner:
         Raises:
             PoolRefused: what is to be shown is not there.
         """
-        return self._service.do(act, self._clock())
+        return self._service.do(act, self._node.clock())
 
     def _note(self, peer: Peer, act: Acts, result: str) -> None:
         """Write down who did what: in the log, and in the audit log if there is one, whose disk nobody waits for."""
@@ -124,21 +100,15 @@ class AdminRunner:
         if what.pop("pinned", True) is False:
             verb = "unpin"
         _log.info("administered", act=verb, result=result, pid=peer.pid, uid=peer.uid)
-        if self.audit is not None:
+        if self._audit is not None:
             noted = noted_act(verb, what, result, uid=peer.uid, pid=peer.pid)
-            self._host.loop.run_in_executor(None, _record, self.audit, noted)
-
-    def use_tiers(self, tiers: Tiers) -> None:
-        """Pages can be brought from ``tiers``."""
-        self._service.tiers = tiers
+            self._node.loop.run_in_executor(None, _record, self._audit, noted)
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way."""
-        return self._service.busy
+        return self._service.passes > 0
 
     def close(self) -> None:
-        """Do nothing more."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -148,19 +118,19 @@ class AdminRunner:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._closed or not self._service.busy:
+        if self._closed or not self._service.passes:
             self._keep_pins()
             return
         passes = self._service.passes
-        at_once = self._service.step(self._clock())
+        at_once = self._service.step(self._node.clock())
         if self._service.passes < passes:
             self._keep_pins()
         self._carry_out()
-        self._timer = self._host.loop.call_later(0 if at_once else RETRY_SECONDS, self._work)
+        self._timer = self._node.loop.call_later(0 if at_once else RETRY_SECONDS, self._work)
 
     def _carry_out(self) -> None:
-        """Have memory, or give it back, as the desk asks for."""
-        core, arena = self._host.core, self._host.arena
+        """Have memory, or give it back, as the brain asks for."""
+        core, arena = self._node.core, self._node.arena
         added: list[int] = []
         failed: list[int] = []
         while self._service.effects:
@@ -181,26 +151,26 @@ class AdminRunner:
         for segment in reversed(failed):
             core.slots.never_had(segment)
         if added or failed:
-            self._host.resized()
+            self._node.resized()
             # Of none too: it is over when nothing is left to be touched.
-            self._host.touch_more(added)
+            self._node.memory.touch_more(added)
 
     def _give_up(self, segment: int, start: int) -> None:
         """Give memory of ``segment`` back from byte ``start`` on, a part in each round of the loop."""
         if self._closed:
             return
-        if start >= self._host.arena.sizes[segment]:
+        if start >= self._node.arena.sizes[segment]:
             self._service.freed(segment)
-            self._host.resized()
+            self._node.resized()
             self._work()
             return
         try:
-            self._host.arena.give_up(segment, start, GIVE_UP_BYTES)
+            self._node.arena.give_up(segment, start, GIVE_UP_BYTES)
         except OSError as error:
             _log.warning("cannot give a segment's memory back yet", segment=segment, reason=error.strerror)
-            self._host.loop.call_later(GIVE_UP_RETRY_SECONDS, self._give_up, segment, start)
+            self._node.loop.call_later(GIVE_UP_RETRY_SECONDS, self._give_up, segment, start)
         else:
-            self._host.loop.call_later(0, self._give_up, segment, start + GIVE_UP_BYTES)
+            self._node.loop.call_later(0, self._give_up, segment, start + GIVE_UP_BYTES)
 
 
 def _record(log: AuditLog, act: Act) -> None:

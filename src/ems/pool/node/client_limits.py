@@ -45,7 +45,6 @@ class ClientLimits:
 
     @property
     def buffered(self) -> int:
-        """Bytes that are kept for all connections together."""
         return self._buffered_of.total()
 
     def came(self, client: int, party: str, room: int) -> int | None:
@@ -97,7 +96,6 @@ class ClientLimits:
         return ends, self._buffered[ends]
 
     def gone(self, client: int) -> None:
-        """The connection of ``client`` ended."""
         party = self._party.get(client)
         if party is None:
             return

@@ -14,7 +14,7 @@ import struct
 import termios
 from collections.abc import Generator
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -28,7 +28,7 @@ from ems.pool.service.handling import MOST_AT_ONCE, STEP
 from ems.pool.tenants.gate import Peer, Pending, Principal
 
 if TYPE_CHECKING:
-    import asyncio
+    from ems.pool.node.pool_node import Node
 
 MAX_UNSENT = 8 << 20
 """Bytes of answers that may wait for a client that does not read; above, its connection ends."""
@@ -48,50 +48,10 @@ _log = structlog.get_logger("ems.node")
 AnswerSteps = Steps[messages.Answer | None]
 
 
-class ServingNode(Protocol):
-    """What a connection needs of its node."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def now(self) -> float:
-        """The time."""
-
-    def greet(self, hello: messages.Hello, body: bytes, peer: Peer) -> Principal | Pending:
-        """What becomes of a greeting that came as ``body``."""
-
-    def prove(self, pending: Pending, proof: bytes, peer: Peer) -> tuple[Principal, bytes]:
-        """Who answered a challenge, and the node's own proof."""
-
-    def welcome(self, client_id: int, principal: Principal, version: int, signature: bytes) -> messages.Welcome:
-        """The answer to a good greeting of ``principal``.
-
-        Raises:
-            PoolRefused: there are too many connections.
-        """
-
-    def keeps(self, client_id: int, size: int) -> None:
-        """So many bytes are kept for the client from now on; ends whoever has too many."""
-
-    def answer(self, client_id: int, request: messages.Request) -> messages.Answer | AnswerSteps | None:
-        """Do what a greeted client asks, or begin to; None for requests that have no answer."""
-
-    def has_work(self, connection: Connection) -> None:
-        """Something came that is to be done; when that is, and how often, is the node's to say."""
-
-    def opened(self, segment: int) -> int:
-        """A descriptor of a segment's file that is passed to a client, and closed then."""
-
-    def answered(self) -> None:
-        """All that came in together has been answered."""
-
-    def forget(self, client_id: int, reason: str | None) -> None:
-        """The connection of ``client_id`` ended."""
-
-
 class Connection:
     """One client: its socket, what it has sent, what it has not yet taken."""
 
-    def __init__(self, node: ServingNode, sock: socket.socket, client_id: int, now: float) -> None:
+    def __init__(self, node: Node, sock: socket.socket, client_id: int, now: float) -> None:
         self._node = node
         self._sock = sock
         self._owner = client_id
@@ -128,16 +88,13 @@ class Connection:
 
     @property
     def greeted(self) -> bool:
-        """Whether the client has said hello, and proven who it is where that is asked for."""
         return self._greeted
 
     @property
     def peer(self) -> Peer:
-        """Who is at the other end, as the kernel says."""
         return Peer(self.pid, self.uid)
 
     def on_readable(self) -> None:
-        """Bytes or the end of the connection are there."""
         try:
             data = self._sock.recv(READ_SIZE)
         except (BlockingIOError, InterruptedError):
@@ -155,7 +112,7 @@ class Connection:
             self.close(None)
             return
         if self.busy:
-            self._node.has_work(self)
+            self._node.rounds.has_work(self)
         else:
             self._note_what_is_left()
 
@@ -216,14 +173,14 @@ class Connection:
     def _note_what_is_left(self) -> None:
         """Tell the node of what came in part or was not taken, if that is more or less than it was."""
         if self._reader.size and self._frame_before == inf:
-            self._frame_before = self._node.now() + greeting.FRAME_SECONDS
+            self._frame_before = self._node.clock() + greeting.FRAME_SECONDS
         self._keep()
 
     def _keep(self) -> None:
         kept = self._reader.size + len(self._held) + len(self._unsent)
         if kept != self._kept and self._sock.fileno() >= 0:
             self._kept = kept
-            self._node.keeps(self._owner, kept)
+            self._node.clients.keeps(self._owner, kept)
 
     def _handle(self, request: messages.Request, body: bytes) -> None:
         if isinstance(request, messages.Hello):
@@ -282,7 +239,7 @@ class Connection:
         self.features = frozenset(hello.features)
         try:
             self._version = greeting.negotiate(hello.oldest, hello.newest)
-            outcome = self._node.greet(hello, body, self.peer)
+            outcome = self._node.tenancy.gate.greet(hello, body, self.peer, self._node.clock())
         except ProtocolError:
             raise
         except EmsError as error:
@@ -299,7 +256,9 @@ class Connection:
         if pending is None:
             raise ProtocolError("a proof that nobody asked for")
         try:
-            principal, signature = self._node.prove(pending, request.proof, self.peer)
+            principal, signature = self._node.tenancy.gate.prove(
+                pending, request.proof, self.peer, self._node.clock(), self._node.wall()
+            )
         except ProtocolError:
             raise
         except EmsError as error:
@@ -309,7 +268,7 @@ class Connection:
 
     def _let_in(self, principal: Principal, signature: bytes) -> None:
         try:
-            welcome = self._node.welcome(self._owner, principal, self._version, signature)
+            welcome = self._node.clients.welcome(self._owner, principal, self._version, signature)
         except EmsError as error:
             self.refuse(error)
             return
@@ -326,7 +285,6 @@ class Connection:
             self.refuse(ProtocolError(f"a frame was begun and not finished within {greeting.FRAME_SECONDS:.0f} s"))
 
     def refuse(self, error: EmsError) -> None:
-        """Tell the client why, and end the connection."""
         self._send_held()
         self.send(coding.encode(refusals.refusal(error)), hold=False)
         self.close(str(error))
@@ -392,7 +350,7 @@ class Connection:
             self.refuse(ProtocolError(f"{MAX_DESCRIPTORS_UNREAD} segments were asked for and none was taken"))
             return
         try:
-            descriptor = self._node.opened(answer.segment)
+            descriptor = self._node.arena.opened(answer.segment)
             try:
                 sent = socket.send_fds(self._sock, [data], [descriptor])
             finally:
@@ -417,4 +375,4 @@ class Connection:
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
-        self._node.forget(self._owner, reason)
+        self._node.clients.forget(self._owner, reason)

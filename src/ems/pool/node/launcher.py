@@ -35,7 +35,6 @@ _LOG_BYTES = 64 << 10
 
 
 def node_listens(path: Path) -> bool:
-    """Whether something accepts connections on the socket ``path``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

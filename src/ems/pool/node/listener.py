@@ -58,7 +58,6 @@ class Listener:
         self.sock.close()
 
     def close(self) -> None:
-        """Listen no more and remove the socket."""
         with contextlib.suppress(OSError):
             if os.path.samestat(self._made, self._path.lstat()):
                 self._path.unlink()

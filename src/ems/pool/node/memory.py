@@ -6,16 +6,15 @@ slot in memory that was another tenant's (:attr:`Memory.lost`).
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
-from ems.pool.core.pool_core import PoolCore
-from ems.pool.segments.arena import Arena
+if TYPE_CHECKING:
+    from ems.pool.node.pool_node import Node
 
 READY_BYTES = 64 << 20
 """Touched before anybody is served: what comes first can be stored, and a node is ready hardly later for it."""
@@ -25,20 +24,11 @@ Touching = Callable[[Callable[[int, int], None]], str | None]
 _log = structlog.get_logger("ems.node")
 
 
-class MemoryHost(Protocol):
-    """What memory needs of its node."""
-
-    loop: asyncio.AbstractEventLoop
-    core: PoolCore
-    arena: Arena
-
-
 class Memory:
-    """``renewed`` is told of a segment that has fresh memory, and of its tenant; it may raise OSError."""
+    """The memory of the segments of ``host``."""
 
-    def __init__(self, host: MemoryHost, renewed: Callable[[int, str | None], None]) -> None:
+    def __init__(self, host: Node) -> None:
         self._host = host
-        self._renewed = renewed
         self.lost: set[int] = set()
         """Segments whose memory cannot be replaced for now."""
         self._stop = threading.Event()
@@ -51,7 +41,7 @@ class Memory:
         enough, touched = threading.Event(), Counter[int]()
 
         def progress(segment: int, so_far: int) -> None:
-            self._host.core.touched(segment, so_far)
+            self._host.core.slots.touch(segment, so_far)
             touched[segment] = so_far
             if touched.total() >= READY_BYTES:
                 enough.set()
@@ -72,7 +62,7 @@ class Memory:
         self._touch(lambda progress: self._host.arena.refill(retired, progress, self._stop))
         try:
             # Not before: until here the old memory was in place, and is its tenant's should the node end.
-            self._renewed(segment, self._host.core.segment_tenant(segment))
+            self._host.tenancy.renewed(segment, self._host.core.segment_tenant(segment))
         except OSError as error:
             self.lose(segment, error)
             return
@@ -85,7 +75,7 @@ class Memory:
         if segment in self.lost:
             return
         self.lost.add(segment)
-        self._host.core.lose(segment)
+        self._host.core.reclaimer.lose(segment)
         self.touch_more([])  # nothing: then no more is being touched, unless something else is
         _log.error("a segment's memory cannot be replaced, it is tried again", segment=segment, reason=error.strerror)
 
@@ -103,7 +93,7 @@ class Memory:
 
     def _prefault(self, work: Touching, before: threading.Thread | None) -> None:
         def progress(segment: int, touched: int) -> None:
-            self._in_loop(self._host.core.touched, segment, touched)
+            self._in_loop(self._host.core.slots.touch, segment, touched)
 
         if before is not None:
             before.join()
@@ -120,7 +110,7 @@ class Memory:
             return
         self._touching -= 1
         if not self._touching:
-            self._host.core.touching_ended()
+            self._host.core.slots.touching_ended()
         figures = self._host.core.stats()
         if shortage is None:
             _log.info("segments touched", bytes=figures["bytes_touched"])
@@ -133,10 +123,8 @@ class Memory:
             )
 
     def stop(self) -> None:
-        """Touch nothing any more; returns before the thread has ended."""
         self._stop.set()
 
     def join(self) -> None:
-        """Wait for the thread that touches memory."""
         if self._prefaulter is not None:
             self._prefaulter.join()

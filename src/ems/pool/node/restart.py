@@ -76,7 +76,6 @@ def kept_open() -> KeptOpen | None:
 
 
 def _command() -> list[str]:
-    """How this process was started."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
@@ -148,7 +147,6 @@ class Restart:
 
     @property
     def wished(self) -> bool:
-        """Whether a restart is under way."""
         return self._task is not None
 
     def wish(self) -> None:
@@ -184,7 +182,6 @@ class Restart:
         self.due.set()
 
     def close(self) -> None:
-        """The node ends."""
         if self._task is not None:
             self._task.cancel()
 

@@ -47,7 +47,7 @@ class SegmentWatcher:
         segment = space.segments[number]
         if not segment.size or space.is_lost(number):
             return False
-        tenant, pages = self._tenant(number), self._core.drop_segment(number)
+        tenant, pages = self._tenant(number), self._core.damage.drop_segment(number)
         if segment.closing:
             return False  # it is being given up, and its file is looked at when it comes back
         _log.error(

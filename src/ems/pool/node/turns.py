@@ -17,8 +17,7 @@ class Worker(Protocol):
     party: str
 
     @property
-    def busy(self) -> bool:
-        """Whether something is left to do."""
+    def busy(self) -> bool: ...
 
     def turn(self) -> int:
         """Do a bounded part of it; how much work that was, in keys."""
@@ -38,11 +37,9 @@ class Turns:
             yield from workers
 
     def add(self, worker: Worker) -> None:
-        """``worker`` has something to do."""
         self._waiting.setdefault(worker.party, OrderedDict())[worker] = None
 
     def drop(self, worker: Worker) -> None:
-        """``worker`` waits no longer."""
         mine = self._waiting.get(worker.party)
         if mine is not None:
             mine.pop(worker, None)
@@ -50,7 +47,6 @@ class Turns:
                 del self._waiting[worker.party]
 
     def next(self) -> Worker | None:
-        """Whose turn it is; it does not wait any more."""
         if not self._waiting:
             return None
         party, workers = next(iter(self._waiting.items()))
@@ -71,7 +67,6 @@ class Farewell:
         self.busy = True
 
     def turn(self) -> int:
-        """A step; how much work it was."""
         work = next(self._steps, None)
         self.busy = work is not None
         return work or 0

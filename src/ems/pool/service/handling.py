@@ -7,10 +7,11 @@ what takes long pauses after each step of bounded work, and may find things chan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import structlog
 
@@ -22,6 +23,7 @@ from ems.pool.names import refuse_marked
 from ems.pool.pages import Outcome
 from ems.pool.protocol import greeting, messages
 from ems.pool.protocol.acts import Follow, List, Show, Upgrade
+from ems.pool.reasons.words import Reason
 from ems.pool.segments.verify import LOOKED_AT_ONCE
 from ems.pool.service.effects import PAUSE, Administer, Attach, QuarantineHeader, ShowFigures, VerifyPage, Work
 from ems.pool.service.measured import Measured
@@ -40,54 +42,42 @@ MOST_AT_ONCE = 16 * STEP
 """Work that a request of any length may be before it goes in steps."""
 _GRANTED, _NO_SPACE = bytes([Outcome.GRANTED]), bytes([Outcome.NO_SPACE])
 _REFUSALS = (Outcome.NO_SPACE, Outcome.NOT_TOUCHED, Outcome.OVER_SHARE)
+_GAP = bytes([Reason.GAP.code])
+_Result = TypeVar("_Result")
 _Verb = Callable[[int, Any, float], "messages.Answer | Work[Any] | None"]
 
 _log = structlog.get_logger("ems.node")
 
 
 class Below(Protocol):
-    """What is asked of the tiers below memory."""
+    """What is asked of the tiers below memory; their carrier says what each of it means."""
 
     @property
-    def states(self) -> Sequence[Any]:
-        """The tiers, the fastest first."""
+    def states(self) -> Sequence[Any]: ...
 
-    def page_size(self, name: str) -> int:
-        """Bytes of a page of the namespace ``name`` in some tier, 0 when none knows it."""
+    def page_size(self, name: str) -> int: ...
 
-    def committed(self, namespace: int, pages: Sequence[Page]) -> None:
-        """Engines saved ``pages``."""
+    def committed(self, namespace: int, pages: Sequence[Page]) -> None: ...
 
-    def looked_up(self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0) -> int:
-        """``keys`` were asked for and the first ``found`` are present; how many of the others are on their way."""
+    def looked_up(self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0) -> int: ...
 
-    def looked_up_tail(self, namespace: int, tail: Tail, shared: int) -> bool:
-        """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now."""
+    def looked_up_tail(self, namespace: int, tail: Tail, shared: int) -> bool: ...
 
-    def prefetch(self, namespace: int, keys: list[bytes]) -> int:
-        """``keys`` will be needed soon; returns how many are in memory or on their way there."""
+    def prefetch(self, namespace: int, keys: list[bytes]) -> int: ...
 
 
 class Clients(Protocol):
     """What is to be known of the clients."""
 
     @property
-    def open(self) -> bool:
-        """Whether the node has no tenants."""
+    def open(self) -> bool: ...
 
     @property
-    def restarting(self) -> bool:
-        """Whether nothing new is begun, because the node is about to restart."""
+    def restarting(self) -> bool: ...
 
-    def features(self, client_id: int) -> Container[str]:
-        """What the client understands of what nodes tell."""
+    def features(self, client_id: int) -> Container[str]: ...
 
-    def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None:
-        """Where a tenant's client is served; None for anybody on an open node, and for an administrator.
-
-        Raises:
-            PoolRefused: an administrator asked for what is the tenants' business.
-        """
+    def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None: ...
 
 
 class RequestHandler:
@@ -162,62 +152,74 @@ class RequestHandler:
     ) -> messages.Hits | Work[messages.Answer | None]:
         if request.tail is not None:
             return self._lookup_tail(client_id, request.namespace, request.tail, lease=request.lease)
+        asked = len(request.keys) // KEY_BYTES
+        if asked > MOST_AT_ONCE:
+            return self._look_long(client_id, request, asked)
         keys = split_keys(request.keys)
-        if len(keys) > MOST_AT_ONCE:
-            return self._look_long(client_id, request, keys)
-        return self._hits(request, *self._find(client_id, request, keys))
+        found = self._core.reading.lookup(
+            client_id, request.namespace, keys, lease=request.lease, request=request.request
+        )
+        promoting = 0
+        if len(found.pages) < asked:
+            promoting = self._below.looked_up(request.namespace, keys, len(found.pages), request.compute / 1e6)
+        return self._hits(client_id, request, found, promoting)
 
-    def _look_long(self, client_id: int, request: messages.Lookup, keys: list[bytes]) -> Work[messages.Answer | None]:
-        yield PAUSE
-        found, below, code = self._find(client_id, request, keys)
-        yield PAUSE
-        return self._hits(request, found, below, code)
+    def _look_long(self, client_id: int, request: messages.Lookup, asked: int) -> Work[messages.Answer | None]:
+        ns, promoting = request.namespace, 0
+        steps = self._core.reading.lookup_in_steps(
+            client_id, ns, _parts(request.keys), asked, lease=request.lease, request=request.request
+        )
+        found = yield from _paused(steps)
+        if self._below.states:
+            promoting = yield from _some_at_a_time(
+                request.keys,
+                len(found.pages),
+                lambda keys, start: self._below.looked_up(ns, keys, start, request.compute / 1e6),
+            )
+        return self._hits(client_id, request, found, promoting)
 
-    def _find(self, client_id: int, request: messages.Lookup, keys: list[bytes]) -> tuple[Found, int, int]:
-        """What is there, how many keys behind it come up from tiers, and why the next one is missing."""
-        found = self._core.lookup(client_id, request.namespace, keys, lease=request.lease, request=request.request)
-        count, below, code = len(found.pages), 0, found.code
-        if count < len(keys):
-            promoting = self._below.looked_up(request.namespace, keys, count, request.compute / 1e6)
-            below = promoting if self._tells(client_id, greeting.TELLS_TIERS) else 0
-            if self._below.states:
-                name = self._core.named(request.namespace)[0]
-                better = why(self._below.states, name, keys[count], promoting=promoting > 0)
-                code = code if better is None else self._core.reasons.revise(code, better.code, request.request)
-        return found, below, code if code and self._tells(client_id, greeting.TELLS_REASONS) else 0
-
-    def _hits(self, request: messages.Lookup, found: Found, below: int, code: int) -> messages.Hits:
-        count, refs = len(found.pages), b""
-        if request.lease and count:
-            refs = found.refs()
-            self.measured.loaded_bytes.observe(count * self._core.named(request.namespace)[1])
-        return messages.Hits(count, found.pending, found.lease, refs, b"", code, below)
+    def _hits(self, client_id: int, request: messages.Lookup, found: Found, promoting: int) -> messages.Hits:
+        """The answer: what is there, how many keys behind it come up from tiers, why the next one is missing."""
+        count, code = len(found.pages), found.code
+        name, page_size = self._core.named(request.namespace)
+        if code and self._below.states:
+            missing = request.keys[count * KEY_BYTES : (count + 1) * KEY_BYTES]
+            better = why(self._below.states, name, missing, promoting=promoting > 0)
+            code = code if better is None else self._core.reasons.revise(code, better.code, request.request)
+        if found.lease:
+            self.measured.loaded_bytes.observe(count * page_size)
+        code = code if code and self._tells(client_id, greeting.TELLS_REASONS) else 0
+        below = promoting if promoting and self._tells(client_id, greeting.TELLS_TIERS) else 0
+        return messages.Hits(count, found.pending, found.lease, found.refs, b"", code, below)
 
     def _lookup_tail(self, client_id: int, namespace: int, tail: Tail, *, lease: bool) -> messages.Hits:
-        shared, held = self._core.lookup_tail(client_id, namespace, tail, lease=lease)
+        shared, held = self._core.reading.lookup_tail(client_id, namespace, tail, lease=lease)
         comes = self._below.looked_up_tail(namespace, tail, shared) and self._tells(client_id, greeting.TELLS_TIERS)
         key = held.pages[0].key if held.pages else b""
-        return messages.Hits(shared, held.pending, held.lease, held.refs() if lease else b"", key, 0, int(comes))
+        return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, int(comes))
 
     def _tells(self, client_id: int, feature: str) -> bool:
         return feature in self._clients.features(client_id)
 
-    def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> messages.Done:
-        return messages.Done(self._below.prefetch(request.namespace, split_keys(request.keys)))
+    def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> Work[messages.Done]:
+        return messages.Done((yield from self._prefetch_some(request.namespace, request.keys)))
+
+    def _prefetch_some(self, namespace: int, keys: bytes) -> Work[int]:
+        return (yield from _some_at_a_time(keys, 0, lambda some, start: self._below.prefetch(namespace, some) - start))
 
     def _release(self, client_id: int, request: messages.Release, _now: float) -> None:
         # Nobody waits for an answer, and one would be taken for that of the next request.
         with contextlib.suppress(StaleReference):
-            self._core.release(client_id, request.lease)
+            self._core.reading.release(client_id, request.lease)
 
     def _abort(self, client_id: int, request: messages.Abort, _now: float) -> Work[messages.Done]:
-        while self._core.abort(client_id, request.reservation, STEP):
+        while self._core.writing.abort(client_id, request.reservation, STEP):
             yield PAUSE
         return messages.Done()
 
     def _still_writing(self, client_id: int, request: messages.StillWriting, _now: float) -> messages.Done:
         still = set(cut(request.refs, REF_BYTES))
-        return messages.Done(self._core.stopped(self._core.writer(client_id), still))
+        return messages.Done(self._core.deferred.stopped(self._core.writer(client_id), still))
 
     def _open(self, _client_id: int, request: messages.Open, _now: float) -> messages.Opened:
         if self._clients.open:
@@ -245,31 +247,50 @@ class RequestHandler:
         return messages.Done()
 
     def _miss(self, _client_id: int, request: messages.Miss, _now: float) -> messages.Hits:
-        code = self._core.missed_namespace(request.name, request.keys, request.request)
+        code = self._core.reading.missed_namespace(request.name, request.keys, request.request)
         return messages.Hits(0, 0, 0, b"", b"", code)
 
-    def _explain(self, _client_id: int, request: messages.Explain, _now: float) -> messages.Explained:
-        keys = split_keys(request.keys)
-        told = self._core.explain(request.name, keys)
-        codes = revised(self._below.states, request.name, keys, told.codes)
-        if next((code for code in codes if code), 0) != next((code for code in told.codes if code), 0):
-            return messages.Explained(codes)
-        return messages.Explained(codes, told.seconds, told.winner, told.layouts)
+    def _explain(self, _client_id: int, request: messages.Explain, _now: float) -> Work[messages.Explained]:
+        answer: messages.Explained | None = None
+        told: list[bytes] = []
+        for keys in _parts(request.keys):
+            if told:
+                yield PAUSE
+            one = self._core.reading.explain(request.name, keys)
+            codes = one.codes if answer is None else one.codes.replace(b"\0", _GAP)
+            told.append(revised(self._below.states, request.name, keys, codes))
+            if answer is None and any(codes):
+                same = told[-1].lstrip(b"\0")[0] == codes.lstrip(b"\0")[0]
+                answer = one if same else messages.Explained(b"")
+        return msgspec.structs.replace(answer or messages.Explained(b""), codes=b"".join(told))
 
-    def _announce(self, client_id: int, request: messages.Announce, now: float) -> messages.Announced:
-        keys = split_keys(request.keys)
-        self._below.prefetch(request.namespace, keys)
-        return messages.Announced(self._core.announce(client_id, request.namespace, keys, now))
+    def _announce(self, client_id: int, request: messages.Announce, now: float) -> Work[messages.Announced]:
+        yield from self._prefetch_some(request.namespace, request.keys)
+        keys: list[bytes] = []
+        for part in _parts(request.keys):
+            if keys:
+                yield PAUSE
+            keys += part
+        number = self._core.announce(client_id, request.namespace, keys, now)
+        yield from self._settle_announcements()
+        return messages.Announced(number)
 
-    def _withdraw(self, client_id: int, request: messages.Withdraw, _now: float) -> None:
-        self._core.withdraw(client_id, request.announcement)
+    def _withdraw(self, client_id: int, request: messages.Withdraw, _now: float) -> Work[None]:
+        self._core.announcements.withdraw(client_id, request.announcement)
+        yield from self._settle_announcements()
+
+    def _settle_announcements(self) -> Work[None]:
+        """Who puts off much waits until it is done, so that what is put off stays bounded."""
+        while self._core.announcements.unsettled:
+            yield PAUSE
+            self._core.announcements.settle_some()
 
     def _administer(self, client_id: int, request: messages.Administer, _now: float) -> Work[messages.Answer]:
         return messages.Reported((yield Administer(client_id, request.act, request.dry_run)))
 
     def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Work[messages.Granted]:
         if request.tail is not None:
-            self._core.refuse_unfit_tail(request.namespace, request.keys[-KEY_BYTES:], request.tail)
+            self._core.writing.refuse_unfit_tail(request.namespace, request.keys[-KEY_BYTES:], request.tail)
         keys, parent = split_keys(request.keys), request.parent
         outcomes, begun = b"", Begun()
         refs: list[bytes] = []
@@ -295,7 +316,7 @@ class RequestHandler:
         count = looked = 0
         length = core.named(request.namespace)[1]
         for key, ref in zip(split_keys(request.keys), unpack_refs(request.refs), strict=True):
-            if core.find(request.namespace, key, ref.pack()) is None:
+            if core.damage.find(request.namespace, key, ref.pack()) is None:
                 continue  # its slot has another page by now
             if looked + length > LOOKED_AT_ONCE and looked:
                 yield PAUSE
@@ -304,10 +325,10 @@ class RequestHandler:
             if (yield VerifyPage(ref, key, length)):
                 core.counters.corrupt_unconfirmed += 1
                 continue
-            page = core.find(request.namespace, key, ref.pack())
+            page = core.damage.find(request.namespace, key, ref.pack())
             if page is None:
                 continue  # it left while its bytes were looked at
-            core.quarantine(request.namespace, page)
+            core.damage.quarantine(request.namespace, page)
             yield QuarantineHeader(ref, key)
             count += 1
             _log.error("bytes of a page are wrong, its slot is not used any more", key=key.hex(), slot=str(ref[:3]))
@@ -315,7 +336,7 @@ class RequestHandler:
 
     def _commit(self, client_id: int, request: messages.Commit, _now: float) -> Work[messages.Done]:
         core = self._core
-        positions = core.written(client_id, request.reservation, request.positions)
+        positions = core.reservations.written(client_id, request.reservation, request.positions)
         checksums = _checksums(request)
         pages: list[Page] = []
         for start in range(0, max(len(positions), 1), STEP):
@@ -329,8 +350,43 @@ class RequestHandler:
         # What came in the first steps is not to leave before what hangs on it.
         for start in range((len(pages) - 1) // STEP * STEP, -1, -STEP) if len(pages) > STEP else ():
             yield PAUSE
-            core.refresh(pages[start : start + STEP], done.namespace)
+            core.writing.refresh(pages[start : start + STEP], done.namespace)
         return messages.Done(len(pages))
+
+
+def _parts(keys: bytes) -> Iterator[list[bytes]]:
+    """``keys``, as many at a time as one step has."""
+    for start in range(0, max(len(keys), 1), STEP * KEY_BYTES):
+        yield split_keys(keys[start : start + STEP * KEY_BYTES])
+
+
+def _paused(steps: Generator[None, None, _Result]) -> Work[_Result]:
+    """``steps``, with a pause after each."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
+        yield PAUSE
+
+
+def _some_at_a_time(keys: bytes, start: int, ask: Callable[[list[bytes], int], int]) -> Work[int]:
+    """``ask`` for ``keys`` from ``start`` on, :data:`MOST_AT_ONCE` at a time; how many come without a gap.
+
+    It gets some keys and where those begin that are asked for: the one before says what they continue.
+    """
+    at = start
+    while at < len(keys) // KEY_BYTES:
+        if at > start:
+            yield PAUSE
+        before = min(at, 1)
+        some = split_keys(keys[(at - before) * KEY_BYTES : (at + MOST_AT_ONCE) * KEY_BYTES])
+        count = max(ask(some, before), 0)
+        at += count
+        if count < len(some) - before:
+            break
+    return at - start
 
 
 def _begins_something(request: messages.Request) -> bool:

@@ -50,7 +50,7 @@ class Storing:
         begun: Begun | None = None,
     ) -> Work[Reserved]:
         """Promise slots; see :meth:`PoolCore.reserve`."""
-        reserved = self._core.reserve(client_id, namespace, parent, keys, tail, begun)
+        reserved = self._core.writing.reserve(client_id, namespace, parent, keys, tail, begun)
         # In this order: a slot may have been freed, and carved or granted, by this very request.
         yield from self.clear()
         unnoted: list[int] = []
@@ -70,7 +70,7 @@ class Storing:
     def _take_back(self, client_id: int, reserved: Reserved, unnoted: list[int]) -> Reserved:
         """What was granted would lie in segments of which nobody would know whose they are."""
         if reserved.reservation:
-            self._core.abort(client_id, reserved.reservation)
+            self._core.writing.abort(client_id, reserved.reservation)
         for segment in unnoted:
             self._core.slots.unassign(segment)
         none = bytes(Outcome.NO_SPACE if one == Outcome.GRANTED else one for one in reserved.outcomes)
@@ -85,23 +85,23 @@ class Storing:
         flags: PageFlag = _NO_FLAG,
     ) -> Work[Committed]:
         """Publish the pages at ``positions`` (all, when None), whose ``checksums`` are by position."""
-        done = self._core.commit(client_id, reservation, positions)
+        done = self._core.writing.commit(client_id, reservation, positions)
         yield Publish(done, None if checksums is None else [checksums[one] for one in done.positions], flags)
         return done
 
     def clear(self) -> Work[None]:
         """Slots that came free vouch for nothing any more."""
-        freed = self._core.freed()
+        freed = self._core.slots.freed()
         if freed:
             yield ClearHeaders(freed)
 
     def tick(self, now: float) -> Work[None]:
-        """Time went by."""
         self._core.tick(now)
-        for segment in self._core.replace_memory():
+        segment = self._core.reclaimer.replace(now)
+        if segment is not None:
             _log.warning("writers that were cut off go on, a segment's memory is replaced", segment=segment)
             yield ReplaceMemory(segment)
-        for segment in self._core.shrink():
+        for segment in self._core.reclaimer.shrink():
             yield ReplaceMemory(segment)
         yield from self.clear()
 
@@ -112,5 +112,5 @@ class Storing:
 
     def spoilt(self, segment: int) -> Work[None]:
         """A segment, none of whose slots is out, is not what it was any more."""
-        self._core.renew(segment)
+        self._core.reclaimer.renew(self._core.slots.segments[segment])
         yield ReplaceMemory(segment)

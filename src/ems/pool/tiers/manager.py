@@ -305,7 +305,7 @@ class TierManager:
             return
         now = self._clock()
         if job.abandoned:
-            self._host.core.stopped(writer_of(client_id))
+            self._host.core.deferred.stopped(writer_of(client_id))
             return
         self._ended(client_id, portion)
         state.moved(now)
@@ -325,7 +325,7 @@ class TierManager:
             state.speed.fetched.add(len(good) * (portion.size // len(portion.keys)), job.seconds, now)
         if len(good) < len(positions):
             with contextlib.suppress(StaleReference):  # a segment of it was given up meanwhile
-                self._host.core.abort(client_id, reservation)
+                self._host.core.writing.abort(client_id, reservation)
         state.counts["pages_fetched"] += len(good)
         state.counts["fetch_misses"] += outcomes.count(Outcome.MISSING)
         state.counts["fetch_corrupt"] += outcomes.count(Outcome.CORRUPT)
@@ -361,7 +361,7 @@ class TierManager:
         new = [page.key for page in pages if not state.tier.holds(name, [page.key])]
         now = self._clock()
         for keys in state.write_back.portions(namespace, new, size):
-            lease, held = core.hold(self._writer, namespace, keys)
+            lease, held = core.reading.hold(self._writer, namespace, keys)
             if held:
                 state.write_back.add(Unit(namespace, lease, tuple(page.key for page in held), len(held) * size, now))
 
@@ -374,7 +374,7 @@ class TierManager:
         core = self._host.core
         for state in self.states:
             if state.config.write != "never" and state.writing.open:
-                for namespace, order in core.leaving_soon(CLEANED):
+                for namespace, order in core.reclaimer.leaving_soon(CLEANED):
                     # As far as there is room: the walk stays where it is while the queue is full.
                     most = min(CLEANED, state.write_back.room(core.named(namespace)[1]))
                     pages = state.pre_eviction.next(namespace, order, most)
@@ -387,7 +387,7 @@ class TierManager:
         name, size = core.named(units[0].namespace)
         pages, refs = [], []
         # Not by key: another page may have the key by now, whose bytes are not written yet.
-        for page in (page for unit in units for page in core.leased(self._writer, unit.lease)):
+        for page in (page for unit in units for page in core.leases.pages(self._writer, unit.lease)):
             parent = page.parent.key if page.parent is not None else bytes(NO_PARENT)
             ref = PageRef.unpack(page.ref)
             refs.append(page.ref)
@@ -416,12 +416,12 @@ class TierManager:
     def _let_go(self, state: TierState, units: list[Unit]) -> None:
         state.write_back.ended(units)
         for unit in units:
-            self._host.core.release(self._writer, unit.lease)
+            self._host.core.reading.release(self._writer, unit.lease)
 
     def _cut_writing(self, state: TierState, reason: str, now: float) -> None:
         state.cut(state.writing, reason, now)
         for unit in state.write_back.let_go():
-            self._host.core.release(self._writer, unit.lease)
+            self._host.core.reading.release(self._writer, unit.lease)
 
     # For an administrator, to whom tiers have numbers, from the top
 
@@ -468,7 +468,10 @@ class TierManager:
         for state in self.states:
             units = state.write_back.give_back(namespace)
             kept = [
-                page for unit in units for page in self._host.core.leased(self._writer, unit.lease) if not wanted(page)
+                page
+                for unit in units
+                for page in self._host.core.leases.pages(self._writer, unit.lease)
+                if not wanted(page)
             ]
             self._let_go(state, units)
             self._offer(state, namespace, kept)
