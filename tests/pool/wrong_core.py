@@ -76,7 +76,7 @@ def wrong_announcements(announcements: Announcements) -> list[str]:
 def wrong_leases(leases: Leases, namespaces: Iterable[NamespacePages]) -> list[str]:
     promised: Counter[int] = Counter()
     broken = []
-    for lease in leases._all.values():
+    for lease in leases.all.values():
         for page in leases._promised(lease):
             promised[id(page)] += 1
             if lease.namespace.index.get(page.key) is not page:
@@ -91,11 +91,11 @@ def wrong_leases(leases: Leases, namespaces: Iterable[NamespacePages]) -> list[s
 
 
 def wrong_reservations(reservations: Reservations, namespaces: Iterable[NamespacePages]) -> list[str]:
-    waiting = sum(len(held.waiting) for held in reservations._all.values())
+    waiting = sum(len(held.waiting) for held in reservations.all.values())
     if waiting != sum(namespace.writing for namespace in namespaces):
         return ["a page is being written that no reservation holds"]
     counted: Counter[Hashable] = Counter()
-    for held in reservations._all.values():
+    for held in reservations.all.values():
         if held.process is not None and held.waiting:
             counted[held.process] += len(held.waiting) * held.namespace.page_size
     if counted != reservations._by_process or counted.total() != reservations.total_bytes:

@@ -26,10 +26,6 @@ WALK_EACH = 16
 """Pages of prefixes that each inserted page adds to those that may be looked at for rings, up to :data:`MAX_WALK`."""
 
 
-def _parents(pages: Iterable[Page]) -> bytes:
-    return b"".join([NO_PARENT if page.parent is None else page.parent.key for page in pages])
-
-
 class Index:
     """The pages of one namespace by key, and the policy that orders them.
 

@@ -9,7 +9,7 @@ however many leases there are.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ class Leases:
     """All leases of a node, by their numbers."""
 
     def __init__(self) -> None:
-        self._all: dict[int, Lease] = {}
+        self.all: dict[int, Lease] = {}
         self._of: dict[int, dict[int, None]] = {}
         self._given = 0
         self._broken: dict[Page, tuple[int, int]] = {}
@@ -61,11 +61,7 @@ class Leases:
         """Pages that were used, and whether it is to be told what the first of them hangs on."""
 
     def __len__(self) -> int:
-        return len(self._all)
-
-    @property
-    def all(self) -> Mapping[int, Lease]:
-        return self._all
+        return len(self.all)
 
     def refuse_too_many(self, client_id: int, namespace: NamespacePages, count: int) -> None:
         """Look whether ``client_id`` may be promised ``count`` more pages of ``namespace``.
@@ -92,14 +88,14 @@ class Leases:
             page.leases += 1
         self._given += 1
         weight = len(pages) + LEASE_WEIGHT if weighs else 0
-        self._all[number] = Lease(self._given, client_id, namespace, list(pages), weight)
+        self.all[number] = Lease(self._given, client_id, namespace, list(pages), weight)
         self._of.setdefault(client_id, {})[number] = None
         self._leased[client_id] += weight
         self._leased[namespace.tenant] += weight
 
     def add(self, number: int, pages: list[Page]) -> list[Page]:
         """The lease ``number`` promises present ``pages``, too, up to one that it was broken off for; those before."""
-        held = self._all[number]
+        held = self.all[number]
         if self._broken:
             pages = list(takewhile(lambda page: not self._is_broken(held, page), pages))
         for page in pages:
@@ -123,10 +119,10 @@ class Leases:
         Raises:
             StaleReference: the lease is not ``client_id``'s or is gone.
         """
-        held = self._all.get(number)
+        held = self.all.get(number)
         if held is None or held.client_id != client_id:
             raise StaleReference(f"lease {number} is gone")
-        del self._all[number], self._of[client_id][number]
+        del self.all[number], self._of[client_id][number]
         if not self._of[client_id]:
             del self._of[client_id]
         for name in (client_id, held.namespace.tenant):
@@ -165,7 +161,7 @@ class Leases:
                 page.used = now
 
     def pages(self, client_id: int, number: int) -> list[Page]:
-        held = self._all.get(number)
+        held = self.all.get(number)
         return self._promised(held) if held is not None and held.client_id == client_id else []
 
     def _promised(self, held: Lease) -> list[Page]:
@@ -174,7 +170,7 @@ class Leases:
         return [page for page in held.pages if not self._is_broken(held, page)]
 
     def length(self, number: int) -> int:
-        return len(self._all[number].pages)
+        return len(self.all[number].pages)
 
     def of(self, client_id: int) -> list[int]:
         return list(self._of.get(client_id, ()))
@@ -188,8 +184,8 @@ class Leases:
 
     def held(self, namespace: NamespacePages) -> Iterator[list[Page]]:
         """What the leases on pages of ``namespace`` promise, one after the other."""
-        return (self._promised(lease) for lease in self._all.values() if lease.namespace is namespace)
+        return (self._promised(lease) for lease in self.all.values() if lease.namespace is namespace)
 
     def by_namespace(self) -> Counter[int]:
         """How many leases there are on pages of each namespace, by its number."""
-        return Counter(lease.namespace.number for lease in self._all.values())
+        return Counter(lease.namespace.number for lease in self.all.values())

@@ -7,7 +7,7 @@ none; a reservation ends with its last page.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -40,18 +40,14 @@ class Reservations:
     """All reservations of a node, by their numbers."""
 
     def __init__(self) -> None:
-        self._all: dict[int, Reservation] = {}
+        self.all: dict[int, Reservation] = {}
         self._of_owner: dict[int, dict[int, None]] = {}
         self._by_process: Counter[Hashable] = Counter()
         """Bytes that each process is to write."""
         self._by_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._all)
-
-    @property
-    def all(self) -> Mapping[int, Reservation]:
-        return self._all
+        return len(self.all)
 
     def promise(
         self,
@@ -64,7 +60,7 @@ class Reservations:
         until: float = inf,
     ) -> None:
         """``client_id`` writes the pages ``waiting``, by position, until then; they count for ``process``, if any."""
-        held = self._all[number] = Reservation(client_id, namespace, waiting, process, until)
+        held = self.all[number] = Reservation(client_id, namespace, waiting, process, until)
         self._of_owner.setdefault(client_id, {})[number] = None
         self._count(held, len(waiting))
 
@@ -102,7 +98,7 @@ class Reservations:
     def expired(self, now: float, seconds: float) -> list[int]:
         """The numbers of reservations that held until ``now``; none holds longer than ``seconds`` from now."""
         over = []
-        for number, held in self._all.items():  # the oldest first
+        for number, held in self.all.items():  # the oldest first
             if now + seconds < held.until < inf:  # the clock was set back
                 held.until = now + seconds
             if held.until <= now:
@@ -156,7 +152,7 @@ class Reservations:
         return pages
 
     def _forget(self, client_id: int, number: int) -> None:
-        del self._all[number], self._of_owner[client_id][number]
+        del self.all[number], self._of_owner[client_id][number]
         if not self._of_owner[client_id]:
             del self._of_owner[client_id]
 
@@ -166,7 +162,7 @@ class Reservations:
         Raises:
             StaleReference: the reservation is not ``client_id``'s or is gone.
         """
-        held = self._all.get(number)
+        held = self.all.get(number)
         if held is None or held.client_id != client_id:
             raise StaleReference(f"reservation {number} is gone, reserve again")
         return held
@@ -177,7 +173,7 @@ class Reservations:
     def drop_segment(self, namespace: NamespacePages, begin: bytes) -> list[Page]:
         """The pages of ``namespace`` that are being written where ``begin`` says; none of them can be committed now."""
         gone: list[Page] = []
-        for held in self._all.values():
+        for held in self.all.values():
             if held.namespace is namespace:
                 lost = [at for at, page in held.waiting.items() if page.ref.startswith(begin)]
                 gone += [held.waiting.pop(at) for at in lost]
@@ -185,6 +181,6 @@ class Reservations:
         return gone
 
     def waiting(self, namespace: NamespacePages) -> Iterator[Page]:
-        for held in self._all.values():
+        for held in self.all.values():
             if held.namespace is namespace:
                 yield from held.waiting.values()

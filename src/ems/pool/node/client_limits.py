@@ -43,10 +43,6 @@ class ClientLimits:
     def __len__(self) -> int:
         return len(self._party)
 
-    @property
-    def buffered(self) -> int:
-        return self._buffered_of.total()
-
     def came(self, client: int, party: str, room: int) -> int | None:
         """``client`` connected to a node with ``room`` for so many; who has to end for it.
 

@@ -49,7 +49,6 @@ class Storing:
         tail: Tail | None = None,
         begun: Begun | None = None,
     ) -> Work[Reserved]:
-        """Promise slots; see :meth:`PoolCore.reserve`."""
         reserved = self._core.writing.reserve(client_id, namespace, parent, keys, tail, begun)
         # In this order: a slot may have been freed, and carved or granted, by this very request.
         yield from self.clear()
