@@ -168,6 +168,14 @@ def test_a_client_that_spoils_its_segments_keeps_no_node_from_starting(home: Pat
     Arena(config(home), NODE_ID).close()
 
 
+@pytest.mark.parametrize("name", ["tails", "owners", "pins", "size", "given-up"])
+def test_a_damaged_file_of_its_own_keeps_no_node_from_starting(home: Path, name: str) -> None:
+    Arena(config(home), NODE_ID).close()
+    (home / "pool" / name).touch(mode=0o600)
+    (home / "pool" / name).write_bytes(b"emstail2 and what comes behind it")
+    Arena(config(home), NODE_ID).close()
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o722])
 def test_a_folder_that_others_may_write_to_is_refused_and_stays_as_it_is(home: Path, mode: int) -> None:
     home.chmod(mode)

@@ -106,7 +106,7 @@ def _is_marked(path: Path) -> bool:
 def _is_own(path: Path, *, marked: bool) -> bool:
     """Whether a node wrote the file, in a folder that is ``marked`` as a node's or not.
 
-    Clients can write anything into a segment: one that nobody else can open is known by its name.
+    Clients can write anything into a segment: what nobody else can open is known by its name.
     """
     name, status = path.name, path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -122,7 +122,8 @@ def _is_own(path: Path, *, marked: bool) -> bool:
         before = marked and name == _LOCK_NAME and begins.strip().isdigit()  # an earlier release wrote no more
         return begins.startswith(magic) or before or (private and not begins)
     known = _SIDE_FILES.get(name)
-    return marked and known is not None and begins[: len(known)] == known[: len(begins)]
+    # One that was damaged costs what is in it, never the start of the node.
+    return marked and known is not None and (private or begins[: len(known)] == known[: len(begins)])
 
 
 def _beginning(path: Path) -> bytes:
