@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import tempfile
 import threading
@@ -108,6 +109,8 @@ def service(place: Path) -> Iterator[Path]:
     tenants = Path(disk.name) / "tenants.json"
     ended = threading.Event()
     listens = threading.Event()
+
+    codecs.lookup("ascii")  # that user may not be able to read the interpreter's library
 
     async def serve() -> None:
         with as_user(SERVICE):
