@@ -185,6 +185,7 @@ def test_what_was_written_down_says_what_was_known_and_what_is_damaged_nothing()
             with suppress(Malformed):
                 assert one == kept or parse_head(one, KEYS).damaged
     assert decode_packs(raw[:-1]) is None
+    assert decode_packs(raw.replace(b"\xa11", b"\xa1\xb0", 1)) is None, "no text"
     assert decode_packs(b"") is None
 
 

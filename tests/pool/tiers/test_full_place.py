@@ -94,3 +94,10 @@ def test_a_full_place_that_was_misread_makes_room_once_it_is_read_right(tier: Pa
     blobs.contents.update(right)
     next_life.maintain(probe=True)
     assert next_life.figures()["pages"] == 3
+
+
+def test_a_full_place_that_was_never_read_makes_room(tier: PackTier, blobs: Small) -> None:
+    del tier
+    next_life = PackTier("full", blobs, KEYS)
+    next_life.maintain(probe=True)
+    assert next_life.figures()["pages"] == 3

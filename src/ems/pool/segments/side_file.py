@@ -62,7 +62,7 @@ class SideFile(Generic[Value]):
         self._path = path
         self._code = code
         self.value = kind()
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             self.value = code.decode(read_side_file(path) or code.encode(self.value), type=kind)
         self._written: bytes = code.encode(self.value)
 

@@ -23,7 +23,7 @@ class SegmentTenants:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: _Owners = {}
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             self._known = msgspec.msgpack.decode(read_side_file(path) or b"\x80", type=_Owners)
 
     @property

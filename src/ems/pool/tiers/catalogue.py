@@ -308,6 +308,6 @@ def decode_packs(raw: bytes) -> dict[str, tuple[int, float, bytes]] | None:
         return None
     try:
         kept = msgspec.msgpack.decode(memoryview(raw)[len(CATALOGUE_MAGIC) :], type=list[tuple[str, int, float, bytes]])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return {name: (size, used_at, head) for name, size, used_at, head in kept}

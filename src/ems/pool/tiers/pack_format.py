@@ -227,7 +227,7 @@ def _parse_tails(raw: bytes, seal: PackSeal | None) -> tuple[dict[int, Tail], bo
     opened = seal.open(raw[28:], raw[:12], raw[12:28], _TAILS)
     try:
         return ({}, False) if opened is None else (msgspec.msgpack.decode(opened, type=dict[int, Tail]), True)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return {}, False
 
 

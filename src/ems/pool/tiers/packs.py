@@ -387,9 +387,9 @@ class PackTier:
         try:
             self._put(name, [content])
         except TierFailed as error:
-            if not _is_full(error) or not self._unfit:
+            if not _is_full(error):
                 raise
-            # It may be full of packs that were misread while the place was not well: then they can give way.
+            # It may be full of packs that were never read, or misread while the place was not well: these can give way.
             self._unfit = {}
             self._look(self._clock())
             self._put(name, [content])
