@@ -108,7 +108,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     Raises:
         ConfigError: the model or the way it is run cannot be served; the sentence names it.
     """
-    _check_run(vllm_config)
+    check_run(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     specs = [_attention(group.kv_cache_spec) for group in groups]
     if not specs:
@@ -137,26 +137,14 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     model = vllm_config.model_config
     facts = {
         "layout_version": LAYOUT_VERSION,
-        "namespace": settings.namespace,
-        "weights": settings.model_id or weights_identity(model, vllm_config.load_config, vllm_config.parallel_config),
-        "draft": _draft_identity(vllm_config, named=bool(settings.model_id)),
-        "config": config_digest(model, named=bool(settings.model_id)),
-        "rope_length": _rope_length(model),
-        "model_dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "multimodal": _multimodal(model),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "cache_dtype_not_in": sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()),
+        **engine_facts(vllm_config, settings),
         "block_size": block_size,
         "groups": [_group_facts(vllm_config, spec) for spec in specs],
         "shards": shards,
         "layers": [list(group.layer_names) for group in groups] if stages == 1 else [],
         "stages": [get_pp_indices(_layer_count(model), rank, stages) for rank in range(stages)],
-        "attention_backend": str(vllm_config.attention_config.backend),
-        "device": _device_identity(vllm_config),
-        "vllm": vllm.__version__,
     }
-    name = Path(str(model.model)).name
+    name = model_name(vllm_config)
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
     in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
     planes = [
@@ -167,6 +155,34 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     # Searches begin with the planes that need every block.
     planes.sort(key=lambda plane: plane.window > 0)
     return BlockModel(identity, block_size, kv_cache_config.num_blocks, len(groups), tuple(planes), in_words)
+
+
+def engine_facts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, object]:
+    """What gives KV bytes their meaning, whatever pages they lie in.
+
+    Raises:
+        ConfigError: the weights cannot be told from others.
+    """
+    model = vllm_config.model_config
+    return {
+        "namespace": settings.namespace,
+        "weights": settings.model_id or weights_identity(model, vllm_config.load_config, vllm_config.parallel_config),
+        "draft": _draft_identity(vllm_config, named=bool(settings.model_id)),
+        "config": config_digest(model, named=bool(settings.model_id)),
+        "rope_length": _rope_length(model),
+        "model_dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "multimodal": _multimodal(model),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "cache_dtype_not_in": sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()),
+        "attention_backend": str(vllm_config.attention_config.backend),
+        "device": _device_identity(vllm_config),
+        "vllm": vllm.__version__,
+    }
+
+
+def model_name(vllm_config: Any) -> str:
+    return Path(str(vllm_config.model_config.model)).name
 
 
 def local_planes(
@@ -203,7 +219,7 @@ def check_hosts(hosts: int) -> None:
         )
 
 
-def _check_run(vllm_config: Any) -> None:
+def check_run(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     check_hosts(int(getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))))
     for key, flag in (

@@ -1,0 +1,296 @@
+"""The worker's side: copies chunks between engine blocks and the pool's pages, in one thread for each direction.
+
+What always holds: every job ends and is reported once, as done, because vLLM knows no other end; blocks of a load that
+failed, all of them, are reported as invalid with its end, so vLLM computes them; a page is committed only when all its
+bytes are in place, and loaded only where its header said the same before and after the copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from ems.errors import ConfigError, EmsError, StaleReference
+from ems.pool.checksum import page_checksum
+from ems.pool.client.answers import Namespace, Reservation
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import KEY_BYTES, cut
+from ems.pool.layout import unpack_refs
+from ems.pool.segments.reader import PageReader
+from ems.vllm.lane import Lane
+from ems.vllm.offloading.chunks import ChunkBlocks, GroupLayout, chunks_of, trailer, valid_from
+from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
+
+logger = init_logger("vllm.ems.offloading")
+
+
+class Layer(NamedTuple):
+    """One layer of a group: its blocks, and the bytes of each of them that are kept."""
+
+    blocks: torch.Tensor
+    size: int
+
+
+class _Job:
+    """A transfer, which is called off by who must have its blocks back."""
+
+    def __init__(self, number: int, blocks: GPULoadStoreSpec, pages: LoadStoreSpec) -> None:
+        self.number = number
+        self.blocks = blocks
+        self.pages = pages
+        self.begun = time.monotonic()
+        self._called_off = threading.Event()
+        self._copying = threading.Lock()
+
+    def call_off(self) -> None:
+        """Returns when no copy runs any more, and none will."""
+        with self._copying:
+            self._called_off.set()
+
+    @contextmanager
+    def copying(self) -> Iterator[bool]:
+        """Blocks may be read inside, if the value is true."""
+        with self._copying:
+            yield not self._called_off.is_set()
+
+    def by_group(self, layouts: Sequence[GroupLayout]) -> list[list[ChunkBlocks]]:
+        ids, at, found = self.blocks.block_ids.tolist(), 0, []
+        for layout, size, index in zip(layouts, self.blocks.group_sizes, self.blocks.block_indices, strict=True):
+            found.append(chunks_of(ids[at : at + size], index, layout.blocks))
+            at += size
+        return found
+
+
+class _Ended(NamedTuple):
+    """The end of a job: bytes that were moved, seconds, and engine blocks that hold nothing."""
+
+    number: int
+    size: int
+    seconds: float
+    invalid: list[int]
+
+
+def group_layers(caches: CanonicalKVCaches) -> list[list[Layer]]:
+    """The layers of each group, whose tensors are on a CPU.
+
+    Raises:
+        ConfigError: they are on another device.
+    """
+    for one in caches.tensors:
+        if one.tensor.device.type != "cpu":
+            raise ConfigError(
+                f"the engine's KV cache is on {one.tensor.device}, but EmsOffloadingSpec serves engines on CPUs only; "
+                "use the connector EmsStoreConnector"
+            )
+    return [
+        [Layer(caches.tensors[ref.tensor_idx].tensor.view(torch.int8), ref.page_size_bytes) for ref in refs]
+        for refs in caches.group_data_refs
+    ]
+
+
+def layouts_of(layers: Sequence[Sequence[Layer]], blocks: int) -> list[GroupLayout]:
+    return [GroupLayout(tuple(layer.size for layer in of_group), blocks) for of_group in layers]
+
+
+class EmsOffloadingWorker(OffloadingWorker):
+    """Transfers of rank ``rank``, whose groups have ``layers``, ``layouts`` and ``namespaces``."""
+
+    def __init__(
+        self,
+        client: PoolClient,
+        rank: int,
+        layers: Sequence[Sequence[Layer]],
+        layouts: Sequence[GroupLayout],
+        namespaces: Sequence[Namespace],
+        call_timeout: float,
+    ) -> None:
+        self._client = client
+        self._rank = rank
+        self._layers = layers
+        self._layouts = layouts
+        self._namespaces = namespaces
+        self._timeout = call_timeout
+        self._stores: dict[int, _Job] = {}
+        self._invalid: set[int] = set()
+        self._failing = False
+        self._store_lane: Lane[_Job, _Ended] = Lane("ems-offloading-store", lambda: self._run(self._store_lane))
+        self._load_lane: Lane[_Job, _Ended] = Lane("ems-offloading-load", lambda: self._run(self._load_lane))
+        self._store_lane.start()
+        self._load_lane.start()
+
+    # Hooks
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        job = self._stores[job_id] = _Job(job_id, src_spec, dst_spec)
+        self._store_lane.put(job)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        self._load_lane.put(_Job(job_id, dst_spec, src_spec))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        for ended in (*self._store_lane.results(), *self._load_lane.results()):
+            self._stores.pop(ended.number, None)
+            self._invalid.update(ended.invalid)
+            results.append(TransferResult(ended.number, True, ended.size, ended.seconds))
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """These blocks are about to be others': stores of them that have not begun are called off."""
+        for job_id in job_ids:
+            if (job := self._stores.get(job_id)) is not None:
+                job.call_off()
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of the loads that the last :meth:`get_finished` reported and that hold nothing."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def shutdown(self) -> None:
+        for job in list(self._stores.values()):
+            job.call_off()
+        self._store_lane.close()
+        self._load_lane.close()
+        self._client.close()
+
+    # Threads
+
+    def _run(self, lane: Lane[_Job, _Ended]) -> None:
+        move: Callable[[_Job], int] = self._store if lane is self._store_lane else self._load
+        while (job := lane.next()) is not None:
+            size, invalid = 0, list[int]()
+            try:
+                size = move(job)
+                self._failing = False
+            except EmsError as error:
+                invalid = job.blocks.block_ids.tolist()
+                if not self._failing:
+                    logger.warning("EMS cannot move chunks, serving on without it: %s", error)
+                self._failing = True
+            except Exception:  # the root of what this thread does, see below
+                # Root of this thread: a defect here must cost a recompute, never the engine.
+                invalid = job.blocks.block_ids.tolist()
+                logger.exception("EMS transfer failed")
+            is_load = lane is self._load_lane
+            lane.ended(_Ended(job.number, size, time.monotonic() - job.begun, invalid if is_load else []))
+
+    # Stores
+
+    def _store(self, job: _Job) -> int:
+        assert isinstance(job.pages, PagesToStore)
+        size = 0
+        for place, chunks in enumerate(job.by_group(self._layouts)):
+            keys, parents = cut(job.pages.keys[place], KEY_BYTES), cut(job.pages.parents[place], KEY_BYTES)
+            for begin, end in _runs(keys, parents):
+                size += self._store_run(job, place, chunks[begin:end], parents[begin], keys[begin:end])
+        return size
+
+    def _store_run(
+        self, job: _Job, place: int, chunks: Sequence[ChunkBlocks], parent: bytes, keys: Sequence[bytes]
+    ) -> int:
+        """Store consecutive chunks; bytes that were."""
+        namespace, layout = self._namespaces[place], self._layouts[place]
+        reserved = self._client.reserve(namespace, parent, keys, self._timeout)
+        written: dict[int, int] = {}
+        try:
+            segments = self._client.segments(reserved.epoch)
+            for position, ref in reserved.granted.items():
+                chunk = chunks[position]
+                if chunk.first + len(chunk.block_ids) < layout.blocks:
+                    continue  # its last blocks are missing: nobody could load it
+                if self._client.epoch != reserved.epoch:
+                    raise StaleReference("the connection to the pool was lost while chunks were copied")
+                page = segments.page(ref, namespace.page_size)
+                with job.copying() as allowed:
+                    if not allowed:
+                        break
+                    self._copy_out(place, chunk, page)
+                written[position] = page_checksum(page)
+            if written:
+                self._client.commit(reserved, list(written), self._timeout, list(written.values()))
+        finally:
+            if len(written) < len(reserved.granted):
+                self._give_back(reserved)
+        return len(written) * namespace.page_size
+
+    def _give_back(self, reserved: Reservation) -> None:
+        try:
+            self._client.abort(reserved, self._timeout)
+        except EmsError:
+            return  # the connection is gone, and the reservation with it
+
+    def _copy_out(self, place: int, chunk: ChunkBlocks, page: memoryview) -> None:
+        host, at = torch.frombuffer(page, dtype=torch.int8), 0
+        ids = torch.tensor(chunk.block_ids)
+        for layer in self._layers[place]:
+            end = at + layer.size * self._layouts[place].blocks
+            rows = host[at + chunk.first * layer.size : end].view(-1, layer.size)
+            torch.index_select(layer.blocks[:, : layer.size], 0, ids, out=rows)
+            at = end
+        page[at:] = trailer(chunk.first)
+
+    # Loads
+
+    def _load(self, job: _Job) -> int:
+        pages = job.pages
+        assert isinstance(pages, PagesToLoad)
+        if self._client.node != pages.node:
+            self._client.notice()
+            self._client.connect(self._timeout)
+        if self._client.node != pages.node:
+            raise StaleReference("the pool node that promised the chunks is gone")
+        epoch, size = self._client.epoch, 0
+        for place, chunks in enumerate(job.by_group(self._layouts)):
+            namespace = self._namespaces[place]
+            reader = self._client.reader(namespace, epoch)
+            keys, refs = cut(pages.keys[place], KEY_BYTES), unpack_refs(pages.refs[self._rank][place])
+            try:
+                for chunk, key, ref in zip(chunks, keys, refs, strict=True):
+                    if not reader.holds(ref, key) or valid_from(page := reader.page(ref)) > chunk.first:
+                        raise StaleReference("a chunk is not in the pool any more")
+                    self._copy_in(place, chunk, page)
+                    if not reader.sound(ref, key):
+                        raise StaleReference("a chunk changed while it was loaded, or its bytes are not right")
+                    size += namespace.page_size
+            finally:
+                self._report(namespace, reader)
+        return size
+
+    def _copy_in(self, place: int, chunk: ChunkBlocks, page: memoryview) -> None:
+        host, at = torch.frombuffer(page, dtype=torch.int8), 0
+        ids, count = torch.tensor(chunk.block_ids), len(chunk.block_ids)
+        for layer in self._layers[place]:
+            begin = at + chunk.first * layer.size
+            rows = host[begin : begin + count * layer.size].view(count, layer.size)
+            layer.blocks[:, : layer.size].index_copy_(0, ids, rows)
+            at += layer.size * self._layouts[place].blocks
+
+    def _report(self, namespace: Namespace, reader: PageReader) -> None:
+        if reader.corrupt:
+            logger.warning("EMS found %d chunks that are not right, they are computed", len(reader.corrupt))
+            try:
+                self._client.report(namespace, reader, self._timeout)
+            except EmsError as error:
+                logger.warning("EMS could not report them: %s", error)
+
+
+def _runs(keys: Sequence[bytes], parents: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Where runs of chunks begin and end, each of which continues the one before it."""
+    starts = [at for at in range(len(keys)) if not at or parents[at] != keys[at - 1]]
+    return list(pairwise([*starts, len(keys)]))
