@@ -17,11 +17,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from ems.errors import ConfigError
+from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
 from ems.pool.layout import REF_BYTES
-from ems.vllm.offloading import mover
 from ems.vllm.offloading.mover import EmsOffloadingWorker, group_layers, layouts_of
 from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
 from tests.e2e.engines import Node, first, running_node, wait_for
@@ -188,14 +188,13 @@ def test_blocks_that_others_get_are_read_no_more(
 ) -> None:
     one, _ = engines
     began, go_on = threading.Event(), threading.Event()
-    checksum = mover.page_checksum
 
     def slow(page: memoryview) -> int:
         began.set()
         assert go_on.wait(10)
-        return checksum(page)
+        return page_checksum(page)
 
-    monkeypatch.setattr(mover, "page_checksum", slow)
+    monkeypatch.setattr("ems.vllm.offloading.mover.page_checksum", slow)
     blocks = GPULoadStoreSpec(list(range(8)), [8, 0], [0, 0])
     job = one.begin_store(blocks, PagesToStore([keys("b", 2), b""], [parents("b", 2), b""]))
     assert began.wait(10)
@@ -203,6 +202,29 @@ def test_blocks_that_others_get_are_read_no_more(
     go_on.set()
     assert one.ended(job).transfer_size == one.namespaces[0].page_size
     assert node.stats()["reservations"] == 0
+
+
+def test_a_store_that_takes_a_moment_is_waited_for(engines: tuple[Engine, Engine], node: Node) -> None:
+    one, _ = engines
+    one.client.connect()
+    for number in range(5):
+        name = f"flushed {number}"
+        blocks = GPULoadStoreSpec(list(range(8)), [8, 0], [0, 0])
+        job = one.begin_store(blocks, PagesToStore([keys(name, 2), b""], [parents(name, 2), b""]))
+        one.worker.wait({job})
+        one.ended(job)
+    assert node.counters["pages_committed"] > 0
+
+
+def test_a_node_that_hangs_is_left_alone(engines: tuple[Engine, Engine], node: Node) -> None:
+    one, _ = engines
+    one.worker._timeout = 0.2
+    with node.frozen():
+        one.store("a", list(range(8)))
+        assert one.worker._away_until > 0
+        # Nothing is asked now: this ends at once, although the node still hangs.
+        one.worker._timeout = 60.0
+        assert one.store("b", list(range(8))).transfer_size == 0
 
 
 def test_a_load_from_a_node_that_is_gone_fails_whole(engines: tuple[Engine, Engine], node: Node) -> None:

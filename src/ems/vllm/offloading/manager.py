@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from ems.errors import EmsError
+from ems.errors import EmsError, PoolTimeout
 from ems.pool.client.answers import Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.vllm.configuration.settings import ConnectorSettings
@@ -38,6 +38,10 @@ logger = init_logger("vllm.ems.offloading")
 
 STEP_SECONDS = 0.002
 """How long one step waits for answers, all in all: most come sooner, and a request needs no second step then."""
+AWAY_SECONDS = 5.0
+"""How long nothing is asked of a node that did not answer."""
+MOST_WAITING = 64
+"""Requests that are looked up before they can be scheduled: each holds leases."""
 
 
 class _Request:
@@ -51,7 +55,8 @@ class _Request:
         self.answered = threading.Event()
         self.found: Found | None = None
         self.loading = False
-        self.ended = False
+        self.over = False
+        """Whether nothing that was found is of use any more."""
 
 
 class EmsOffloadingManager(OffloadingManager):
@@ -71,8 +76,13 @@ class EmsOffloadingManager(OffloadingManager):
         self._epoch = KeyEpoch(identity, settings.weights_version, partial(secrets.token_hex, 16))
         self._client = PoolClient(settings.socket, "vllm-offloading", credentials=settings.credentials)
         self._requests: dict[str, _Request] = {}
+        self._ended: dict[str, _Request] = {}
+        """Requests that ended before their loads."""
+        self._waiting = 0
+        """Requests that were looked up and hold what was found."""
         self._waited = 0.0
         self._failing = False
+        self._away_until = 0.0
         self._inbox: queue.SimpleQueue[_Request | list[Lease] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ems-offloading-lookup", daemon=True)
         self._thread.start()
@@ -93,6 +103,9 @@ class EmsOffloadingManager(OffloadingManager):
         if request is None or not self._settings.loads:
             return LookupResult.MISS
         if not request.asked_at:
+            if self._waiting >= MOST_WAITING:
+                return LookupResult.RETRY
+            self._waiting += 1
             request.asked_at, request.chunks = time.monotonic(), request.keys.chunks()
             self._inbox.put(request)
         if not request.answered.is_set():
@@ -113,28 +126,22 @@ class EmsOffloadingManager(OffloadingManager):
                 self._ask_anew(request_id, request)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = self._requests.get(req_context.req_id)
-        if request is not None:
-            request.ended = True
-            if not request.loading:
-                self._requests.pop(req_context.req_id)
-                self._let_go(request)
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None and request.loading:
+            self._ended[req_context.req_id] = request  # its blocks are still being filled
+        elif request is not None:
+            self._let_go(request)
 
     def _ask_anew(self, request_id: str, request: _Request) -> None:
         """What was found is used, or is not going to be: should vLLM ask again, the pool is asked again."""
         self._let_go(request)
-        fresh = _Request(request.keys)
-        fresh.ended = request.ended
-        if request.ended:
-            self._requests.pop(request_id, None)
-        else:
-            self._requests[request_id] = fresh
+        self._requests[request_id] = _Request(request.keys)
 
     def _let_go(self, request: _Request) -> None:
-        # In the thread, behind the search that may still be under way.
-        request.ended = True
-        if request.asked_at:
-            self._inbox.put(request)
+        if request.asked_at and not request.over:
+            self._waiting -= 1
+            request.over = True
+            self._inbox.put(request)  # behind the search that may still be under way
 
     # Loads and stores
 
@@ -154,9 +161,9 @@ class EmsOffloadingManager(OffloadingManager):
         )
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        request = self._requests.get(req_context.req_id)
-        if request is not None:
-            request.loading = False
+        if (ended := self._ended.pop(req_context.req_id, None)) is not None:
+            self._let_go(ended)
+        elif (request := self._requests.get(req_context.req_id)) is not None:
             self._ask_anew(req_context.req_id, request)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
@@ -202,19 +209,23 @@ class EmsOffloadingManager(OffloadingManager):
                 item.answered.set()
 
     def _handle(self, request: _Request) -> None:
-        if request.ended:
+        if request.over:
             found, request.found = request.found, None
             for lease in found.leases if found is not None else ():
                 self._client.release(lease)
             return
         found = Found()
         try:
+            if time.monotonic() < self._away_until:
+                raise PoolTimeout("the pool node did not answer a moment ago")
             search(found, self._groups, request.chunks, len(self._namespaces), partial(self._look, request))
         except EmsError as error:
             found.refs = {}
             if not self._failing:
                 logger.warning("EMS cannot look for chunks, serving on without it: %s", error)
             self._failing = True
+            if isinstance(error, PoolTimeout) and time.monotonic() >= self._away_until:
+                self._away_until = time.monotonic() + AWAY_SECONDS
         else:
             self._failing = False
         if found.mixed:  # pages of two lives of a node cannot be loaded together

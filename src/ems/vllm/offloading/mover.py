@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from ems.errors import ConfigError, EmsError, StaleReference
+from ems.errors import ConfigError, EmsError, PoolTimeout, StaleReference
 from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Namespace, Reservation
 from ems.pool.client.pool_client import PoolClient
@@ -36,6 +36,12 @@ from ems.vllm.offloading.chunks import ChunkBlocks, GroupLayout, chunks_of, trai
 from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
 
 logger = init_logger("vllm.ems.offloading")
+
+
+FLUSH_SECONDS = 0.02
+"""How long one step waits for stores out of blocks that it gives to others; then they are called off."""
+AWAY_SECONDS = 5.0
+"""How long nothing is asked of a node that did not answer."""
 
 
 class Layer(NamedTuple):
@@ -53,6 +59,8 @@ class _Job:
         self.blocks = blocks
         self.pages = pages
         self.begun = time.monotonic()
+        self.copied = threading.Event()
+        """Its blocks are read no more."""
         self._called_off = threading.Event()
         self._copying = threading.Lock()
 
@@ -127,6 +135,7 @@ class EmsOffloadingWorker(OffloadingWorker):
         self._stores: dict[int, _Job] = {}
         self._invalid: set[int] = set()
         self._failing = False
+        self._away_until = 0.0
         self._store_lane: Lane[_Job, _Ended] = Lane("ems-offloading-store", lambda: self._run(self._store_lane))
         self._load_lane: Lane[_Job, _Ended] = Lane("ems-offloading-load", lambda: self._run(self._load_lane))
         self._store_lane.start()
@@ -152,9 +161,11 @@ class EmsOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """These blocks are about to be others': stores of them that have not begun are called off."""
+        """These blocks are about to be others': what is not stored in a moment is called off."""
+        until = time.monotonic() + FLUSH_SECONDS
         for job_id in job_ids:
-            if (job := self._stores.get(job_id)) is not None:
+            job = self._stores.get(job_id)
+            if job is not None and not job.copied.wait(max(until - time.monotonic(), 0)):
                 job.call_off()
 
     def take_invalid_blocks(self) -> set[int]:
@@ -176,6 +187,7 @@ class EmsOffloadingWorker(OffloadingWorker):
         while (job := lane.next()) is not None:
             size, invalid = 0, list[int]()
             try:
+                self._refuse_away()
                 size = move(job)
                 self._failing = False
             except EmsError as error:
@@ -183,12 +195,19 @@ class EmsOffloadingWorker(OffloadingWorker):
                 if not self._failing:
                     logger.warning("EMS cannot move chunks, serving on without it: %s", error)
                 self._failing = True
+                if isinstance(error, PoolTimeout) and time.monotonic() >= self._away_until:
+                    self._away_until = time.monotonic() + AWAY_SECONDS
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost a recompute, never the engine.
                 invalid = job.blocks.block_ids.tolist()
                 logger.exception("EMS transfer failed")
+            job.copied.set()
             is_load = lane is self._load_lane
             lane.ended(_Ended(job.number, size, time.monotonic() - job.begun, invalid if is_load else []))
+
+    def _refuse_away(self) -> None:
+        if time.monotonic() < self._away_until:
+            raise PoolTimeout("the pool node did not answer a moment ago")
 
     # Stores
 
