@@ -30,6 +30,7 @@ from rich.console import Console
 from ems.bench.ttft import measure
 from ems.bench.ttft_report import Plan, Report, table
 from ems.errors import EmsError
+from ems.pool.http.app import METRICS_SECONDS
 from tests.kit.engine import SERVED_MODEL, EngineOptions, VllmServer
 from tests.kit.process import ServerProcess, deferred_signals, free_port
 from tests.kit.tiny_model import make_model
@@ -87,6 +88,7 @@ class Demo:
             before = decode.metrics(), self.node.metrics()
             begin("asking a question through the router; with random weights the answer makes no sense")
             prompt_tokens = show_answer(router.url)
+            time.sleep(METRICS_SECONDS)  # a node makes its metrics no more often
             after = decode.metrics(), self.node.metrics()
         loaded = growth(before[0], after[0], "vllm:external_prefix_cache_hits_total")
         stored = growth(before[1], after[1], "ems_pool_pages_committed_total")

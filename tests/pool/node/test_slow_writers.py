@@ -5,15 +5,17 @@ The node's clock is the test's; the writers are processes of their own, stopped 
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
+from ems.errors import PoolTimeout, PoolUnavailable
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT
 from tests.kit.node import NodeProcess
@@ -211,6 +213,25 @@ def test_slots_are_free_when_their_writer_says_that_it_stopped(
     writer.do("give up")
     until(lambda: resting(node) == 0, "its slots are free")
     assert writer.process.poll() is None
+
+
+def test_a_writer_that_never_heard_of_its_slots_gives_them_up(node: NodeProcess, make_client: MakeClient) -> None:
+    """The node answered a connection that was lost by then."""
+    client = make_client(node)
+    client.open(NAMESPACE)
+    assert node.pid is not None
+    os.kill(node.pid, signal.SIGSTOP)
+    with pytest.raises(PoolTimeout):
+        client.reserve(NAMESPACE, NO_PARENT, chain("lost", 3), timeout=0.2)
+    os.kill(node.pid, signal.SIGCONT)
+    until(lambda: resting(node) == 3, "its slots wait for it")
+
+    def told() -> bool:
+        with suppress(PoolUnavailable):  # it was tried a moment ago
+            client.tell_stopped()
+        return resting(node) == 0
+
+    until(told, "its slots are free")
 
 
 def test_memory_is_replaced_when_slots_wait_for_long(

@@ -117,12 +117,12 @@ class PoolClient(Line):
             pass
 
     def tell_stopped(self, timeout: float | None = None) -> None:
-        """Say that copies ended of which the node does not know; no call where there are none.
+        """Say that copies ended of which the node may not know; no call where there are none.
 
         Reservations say it too, so only a client that makes none for a while needs this: until it is said, nobody gets
         the slots.
         """
-        if self._promised.untold:
+        if self._promised.untold(self.epoch):
             self.call(timeout, self._tell_what_is_written)
 
     # Calls
@@ -299,6 +299,7 @@ class PoolClient(Line):
                     f"namespace {namespace.name} was opened without a page size, so nothing can be stored"
                 )
             self._tell_what_is_written(turn)
+            self._promised.asked()
             request = messages.Reserve(number, parent, b"".join(keys), tail)
             answer = turn.ask(request, messages.Granted)
             positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]

@@ -21,6 +21,7 @@ class PromisedSlots:
         self._lock = threading.Lock()
         self._slots: dict[tuple[int, int], dict[int, bytes]] = {}
         """Packed references by position, of each reservation by its connection and number."""
+        self._any = False
         self._ended = 0
         """How many copies ended of which the node was not told there and then."""
         self._told = (1, 0)
@@ -44,11 +45,15 @@ class PromisedSlots:
                     del self._slots[name]
             self._ended += not told
 
-    @property
-    def untold(self) -> bool:
-        """Whether copies ended since the node was last told; it still waits for them."""
+    def asked(self) -> None:
+        """The node is asked for slots: from now on it may wait for this client, whether its answer comes or not."""
         with self._lock:
-            return self._ended != self._told[1]
+            self._any = True
+
+    def untold(self, epoch: int) -> bool:
+        """Whether the node of the connection ``epoch`` may wait for copies that it was not told of."""
+        with self._lock:
+            return self._any and self._told != (epoch, self._ended)
 
     def news(self, epoch: int) -> tuple[bytes, tuple[int, int]] | None:
         """What to tell the node on the connection ``epoch``: all slots that may be written into.
