@@ -9,7 +9,7 @@ import msgspec
 
 
 class Table(msgspec.Struct, frozen=True):
-    """A heading for each column, and rows of as many texts; figures stand to the right."""
+    """A heading for each column, and rows of as many texts: first what a row is about, figures to the right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -27,7 +27,9 @@ class Table(msgspec.Struct, frozen=True):
             yield ""
         texts = [self.columns, *self.rows]
         widths = [max(len(row[at]) for row in texts) for at in range(len(self.columns))]
-        right = [bool(self.rows) and all(row[at][:1].isdigit() for row in self.rows) for at in range(len(self.columns))]
+        right = [
+            bool(at and self.rows) and all(row[at][:1].isdigit() for row in self.rows) for at in range(len(widths))
+        ]
 
         def joined(row: Sequence[str], first: int) -> str:
             cells = zip(row[first:], widths[first:], right[first:], strict=True)

@@ -6,10 +6,9 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, MAGIC, SlotState, unpack_header
+from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, MAGIC, SlotState, pack_header, unpack_header
 
 _SLOT_COUNT_OFFSET = len(MAGIC) + 8
-_GENERATION_OFFSET = 4
 
 
 class StoredPage(NamedTuple):
@@ -22,9 +21,9 @@ class StoredPage(NamedTuple):
         """Let the page's memory belong to another one, as if it had been evicted and used again."""
         with self.segment.open("r+b") as file:
             file.seek(self.header)
-            generation = unpack_header(file.read(HEADER_BYTES), 0)[1]
-            file.seek(self.header + _GENERATION_OFFSET)
-            file.write(struct.pack("<I", generation + 1))
+            header = unpack_header(file.read(HEADER_BYTES), 0)
+            file.seek(self.header)
+            file.write(pack_header(header._replace(generation=header.generation + 1)))
 
 
 def stored_pages(directory: Path) -> list[StoredPage]:

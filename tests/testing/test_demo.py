@@ -59,7 +59,7 @@ def test_it_shows_what_it_says(demo: Callable[[], subprocess.Popen[str]]) -> Non
     loaded = re.search(r"decode server: (\d+) of (\d+) prompt tokens came from the pool", out)
     assert loaded is not None
     assert int(loaded[1]) >= 0.7 * int(loaded[2]) > 0
-    rows = re.findall(r"^ +([123])  .*? ([\d,]+) +[\d,]+ +([\d.,]+) +(\d+)/\d+ +(\d+) *$", out, re.MULTILINE)
+    rows = re.findall(r"^([123])  .*? ([\d,]+) +[\d,]+ +([\d.,]+) +(\d+)/\d+ +(\d+) *$", out, re.MULTILINE)
     assert [(row[0], row[3], row[4]) for row in rows] == [("1", "12", "0"), ("2", "12", "0"), ("3", "12", "0")]
     assert rows[0][2] == "1.0"
     # Medians: a machine that stands still for seconds holds up a few of the requests.
