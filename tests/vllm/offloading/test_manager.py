@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, cut
+from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings, read_settings
 from ems.vllm.offloading.manager import MOST_WAITING, EmsOffloadingManager
 from ems.vllm.offloading.search import Group
@@ -113,6 +114,19 @@ def test_what_is_stored_is_found_and_leased_until_it_is_loaded(manager: EmsOfflo
     assert leases(node) == 1, "its blocks are still being filled"
     manager.complete_load(keys[1:3], context)
     wait_for(lambda: not leases(node), "the lease ends with the load")
+
+
+def test_a_chunk_that_no_lookup_found_is_at_no_place(manager: EmsOffloadingManager, node: Node) -> None:
+    """The engine goes on: the load fails."""
+    keys = chunk_keys("a", 4)
+    store(node, manager, keys[:3])
+    context = begun(manager, "reader", keys)
+    look(manager, keys, context)
+    pages = manager.prepare_load(keys, context)
+    refs = cut(pages.refs[0][0], REF_BYTES)
+    assert (len(refs), refs[3]) == (4, bytes(REF_BYTES))
+    assert bytes(REF_BYTES) not in refs[:3]
+    manager.complete_load(keys, context)
 
 
 @pytest.mark.parametrize("end", ["is scheduled without a load", "is preempted", "ends"])

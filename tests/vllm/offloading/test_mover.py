@@ -242,6 +242,17 @@ def test_a_load_from_a_node_that_is_gone_fails_whole(engines: tuple[Engine, Engi
     assert one.store("c", list(range(4))).transfer_size is not None, "and the worker goes on"
 
 
+def test_a_chunk_at_no_place_is_not_loaded(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    one.store("a", list(range(8)))
+    good = two.lease("a", 2)
+    bad = [
+        Lease(lease.node, lease.epoch, lease.number, lease.packed_refs[:REF_BYTES] + bytes(REF_BYTES)) for lease in good
+    ]
+    assert two.load("a", bad, list(range(20, 28))) == set(range(20, 28))
+    assert two.load("a", good, list(range(20, 28))) == set()
+
+
 def test_bytes_that_changed_are_not_accepted(engines: tuple[Engine, Engine], node: Node) -> None:
     one, two = engines
     one.store("a", list(range(8)))

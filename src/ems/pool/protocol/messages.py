@@ -272,7 +272,7 @@ class SegmentAttached(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """One outcome a key (a byte, see :class:`ems.pool.core.reclaim.Outcome`) and the references of the granted ones."""
+    """One outcome a key (a byte, see :class:`ems.pool.pages.Outcome`) and the references of the granted ones."""
 
     reservation: int
     outcomes: bytes

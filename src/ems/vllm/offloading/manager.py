@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
 from ems.errors import EmsError, PoolTimeout
 from ems.pool.client.answers import Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.epoch import KeyEpoch
 from ems.vllm.offloading.keys import ChunkKeys, group_of, packed
@@ -151,11 +152,13 @@ class EmsOffloadingManager(OffloadingManager):
         assert found is not None, "vLLM loads what a lookup found"
         request.loading = True
         by_group = self._by_group(keys)
+        # A chunk that no lookup found is at no place: its load fails, and the engine computes it.
+        nowhere = [bytes(REF_BYTES)] * len(self._namespaces)
         return PagesToLoad(
             found.node,
             [packed(map_keys(request.keys, of_group)) for of_group in by_group],
             [
-                [packed([found.refs[key][rank] for key in of_group]) for of_group in by_group]
+                [packed([found.refs.get(key, nowhere)[rank] for key in of_group]) for of_group in by_group]
                 for rank in range(len(self._namespaces))
             ],
         )
