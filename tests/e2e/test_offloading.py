@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,19 +32,29 @@ MODELS: dict[Size, EngineOptions] = {
     "mla": msgspec.structs.replace(
         OPTIONS, block_size=16, dtype="float32", arguments=("--attention-backend", "CPU_MLA")
     ),
+    # vLLM hands out a state where a prompt ends, and every so many tokens; without prefix caching none at all.
+    "ssm": msgspec.structs.replace(
+        OPTIONS, block_size=64, prefix_caching=True, arguments=("--prefix-cache-retention-interval", "256")
+    ),
 }
 CHUNK = 64
-OFFLOADING = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "fail",
-    "kv_connector_extra_config": {
-        "spec_name": "EmsOffloadingSpec",
-        "spec_module_path": "ems.vllm.offloading",
-        "block_size": CHUNK,
-        **PATIENT,
-    },
-}
+
+
+def offloading(**extra: object) -> dict[str, object]:
+    """What one writes after ``--kv-transfer-config``."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {
+            "spec_name": "EmsOffloadingSpec",
+            "spec_module_path": "ems.vllm.offloading",
+            **PATIENT,
+            **extra,
+        },
+    }
+
+
 HITS = "vllm:external_prefix_cache_hits_total"
 
 
@@ -63,7 +74,9 @@ def test_another_engine_loads_what_one_stored(size: Size, logs: Path, node: Node
             model, log=log, options=options, environment=node.environment, kv_transfer_config=transfer or None
         )
 
-    plain, one, two = server("plain"), server("one", **OFFLOADING), server("two", **OFFLOADING)
+    # With states a chunk is one block unless somebody says otherwise.
+    transfer = offloading() if size == "ssm" else offloading(block_size=CHUNK)
+    plain, one, two = server("plain"), server("one", **transfer), server("two", **transfer)
     prompts = [random_prompt(100 + number, 900 + 37 * number) for number in range(4)]
     shared = [prompts[0][:512] + random_prompt(200 + number, 100) for number in range(3)]
     with running(plain, one, two):
@@ -80,17 +93,25 @@ def test_another_engine_loads_what_one_stored(size: Size, logs: Path, node: Node
 
         loaded = two.metrics().get(HITS, 0.0)
         assert complete_all(two.url, shared) == reference.texts(shared)
-        if size != "hybrid":  # of a window only the last chunks of a prompt are stored
+        if options.prefix_caching:  # what one of them loaded the others find in the engine
+            assert two.metrics().get(HITS, 0.0) >= loaded + 512
+        elif size != "hybrid":  # of a window only the last chunks of a prompt are stored
             assert two.metrics().get(HITS, 0.0) == loaded + 3 * 512
 
         node.kill()
         more = [*prompts, *(random_prompt(300 + number, 700) for number in range(2))]
         assert complete_all(two.url, more) == reference.texts(more)
         node.start()
+        seeds = itertools.count(400)
 
         def hit_again() -> bool:
+            prompt = prompts[1]
+            if options.prefix_caching:  # what it asked for once it keeps itself
+                prompt = random_prompt(next(seeds), 200)
+                assert complete(two.url, prompt) == reference.text(prompt)
+                node.wait_stored()
             before = one.metrics().get(HITS, 0.0)
-            assert complete(one.url, prompts[1]) == reference.text(prompts[1])
+            assert complete(one.url, prompt) == reference.text(prompt)
             return bool(one.metrics().get(HITS, 0.0) > before)
 
         wait_for(hit_again, "pages are loaded from the node that is back")

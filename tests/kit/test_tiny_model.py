@@ -67,7 +67,7 @@ def test_demo_shape_is_what_the_demo_says() -> None:
     assert 78e6 < shape.parameters < 85e6
 
 
-@pytest.mark.parametrize("size", ["test", "mha", "mla", "hybrid"])
+@pytest.mark.parametrize("size", ["test", "mha", "mla", "hybrid", "ssm"])
 def test_parameters_are_those_of_the_tensors(size: Size) -> None:
     tensors = dict(draw(SHAPES[size], range(FIRST_READABLE, TOKENS), 0))
     matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 2)
@@ -82,6 +82,7 @@ def test_parameters_are_those_of_the_tensors(size: Size) -> None:
         ("mha", "Qwen2ForCausalLM", 4 * 2 * 8 * 64 * 2),
         ("mla", "DeepseekV2ForCausalLM", 4 * 576 * 2),
         ("hybrid", "LlamaForCausalLM", 6 * 2 * 2 * 64 * 2),
+        ("ssm", "Qwen3NextForCausalLM", 2 * 2 * 4 * 64 * 2),
     ],
 )
 def test_each_layout_has_an_architecture(tmp_path: Path, size: Size, architecture: str, bytes_per_token: int) -> None:
@@ -147,6 +148,21 @@ def test_latent_codes_are_exact_in_every_layer() -> None:
     codes = (normalised * tensors["model.layers.3.input_layernorm.weight"])[:, :half]
 
     assert np.abs(np.abs(codes) - 1).max() < 2**-9
+
+
+def test_a_state_is_a_table() -> None:
+    """Each token asks for one slot and writes into one or none; of the second head's slots few are written."""
+    shape = SHAPES["ssm"]
+    tensors = dict(draw(shape, range(FIRST_READABLE, TOKENS), 0))
+    codes = np.sign(tensors["model.embed_tokens.weight"])
+    rows = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"].reshape(2, 4, shape.state_width, -1)
+    asked, written = ((np.maximum(codes @ rows[:, kind].swapaxes(1, 2), 0) / 128) for kind in (0, 1))
+
+    assert set(np.unique(asked)) == set(np.unique(written)) == {0, 1}
+    assert (asked.sum(axis=-1) == 1).all()
+    assert written.sum(axis=-1).max() == 1
+    assert written[0].sum() == len(codes)
+    assert 0 < written[1].sum() < len(codes) / 4
 
 
 def test_checkpoint(tmp_path: Path) -> None:

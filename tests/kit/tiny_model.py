@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.kit.tiny_tokenizer import FIRST_READABLE, SPECIAL_TOKENS, TURN_END, write_tokenizer
-from tests.kit.tiny_weights import ROTATED, Matrix, ModelShape, draw
+from tests.kit.tiny_weights import CONVOLVED, EXPERTS, ROTATED, STATE_HEADS, Matrix, ModelShape, draw
 
-Size = Literal["demo", "test", "mha", "mla", "hybrid"]
+Size = Literal["demo", "test", "mha", "mla", "hybrid", "ssm"]
 
 _TEST = ModelShape(layers=4, hidden_size=512, intermediate_size=512, near=256, far=1024)
 
@@ -32,12 +32,17 @@ SHAPES: dict[Size, ModelShape] = {
     "mha": msgspec.structs.replace(_TEST, kv_heads=8),
     "mla": msgspec.structs.replace(_TEST, hidden_size=256, head_dim=32, latent=512),
     "hybrid": msgspec.structs.replace(_TEST, layers=6, window=128),
+    "ssm": msgspec.structs.replace(
+        _TEST, layers=8, hidden_size=256, intermediate_size=128, kv_heads=4, state_width=64, full_every=4
+    ),
 }
 """``demo``: 80 M parameters and 6,144 bytes of KV a token, prefill costs something.  The others start fast.
 
 ``test``: Qwen2, 8 heads on 2 of KV.  ``mha``: the same with 8 of KV.  ``mla``: DeepSeek-V2, with the only sizes of its
 latent and its positions that vLLM's reference kernel for CPUs takes, which wants blocks of 16 tokens too.  ``hybrid``:
-Llama with windows of 128 tokens in four of six layers, of which vLLM makes three groups of KV cache.
+Llama with windows of 128 tokens in four of six layers, of which vLLM makes three groups of KV cache.  ``ssm``:
+Qwen3-Next with states in six of eight layers, of which vLLM makes four groups; its keys and values are as wide as
+vLLM's kernel for CPUs takes them, and a state has no more bytes than 64 tokens in the other layers.
 """
 
 TOKENS = 1024
@@ -136,6 +141,23 @@ def _architecture(shape: ModelShape) -> dict[str, object]:
             },
         }
     heads = {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    if shape.state_width:
+        return {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "full_attention_interval": shape.full_every,
+            "partial_rotary_factor": 1.0,
+            "linear_conv_kernel_dim": CONVOLVED,
+            "linear_key_head_dim": shape.state_width,
+            "linear_value_head_dim": shape.state_width,
+            "linear_num_key_heads": STATE_HEADS,
+            "linear_num_value_heads": STATE_HEADS,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": shape.intermediate_size,
+            "shared_expert_intermediate_size": shape.intermediate_size,
+            **heads,
+        }
     if not shape.window:
         return {
             "architectures": ["Qwen2ForCausalLM"],

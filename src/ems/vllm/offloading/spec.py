@@ -77,17 +77,19 @@ class EmsOffloadingSpec(OffloadingSpec):
             raise ConfigError("EmsOffloadingSpec does not serve LoRA adapters, use the connector EmsStoreConnector")
         # vLLM's default fails the request; a cache that lost a page must not.
         transfer.kv_load_failure_policy = "recompute"
-        self.blocks_per_chunk = self._blocks_a_chunk(config)
         specs = [kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec for group in config.groups]
+        self.blocks_per_chunk = self._blocks_a_chunk(config, specs)
         self._groups = [
             Group(group.group_id, group.tokens_per_block * self.blocks_per_chunk, self._window(spec, group))
             for group, spec in zip(config.groups, specs, strict=True)
         ]
         self._identity = self._named(vllm_config, config, specs)
 
-    def _blocks_a_chunk(self, config: OffloadingConfig) -> int:
+    def _blocks_a_chunk(self, config: OffloadingConfig, specs: list[Any]) -> int:
         if {"block_size", "blocks_per_chunk"} & config.extra_config.keys():
             return int(config.cache.blocks_per_chunk)
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            return 1  # vLLM stores a state only where a block ends that ends a chunk, too
         return max(CHUNK_TOKENS // max(int(group.tokens_per_block) for group in config.groups), 1)
 
     def _window(self, spec: Any, group: Any) -> int:
