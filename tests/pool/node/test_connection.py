@@ -40,6 +40,7 @@ class AdminService:
         self.pins.append(size)
 
     def has_work(self, connection: Connection) -> None:
+        connection.turn()
         while connection.busy:
             connection.turn()
 

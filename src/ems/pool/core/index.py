@@ -216,7 +216,7 @@ class Index:
     def use(self, pages: list[Page], *, with_prefix: bool = True) -> None:
         """Present pages of one prefix, in order, were used: they and what they hang on."""
         if pages:
-            self.policy.use([*_present_prefix(pages[0]), *pages] if with_prefix else pages)
+            self.policy.use([*_present_prefix(pages[0]), *pages] if with_prefix and pages[0].parent else pages)
 
 
 def _present_prefix(page: Page) -> list[Page]:

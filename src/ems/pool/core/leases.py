@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -33,17 +34,16 @@ LEASE_WEIGHT = 64
 """Pages that a lease counts for beside those that it promises."""
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """Pages of one namespace, promised to ``client_id``; ``number`` grows with each lease of a node."""
 
-    __slots__ = ("client_id", "namespace", "number", "pages", "weight")
-
-    def __init__(self, number: int, client_id: int, namespace: NamespacePages, pages: list[Page], weight: int) -> None:
-        self.number = number
-        self.client_id = client_id
-        self.namespace = namespace
-        self.pages = pages
-        self.weight = weight
+    number: int
+    client_id: int
+    namespace: NamespacePages
+    pages: list[Page]
+    weight: int
+    """Pages that it counts for."""
 
 
 class Leases:
@@ -55,7 +55,7 @@ class Leases:
         self._given = 0
         self._broken: dict[Page, tuple[int, int]] = {}
         """Pages that leases up to a number promise no longer, and how many of these leases are left."""
-        self._leased: Counter[int | str] = Counter()
+        self._leased: dict[int | str, int] = {}
         """What the leases of each owner, and of each tenant, promise."""
         self._used: deque[tuple[Index, list[Page], bool]] = deque(maxlen=MAX_UNSETTLED)
         """Pages that were used, and whether it is to be told what the first of them hangs on."""
@@ -70,14 +70,11 @@ class Leases:
             PoolRefused: too many are promised already.
         """
         weight = count + LEASE_WEIGHT
-        if (
-            self._leased[client_id] + weight > MAX_LEASED_EACH
-            or self._leased[namespace.tenant] + weight > MAX_LEASED_TENANT
-        ):
+        mine, all_of_tenant = self._leased.get(client_id, 0), self._leased.get(namespace.tenant, 0)
+        if mine + weight > MAX_LEASED_EACH or all_of_tenant + weight > MAX_LEASED_TENANT:
             raise PoolRefused(
-                f"leases on {self._leased[client_id]} pages are held by this connection and on "
-                f"{self._leased[namespace.tenant]} by all, expected at most {MAX_LEASED_EACH} and {MAX_LEASED_TENANT}; "
-                "release some"
+                f"leases on {mine} pages are held by this connection and on {all_of_tenant} by all, expected at most "
+                f"{MAX_LEASED_EACH} and {MAX_LEASED_TENANT}; release some"
             )
 
     def promise(
@@ -90,8 +87,15 @@ class Leases:
         weight = len(pages) + LEASE_WEIGHT if weighs else 0
         self.all[number] = Lease(self._given, client_id, namespace, list(pages), weight)
         self._of.setdefault(client_id, {})[number] = None
-        self._leased[client_id] += weight
-        self._leased[namespace.tenant] += weight
+        self._weigh(client_id, namespace.tenant, weight)
+
+    def _weigh(self, client_id: int, tenant: str, more: int) -> None:
+        for name in (client_id, tenant):
+            leased = self._leased.get(name, 0) + more
+            if leased:
+                self._leased[name] = leased
+            else:
+                self._leased.pop(name, None)
 
     def add(self, number: int, pages: list[Page]) -> list[Page]:
         """The lease ``number`` promises present ``pages``, too, up to one that it was broken off for; those before."""
@@ -102,8 +106,7 @@ class Leases:
             page.leases += 1
         held.pages += pages
         held.weight += len(pages)
-        self._leased[held.client_id] += len(pages)
-        self._leased[held.namespace.tenant] += len(pages)
+        self._weigh(held.client_id, held.namespace.tenant, len(pages))
         return pages
 
     def use(self, index: Index, pages: list[Page]) -> None:
@@ -122,21 +125,19 @@ class Leases:
         held = self.all.get(number)
         if held is None or held.client_id != client_id:
             raise StaleReference(f"lease {number} is gone")
-        del self.all[number], self._of[client_id][number]
-        if not self._of[client_id]:
+        mine = self._of[client_id]
+        del self.all[number], mine[number]
+        if not mine:
             del self._of[client_id]
-        for name in (client_id, held.namespace.tenant):
-            self._leased[name] -= held.weight
-            if not self._leased[name]:
-                del self._leased[name]
+        self._weigh(client_id, held.namespace.tenant, -held.weight)
         broken = self._broken
         for page in held.pages:
-            if page in broken and self._is_broken(held, page):
+            if broken and self._is_broken(held, page):
                 before, left = broken[page]
                 if left > 1:
-                    self._broken[page] = before, left - 1
+                    broken[page] = before, left - 1
                 else:
-                    del self._broken[page]
+                    del broken[page]
             else:
                 page.leases -= 1
 
@@ -155,10 +156,12 @@ class Leases:
         """Tell of a bounded number of uses; pages that have left meanwhile are left out."""
         if self._used:
             index, pages, begins = self._used.popleft()
-            pages = [page for page in pages if page.present]
-            index.use(pages, with_prefix=begins)
+            used = []
             for page in pages:
-                page.used = now
+                if page.present:
+                    page.used = now
+                    used.append(page)
+            index.use(used, with_prefix=begins)
 
     def pages(self, client_id: int, number: int) -> list[Page]:
         held = self.all.get(number)

@@ -242,6 +242,11 @@ class SlotAllocator:
             return
         self._free[segment.namespace].append(entry)
 
+    @property
+    def unclear(self) -> bool:
+        """Whether :meth:`freed` has something to tell."""
+        return bool(self._freed)
+
     def freed(self) -> set[tuple[int, int]]:
         """Segment and number of the slots that were given back since the last call."""
         if not self._freed:

@@ -104,35 +104,27 @@ class Connection:
             return
         if data:
             self._reader.feed(data)
+            self._node.rounds.has_work(self)
         elif self.busy:
             self._ended = True
             self._pause()
-            return
         else:
             self.close(None)
-            return
-        if self.busy:
-            self._node.rounds.has_work(self)
-        else:
-            self._note_what_is_left()
 
     @property
     def busy(self) -> bool:
         """Whether something is to be done that came, or was begun."""
-        return self._sock.fileno() >= 0 and (self._under_way or self._reader.more)
-
-    @property
-    def _under_way(self) -> bool:
-        return self._steps is not None
+        return self._steps is not None or self._reader.more
 
     def turn(self) -> int:
         """Do what came, as far as one turn goes; how much work that was."""
         work = 0
         try:
             while work < TURN:
-                if self._steps is not None:
+                steps = self._steps
+                if steps is not None:
                     work += STEP
-                    self._go_on(self._steps)
+                    self._go_on(steps)
                 else:
                     body = self._reader.next()
                     if body is None:
@@ -140,7 +132,8 @@ class Connection:
                     work += FRAME_WORK + min(len(body) // KEY_BYTES, MOST_AT_ONCE)
                     self._frame_before = inf
                     self._handle(coding.decode_request(body), body)
-                    work += STEP * self._under_way
+                    if self._steps is not None:
+                        work += STEP
                 if self._sock.fileno() < 0:
                     return work
             self._send_held()
@@ -151,32 +144,29 @@ class Connection:
             _log.exception("a request brought up a defect", client=self.client, pid=self.pid)
             self.refuse(ProtocolError("the node has a defect that this request brought up, see its log"))
         self._node.answered()
+        self._read_on()
+        return work
+
+    def _read_on(self) -> None:
+        """Read on once all that came is done, and note what came in part."""
         if self.busy:
             self._pause()
         elif self._ended:
             self.close(None)
-        else:
-            self._go_on_reading()
-        self._note_what_is_left()
-        return work
+        elif self._paused and self._sock.fileno() >= 0:
+            self._paused = False
+            self._node.loop.add_reader(self._sock, self.on_readable)
+        if self._reader.size and self._frame_before == inf:
+            self._frame_before = self._node.clock() + greeting.FRAME_SECONDS
+        self._keep()
 
     def _pause(self) -> None:
         if not self._paused:
             self._paused = True
             self._node.loop.remove_reader(self._sock)
 
-    def _go_on_reading(self) -> None:
-        if self._paused and self._sock.fileno() >= 0:
-            self._paused = False
-            self._node.loop.add_reader(self._sock, self.on_readable)
-
-    def _note_what_is_left(self) -> None:
-        """Tell the node of what came in part or was not taken, if that is more or less than it was."""
-        if self._reader.size and self._frame_before == inf:
-            self._frame_before = self._node.clock() + greeting.FRAME_SECONDS
-        self._keep()
-
     def _keep(self) -> None:
+        """Tell the node of what came in part or was not taken, if that is more or less than it was."""
         kept = self._reader.size + len(self._held) + len(self._unsent)
         if kept != self._kept and self._sock.fileno() >= 0:
             self._kept = kept
@@ -373,6 +363,7 @@ class Connection:
         self._node.loop.remove_writer(self._sock)
         self._sock.close()
         steps, self._steps = self._steps, None
+        self._reader = framing.FrameReader()
         if steps is not None:
             steps.close()
         self._node.clients.forget(self._owner, reason)

@@ -340,7 +340,9 @@ class Node:
 
     def answered(self) -> None:
         """All that came in together has been answered: do what was put off."""
-        self.applier.finish(self.storing.settle())
+        self.core.settle_some()
+        if self.core.slots.unclear:
+            self.applier.finish(self.storing.clear())
 
     def promise(
         self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None

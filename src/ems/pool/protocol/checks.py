@@ -5,10 +5,13 @@ A client looks before it sends: it is told of its mistake before that costs it t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from msgspec import inspect
 
 from ems.errors import ProtocolError
-from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.greeting import NONCE_BYTES
 from ems.pool.protocol.limits import CHECKSUM_BYTES, MAX_KEYS, TOKEN_BYTES
@@ -51,21 +54,32 @@ def refuse_oversized(message: Request) -> None:
 
 
 def check_request(message: Request) -> None:
-    if isinstance(message, Hello) and len(message.nonce) not in (0, NONCE_BYTES):
+    for check in _CHECKS.get(type(message), ()):
+        check(message)
+
+
+def _check_hello(message: Hello) -> None:
+    if len(message.nonce) not in (0, NONCE_BYTES):
         raise ProtocolError(f"a nonce of {len(message.nonce)} bytes, expected {NONCE_BYTES}")
-    if isinstance(message, Lookup | Reserve | Explain | Prefetch | Announce) and len(message.keys) % KEY_BYTES:
+
+
+def _check_keys(message: Lookup | Reserve | Explain | Prefetch | Announce) -> None:
+    if len(message.keys) % KEY_BYTES:
         raise ProtocolError(f"{len(message.keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
-    if isinstance(message, Lookup | Reserve):
-        _check_tail(message.tail)
-    if isinstance(message, Reserve) and len(message.parent) != KEY_BYTES:
+
+
+def _check_parent(message: Reserve) -> None:
+    if len(message.parent) != KEY_BYTES:
         raise ProtocolError(f"a parent key of {len(message.parent)} bytes, expected {KEY_BYTES}")
-    if isinstance(message, Commit):
-        _check_commit(message)
-    if isinstance(message, Corrupt):
-        _check_corrupt(message)
-    if isinstance(message, StillWriting) and len(message.refs) % REF_BYTES:
+
+
+def _check_refs(message: StillWriting) -> None:
+    if len(message.refs) % REF_BYTES:
         raise ProtocolError(f"{len(message.refs)} bytes of references, expected a multiple of {REF_BYTES}")
-    if isinstance(message, Miss) and not 0 <= message.keys <= MAX_KEYS:
+
+
+def _check_miss(message: Miss) -> None:
+    if not 0 <= message.keys <= MAX_KEYS:
         raise ProtocolError(f"a lookup of {message.keys} keys, expected 0 to {MAX_KEYS}")
 
 
@@ -86,8 +100,23 @@ def _check_corrupt(message: Corrupt) -> None:
         )
 
 
-def _check_tail(tail: Tail | None) -> None:
+def _check_tail(message: Lookup | Reserve) -> None:
+    tail = message.tail
     if tail is None:
         return
     if len(tail.directory) != KEY_BYTES or not tail.tokens or len(tail.tokens) % TOKEN_BYTES:
         raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected {TOKEN_BYTES} a token in a named directory")
+
+
+_CHECKS: dict[type, tuple[Callable[[Any], None], ...]] = {
+    Hello: (_check_hello,),
+    Lookup: (_check_keys, _check_tail),
+    Reserve: (_check_keys, _check_tail, _check_parent),
+    Explain: (_check_keys,),
+    Prefetch: (_check_keys,),
+    Announce: (_check_keys,),
+    Commit: (_check_commit,),
+    Corrupt: (_check_corrupt,),
+    StillWriting: (_check_refs,),
+    Miss: (_check_miss,),
+}

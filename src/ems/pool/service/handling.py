@@ -181,7 +181,7 @@ class RequestHandler:
     def _hits(self, client_id: int, request: messages.Lookup, found: Found, promoting: int) -> messages.Hits:
         """The answer: what is there, how many keys behind it come up from tiers, why the next one is missing."""
         count, code = len(found.pages), found.code
-        name, page_size = self._core.named(request.namespace)
+        name, page_size = self._core.named(request.namespace) if code or found.lease else ("", 0)
         if code and self._below.states:
             missing = request.keys[count * KEY_BYTES : (count + 1) * KEY_BYTES]
             better = why(self._below.states, name, missing, promoting=promoting > 0)

@@ -104,11 +104,6 @@ class Storing:
             yield ReplaceMemory(segment)
         yield from self.clear()
 
-    def settle(self) -> Work[None]:
-        """Do a part of what was put off."""
-        self._core.settle_some()
-        yield from self.clear()
-
     def spoilt(self, segment: int) -> Work[None]:
         """A segment, none of whose slots is out, is not what it was any more."""
         self._core.reclaimer.renew(self._core.slots.segments[segment])
