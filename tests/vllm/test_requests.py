@@ -11,6 +11,7 @@ from ems.pool.keys import KeyChain
 from ems.vllm.planes import Plane
 from ems.vllm.requests import (
     EAGER_LEASES,
+    NEVER,
     NOTHING,
     Ask,
     Found,
@@ -226,7 +227,7 @@ def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
 
     assert book.match("r", 8, 0, 0.0) == (0, [])
     assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
-    assert book.finished("r") == (False, [])
+    assert book.finished("r") == (NEVER, [])
 
 
 def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
@@ -263,7 +264,7 @@ def test_an_engine_that_only_consumes_offers_nothing() -> None:
     book.arrive("r", 8, 0)
 
     assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
-    assert book.finished("r") == (False, [])
+    assert book.finished("r") == (NEVER, [])
 
 
 def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered() -> None:
@@ -272,10 +273,10 @@ def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered()
     book.answered("r", make_chain(8), NOTHING)
     book.match("r", 8, 0, 0.0)
     book.scheduled("r", [[1, 2]], 8, replace=True)
-    assert book.finished("r") == (True, [])
+    assert book.finished("r") == (0, [])
 
     book.arrive("s", 3, 0)
-    assert book.finished("s") == (False, [])
+    assert book.finished("s") == (NEVER, [])
 
 
 def test_a_part_of_a_block_counts_to_the_token() -> None:
@@ -315,7 +316,35 @@ def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
     saved = book.save("r", Span(1, 2, 3), chain, tail)
     assert saved.block_ids == [[2, 3]]
     assert saved.keys == [chain[1:2][0], tail.key]
-    assert book.finished("r") == (True, [])
+    assert book.finished("r") == (0, [])
+
+
+def test_blocks_that_no_save_reads_are_not_kept() -> None:
+    """Those that were loaded are in the pool already."""
+    book = make_book()
+    book.arrive("r", 10, 0)
+    book.answered("r", make_chain(10), hit(2))
+    book.match("r", 10, 0, 0.0)
+    book.allocated("r", [[5, 6, 7]], 8)
+    book.received("r", set())
+    book.allocated("r", [], 0)
+    assert book.scheduled("r", [[5, 6, 7]], 10, replace=True) == Span(2, 2, 2)
+    assert book.scheduled("r", [[8]], 13, replace=False) is None
+
+    assert book.last_save("r", [[5, 6, 7, 8]], 13) == Span(2, 3, 1)
+    assert book.finished("r") == (2, [])
+
+
+def test_a_request_whose_blocks_another_connector_fills_offers_nothing_after_a_reset() -> None:
+    book = make_book()
+    book.arrive("r", 8, 0)
+    book.answered("r", make_chain(8), NOTHING)
+    book.match("r", 8, 0, 0.0)
+    book.allocated("r", [], 0)
+    book.reset()
+
+    assert not book.unasked
+    assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
 
 
 def test_an_answer_of_one_token_adds_nothing() -> None:
@@ -335,7 +364,7 @@ def test_the_end_of_a_request_that_waits_gives_its_lease_back() -> None:
     lease = make_lease(2)
     book.answered("r", make_chain(8), hit(2, lease))
 
-    assert book.finished("r") == (False, [Release(lease)])
+    assert book.finished("r") == (NEVER, [Release(lease)])
     assert len(book) == 0
 
 
@@ -347,7 +376,7 @@ def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
     book.match("r", 8, 0, 0.0)
     book.allocated("r", [[1, 2]], 8)
 
-    assert book.finished("r") == (False, [])
+    assert book.finished("r") == (NEVER, [])
     assert book.received("r", set()) == [Release(lease)]
     assert len(book) == 0
 
@@ -379,7 +408,7 @@ def test_more_that_came_while_a_request_waited_takes_the_place_of_what_was_found
     assert book.answered("r", make_chain(10), hit(2, new, tail=2)) == [Release(old)]
     assert book.leases == 1
     assert book.match("r", 10, 0, 0.1) == (10, [])
-    assert book.finished("r") == (False, [Release(new)])
+    assert book.finished("r") == (NEVER, [Release(new)])
 
 
 def test_what_was_promised_and_is_gone_is_computed_and_offered() -> None:
@@ -452,7 +481,7 @@ def in_step_load(*, several_ranks: bool = False) -> RequestBook:
 def test_a_request_that_loads_and_ends_in_one_step_keeps_its_blocks_while_they_are_saved() -> None:
     book = in_step_load()
     assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(2, 4, 0)
-    assert book.finished("r")[0]
+    assert book.finished("r")[0] == 2
 
 
 def test_saves_that_ended_with_a_preemption_keep_no_blocks() -> None:
@@ -464,7 +493,7 @@ def test_saves_that_ended_with_a_preemption_keep_no_blocks() -> None:
     book.allocated("r", [[1, 2, 3, 4]], 0)
     assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(0, 4, 0)
     book.preempted("r")
-    assert not book.finished("r")[0]
+    assert book.finished("r")[0] == NEVER
 
 
 def test_with_several_ranks_nothing_is_saved_behind_a_load_that_may_fail() -> None:
@@ -492,7 +521,7 @@ def test_what_is_known_of_a_request_stays_while_it_is_saved() -> None:
     book.allocated("r", [[1, 2, 3, 4]], 0)
     assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) is not None
     book.abandon("r")
-    assert book.finished("r")[0]
+    assert book.finished("r")[0] == 0
 
 
 class Life(RuleBasedStateMachine):
@@ -616,10 +645,10 @@ class Life(RuleBasedStateMachine):
         if name in self.ended:
             return name
         self.ended.add(name)
-        keep, effects = self.book.finished(name)
+        first, effects = self.book.finished(name)
         self.do(list(effects))
         if name in self.loading:
-            assert not keep or name in self.in_step
+            assert first == NEVER or name in self.in_step
             return name
         return multiple()
 

@@ -353,7 +353,7 @@ def test_an_engine_without_work_waits_for_an_answer_once_a_step(make: Make, wait
     side.on_new_request(other)
     for each in (one, other, one):
         assert side.match(each, 0) == (None, False)
-    assert waits == [ANSWER_SECONDS, 0.0, 0.0]
+    assert waits == [ANSWER_SECONDS]
 
     side.build_metadata(empty_step())
     waits.clear()
@@ -367,7 +367,7 @@ def test_a_lookup_that_takes_long_is_not_waited_for(make: Make, waits: list[floa
         one = request(name, [7] * (blocks * BLOCK))
         side.on_new_request(one)
         side.match(one, 0)
-    assert waits == [0.0, 0.0, ANSWER_SECONDS]
+    assert waits == [ANSWER_SECONDS]
 
 
 def test_an_engine_with_work_does_not_wait_until_that_is_done(make: Make, waits: list[float]) -> None:
@@ -377,7 +377,7 @@ def test_an_engine_with_work_does_not_wait_until_that_is_done(make: Make, waits:
     side.build_metadata(step(busy, 64))
     waits.clear()
     side.match(waiting, 0)
-    assert waits == [0.0]
+    assert not any(waits)
 
     side.finished(busy, ([1, 2, 3, 4],))
     waits.clear()
@@ -396,7 +396,7 @@ def test_nobody_waits_for_what_was_answered(
     monkeypatch.setattr(Lookups, "answers", silent(waited))
 
     assert side.match(one, 0)[0] == 3 * BLOCK
-    assert waited == [0.0]
+    assert not any(waited)
 
 
 def test_a_hit_that_the_engine_never_takes_is_not_offered_for_ever(make: Make, store: Callable[[int], None]) -> None:

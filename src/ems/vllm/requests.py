@@ -172,7 +172,10 @@ class Request:
     loading: list[int] = field(default_factory=list)
     """The blocks of the first group that a load fills."""
     next_save: int = 0
-    saved_any: bool = False
+    saved_from: int = NEVER
+    """The first of its present blocks that saves may read."""
+    offered: bool = False
+    """All of its prompt was offered for saving."""
     saved_tail: int = 0
     """Tokens of the request up to the end of the tail that was offered last."""
 
@@ -391,12 +394,16 @@ class RequestBook:
 
     # Blocks
 
-    def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external: int) -> list[Load | Release]:
-        """The engine gave the request ``block_ids``; ``external`` tokens after the local ones are to be loaded."""
+    def allocated(self, request_id: str, block_ids: Sequence[list[int]], external: int) -> list[Load | Release]:
+        """The engine gave the request ``block_ids``; ``external`` tokens after the local ones are to be loaded.
+
+        Where nothing is to be loaded ``block_ids`` may be empty: :meth:`scheduled` has them in the same step.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return []
-        request.block_ids = [list(ids) for ids in block_ids]
+        if block_ids or not request.block_ids:
+            request.block_ids = list(block_ids) or [[] for _ in range(self._groups)]
         if request.phase in (Phase.LOADING, Phase.SETTLED):
             return []
         if external <= 0 or request.phase is not Phase.ANSWERED:
@@ -437,6 +444,7 @@ class RequestBook:
             request.failed = True
             request.next_save = min(request.next_save, request.local // self._block_size + missing[0])
             request.saved_tail = 0
+            request.offered = False
         request.loading = []
         if request.ended:
             del self._requests[request_id]
@@ -450,24 +458,27 @@ class RequestBook:
         Returns what of its prompt will be computed after the step and was not offered before.
         """
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or (request.offered and not replace):
             return None
         if replace or not request.block_ids:
             request.block_ids = [list(ids) for ids in block_ids] or [[] for _ in range(self._groups)]
         else:
             for ids, new in zip(request.block_ids, block_ids, strict=False):
                 ids.extend(new)
-        return self._offer(request, min(computed_after, request.prompt_tokens), request.prompt_tokens)
+        computed = min(computed_after, request.prompt_tokens)
+        request.offered = computed == request.prompt_tokens and not self._may_fail(request)
+        return self._offer(request, computed, request.prompt_tokens)
+
+    def _may_fail(self, request: Request) -> bool:
+        """Whether a rank may learn too late of the request's load, which failed on another one."""
+        return self._several_ranks and request.in_step and request.phase is Phase.LOADING
 
     def _offer(self, request: Request, computed: int, end: int) -> Span | None:
         """The full blocks of ``computed`` tokens that were not offered yet, and the tail once ``end`` is reached."""
         if not self._saves or not request.block_ids or not request.prompt_tokens:
             # Without tokens: the cache was reset since, its keys name what other weights computed.
             return None
-        if self._several_ranks and request.in_step and request.phase is Phase.LOADING:
-            # A rank learns too late of a load that failed on another one.
-            return None
-        if request.next_save == NEVER:
+        if request.next_save == NEVER or self._may_fail(request):
             return None
         held = min(len(ids) for ids in request.block_ids)
         whole = min(computed // self._block_size, held)
@@ -483,7 +494,7 @@ class RequestBook:
             request.next_save = NEVER
             return None
         request.next_save = whole
-        request.saved_any = True
+        request.saved_from = min(request.saved_from, first)
         if tail:
             request.saved_tail = computed
         return Span(first, whole, tail)
@@ -505,7 +516,7 @@ class RequestBook:
         request.block_ids = []
         request.next_save = request.found.blocks
         request.saved_tail = 0
-        request.saved_any = False
+        request.saved_from, request.offered = NEVER, False
         if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:
             self._look_up_later(request)
             # It is the next in the engine's queue.
@@ -514,7 +525,7 @@ class RequestBook:
     def abandon(self, request_id: str) -> list[Release]:
         """Forget the request, unless a load or a save of it is under way."""
         request = self._requests.get(request_id)
-        if request is None or request.phase is Phase.LOADING or request.saved_any:
+        if request is None or request.phase is Phase.LOADING or request.saved_from != NEVER:
             return []
         del self._requests[request_id]
         return self._settle(request)
@@ -544,23 +555,23 @@ class RequestBook:
                 self._look_up_later(request)
         return released
 
-    def last_save(self, request_id: str, block_ids: Sequence[Sequence[int]], computed: int) -> Span | None:
+    def last_save(self, request_id: str, block_ids: Sequence[list[int]], computed: int) -> Span | None:
         """The request is about to end with ``computed`` tokens in ``block_ids``; what was not offered yet."""
         request = self._requests.get(request_id)
         if request is None or request.phase is not Phase.SETTLED or computed <= 0:
             return None
-        request.block_ids = [list(ids) for ids in block_ids]
+        request.block_ids = list(block_ids)
         return self._offer(request, computed, computed)
 
-    def finished(self, request_id: str) -> tuple[bool, list[Release]]:
-        """The request ended.  True when its blocks must be kept until its saves are done."""
+    def finished(self, request_id: str) -> tuple[int, list[Release]]:
+        """The request ended.  Its blocks from this one on are to be kept until its saves are done."""
         request = self._requests.get(request_id)
         if request is None:
-            return False, []
+            return NEVER, []
         if request.phase is Phase.LOADING:
             # The engine itself keeps the blocks until the load is reported; the lease stays as long.
             # A load that is part of a step has its request's saves beside it, and for these the engine would not wait.
             request.ended = True
-            return request.in_step and request.saved_any, []
+            return request.saved_from if request.in_step else NEVER, []
         del self._requests[request_id]
-        return request.saved_any, self._settle(request)
+        return request.saved_from, self._settle(request)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -229,7 +230,8 @@ class SchedulerSide:
         in_step = self.block_pool is not None and (self._loads_in_step or self._loads_alone(request_id, local, now))
         found, effects = self._book.match(request_id, request.num_tokens, local, now, in_step=in_step)
         self._do(effects)
-        self._lookups.hurry(request_id)
+        if found is None:
+            self._lookups.hurry(request_id)
         # Without blocks that can be denied the engine asks for each.
         self._turned_away = found is None and self._book.full and self.block_pool is not None
         if self._turned_away:
@@ -285,9 +287,10 @@ class SchedulerSide:
         self._offered.pop(request.request_id, None)
         if external > 0:
             self._observer.requests.loading(request.request_id, external)
-        self._do(self._book.allocated(request.request_id, blocks.get_block_ids(), external))
+        block_ids = blocks.get_block_ids() if external > 0 else ()
+        self._do(self._book.allocated(request.request_id, block_ids, external))
 
-    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """VLLM's ``request_finished``: that it need not keep the request's blocks, and what a decode should know."""
         request_id = request.request_id
         self._offered.pop(request_id, None)
@@ -301,11 +304,11 @@ class SchedulerSide:
         stored = 0
         if known is not None and known.next_save != NEVER:
             stored = max(known.next_save * self._model.block_size, known.saved_tail)
-        keep, effects = self._book.finished(request_id)
+        first, effects = self._book.finished(request_id)
         self._do(effects)
         self._vllm_requests.pop(request_id, None)
-        if keep:
-            self._hold(request_id, block_ids)
+        if first != NEVER:
+            self._hold(request_id, [ids[first:] for ids in block_ids])
             blocks = -(-stored // self._model.block_size)
             logger.info("Delaying free of %d blocks for request %s", blocks, request_id)
         params = request.kv_transfer_params or {}
@@ -323,15 +326,15 @@ class SchedulerSide:
         """Whether the engine should make steps, even empty ones, because requests that ended are being saved."""
         return bool(self._held)
 
-    def _hold(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Keep an ended request's blocks from others until its saves are over.
+    def _hold(self, request_id: str, block_ids: Iterable[Sequence[int]]) -> None:
+        """Keep blocks of an ended request from others until its saves are over.
 
         They are held here and not by vLLM, which would not give them up for a reset of its cache.
         """
         if self.block_pool is None:
             self._given_back.add(request_id)
             return
-        blocks = [self.block_pool.blocks[block] for ids in block_ids for block in ids if block]
+        blocks = list(map(self.block_pool.blocks.__getitem__, filter(None, chain.from_iterable(block_ids))))
         self.block_pool.touch(blocks)
         self._held.setdefault(request_id, []).extend(blocks)
         self._awaited.add(request_id)
@@ -362,7 +365,7 @@ class SchedulerSide:
         """The engine takes no more requests and waits for what is under way, or it goes on."""
         self._call_off_at = time.monotonic() + RESET_SECONDS if paused else NEVER_SECONDS
 
-    def _save_rest(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+    def _save_rest(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         """Save what the answer added.  The save begins in the next step and holds the request's blocks."""
         self._book.paused = not self._observer.usable
         # Where steps overlap, a step that was launched may still write behind these tokens.
@@ -560,6 +563,8 @@ class SchedulerSide:
     # Effects
 
     def _take_answers(self, wait: float = 0.0) -> None:
+        if not wait and not self._lookups.news:
+            return
         for answer in self._lookups.answers(wait):
             found, request = answer.found, self._vllm_requests.get(answer.request_id)
             if self._events is not None and answer.chain is not None and found.blocks and request is not None:
