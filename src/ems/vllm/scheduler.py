@@ -309,7 +309,7 @@ class SchedulerSide:
         self._vllm_requests.pop(request_id, None)
         if first != NEVER:
             self._hold(request_id, [ids[first:] for ids in block_ids])
-            blocks = -(-stored // self._model.block_size)
+            blocks = -(-stored // self._model.block_size) - first
             logger.info("Delaying free of %d blocks for request %s", blocks, request_id)
         params = request.kv_transfer_params or {}
         answer = self._observer.finished(request)
