@@ -21,6 +21,7 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
+from tests.e2e.pages import stored_pages
 from tests.kit.engine import EngineOptions, VllmServer
 from tests.kit.tiny_model import Size, make_model
 
@@ -97,6 +98,14 @@ def test_another_engine_loads_what_one_stored(size: Size, logs: Path, node: Node
             assert two.metrics().get(HITS, 0.0) >= loaded + 512
         elif size != "hybrid":  # of a window only the last chunks of a prompt are stored
             assert two.metrics().get(HITS, 0.0) == loaded + 3 * 512
+
+        sound, broken = set(stored_pages(node.directory)), random_prompt(250, 500)
+        assert complete(one.url, broken) == reference.text(broken)
+        node.wait_stored()
+        for page in set(stored_pages(node.directory)) - sound:
+            page.overwrite()
+        assert complete(two.url, broken) == reference.text(broken)
+        assert "EMS cannot move chunks" in two.log.read_text()
 
         node.kill()
         more = [*prompts, *(random_prompt(300 + number, 700) for number in range(2))]

@@ -116,6 +116,21 @@ def test_what_is_stored_is_found_and_leased_until_it_is_loaded(manager: EmsOfflo
     wait_for(lambda: not leases(node), "the lease ends with the load")
 
 
+def test_who_loaded_is_not_told_of_the_same_pages_until_it_ran(manager: EmsOffloadingManager, node: Node) -> None:
+    """A load that failed ends like any other."""
+    keys = chunk_keys("a", 3)
+    store(node, manager, keys)
+    context = begun(manager, "reader", keys)
+    look(manager, keys, context)
+    manager.prepare_load(keys, context)
+    manager.complete_load(keys, context)
+    assert look(manager, keys, context) == [LookupResult.MISS] * 3
+    wait_for(lambda: not leases(node), "the lease ends with the load")
+
+    manager.on_schedule_end(ScheduleEndContext(["reader"], ()))
+    assert look(manager, keys, context) == [LookupResult.HIT] * 3
+
+
 def test_a_chunk_that_no_lookup_found_is_at_no_place(manager: EmsOffloadingManager, node: Node) -> None:
     """The engine goes on: the load fails."""
     keys = chunk_keys("a", 4)

@@ -101,7 +101,7 @@ class EmsOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         request = self._requests.get(req_context.req_id)
-        if request is None or not self._settings.loads:
+        if request is None or request.over or not self._settings.loads:
             return LookupResult.MISS
         if not request.asked_at:
             if self._waiting >= MOST_WAITING:
@@ -167,7 +167,9 @@ class EmsOffloadingManager(OffloadingManager):
         if (ended := self._ended.pop(req_context.req_id, None)) is not None:
             self._let_go(ended)
         elif (request := self._requests.get(req_context.req_id)) is not None:
-            self._ask_anew(req_context.req_id, request)
+            # Should the load have failed, vLLM asks again, and the same pages would fail for ever.
+            request.loading = False
+            self._let_go(request)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         request = self._requests.get(req_context.req_id) or self._begun(req_context)

@@ -1,7 +1,7 @@
 """The worker's side: copies chunks between engine blocks and the pool's pages, in one thread for each direction.
 
-What always holds: every job ends and is reported once, as done, because vLLM knows no other end; blocks of a load that
-failed, all of them, are reported as invalid with its end, so vLLM computes them; a page is committed only when all its
+What always holds: every job ends and is reported once, as done, because vLLM knows no other end; which loads failed is
+told beside, so vLLM computes their requests; a page is committed only when all its
 bytes are in place, and loaded only where its header said the same before and after the copy.
 """
 
@@ -84,12 +84,12 @@ class _Job:
 
 
 class _Ended(NamedTuple):
-    """The end of a job: bytes that were moved, seconds, and engine blocks that hold nothing."""
+    """The end of a job: bytes that were moved, seconds, and whether it is a load whose blocks hold nothing."""
 
     number: int
     size: int
     seconds: float
-    invalid: list[int]
+    failed: bool
 
 
 def group_layers(caches: CanonicalKVCaches) -> list[list[Layer]]:
@@ -133,7 +133,7 @@ class EmsOffloadingWorker(OffloadingWorker):
         self._namespaces = namespaces
         self._timeout = call_timeout
         self._stores: dict[int, _Job] = {}
-        self._invalid: set[int] = set()
+        self._failed: set[int] = set()
         self._failing = False
         self._away_until = 0.0
         self._store_lane: Lane[_Job, _Ended] = Lane("ems-offloading-store", lambda: self._run(self._store_lane))
@@ -156,7 +156,8 @@ class EmsOffloadingWorker(OffloadingWorker):
         results = []
         for ended in (*self._store_lane.results(), *self._load_lane.results()):
             self._stores.pop(ended.number, None)
-            self._invalid.update(ended.invalid)
+            if ended.failed:
+                self._failed.add(ended.number)
             results.append(TransferResult(ended.number, True, ended.size, ended.seconds))
         return results
 
@@ -168,10 +169,10 @@ class EmsOffloadingWorker(OffloadingWorker):
             if job is not None and not job.copied.wait(max(until - time.monotonic(), 0)):
                 job.call_off()
 
-    def take_invalid_blocks(self) -> set[int]:
-        """Blocks of the loads that the last :meth:`get_finished` reported and that hold nothing."""
-        invalid, self._invalid = self._invalid, set()
-        return invalid
+    def take_failed_loads(self) -> set[int]:
+        """Jobs that the last :meth:`get_finished` reported and whose blocks hold nothing."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def shutdown(self) -> None:
         for job in list(self._stores.values()):
@@ -185,13 +186,13 @@ class EmsOffloadingWorker(OffloadingWorker):
     def _run(self, lane: Lane[_Job, _Ended]) -> None:
         move: Callable[[_Job], int] = self._store if lane is self._store_lane else self._load
         while (job := lane.next()) is not None:
-            size, invalid = 0, list[int]()
+            size, failed = 0, False
             try:
                 self._refuse_away()
                 size = move(job)
                 self._failing = False
             except EmsError as error:
-                invalid = job.blocks.block_ids.tolist()
+                failed = True
                 if not self._failing:
                     logger.warning("EMS cannot move chunks, serving on without it: %s", error)
                 self._failing = True
@@ -199,11 +200,11 @@ class EmsOffloadingWorker(OffloadingWorker):
                     self._away_until = time.monotonic() + AWAY_SECONDS
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost a recompute, never the engine.
-                invalid = job.blocks.block_ids.tolist()
+                failed = True
                 logger.exception("EMS transfer failed")
             job.copied.set()
-            is_load = lane is self._load_lane
-            lane.ended(_Ended(job.number, size, time.monotonic() - job.begun, invalid if is_load else []))
+            failed = failed and lane is self._load_lane
+            lane.ended(_Ended(job.number, size, time.monotonic() - job.begun, failed))
 
     def _refuse_away(self) -> None:
         if time.monotonic() < self._away_until:

@@ -1,7 +1,7 @@
 """What vLLM's ``OffloadingConnector`` makes of ``"spec_name": "EmsOffloadingSpec"``: a manager or a worker over a pool.
 
 vLLM tells a spec neither the engine's configuration nor which connector makes it, and both are needed: what the model
-is gives the bytes of a page their meaning, and only the connector can report blocks of a load that failed.  They are
+is gives the bytes of a page their meaning, and only the connector can report a load that failed.  They are
 taken from the frame of the connector that is being made.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -143,8 +144,19 @@ class EmsOffloadingSpec(OffloadingSpec):
         )
         start(self._settings, client, namespaces)
         worker = EmsOffloadingWorker(client, rank, layers, layouts, namespaces, self._settings.call_timeout)
-        self._connector.get_block_ids_with_load_errors = worker.take_invalid_blocks
+        report_failures(self._connector, worker)
         return worker
+
+
+def report_failures(connector: Any, worker: EmsOffloadingWorker) -> None:
+    """Let ``connector`` say which requests' loads failed: of models with several groups vLLM takes no other word."""
+
+    def get_transfer_results(finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loads = dict(connector.connector_worker._load_jobs)  # noqa: SLF001 - forgotten with what is finished
+        sent, received = connector.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(sent, received, {loads[number] for number in worker.take_failed_loads()})
+
+    connector.get_transfer_results = get_transfer_results
 
 
 def start(settings: ConnectorSettings, client: PoolClient, namespaces: list[Namespace]) -> None:
