@@ -21,6 +21,7 @@ from tests.e2e.engines import (
     running_node,
     wait_for,
 )
+from tests.e2e.layouts import TWO_RANKS
 from tests.e2e.pages import stored_pages
 from tests.kit.engine import EngineOptions, VllmServer
 from tests.kit.tiny_model import Size, make_model
@@ -124,5 +125,33 @@ def test_another_engine_loads_what_one_stored(size: Size, logs: Path, node: Node
             return bool(one.metrics().get(HITS, 0.0) > before)
 
         wait_for(hit_again, "pages are loaded from the node that is back")
+        wait_for(lambda: not node.stats()["leases"], "nothing is held")
+    assert node.counters["pages_corrupt"] == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", ["test", "mla"])
+def test_engines_of_two_ranks_share_what_each_rank_stored(size: Size, logs: Path, node: Node) -> None:
+    model, options = make_model(logs / f"ranks-{size}", size), MODELS[size]
+    two_ranks = msgspec.structs.replace(options, arguments=(*options.arguments, *TWO_RANKS))
+
+    def server(name: str) -> VllmServer:
+        return VllmServer(
+            model,
+            log=logs / f"ranks-{size}-{name}.log",
+            options=two_ranks,
+            environment=node.environment,
+            kv_transfer_config=offloading(block_size=CHUNK),
+        )
+
+    prompts = [random_prompt(100 + number, 500 + 37 * number) for number in range(4)]
+    with VllmServer(model, log=logs / f"ranks-{size}-plain.log", options=options) as plain:
+        expected = complete_all(plain.url, prompts)
+    with server("one") as one:
+        assert complete_all(one.url, prompts) == expected
+        node.wait_stored()
+    with server("two") as two:
+        assert complete_all(two.url, prompts) == expected
+        assert two.metrics().get(HITS, 0.0) >= sum(len(prompt) // CHUNK * CHUNK for prompt in prompts)
         wait_for(lambda: not node.stats()["leases"], "nothing is held")
     assert node.counters["pages_corrupt"] == 0
