@@ -15,11 +15,11 @@ import pytest
 
 from ems import CcKvOption, Ems, EmsErrorCode, EmsException
 from ems.cc_v1.health import HealthRules
-from ems.cc_v1.tensors import CpuDevice
 from ems.errors import PoolTimeout
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import integer_key
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState
+from ems.transfers.device import CpuDevice
 from tests.cc_v1.conftest import NEVER, OPTION, make_caches, same, tokens, zeros_like
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ems.cc_v1.context_caching import ContextCaching
-    from ems.cc_v1.slots import SlotSpan
-    from ems.cc_v1.tensors import TokenRows
+    from ems.transfers.plan import CopyPlan
     from tests.cc_v1.conftest import Connect
 
 AT_ONCE = 10.0
@@ -197,20 +196,17 @@ class TestNodeHangs:
 
 
 class Meddling(CpuDevice):
-    """Does something in the middle of a copy."""
+    """Does something after each copy, which is of one page."""
+
+    batch_bytes = 1
 
     def __init__(self, meddle: Callable[[int], object]) -> None:
         super().__init__()
         self._meddle = meddle
         self._copies = 0
 
-    def copy_tokens_out(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
-        super().copy_tokens_out(rows, place, page)
-        self._meddle(self._copies)
-        self._copies += 1
-
-    def copy_tokens_in(self, rows: TokenRows, place: SlotSpan, page: memoryview) -> None:
-        super().copy_tokens_in(rows, place, page)
+    def copy(self, plan: CopyPlan) -> None:
+        super().copy(plan)
         self._meddle(self._copies)
         self._copies += 1
 
@@ -270,7 +266,7 @@ class TestCopiesThatGoWrong:
     def test_no_slot_is_touched_once_a_load_was_given_up(
         self, node: NodeProcess, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ems.cc_v1.load.BATCH_BYTES", 1)
+        monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
         cc = connect(node, health=NEVER)
         cc.register_kvcache(make_caches(blocks=64))
         offsets, hashes = [4] * 64, list(range(64))
@@ -337,7 +333,7 @@ class TestCopiesThatGoWrong:
 
         def breaks(copy: int) -> None:
             held.append(client.stats()["leases"])
-            if copy == 4:
+            if copy == 3:
                 raise RuntimeError("the device fell off the bus")
 
         meddle(cc, breaks)
@@ -346,7 +342,7 @@ class TestCopiesThatGoWrong:
         future = cc.async_load(range(12), [1, 2, 3], [4, 4, 4], OPTION)
         assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_INTERNAL_ERROR
         until(lambda: client.stats()["leases"] == 0, seconds=10.0)
-        assert held == [1] * 5
+        assert held == [1] * 4
         client.close()
 
 

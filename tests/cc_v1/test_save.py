@@ -13,13 +13,14 @@ from ems.cc_v1.registration import Registration
 from ems.cc_v1.save import Saver
 from ems.cc_v1.slots import Blocks
 from ems.cc_v1.summary import Kind
-from ems.cc_v1.tensors import CpuDevice, TokenRows
 from ems.cc_v1.transfer import CcFuture
 from ems.errors import NoSpace, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Hits, Namespace, Reservation
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageRef
 from ems.pool.pages import Outcome
+from ems.transfers.device import CpuDevice
+from ems.transfers.rows import TokenRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,17 +193,17 @@ def test_large_saves_are_committed_piece_by_piece(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_deadline_in_the_middle_keeps_what_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ems.cc_v1.load.BATCH_BYTES", 1)
+    monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
     pool = Pool()
     now = [0.0]
     engine = Engine(pool, clock=lambda: now[0])
-    original = engine.registration.device.copy_tokens_out
+    original = engine.registration.device.copy
 
     def slow(*arguments: Any) -> None:
         original(*arguments)
         now[0] += 0.4
 
-    monkeypatch.setattr(engine.registration.device, "copy_tokens_out", slow)
+    monkeypatch.setattr(engine.registration.device, "copy", slow)
     future = engine.save(5, timeout=1.0)
     assert pool.committed == [[0, 1, 2]]
     assert pool.aborted == 1
@@ -221,7 +222,7 @@ def test_a_commit_that_fails_saved_nothing(error: Exception) -> None:
 
 def test_a_connection_lost_while_copying_stops_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots are somebody else's soon: whoever was cut off must not write into them for long."""
-    monkeypatch.setattr("ems.cc_v1.load.BATCH_BYTES", 1)
+    monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
     pool = Pool()
     engine = Engine(pool)
     copies = []
@@ -230,7 +231,7 @@ def test_a_connection_lost_while_copying_stops_the_copies(monkeypatch: pytest.Mo
         copies.append(1)
         pool.epoch = 2
 
-    monkeypatch.setattr(engine.registration.device, "copy_tokens_out", cut_off)
+    monkeypatch.setattr(engine.registration.device, "copy", cut_off)
     with pytest.raises(StaleReference):
         engine.save(5)
     assert len(copies) == 1

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ems.cc_v1.tensors import CpuDevice
 from ems.pool.client.answers import Lease
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
+from ems.transfers.device import CpuDevice
 from ems.vllm.loads import Loader, LoadResult
 from ems.vllm.model import LocalPlane
 from ems.vllm.pages import PlaneRows

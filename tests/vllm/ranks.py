@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from ems.cc_v1.tensors import CpuDevice
 from ems.pool.client.pool_client import PoolClient
+from ems.transfers.device import CpuDevice
 from ems.vllm.loads import Loader
 from ems.vllm.model import LocalPlane
 from ems.vllm.pages import plane_rows

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ems.cc_v1.tensors import CpuDevice
 from ems.pool.client.answers import Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.segments.reader import PageReader
+from ems.transfers.device import CpuDevice
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import BlockModel, LocalPlane
@@ -159,13 +159,13 @@ def before_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 def in_a_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     """A copy that has begun hangs, and writes once it goes on."""
     hang = Hang()
-    copy_in = CpuDevice.copy_in
+    copy = CpuDevice.copy
 
     def hangs(*arguments: Any) -> None:
         hang()
-        copy_in(*arguments)
+        copy(*arguments)
 
-    monkeypatch.setattr(CpuDevice, "copy_in", hangs)
+    monkeypatch.setattr(CpuDevice, "copy", hangs)
     yield hang
     hang.end()
 

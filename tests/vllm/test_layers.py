@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
+from ems.transfers.device import CpuDevice
+from ems.transfers.plan import CopyPlan
 from ems.vllm.layers import layer_index
 from ems.vllm.planes import Plane
 from ems.vllm.requests import Load, LoadPart, Save
@@ -46,17 +47,29 @@ def save() -> Save:
     return Save("r", 0, chain.parent(0), list(chain), [[1, 2]])
 
 
+def layer_of(ranks: Ranks, plan: CopyPlan) -> int:
+    """The layer of the first rank to which all copies belong."""
+    starts = [ranks.tensors[0][name].data_ptr() for name in LAYERS]
+    ends = [start + ranks.tensors[0][name].nbytes for start, name in zip(starts, LAYERS, strict=True)]
+    (layer,) = {
+        next(number for number in range(len(LAYERS)) if starts[number] <= address < ends[number])
+        for address in plan.engine.tolist()
+    }
+    return layer
+
+
 def test_a_layer_is_stored_before_the_next_is_computed(
     ranks: Ranks, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: queue.Queue[int] = queue.Queue()
-    copy_out = CpuDevice.copy_out
+    copy = CpuDevice.copy
 
-    def seen(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
-        copy_out(device, rows, row, page, tensors)
-        copied.put(tensors.start)
+    def seen(device: CpuDevice, plan: CopyPlan) -> None:
+        copy(device, plan)
+        copied.put(layer_of(ranks, plan))
 
-    monkeypatch.setattr(CpuDevice, "copy_out", seen)
+    monkeypatch.setattr(CpuDevice, "copy", seen)
+    monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
     batch = ranks.savers[0].start([save()])
     for number, name in enumerate(LAYERS):
         assert copied.empty()
@@ -75,13 +88,13 @@ def test_a_layer_is_used_while_later_ones_are_loaded(ranks: Ranks, node: Node, m
     wait_for(lambda: search.reach(prompt())[0] == len(TOKENS), "the pages are committed")
     found = search.take(prompt())
     go_on = [threading.Event() for _ in LAYERS]
-    copy_in = CpuDevice.copy_in
+    copy = CpuDevice.copy
 
-    def held(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
-        assert go_on[tensors.start].wait(10)
-        copy_in(device, rows, row, page, tensors)
+    def held(device: CpuDevice, plan: CopyPlan) -> None:
+        assert go_on[layer_of(ranks, plan)].wait(10)
+        copy(device, plan)
 
-    monkeypatch.setattr(CpuDevice, "copy_in", held)
+    monkeypatch.setattr(CpuDevice, "copy", held)
     part = LoadPart(0, [5, 6], found.pages[0].keys, found.pages[0].packed_refs)
     job = ranks.loaders[0].start(Load("r", found.leases[0].node, [part], in_step=True), None, in_step=True)
     for number, name in enumerate(LAYERS):

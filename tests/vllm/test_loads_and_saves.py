@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ems.cc_v1.tensors import ALL, BlockRows, CpuDevice, Row
 from ems.pool.client.answers import Reservation
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import Header, PageRef, SlotState
+from ems.transfers.device import CpuDevice
+from ems.transfers.plan import CopyPlan
 from ems.vllm.requests import Save
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.kit.headers import write_header
@@ -87,14 +88,14 @@ def test_cancelling_waits_for_the_copy_that_runs(
 ) -> None:
     one, _ = engines
     began, go_on = threading.Event(), threading.Event()
-    copy_out = CpuDevice.copy_out
+    copy = CpuDevice.copy
 
-    def slow(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
+    def slow(device: CpuDevice, plan: CopyPlan) -> None:
         began.set()
         assert go_on.wait(10)
-        copy_out(device, rows, row, page, tensors)
+        copy(device, plan)
 
-    monkeypatch.setattr(CpuDevice, "copy_out", slow)
+    monkeypatch.setattr(CpuDevice, "copy", slow)
     chain = chain_of(2)
     one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])]).computed(None)
     assert began.wait(10)
@@ -140,14 +141,15 @@ def test_a_page_that_changes_during_the_copy_is_not_loaded(
     one.save(chain, [0, 1, 2])
     wait_for(lambda: present(two, chain) == 3, "the pages are committed")
     lease = two.lease(chain)
-    copy_in = CpuDevice.copy_in
+    copy = CpuDevice.copy
 
-    def reused(device: CpuDevice, rows: BlockRows, row: Row, page: memoryview, tensors: slice = ALL) -> None:
-        copy_in(device, rows, row, page, tensors)
-        if row[0] == 5:
+    def reused(device: CpuDevice, plan: CopyPlan) -> None:
+        copy(device, plan)
+        if plan.engine[0] == two.tensors[0][5].data_ptr():
             rewrite_header(two, lease.refs[1], SlotState.WRITING, lease.refs[1].generation + 1, bytes(16))
 
-    monkeypatch.setattr(CpuDevice, "copy_in", reused)
+    monkeypatch.setattr(CpuDevice, "copy", reused)
+    monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
     result = two.load(chain, lease, [4, 5, 6])
 
     assert result.loaded == 1
@@ -210,14 +212,14 @@ def test_a_defect_in_a_copy_ends_the_job_and_not_the_thread(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = engines
-    copy_out: Callable[..., None] = CpuDevice.copy_out
+    copy: Callable[..., None] = CpuDevice.copy
 
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(CpuDevice, "copy_out", broken)
+    monkeypatch.setattr(CpuDevice, "copy", broken)
     one.save(chain_of(2), [0, 1])
-    monkeypatch.setattr(CpuDevice, "copy_out", copy_out)
+    monkeypatch.setattr(CpuDevice, "copy", copy)
     assert present(two, chain_of(2)) == 0
     chain = chain_of(2, seed=2)
     one.save(chain, [0, 1])
@@ -232,7 +234,7 @@ def test_a_defect_in_a_copy_gives_the_reservation_back(
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(CpuDevice, "copy_out", broken)
+    monkeypatch.setattr(CpuDevice, "copy", broken)
     one.save(chain_of(2), [0, 1])
 
     wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")

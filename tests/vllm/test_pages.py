@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from ems.cc_v1.tensors import CpuDevice
 from ems.errors import ConfigError
 from ems.pool.keys import Tail
+from ems.transfers.device import CpuDevice
 from ems.vllm.model import LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.planes import Plane, Portion
@@ -32,7 +32,7 @@ def values(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def page(rows: PlaneRows, block: int, shard: int) -> bytes:
     place = bytearray(rows.namespace.page_size)
-    CpuDevice().copy_out(rows.rows, (block, shard), memoryview(place))
+    CpuDevice().copy(rows.rows.plan([(block, shard)], [memoryview(place)], out=True))
     return bytes(place)
 
 
@@ -53,7 +53,8 @@ def test_every_layout_has_the_same_pages(order: tuple[int, ...], dtype: torch.dt
         expected = torch.stack([whole[layer, block, shard] for layer in range(len(NAMES))])
         assert page(rows, block, shard) == expected.view(torch.uint8).numpy().tobytes()
 
-    CpuDevice().copy_in(rows.rows, (1, 1), memoryview(bytearray(page(rows, 3, 1))))
+    other = memoryview(bytearray(page(rows, 3, 1)))
+    CpuDevice().copy(rows.rows.plan([(1, 1)], [other], out=False))
     for layer, name in enumerate(NAMES):
         assert torch.equal(tensors[name][1, 1].view(torch.uint8), whole[layer, 3, 1].view(torch.uint8))
         assert torch.equal(tensors[name][1, 0].view(torch.uint8), whole[layer, 1, 0].view(torch.uint8))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ems.cc_v1.tensors import CpuDevice
 from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.layout import REF_BYTES
+from ems.transfers.device import CpuDevice
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.loads import Loader, LoadJob
 from ems.vllm.metadata import QUIET, StepMetadata
@@ -126,13 +126,13 @@ def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
 ) -> None:
     """On the engine's own thread: waking another one takes longer than a small load."""
     threads: list[threading.Thread] = []
-    copy_in = CpuDevice.copy_in
+    copy = CpuDevice.copy
 
     def noted(*arguments: Any) -> None:
         threads.append(threading.current_thread())
-        copy_in(*arguments)
+        copy(*arguments)
 
-    monkeypatch.setattr(CpuDevice, "copy_in", noted)
+    monkeypatch.setattr(CpuDevice, "copy", noted)
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
     worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]))
@@ -142,8 +142,9 @@ def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
     lease = client.lookup(Namespace(NAME, 0), chain.packed(0, 2), lease=True).lease
     assert lease is not None
     part = LoadPart(0, [1, 2], chain.packed(0, 2), lease.packed_refs)
+    threads.clear()
     worker.begin(StepMetadata(loads=[Load("s", lease.node, [part], in_step=True)]))
-    assert threads == [threading.current_thread()] * 2
+    assert threads == [threading.current_thread()]
     worker.computed()
     assert worker.results() == (set(), set())
     report = worker.take_report()

@@ -44,6 +44,8 @@ from ems.pool.protocol.acts import Clear, Follow, List
 from ems.pool.segments.touch import warm
 from ems.pool.segments.verify import Verify
 from ems.pool.tenants.credentials import from_environment
+from ems.transfers.memcpy import memcpy_all
+from ems.transfers.plan import Piece, PieceTable, Rows, numbers
 
 ROWS = 12
 """Rows of a page, as many as a model of twelve layers leaves."""
@@ -52,6 +54,8 @@ WORKING_SET = 128 * MIB
 """Bytes moved in one round; far above the processor's caches."""
 BATCH = 32 * MIB
 """Bytes of one reservation, as a prompt of some thousand tokens leaves them."""
+STEP = 2 * MIB
+"""Bytes copied in one call, as an engine's connector does."""
 TOUCH_SECONDS = 120.0
 CLEAR_SECONDS = 30.0
 
@@ -271,10 +275,11 @@ class Bench:
                 raise NoSpace(_TOO_SMALL)
             segments = self._client.segments(reserved.epoch)
             checksums: dict[int, int] = {}
-            for position, ref in reserved.granted.items():
-                page = segments.page(ref, namespace.page_size)
-                engine.copy_out(first + position, page)
-                checksums[position] = page_checksum(page)
+            for begin in range(0, len(part), engine.step):
+                positions = list(reserved.granted)[begin : begin + engine.step]
+                pages = [segments.page(reserved.granted[position], namespace.page_size) for position in positions]
+                engine.copy([first + position for position in positions], pages, out=True)
+                checksums.update(zip(positions, map(page_checksum, pages), strict=True))
             self._client.commit(reserved, list(checksums), checksums=list(checksums.values()))
 
     def _load(
@@ -287,11 +292,13 @@ class Bench:
                 raise NoSpace("pages of this run were evicted while it ran, use a larger pool or none in use")
             reader = self._client.reader(namespace, hits.lease.epoch, policy)
             refs, sound = hits.lease.refs, True
-            for position, (key, ref) in enumerate(zip(part, refs, strict=True)):
-                if reader.holds(ref, key):
-                    engine.copy_in(first + position, reader.page(ref))
-                    sound = sound and reader.sound(ref, key)
-            if not sound or not all(reader.holds(ref, key) for key, ref in zip(part, refs, strict=True)):
+            for begin in range(0, len(part), engine.step):
+                of_step = list(zip(part, refs, strict=True))[begin : begin + engine.step]
+                sound = sound and all(reader.holds(ref, key) for key, ref in of_step)
+                blocks = range(first + begin, first + begin + len(of_step))
+                engine.copy(blocks, [reader.page(ref) for _, ref in of_step], out=False)
+                sound = sound and all(reader.sound(ref, key) for key, ref in of_step)
+            if not sound:
                 raise NoSpace("pages of this run changed while they were leased")
             self._client.release(hits.lease)
 
@@ -323,8 +330,15 @@ class Engine:
         row = page_bytes // ROWS
         sizes = [row] * (ROWS - 1) + [page_bytes - row * (ROWS - 1)]
         self._rows = [np.full((blocks, size), number, dtype=np.uint8) for number, size in enumerate(sizes)]
-        ends = np.cumsum(sizes).tolist()
-        self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        ends = np.cumsum([0, *sizes]).tolist()
+        self._pieces = PieceTable(
+            [
+                [Piece(rows.__array_interface__["data"][0], size, 0, start, size, size)]
+                for rows, size, start in zip(self._rows, sizes, ends[:-1], strict=True)
+            ]
+        )
+        self._memcpy_all = memcpy_all()
+        self.step = max(STEP // page_bytes, 1)
         self._source: Bytes = np.full((blocks, page_bytes), 1, dtype=np.uint8)
         self._target: Bytes = np.full((blocks, page_bytes), 2, dtype=np.uint8)
 
@@ -341,15 +355,10 @@ class Engine:
         for target, page in zip(self._target, pages, strict=True):
             target[:] = np.frombuffer(page, dtype=np.uint8)
 
-    def copy_out(self, block: int, page: memoryview) -> None:
-        target = np.frombuffer(page, dtype=np.uint8)
-        for rows, (start, end) in zip(self._rows, self._spans, strict=True):
-            target[start:end] = rows[block]
-
-    def copy_in(self, block: int, page: memoryview) -> None:
-        source = np.frombuffer(page, dtype=np.uint8)
-        for rows, (start, end) in zip(self._rows, self._spans, strict=True):
-            rows[block] = source[start:end]
+    def copy(self, blocks: Sequence[int], pages: Sequence[memoryview], *, out: bool) -> None:
+        nothing = np.zeros(len(blocks), np.int64)
+        plan = self._pieces.plan(Rows(numbers(blocks), nothing, nothing, pages), out=out)
+        self._memcpy_all(plan.targets, plan.sources, plan.sizes)
 
 
 def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolReport:

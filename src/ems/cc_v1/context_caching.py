@@ -21,7 +21,7 @@ from ems.cc_v1.monitor import GateClosed, Monitor
 from ems.cc_v1.present import count_present
 from ems.cc_v1.registration import Registration, description_of, namespace_of
 from ems.cc_v1.save import Saver
-from ems.cc_v1.slots import Blocks
+from ems.cc_v1.slots import Blocks, slot_numbers
 from ems.cc_v1.summary import Kind, Sample
 from ems.cc_v1.transfer import CcFuture, CcResult
 from ems.cc_v1.worker import Worker
@@ -30,8 +30,8 @@ from ems.pool.segments.touch import warm
 
 if TYPE_CHECKING:
     from ems.cc_v1.cc_config import CcKvOption, EmsConfig
-    from ems.cc_v1.tensors import Device
     from ems.pool.client.pool_client import PoolClient
+    from ems.transfers.device import Device
 
 OPEN_SECONDS = 2.0
 """How long a registration waits for the node to take note of it."""
@@ -79,14 +79,15 @@ class ContextCaching:
         Raises:
             EmsException: EMS_INVALID_ARGUMENT, the tensors cannot be served.
         """
-        from ems.cc_v1.tensors import TokenRows, device_of
+        from ems.transfers.device import device_of
+        from ems.transfers.rows import TokenRows
 
         self._config.cc_config_v1.check()
         self._check_open()
         try:
             layers = [list(layer) for layer in kv_caches]
             rows = TokenRows(layers)
-            device = device_of(layers[0][0])
+            device = device_of(rows.tensors)
         except (ConfigError, TypeError, RuntimeError) as error:
             raise invalid(f"kv_caches cannot be registered: {error}") from error
         registration = Registration(rows, device, namespace_of(self._config, rows))
@@ -226,8 +227,6 @@ class ContextCaching:
                 "no KV caches are registered, call register_kvcache before loads and saves",
                 EmsErrorCode.EMS_NOT_REGISTERED,
             )
-        from ems.cc_v1.tensors import slot_numbers
-
         timeout = timeout_of(option)
         wanted = whole_numbers("hashes", hashes)
         counts = whole_numbers("offsets", offsets)

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from ems.pool.layout import PageRef
     from ems.pool.segments.reader import PageReader
 
-BATCH_BYTES = 8 << 20
-"""Bytes copied in one go; small, so that a deadline is obeyed soon."""
 TOKEN_COUNT = struct.Struct("<I")
 """The note at the end of a page that has fewer tokens than a block: how many."""
 
 
-def batch_size(page_size: int) -> int:
-    return max(BATCH_BYTES // page_size, 1)
+def batch_size(registration: Registration) -> int:
+    """Pages copied in one go."""
+    return max(registration.device.batch_bytes // registration.namespace.page_size, 1)
 
 
 class Loader:
@@ -70,7 +69,7 @@ class Loader:
             memory = self._registration.memory(self._client, hits.lease.epoch)
             reader = self._client.reader(namespace, hits.lease.epoch)
             pages = list(zip(span, keys, hits.lease.refs, strict=False))
-            step = batch_size(namespace.page_size)
+            step = batch_size(self._registration)
             loaded = 0
             for begin in range(0, len(pages), step):
                 batch = pages[begin : begin + step]
@@ -92,29 +91,31 @@ class Loader:
         batch: Sequence[tuple[int, bytes, PageRef]],
         future: CcFuture,
     ) -> int:
-        device = self._registration.device
-        copied = 0
-        for _, _, ref in batch:
-            memory.segment(ref.segment)
+        device, rows = self._registration.device, self._registration.rows
+        whole: list[tuple[bytes, PageRef]] = []
+        spans, places = [], []
+        for position, key, ref in batch:
+            page = memory.page(ref)
+            if not reader.holds(ref, key):
+                reader.suspect(ref, key)
+                break
+            if not self._enough(blocks, position, key, page):
+                break
+            whole.append((key, ref))
+            spans.append(blocks.span(position))
+            places.append(page)
+        if not whole:
+            return 0
+        plan = rows.plan(spans, places, out=False)
         with future.copying() as allowed:
             if not allowed:
                 return 0
-            for position, key, ref in batch:
-                page = memory.page(ref)
-                if not reader.holds(ref, key):
-                    reader.suspect(ref, key)
-                    break
-                if not self._enough(blocks, position, key, page):
-                    break
-                device.copy_tokens_in(self._registration.rows, blocks.place(position), page)
-                if not reader.sound(ref, key):
-                    break
-                copied += 1
+            device.copy(plan)
             device.synchronise()
-        for loaded, (_, key, ref) in enumerate(batch[:copied]):
-            if not reader.holds(ref, key):
+        for loaded, (key, ref) in enumerate(whole):
+            if not reader.sound(ref, key):
                 return loaded
-        return copied
+        return len(whole)
 
     def _enough(self, blocks: Blocks, position: int, key: bytes, page: memoryview) -> bool:
         if key == self._registration.names.whole(blocks.hashes[position]):

@@ -18,8 +18,9 @@ from ems.pool.facts import MODEL, TENANT, plain_facts
 from ems.pool.keys import fingerprint, namespace_name
 
 if TYPE_CHECKING:
-    from ems.cc_v1.tensors import Device, TokenRows
     from ems.pool.layout import PageRef
+    from ems.transfers.device import Device
+    from ems.transfers.rows import TokenRows
 
 PAGE_FORM = "cc-v1/1"
 """Changes whenever the meaning of a page's bytes does."""

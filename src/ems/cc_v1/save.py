@@ -118,21 +118,22 @@ class Saver:
             return {}
         device, rows = self._registration.device, self._registration.rows
         memory = self._registration.memory(self._client, reservation.epoch)
-        step = batch_size(self._registration.namespace.page_size)
+        step = batch_size(self._registration)
         written: dict[int, int] = {}
         for begin in range(0, len(wanted), step):
             batch = wanted[begin : begin + step]
             pages = [memory.page(reservation.granted[i]) for i in batch]
             if self._client.epoch != reservation.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
+            plan = rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
             with future.copying() as allowed:
                 if not allowed:
                     break
-                for i, page in zip(batch, pages, strict=True):
-                    device.copy_tokens_out(rows, blocks.place(start + i), page)
-                    if not blocks.whole(start + i):
-                        TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
+                device.copy(plan)
                 device.synchronise()
+            for i, page in zip(batch, pages, strict=True):
+                if not blocks.whole(start + i):
+                    TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
             # Of the bytes as they lie in the slots, while they are in the processor's cache.
             written.update(zip(batch, map(page_checksum, pages), strict=True))
         return written

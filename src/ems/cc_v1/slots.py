@@ -1,51 +1,21 @@
 """Which engine memory belongs to which block: token slots, cut into blocks.
 
-A slot is ``block_id * block_size + position``.  Most blocks lie in one run inside one engine block, which is
-copied as it is; any other order is possible and copied token by token.
+A slot is ``block_id * block_size + position``, and the slots of a block may be anywhere and in any order.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ems.cc_v1.errors import invalid
+from ems.errors import ConfigError
+from ems.transfers.plan import Numbers, TokenSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class SlotRun(NamedTuple):
-    """``tokens`` tokens that lie side by side in engine block ``block``, the first at position ``first``."""
-
-    block: int
-    first: int
-    tokens: int
-
-
-class Scattered(NamedTuple):
-    """Tokens anywhere: token ``i`` at ``positions[i]`` of engine block ``blocks[i]``."""
-
-    blocks: Numbers
-    positions: Numbers
-
-    @property
-    def tokens(self) -> int:
-        return len(self.blocks)
-
-
-SlotSpan = SlotRun | Scattered
-
-
-def place_of(slots: Numbers, block_size: int) -> SlotSpan:
-    count, first, last = len(slots), int(slots[0]), int(slots[-1])
-    if last - first == count - 1 and first // block_size == last // block_size and bool((np.diff(slots) == 1).all()):
-        return SlotRun(first // block_size, first % block_size, count)
-    return Scattered(slots // block_size, slots % block_size)
 
 
 class Blocks:
@@ -79,8 +49,9 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def place(self, position: int) -> SlotSpan:
-        return place_of(self._slots[self._starts[position] : self._starts[position + 1]], self.block_size)
+    def span(self, position: int) -> TokenSpan:
+        slots = self._slots[self._starts[position] : self._starts[position + 1]]
+        return TokenSpan(slots // self.block_size, slots % self.block_size)
 
     def whole(self, position: int) -> bool:
         return self.offsets[position] == self.block_size
@@ -90,3 +61,24 @@ def _check_offsets(offsets: Sequence[int], block_size: int) -> None:
     for position, tokens in enumerate(offsets):
         if not 1 <= tokens <= block_size:
             raise invalid(f"offset {position} is {tokens}, expected 1 to {block_size} tokens, which is the block size")
+
+
+def slot_numbers(slot_mapping: Any) -> Numbers:
+    """A copy of ``slot_mapping``, a tensor or sequence of whole numbers in one dimension, as 64-bit integers.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if hasattr(slot_mapping, "detach"):
+        slot_mapping = slot_mapping.detach().cpu().numpy()
+    try:
+        numbers = np.asarray(slot_mapping)
+    except ValueError as error:
+        raise ConfigError(f"slot_mapping is not a sequence of whole numbers: {error}") from error
+    if numbers.size == 0 and numbers.ndim == 1:
+        return np.zeros(0, dtype=np.int64)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or numbers.dtype == np.uint64:
+        raise ConfigError(
+            f"slot_mapping has {numbers.ndim} dimensions of {numbers.dtype}, expected one dimension of whole numbers"
+        )
+    return numbers.astype(np.int64, copy=True)

@@ -20,10 +20,11 @@ from logging import Logger
 
 import msgspec
 
-from ems.cc_v1.tensors import Device
 from ems.errors import EmsError, PoolTimeout, StaleReference
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.segments.reader import PageReader
+from ems.transfers.device import Device
+from ems.transfers.plan import ALL
 from ems.vllm.lane import Lane
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import LoadedPage, PlaneRows
@@ -299,21 +300,29 @@ class Loader:
 
     def _copy(self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage], job: LoadJob) -> list[LoadedPage]:
         """Copy pages; the leading ones whose bytes are right."""
-        for count, page in enumerate(pages):
-            place = reader.page(page.ref)
-            with self._copying(job):
-                self._device.copy_in(plane.rows, page.row, place)
-            if not reader.sound(page.ref, page.key):
-                return pages[:count]
+        step = max(self._device.batch_bytes // plane.rows.page_bytes, 1)
+        for begin in range(0, len(pages), step):
+            batch = pages[begin : begin + step]
+            self._copy_batch(reader, plane, batch, job)
+            for count, page in enumerate(batch, begin):
+                if not reader.sound(page.ref, page.key):
+                    return pages[:count]
         return pages
+
+    def _copy_batch(
+        self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage], job: LoadJob, tensors: slice = ALL
+    ) -> None:
+        if not pages:
+            return
+        rows, places = [page.row for page in pages], [reader.page(page.ref) for page in pages]
+        plan = plane.rows.plan(rows, places, out=False, tensors=tensors)
+        with self._copying(job):
+            self._device.copy(plan)
 
     def _copy_by_layer(self, readers: Sequence[PageReader], wanted: dict[int, list[LoadedPage]], job: LoadJob) -> None:
         for layer in self._order.layers:
-            plane = self._planes[layer.plane]
-            for page in wanted.get(layer.plane, ()):
-                place = readers[layer.plane].page(page.ref)
-                with self._copying(job):
-                    self._device.copy_in(plane.rows, page.row, place, layer.tensors)
+            pages = wanted.get(layer.plane, [])
+            self._copy_batch(readers[layer.plane], self._planes[layer.plane], pages, job, layer.tensors)
             self._device.synchronise()
             job.progress.done(layer.name)
         for position, pages in wanted.items():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ems.cc_v1.tensors import BlockRows
 from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef, unpack_refs
+from ems.transfers.rows import BlockRows
 from ems.vllm.planes import page_key
 
 if TYPE_CHECKING:

@@ -14,16 +14,17 @@ from logging import Logger
 
 import msgspec
 
-from ems.cc_v1.tensors import ALL, Device
 from ems.errors import EmsError, StaleReference
 from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.pool.pages import Outcome
+from ems.transfers.device import Device
+from ems.transfers.plan import ALL, CopyPlan
 from ems.vllm.lane import Lane
 from ems.vllm.layers import LayerOrder, Progress
-from ems.vllm.pages import PlaneRows, StoredPage
+from ems.vllm.pages import PlaneRows
 from ems.vllm.requests import Save
 
 COMPUTE_SECONDS = 600.0
@@ -65,18 +66,17 @@ class SaveJob:
         self._lock = threading.Lock()
 
     def cancel(self, device: Device) -> None:
-        """Stop before the next page; when this returns no copy from the job's blocks is running."""
+        """Stop before the next copies; when this returns no copy from the job's blocks is running."""
         with self._lock:
             self.cancelled = True
             device.synchronise()
 
-    def copy(self, device: Device, page: StoredPage, place: memoryview, tensors: slice = ALL) -> bool:
-        """Copy one page out, or only its part of ``tensors``, unless the job was called off."""
+    def copy(self, device: Device, plan: CopyPlan) -> bool:
+        """Copy some of its pages out, unless it was called off."""
         with self._lock:
-            if self.cancelled:
-                return False
-            device.copy_out(self.plane.rows, page.row, place, tensors)
-            return True
+            if not self.cancelled:
+                device.copy(plan)
+            return not self.cancelled
 
 
 class SaveBatch:
@@ -270,14 +270,19 @@ class Saver:
     def _copy(self, job: SaveJob, reserved: Reservation, tensors: slice) -> list[int]:
         begin = time.perf_counter()
         segments = self._client.segments(reserved.epoch)
+        namespace, rows = job.plane.namespace, job.plane.rows
         written: list[int] = []
-        for position, ref in reserved.granted.items():
+        positions = list(reserved.granted)
+        step = max(self._device.batch_bytes // rows.page_bytes, 1)
+        for begin in range(0, len(positions), step):
+            batch = positions[begin : begin + step]
             if self._client.epoch != reserved.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
-            place = segments.page(ref, job.plane.namespace.page_size)
-            if not job.copy(self._device, job.pages[position], place, tensors):
+            places = [segments.page(reserved.granted[position], namespace.page_size) for position in batch]
+            blocks = [job.pages[position].row for position in batch]
+            if not job.copy(self._device, rows.plan(blocks, places, out=True, tensors=tensors)):
                 break
-            written.append(position)
+            written += batch
         self._device.synchronise()
         job.seconds += time.perf_counter() - begin
         return written

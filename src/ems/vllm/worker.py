@@ -12,16 +12,16 @@ import msgspec
 import torch
 from vllm.logger import init_logger
 
-from ems.cc_v1.tensors import CpuDevice, Device, device_of
 from ems.errors import ConfigError, EmsError
 from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.launcher import ensure_node
-from ems.pool.segments.touch import warm
+from ems.transfers.device import DevicePair
 from ems.vllm.adapters import has_read
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.layers import LayerOrder
 from ems.vllm.loads import Loader, LoadJob
+from ems.vllm.memory import map_segments
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane, check_hosts
 from ems.vllm.pages import PlaneRows, plane_rows
@@ -50,18 +50,16 @@ class WorkerSide:
         self._model = model
         self._planes = planes
         self._rows: list[PlaneRows] = []
+        self._devices = DevicePair()
         self._client = PoolClient(
             settings.socket,
             "vllm-worker",
-            self._let_go,
+            self._devices,
             credentials=settings.credentials,
             restart_seconds=RESTART_SECONDS,
         )
         self._loader: Loader | None = None
         self._saver: Saver | None = None
-        # One for each direction, so that loads do not queue behind saves; memory is pinned through the first.
-        self._load_device: Device = CpuDevice()
-        self._save_device: Device = CpuDevice()
         self._order = LayerOrder(())
         self._windowed = False
         self._batch: SaveBatch | None = None
@@ -101,14 +99,18 @@ class WorkerSide:
             return
         self._order = LayerOrder(self._rows)
         self._windowed = any(rows.windowed for rows in self._rows)
-        first = kv_caches[self._planes[0].layers[0]]
-        self._load_device, self._save_device = device_of(first), device_of(first)
+        self._devices.serve([tensor for rows in self._rows for tensor in rows.rows.tensors])
         self._start_node()
         timeout, by_layer = self._settings.call_timeout, self._settings.layerwise
-        self._loader = Loader(self._client, self._rows, self._load_device, logger, timeout, by_layer=by_layer)
+        self._loader = Loader(self._client, self._rows, self._devices.load, logger, timeout, by_layer=by_layer)
         if self._settings.saves:
-            self._saver = Saver(self._client, self._rows, self._save_device, logger, timeout, by_layer=by_layer)
-        self._warm_once()
+            self._saver = Saver(self._client, self._rows, self._devices.save, logger, timeout, by_layer=by_layer)
+        if self._devices.load.at_once:
+            self._warm_once()
+        else:
+            # Drivers register no memory while the engine captures its graphs, which it does next.
+            self._warmed = self._client.epoch
+            self._warm()
 
     def _start_node(self) -> None:
         try:
@@ -140,19 +142,9 @@ class WorkerSide:
 
     def _warm(self) -> None:
         try:
-            self._client.connect()
-            segments = self._client.segments(self._client.epoch)
-            for number in range(self._client.segment_count):
-                mapped = segments.segment(number)
-                warm(mapped)
-                self._load_device.pin(mapped)
-        except (EmsError, OSError, RuntimeError) as error:
+            map_segments(self._client)
+        except (EmsError, OSError) as error:
             logger.debug("EMS segments are mapped later: %s", error)
-
-    def _let_go(self, mapped: memoryview) -> None:
-        self._load_device.synchronise()
-        self._save_device.synchronise()
-        self._load_device.unpin(mapped)
 
     # Steps
 
@@ -180,7 +172,7 @@ class WorkerSide:
         if self._saver is not None and step.saves:
             self._batch = self._saver.start(step.saves)
             self.in_layers = self._batch.by_layer
-        if self._load_device.at_once:
+        if self._devices.load.at_once:
             # Nothing of an earlier step still runs on this device, so loads need not wait for the launch.
             self.start_loads()
 
@@ -193,7 +185,7 @@ class WorkerSide:
             for load in self._step.loads:
                 self._refuse(load)
             return
-        mark = self._load_device.mark() if self._step.loads else None
+        mark = self._devices.load.mark() if self._step.loads else None
         urgent: list[LoadJob] = []
         for load in self._step.loads:
             if load.adapter is not None and not has_read(load.adapter, before=True):
@@ -205,7 +197,7 @@ class WorkerSide:
                 urgent.append(self._loader.start(last, mark, in_step=True))
                 self._in_step_jobs.append(self._loader.start(rest, mark, in_step=True))
                 self.in_layers = True
-            elif self._load_device.at_once:
+            elif self._devices.load.at_once:
                 urgent.append(self._loader.make(load, mark))
             else:
                 urgent.append(self._loader.start(load, mark, in_step=True))
@@ -236,7 +228,7 @@ class WorkerSide:
     def computed_layer(self, name: str) -> None:
         """VLLM's ``save_kv_layer``: the layer's state of this step is there once the engine's work until now is."""
         if self._batch is not None and self._batch.by_layer and name in self._order:
-            self._batch.computed_layer(name, self._save_device.mark())
+            self._batch.computed_layer(name, self._devices.save.mark())
 
     def computed(self) -> None:
         """VLLM's ``wait_for_save``: the forward pass was launched; its blocks may be copied behind it."""
@@ -251,7 +243,7 @@ class WorkerSide:
                 if adapter is not None and not has_read(adapter, before=False):
                     logger.warning_once("EMS does not store what a LoRA adapter computes: its files changed")
                     job.cancelled = True
-            batch.computed(self._save_device.mark())
+            batch.computed(self._devices.save.mark())
 
     def end(self) -> None:
         """The step is over.  Some releases of vLLM call nothing else in a step without work."""

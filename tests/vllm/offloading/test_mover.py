@@ -16,13 +16,13 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from ems.errors import ConfigError
 from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
 from ems.pool.layout import REF_BYTES
-from ems.vllm.offloading.mover import EmsOffloadingWorker, group_layers, layouts_of
+from ems.transfers.device import CpuDevice, DevicePair
+from ems.vllm.offloading.mover import EmsOffloadingWorker, group_rows, page_sizes_of
 from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
 from tests.e2e.engines import Node, first, running_node, wait_for
 
@@ -54,11 +54,12 @@ class Engine:
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors], [refs[:2], refs[2:]]
         )
-        self.layers = group_layers(caches)
-        layouts = layouts_of(self.layers, CHUNK)
-        self.namespaces = [Namespace(f"t/m/{place}", layout.page_size) for place, layout in enumerate(layouts)]
+        self.padded = tensors[1]
+        groups = group_rows(caches, CHUNK)
+        self.tensors = [tensor for rows in groups for tensor in rows.tensors]
+        self.namespaces = [Namespace(f"t/m/{place}", size) for place, size in enumerate(page_sizes_of(groups))]
         client = PoolClient(node.socket, "worker")
-        self.worker = EmsOffloadingWorker(client, 0, self.layers, layouts, self.namespaces, 5.0)
+        self.worker = EmsOffloadingWorker(client, DevicePair(tensors), 0, groups, self.namespaces, 5.0)
         self.jobs = 0
 
     def close(self) -> None:
@@ -103,9 +104,7 @@ class Engine:
         return not failed
 
     def block(self, block_id: int) -> list[bytes]:
-        return [
-            layer.blocks[block_id, : layer.size].numpy().tobytes() for of_group in self.layers for layer in of_group
-        ]
+        return [tensor[block_id].numpy().tobytes() for tensor in self.tensors]
 
 
 @pytest.fixture
@@ -128,13 +127,13 @@ def test_chunks_come_back_byte_for_byte_in_another_engine(engines: tuple[Engine,
     ids = [7, 3, 9, 11, 2, 20, 21, 5]
     assert one.store("a", ids).transfer_size == 2 * sum(namespace.page_size for namespace in one.namespaces)
     assert node.counters["pages_committed"] == 4
-    padding = two.layers[0][1].blocks[:, 384:].clone()
+    padding = two.padded[:, 384:].clone()
 
     assert two.load("a", two.lease("a", 2), ids[::-1])
 
     for source, target in zip(ids, ids[::-1], strict=True):
         assert one.block(source) == two.block(target)
-    assert torch.equal(two.layers[0][1].blocks[:, 384:], padding)
+    assert torch.equal(two.padded[:, 384:], padding)
     assert node.counters["pages_corrupt"] == 0
     assert one.store("a", ids).transfer_size == 0, "it is there already"
 
@@ -197,6 +196,7 @@ def test_blocks_that_others_get_are_read_no_more(
         return page_checksum(page)
 
     monkeypatch.setattr("ems.vllm.offloading.mover.page_checksum", slow)
+    monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
     blocks = GPULoadStoreSpec(list(range(8)), [8, 0], [0, 0])
     job = one.begin_store(blocks, PagesToStore([keys("b", 2), b""], [parents("b", 2), b""]))
     assert began.wait(10)
@@ -267,12 +267,3 @@ def test_bytes_that_changed_are_not_accepted(engines: tuple[Engine, Engine], nod
     sound = two.load("a", leases, list(range(20, 28)))
     # A page is looked at when it is due; one that was is taken out of the pool.
     assert node.counters["pages_corrupt"] == (not sound)
-
-
-def test_another_device_is_refused() -> None:
-    caches = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(torch.empty((1, 8), dtype=torch.int8, device="meta"), 8)],
-        [[CanonicalKVCacheRef(0, 8)]],
-    )
-    with pytest.raises(ConfigError, match="serves engines on CPUs only"):
-        group_layers(caches)

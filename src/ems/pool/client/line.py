@@ -30,7 +30,7 @@ from ems.pool.client.answers import Namespace
 from ems.pool.client.frames import receive_frames
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.retry import ConnectionEnded, Retry
-from ems.pool.client.segments import SegmentMap
+from ems.pool.client.segments import NoPins, Pins, SegmentMap
 from ems.pool.protocol import coding, greeting, messages, refusals
 
 CALL_SECONDS = 5.0
@@ -90,16 +90,14 @@ class Turn:
 
 
 class Line:
-    """``let_go`` is called with each segment that was mapped when its connection ends, before it is unmapped.
+    """``pins`` is told of each segment that is mapped, and before it is unmapped.
 
     A call that waits out a restart may take ``restart_seconds``, where its own time is shorter.
     """
 
-    def __init__(
-        self, introduction: Introduction, let_go: Callable[[memoryview], None] | None, restart_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, introduction: Introduction, pins: Pins | None = None, restart_seconds: float = 0.0) -> None:
         self._introduction = introduction
-        self._let_go = let_go or (lambda _mapped: None)
+        self._pins = pins or NoPins()
         self._lock = threading.RLock()
         self.connection: Connection | None = None
         """The present one; what the last call left behind, and no promise for the next."""
@@ -192,7 +190,7 @@ class Line:
         self._retry.reached()
         self._epoch += 1
         epoch = self._epoch
-        segments = SegmentMap(lambda number: self.attach(number, epoch), self._let_go)
+        segments = SegmentMap(lambda number: self.attach(number, epoch), self._pins)
         self.connection = Connection(sock, epoch, welcome, segments, tenant)
         return self.connection
 
@@ -295,7 +293,7 @@ class Line:
             return
         connection.sock.close()
         for mapped in connection.segments.mapped():
-            self._let_go(mapped)
+            self._pins.unpin(mapped)
 
     def close(self) -> None:
         """End the connection for good; a call that waits for its answer in another thread fails now."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ems.pool.client.answers import (
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.line import Connection, Line, Turn
 from ems.pool.client.promised import PromisedSlots
-from ems.pool.client.segments import SegmentMap
+from ems.pool.client.segments import Pins, SegmentMap
 from ems.pool.facts import check_facts
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import unpack_refs
@@ -49,8 +49,8 @@ _MOST_MICROS = 10**12
 class PoolClient(Line):
     """A connection to the node of this host that mends itself.
 
-    ``name`` is what the node's log and ``ems status`` call this client.  ``let_go`` is called with each segment that
-    was mapped when its connection ends, before the memory is unmapped.  ``credentials`` prove who this client is to a
+    ``name`` is what the node's log and ``ems status`` call this client.  ``pins`` is told of
+    the memory that is mapped.  ``credentials`` prove who this client is to a
     node with tenants; one that ``administers`` looks after a node of its own user instead and stores nothing.  A call
     may take ``restart_seconds`` where it waits out a restart of the node and its own time is shorter.
     """
@@ -59,7 +59,7 @@ class PoolClient(Line):
         self,
         path: Path,
         name: str = "engine",
-        let_go: Callable[[memoryview], None] | None = None,
+        pins: Pins | None = None,
         *,
         credentials: Credentials | None = None,
         administers: bool = False,
@@ -68,7 +68,7 @@ class PoolClient(Line):
         introduction = Introduction(
             path, name[: limits.MAX_TEXT], credentials or Credentials(), administers=administers
         )
-        super().__init__(introduction, let_go, restart_seconds)
+        super().__init__(introduction, pins, restart_seconds)
         self._path = path
         self._facts: dict[str, Mapping[str, str]] = {}
         self._promised = PromisedSlots()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from ems.errors import StaleReference
 from ems.pool.layout import MAGIC, PageRef, generation_of, vouches
@@ -11,13 +12,33 @@ from ems.pool.layout import MAGIC, PageRef, generation_of, vouches
 _MARKED = len(MAGIC)
 
 
+class Pins(Protocol):
+    """Who has to know which memory is mapped: the driver of an accelerator."""
+
+    def pin(self, buffer: memoryview) -> None:
+        """A segment was mapped."""
+
+    def unpin(self, buffer: memoryview) -> None:
+        """A segment is about to be unmapped: no copy to or from it may run any more."""
+
+
+class NoPins:
+    """Nobody has to know."""
+
+    def pin(self, buffer: memoryview) -> None:
+        """Does nothing."""
+
+    def unpin(self, buffer: memoryview) -> None:
+        """Does nothing."""
+
+
 class SegmentMap:
     """Segments of one node, mapped into this process when they are first needed."""
 
-    def __init__(self, attach: Callable[[int], memoryview], let_go: Callable[[memoryview], None]) -> None:
+    def __init__(self, attach: Callable[[int], memoryview], pins: Pins) -> None:
         self._attach = attach
         """Maps a segment of the connection that this map belongs to."""
-        self._let_go = let_go
+        self._pins = pins
         self._maps: dict[int, memoryview] = {}
         self._described: set[int] = set()
         """Those that had a description when they were mapped, as all of a tenant's have."""
@@ -29,10 +50,11 @@ class SegmentMap:
             with self._lock:
                 mapped = self._maps.get(number)
                 if mapped is not None and self._is_dead(number, mapped):
-                    self._let_go(mapped)
+                    self._pins.unpin(mapped)
                     mapped = None
                 if mapped is None:
                     mapped = self._attach(number)
+                    self._pins.pin(mapped)
                     self._maps[number] = mapped
                     if mapped[:_MARKED] == MAGIC:
                         self._described.add(number)

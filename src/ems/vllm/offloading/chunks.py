@@ -11,21 +11,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 _TRAILER = struct.Struct("<II")
 TRAILER_BYTES = _TRAILER.size
-
-
-class GroupLayout(msgspec.Struct, frozen=True):
-    """A KV cache group as one rank has it: the bytes that each layer keeps of a block, and blocks a chunk."""
-
-    block_bytes: tuple[int, ...]
-    blocks: int
-
-    @property
-    def page_size(self) -> int:
-        return sum(self.block_bytes) * self.blocks + TRAILER_BYTES
 
 
 class ChunkBlocks(NamedTuple):

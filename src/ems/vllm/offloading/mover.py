@@ -1,5 +1,8 @@
 """The worker's side: copies chunks between engine blocks and the pool's pages, in one thread for each direction.
 
+vLLM's own worker copies to and from one tensor of rows of one size; here a chunk lies wherever the pool has room, so
+that plans are made here and vLLM's call for many copies carries them out (:mod:`ems.transfers.device`).
+
 What always holds: every job ends and is reported once, as done, because vLLM knows no other end; which loads failed is
 told beside, so vLLM computes their requests; a page is committed only when all its
 bytes are in place, and loaded only where its header said the same before and after the copy.
@@ -24,15 +27,18 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from ems.errors import ConfigError, EmsError, PoolTimeout, StaleReference
+from ems.errors import EmsError, PoolTimeout, StaleReference
 from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Namespace, Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, cut
 from ems.pool.layout import unpack_refs
 from ems.pool.segments.reader import PageReader
+from ems.transfers.device import Device, DevicePair
+from ems.transfers.plan import CopyPlan
+from ems.transfers.rows import BlockRows, Row
 from ems.vllm.lane import Lane
-from ems.vllm.offloading.chunks import ChunkBlocks, GroupLayout, chunks_of, trailer, valid_from
+from ems.vllm.offloading.chunks import TRAILER_BYTES, ChunkBlocks, chunks_of, trailer, valid_from
 from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
 
 logger = init_logger("vllm.ems.offloading")
@@ -44,18 +50,14 @@ AWAY_SECONDS = 5.0
 """How long nothing is asked of a node that did not answer."""
 
 
-class Layer(NamedTuple):
-    """One layer of a group: its blocks, and the bytes of each of them that are kept."""
-
-    blocks: torch.Tensor
-    size: int
-
-
 class _Job:
     """A transfer, which is called off by who must have its blocks back."""
 
-    def __init__(self, number: int, blocks: GPULoadStoreSpec, pages: LoadStoreSpec) -> None:
+    def __init__(self, number: int, blocks: GPULoadStoreSpec, pages: LoadStoreSpec, device: Device) -> None:
         self.number = number
+        self.device = device
+        self.mark = device.mark()
+        """What the engine may still be writing into the blocks, or out of them, comes before the copies."""
         self.blocks = blocks
         self.pages = pages
         self.begun = time.monotonic()
@@ -68,6 +70,7 @@ class _Job:
         """Returns when no copy runs any more, and none will."""
         with self._copying:
             self._called_off.set()
+            self.device.synchronise()
 
     @contextmanager
     def copying(self) -> Iterator[bool]:
@@ -75,10 +78,10 @@ class _Job:
         with self._copying:
             yield not self._called_off.is_set()
 
-    def by_group(self, layouts: Sequence[GroupLayout]) -> list[list[ChunkBlocks]]:
+    def by_group(self, groups: Sequence[BlockRows]) -> list[list[ChunkBlocks]]:
         ids, at, found = self.blocks.block_ids.tolist(), 0, []
-        for layout, size, index in zip(layouts, self.blocks.group_sizes, self.blocks.block_indices, strict=True):
-            found.append(chunks_of(ids[at : at + size], index, layout.blocks))
+        for rows, size, index in zip(groups, self.blocks.group_sizes, self.blocks.block_indices, strict=True):
+            found.append(chunks_of(ids[at : at + size], index, rows.page_blocks))
             at += size
         return found
 
@@ -92,44 +95,31 @@ class _Ended(NamedTuple):
     failed: bool
 
 
-def group_layers(caches: CanonicalKVCaches) -> list[list[Layer]]:
-    """The layers of each group, whose tensors are on a CPU.
-
-    Raises:
-        ConfigError: they are on another device.
-    """
-    for one in caches.tensors:
-        if one.tensor.device.type != "cpu":
-            raise ConfigError(
-                f"the engine's KV cache is on {one.tensor.device}, but EmsOffloadingSpec serves engines on CPUs only; "
-                "use the connector EmsStoreConnector"
-            )
+def group_rows(caches: CanonicalKVCaches, page_blocks: int) -> list[BlockRows]:
+    """What each group has in the engine; its pages are of ``page_blocks`` blocks."""
+    blocks = [one.tensor.view(torch.int8).view(one.tensor.shape[0], 1, -1) for one in caches.tensors]
     return [
-        [Layer(caches.tensors[ref.tensor_idx].tensor.view(torch.int8), ref.page_size_bytes) for ref in refs]
+        BlockRows([blocks[ref.tensor_idx][:, :, : ref.page_size_bytes] for ref in refs], page_blocks=page_blocks)
         for refs in caches.group_data_refs
     ]
 
 
-def layouts_of(layers: Sequence[Sequence[Layer]], blocks: int) -> list[GroupLayout]:
-    return [GroupLayout(tuple(layer.size for layer in of_group), blocks) for of_group in layers]
-
-
 class EmsOffloadingWorker(OffloadingWorker):
-    """Transfers of rank ``rank``, whose groups have ``layers``, ``layouts`` and ``namespaces``."""
+    """Transfers of rank ``rank``, whose groups have ``groups`` in the engine and ``namespaces`` in the pool."""
 
     def __init__(
         self,
         client: PoolClient,
+        devices: DevicePair,
         rank: int,
-        layers: Sequence[Sequence[Layer]],
-        layouts: Sequence[GroupLayout],
+        groups: Sequence[BlockRows],
         namespaces: Sequence[Namespace],
         call_timeout: float,
     ) -> None:
         self._client = client
         self._rank = rank
-        self._layers = layers
-        self._layouts = layouts
+        self._groups = groups
+        self._devices = devices
         self._namespaces = namespaces
         self._timeout = call_timeout
         self._stores: dict[int, _Job] = {}
@@ -144,12 +134,12 @@ class EmsOffloadingWorker(OffloadingWorker):
     # Hooks
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        job = self._stores[job_id] = _Job(job_id, src_spec, dst_spec)
+        job = self._stores[job_id] = _Job(job_id, src_spec, dst_spec, self._devices.save)
         self._store_lane.put(job)
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        self._load_lane.put(_Job(job_id, dst_spec, src_spec))
+        self._load_lane.put(_Job(job_id, dst_spec, src_spec, self._devices.load))
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -215,7 +205,7 @@ class EmsOffloadingWorker(OffloadingWorker):
     def _store(self, job: _Job) -> int:
         assert isinstance(job.pages, PagesToStore)
         size = 0
-        for place, chunks in enumerate(job.by_group(self._layouts)):
+        for place, chunks in enumerate(job.by_group(self._groups)):
             keys, parents = cut(job.pages.keys[place], KEY_BYTES), cut(job.pages.parents[place], KEY_BYTES)
             for begin, end in _runs(keys, parents):
                 size += self._store_run(job, place, chunks[begin:end], parents[begin], keys[begin:end])
@@ -225,23 +215,27 @@ class EmsOffloadingWorker(OffloadingWorker):
         self, job: _Job, place: int, chunks: Sequence[ChunkBlocks], parent: bytes, keys: Sequence[bytes]
     ) -> int:
         """Store consecutive chunks; bytes that were."""
-        namespace, layout = self._namespaces[place], self._layouts[place]
+        namespace, rows = self._namespaces[place], self._groups[place]
         reserved = self._client.reserve(namespace, parent, keys, self._timeout)
         written: dict[int, int] = {}
         try:
             segments = self._client.segments(reserved.epoch)
-            for position, ref in reserved.granted.items():
-                chunk = chunks[position]
-                if chunk.first + len(chunk.block_ids) < layout.blocks:
-                    continue  # its last blocks are missing: nobody could load it
+            # A chunk whose last blocks are missing could be loaded by nobody.
+            whole = [at for at in reserved.granted if chunks[at].first + len(chunks[at].block_ids) == rows.page_blocks]
+            job.device.wait_for(job.mark)
+            for batch in self._batches(whole, namespace):
                 if self._client.epoch != reserved.epoch:
                     raise StaleReference("the connection to the pool was lost while chunks were copied")
-                page = segments.page(ref, namespace.page_size)
+                pages = {at: segments.page(reserved.granted[at], namespace.page_size) for at in batch}
+                plan = self._plan(place, [chunks[at] for at in batch], list(pages.values()), out=True)
                 with job.copying() as allowed:
                     if not allowed:
                         break
-                    self._copy_out(place, chunk, page)
-                written[position] = page_checksum(page)
+                    job.device.copy(plan)
+                    job.device.synchronise()
+                for at, page in pages.items():
+                    page[rows.page_bytes :] = trailer(chunks[at].first)
+                    written[at] = page_checksum(page)
             if written:
                 self._client.commit(reserved, list(written), self._timeout, list(written.values()))
         finally:
@@ -255,16 +249,6 @@ class EmsOffloadingWorker(OffloadingWorker):
         except EmsError:
             return  # the connection is gone, and the reservation with it
 
-    def _copy_out(self, place: int, chunk: ChunkBlocks, page: memoryview) -> None:
-        host, at = torch.frombuffer(page, dtype=torch.int8), 0
-        ids = torch.tensor(chunk.block_ids)
-        for layer in self._layers[place]:
-            end = at + layer.size * self._layouts[place].blocks
-            rows = host[at + chunk.first * layer.size : end].view(-1, layer.size)
-            torch.index_select(layer.blocks[:, : layer.size], 0, ids, out=rows)
-            at = end
-        page[at:] = trailer(chunk.first)
-
     # Loads
 
     def _load(self, job: _Job) -> int:
@@ -276,30 +260,42 @@ class EmsOffloadingWorker(OffloadingWorker):
         if self._client.node != pages.node:
             raise StaleReference("the pool node that promised the chunks is gone")
         epoch, size = self._client.epoch, 0
-        for place, chunks in enumerate(job.by_group(self._layouts)):
+        for place, chunks in enumerate(job.by_group(self._groups)):
             namespace = self._namespaces[place]
             reader = self._client.reader(namespace, epoch)
             keys, refs = cut(pages.keys[place], KEY_BYTES), unpack_refs(pages.refs[self._rank][place])
             try:
-                for chunk, key, ref in zip(chunks, keys, refs, strict=True):
-                    if not reader.holds(ref, key) or valid_from(page := reader.page(ref)) > chunk.first:
-                        raise StaleReference("a chunk is not in the pool any more")
-                    self._copy_in(place, chunk, page)
-                    if not reader.sound(ref, key):
-                        raise StaleReference("a chunk changed while it was loaded, or its bytes are not right")
-                    size += namespace.page_size
+                job.device.wait_for(job.mark)
+                for batch in self._batches(range(len(chunks)), namespace):
+                    places = [reader.page(refs[at]) for at in batch]
+                    for at, page in zip(batch, places, strict=True):
+                        if not reader.holds(refs[at], keys[at]) or valid_from(page) > chunks[at].first:
+                            raise StaleReference("a chunk is not in the pool any more")
+                    job.device.copy(self._plan(place, [chunks[at] for at in batch], places, out=False))
+                job.device.synchronise()
+                if not all(map(reader.sound, refs, keys)):
+                    raise StaleReference("a chunk changed while it was loaded, or its bytes are not right")
+                size += len(chunks) * namespace.page_size
             finally:
+                # Also when it failed: the blocks are computed then, and no copy may come after that.
+                job.device.synchronise()
                 self._report(namespace, reader)
         return size
 
-    def _copy_in(self, place: int, chunk: ChunkBlocks, page: memoryview) -> None:
-        host, at = torch.frombuffer(page, dtype=torch.int8), 0
-        ids, count = torch.tensor(chunk.block_ids), len(chunk.block_ids)
-        for layer in self._layers[place]:
-            begin = at + chunk.first * layer.size
-            rows = host[begin : begin + count * layer.size].view(count, layer.size)
-            layer.blocks[:, : layer.size].index_copy_(0, ids, rows)
-            at += layer.size * self._layouts[place].blocks
+    def _batches(self, chunks: Sequence[int], namespace: Namespace) -> Iterator[Sequence[int]]:
+        step = max(self._devices.save.batch_bytes // namespace.page_size, 1)
+        for begin in range(0, len(chunks), step):
+            yield chunks[begin : begin + step]
+
+    def _plan(self, place: int, chunks: Sequence[ChunkBlocks], pages: Sequence[memoryview], *, out: bool) -> CopyPlan:
+        """Copies between the blocks of each chunk and its page."""
+        rows, owners, places = list[Row](), list[memoryview](), list[int]()
+        for chunk, page in zip(chunks, pages, strict=True):
+            count = len(chunk.block_ids)
+            rows += [(block, 0) for block in chunk.block_ids]
+            owners += [page] * count
+            places += range(chunk.first, chunk.first + count)
+        return self._groups[place].plan(rows, owners, out=out, places=places)
 
     def _report(self, namespace: Namespace, reader: PageReader) -> None:
         if reader.corrupt:
@@ -314,3 +310,8 @@ def _runs(keys: Sequence[bytes], parents: Sequence[bytes]) -> list[tuple[int, in
     """Where runs of chunks begin and end, each of which continues the one before it."""
     starts = [at for at in range(len(keys)) if not at or parents[at] != keys[at - 1]]
     return list(pairwise([*starts, len(keys)]))
+
+
+def page_sizes_of(groups: Sequence[BlockRows]) -> list[int]:
+    """Bytes of the pages of each group."""
+    return [rows.page_bytes + TRAILER_BYTES for rows in groups]

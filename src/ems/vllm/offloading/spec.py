@@ -23,10 +23,12 @@ from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import fingerprint, namespace_name
 from ems.pool.node.launcher import ensure_node
+from ems.transfers.device import DevicePair
 from ems.vllm.configuration.settings import ConnectorSettings, read_settings
+from ems.vllm.memory import map_segments
 from ems.vllm.model import check_run, engine_facts, model_name
 from ems.vllm.offloading.manager import EmsOffloadingManager
-from ems.vllm.offloading.mover import EmsOffloadingWorker, group_layers, layouts_of
+from ems.vllm.offloading.mover import EmsOffloadingWorker, group_rows, page_sizes_of
 from ems.vllm.offloading.search import Group
 
 logger = init_logger("vllm.ems.offloading")
@@ -132,18 +134,19 @@ class EmsOffloadingSpec(OffloadingSpec):
         return EmsOffloadingManager(self._settings, self._identity, self._groups, namespaces)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        layers = group_layers(kv_caches)
-        layouts = layouts_of(layers, self.blocks_per_chunk)
+        groups = group_rows(kv_caches, self.blocks_per_chunk)
         rank = self.config.parallel.rank
-        namespaces = self._namespaces(rank, [layout.page_size for layout in layouts])
+        namespaces = self._namespaces(rank, page_sizes_of(groups))
+        devices = DevicePair([tensor for rows in groups for tensor in rows.tensors])
         client = PoolClient(
             self._settings.socket,
             "vllm-offloading",
+            devices,
             credentials=self._settings.credentials,
             restart_seconds=RESTART_SECONDS,
         )
         start(self._settings, client, namespaces)
-        worker = EmsOffloadingWorker(client, rank, layers, layouts, namespaces, self._settings.call_timeout)
+        worker = EmsOffloadingWorker(client, devices, rank, groups, namespaces, self._settings.call_timeout)
         report_failures(self._connector, worker)
         return worker
 
@@ -167,5 +170,7 @@ def start(settings: ConnectorSettings, client: PoolClient, namespaces: list[Name
         for namespace in namespaces:
             client.open(namespace)
             logger.info("EMS serves namespace %s: pages of %d bytes", namespace.name, namespace.page_size)
-    except EmsError as error:
+        # Here, because drivers register no memory while the engine captures its graphs, which it does next.
+        map_segments(client)
+    except (EmsError, OSError) as error:
         logger.warning("EMS pool cannot be used, serving on without it: %s", error)

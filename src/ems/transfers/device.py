@@ -1,0 +1,289 @@
+"""The seam in front of an accelerator: pin memory, copy what a plan says, order copies behind the engine's work.
+
+The CPU is the device that every test runs on.  :class:`StreamDevice` serves accelerators whose torch module offers
+streams; it hands a whole plan to the engine's own driver call: vLLM's ``swap_blocks_batch`` (``cuMemcpyBatchAsync``,
+its counterparts on ROCm and XPU, and vLLM's kernel for many small pieces), or vllm-ascend's.  Where the engine has
+none, it copies piece by piece, which is right but slow, and says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ems.errors import ConfigError
+from ems.transfers.memcpy import memcpy_all
+from ems.transfers.plan import CopyPlan
+
+logger = logging.getLogger("ems.transfers")
+
+_PORTABLE = 1
+"""Flag of ``cudaHostRegister``: pinned for all devices of the process."""
+
+Batch = Callable[[CopyPlan], None]
+"""Tells a driver of all copies of a plan, on the stream that is current."""
+
+
+class Device(ABC):
+    """Copies between engine memory and pool memory for one kind of accelerator.
+
+    Copies may still run when a verb returns; they are over when :meth:`synchronise` has returned.
+    """
+
+    at_once = False
+    """Whether a copy is over when its verb returns."""
+    batch_bytes = 256 << 20
+    """How much one plan should copy: enough to keep a link busy, no more than may be waited for."""
+
+    @abstractmethod
+    def pin(self, buffer: memoryview) -> None:
+        """Make pool memory known to the accelerator's driver, once a segment."""
+
+    @abstractmethod
+    def unpin(self, buffer: memoryview) -> None:
+        """Take back :meth:`pin`, before the memory is unmapped."""
+
+    @abstractmethod
+    def copy(self, plan: CopyPlan) -> None:
+        """Copy what ``plan`` says; the caller keeps its engine's tensors alive until it is over."""
+
+    @abstractmethod
+    def mark(self) -> object:
+        """A point in the engine's work, for :meth:`wait_for`: what was computed until now."""
+
+    @abstractmethod
+    def wait_for(self, mark: object) -> None:
+        """Order the copies that follow behind the engine's work up to ``mark``."""
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Wait until all copies of this device object are over."""
+
+
+class DevicePair:
+    """One device for each direction, so that loads do not queue behind saves.  Memory is pinned through the first."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.load: Device = CpuDevice()
+        self.save: Device = CpuDevice()
+        if tensors:
+            self.serve(tensors)
+
+    def serve(self, tensors: Sequence[torch.Tensor]) -> None:
+        """From now on for ``tensors``; nothing was pinned before."""
+        self.load, self.save = device_of(tensors), device_of(tensors)
+
+    def pin(self, buffer: memoryview) -> None:
+        self.load.pin(buffer)
+
+    def unpin(self, buffer: memoryview) -> None:
+        self.load.synchronise()
+        self.save.synchronise()
+        self.load.unpin(buffer)
+
+
+class CpuDevice(Device):
+    """Engine memory is host memory: a copy is a copy, and it is over at once."""
+
+    at_once = True
+    batch_bytes = 2 << 20  # its checksums are computed while it is in the cache of the core
+
+    def __init__(self) -> None:
+        self._copy = memcpy_all()
+
+    def pin(self, buffer: memoryview) -> None:
+        """Host memory needs no pinning."""
+
+    def unpin(self, buffer: memoryview) -> None:
+        """Host memory was not pinned."""
+
+    def copy(self, plan: CopyPlan) -> None:
+        self._copy(plan.targets, plan.sources, plan.sizes)
+
+    def mark(self) -> object:
+        return None
+
+    def wait_for(self, mark: object) -> None:
+        """The engine's work on the CPU is over when it returns."""
+
+    def synchronise(self) -> None:
+        """Copies are over when they return."""
+
+
+class StreamDevice(Device):
+    """An accelerator with streams: copies run on a stream of their own beside the engine's.
+
+    ``tensors`` are the engine's; ``batch`` is the driver's call for a whole plan, if there is one.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], batch: Batch | None) -> None:
+        self._device = tensors[0].device
+        self._backend = getattr(torch, self._device.type)
+        self._stream = self._backend.Stream(device=self._device)
+        self._pinned: set[int] = set()
+        self._register, self._unregister = _registration_of(self._device.type)
+        self._batch = batch or PieceCopies(tensors).copy
+        self._plans: list[CopyPlan] = []
+        """Those that may still run."""
+
+    def pin(self, buffer: memoryview) -> None:
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        if address in self._pinned:
+            return
+        with self._backend.device(self._device):  # a thread begins on the first device, which may be another's
+            failure = self._register(address, len(buffer))
+        if failure:
+            logger.warning(
+                "EMS could not pin %d bytes of the pool for %s (%s): copies to and from them are slower, because the "
+                "driver makes each of them twice",
+                len(buffer),
+                self._device,
+                failure,
+            )
+            return
+        self._pinned.add(address)
+
+    def unpin(self, buffer: memoryview) -> None:
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        if address in self._pinned:
+            self._pinned.discard(address)
+            with self._backend.device(self._device):
+                self._unregister(address)
+
+    def copy(self, plan: CopyPlan) -> None:
+        self._plans.append(plan)
+        with torch.inference_mode(), self._backend.device(self._device), self._backend.stream(self._stream):
+            self._batch(plan)
+
+    def mark(self) -> object:
+        event = self._backend.Event()
+        event.record()
+        return event
+
+    def wait_for(self, mark: object) -> None:
+        self._stream.wait_event(mark)
+
+    def synchronise(self) -> None:
+        over = len(self._plans)  # another thread may add to them meanwhile
+        self._stream.synchronize()
+        del self._plans[:over]
+
+
+def _registration_of(kind: str) -> tuple[Callable[[int, int], str], Callable[[int], object]]:
+    """The calls that make host memory known to a driver, which answers with what went wrong, and take that back."""
+    if kind == "npu":
+        return _ascend_registration()
+    if kind == "xpu":
+        host: Any = importlib.import_module("vllm.v1.kv_offload.cpu.host_register")
+        return lambda address, size: "" if host.host_register(address, size) else "see above", host.host_unregister
+    runtime = getattr(torch, kind).cudart()
+
+    def register(address: int, size: int) -> str:
+        code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+        return f"the driver's error {code}" if code else ""
+
+    return register, runtime.cudaHostUnregister
+
+
+def _ascend_registration() -> tuple[Callable[[int, int], str], Callable[[int], object]]:
+    """The calls of the Ascend computing language, which torch_npu does not offer."""
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclrtHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p]
+    library.aclrtHostUnregister.argtypes = [ctypes.c_void_p]
+
+    def register(address: int, size: int) -> str:
+        code = library.aclrtHostRegister(address, size, 0, ctypes.byref(ctypes.c_void_p()))
+        return f"the driver's error {code}" if code else ""
+
+    return register, library.aclrtHostUnregister
+
+
+class PieceCopies:
+    """Copies a plan piece by piece with torch, where the driver takes no lists."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        self._starts = sorted(storages)
+        self._bytes = [
+            torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storages[start]) for start in self._starts
+        ]
+
+    def copy(self, plan: CopyPlan) -> None:
+        owners = np.searchsorted(self._starts, plan.engine, side="right") - 1
+        for owner, engine, memory, size in zip(
+            owners.tolist(), plan.engine.tolist(), plan.memory.tolist(), plan.sizes.tolist(), strict=True
+        ):
+            begin = engine - self._starts[owner]
+            of_engine = self._bytes[owner][begin : begin + size]
+            of_page = torch.frombuffer((ctypes.c_uint8 * size).from_address(memory), dtype=torch.uint8)
+            source, target = (of_engine, of_page) if plan.out else (of_page, of_engine)
+            target.copy_(source, non_blocking=True)
+
+
+def _vllm_batch(kernel: bool) -> Batch:
+    """The call of vLLM.  ``kernel``: its kernel may read host memory, which is the faster way to load small pieces."""
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    small: Any = importlib.import_module("vllm.v1.kv_offload.cpu.swap_blocks_triton") if kernel else None
+
+    def batch(plan: CopyPlan) -> None:
+        source, target, sizes = map(torch.from_numpy, (plan.sources, plan.targets, plan.sizes))
+        # Nobody writes into pages while they are read; engine memory is read in the order of the stream.
+        any_order = not plan.out
+        largest = int(plan.sizes.max())
+        if small is not None and not plan.out and largest < small.THRESHOLD_BYTES and not (plan.sizes % 8).any():
+            chunk = min(1 << (largest - 1).bit_length(), 8192)
+            small.swap_blocks_batch(source, target, sizes, is_src_access_order_any=any_order, bytes_per_chunk=chunk)
+        else:
+            ops.swap_blocks_batch(source, target, sizes, is_src_access_order_any=any_order)
+
+    return batch
+
+
+def _ascend_batch() -> Batch:
+    """The call of vllm-ascend."""
+    call: Any = torch.ops._C_ascend.swap_blocks_batch  # noqa: SLF001 - the name under which it is published
+
+    def batch(plan: CopyPlan) -> None:
+        call(*map(torch.from_numpy, (plan.sources, plan.targets, plan.sizes)), int(plan.out))
+
+    return batch
+
+
+def batch_of(kind: str) -> Batch | None:
+    """The driver's call for a whole plan on devices of ``kind``; None where the engine has none."""
+    try:
+        if kind == "npu":
+            importlib.import_module("vllm_ascend.utils").enable_custom_op()
+            return _ascend_batch()
+        batch = _vllm_batch(kernel=kind == "cuda" and torch.version.hip is None)
+        torch.ops._C_cache_ops.swap_blocks_batch  # noqa: B018, SLF001 - fails where the engine has no such call
+    except (ImportError, AttributeError) as error:
+        logger.warning("EMS copies piece by piece, which is slow: the engine has no call for many copies (%s)", error)
+        return None
+    return batch
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> Device:
+    """A :class:`Device` that copies to and from the memory of ``tensors``.
+
+    Raises:
+        ConfigError: they live on a device that has no streams in torch, or on several.
+    """
+    kinds = {str(tensor.device) for tensor in tensors}
+    if len(kinds) != 1:
+        raise ConfigError(f"KV cache tensors live on {', '.join(sorted(kinds))}, expected one device")
+    kind = tensors[0].device.type
+    if kind == "cpu":
+        return CpuDevice()
+    if kind == "npu":
+        importlib.import_module("torch_npu")
+    if not hasattr(getattr(torch, kind, None), "Stream"):
+        raise ConfigError(f"KV cache tensors live on {tensors[0].device}, expected cpu, cuda, xpu or npu")
+    return StreamDevice(tensors, batch_of(kind))

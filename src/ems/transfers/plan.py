@@ -1,0 +1,128 @@
+"""Which bytes go where: the copies between engine blocks and pages, as three lists of numbers.
+
+An engine has the bytes of one page in many places (one a layer, or one a layer, head and token); a driver copies them
+fastest when it is told of all at once.  Brains: no tensor, no device, no byte is touched here.
+
+What always holds: a plan names only bytes inside the rows that it was made of and the pages that it was given, and it
+keeps these pages' memory mapped as long as it lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+ALL = slice(None)
+"""All tensors of the rows."""
+
+
+def numbers(values: Iterable[int]) -> Numbers:
+    return np.fromiter(values, np.int64)
+
+
+class Piece(NamedTuple):
+    """Bytes that lie side by side in the engine and in a page, in every row.
+
+    Those of the row ``(major, minor)`` begin ``major * major_stride + minor * minor_stride`` bytes behind ``address``;
+    those of a page's row ``place`` begin ``offset + place * pitch`` bytes behind its start.
+    """
+
+    address: int
+    major_stride: int
+    minor_stride: int
+    offset: int
+    pitch: int
+    size: int
+
+
+class Rows(NamedTuple):
+    """Rows to be copied; the n-th is ``(major[n], minor[n])`` in the engine and ``place[n]`` in the page ``pages[n]``.
+
+    Of rows that follow each other on both sides, only the first is named; ``lengths`` says how many there are.
+    """
+
+    major: Numbers
+    minor: Numbers
+    place: Numbers
+    pages: Sequence[memoryview]
+    lengths: Numbers | None = None
+
+
+class TokenSpan(NamedTuple):
+    """Consecutive tokens of a page from its beginning, the n-th at ``positions[n]`` of engine block ``blocks[n]``."""
+
+    blocks: Numbers
+    positions: Numbers
+
+
+class CopyPlan(NamedTuple):
+    """The n-th copy is of ``sizes[n]`` bytes, between the addresses ``engine[n]`` and ``memory[n]``."""
+
+    engine: Numbers
+    memory: Numbers
+    sizes: Numbers
+    out: bool
+    """Whether bytes go from the engine to the pages."""
+    pages: Sequence[memoryview]
+    """Who owns the memory."""
+
+    @property
+    def sources(self) -> Numbers:
+        return self.engine if self.out else self.memory
+
+    @property
+    def targets(self) -> Numbers:
+        return self.memory if self.out else self.engine
+
+
+class PieceTable:
+    """The pieces of one row, tensor by tensor; ``starts[t]`` is the first piece of tensor ``t``."""
+
+    def __init__(self, pieces: Sequence[Sequence[Piece]]) -> None:
+        self._starts = np.cumsum([0, *map(len, pieces)]).tolist()
+        table = np.array([piece for of_tensor in pieces for piece in of_tensor], np.int64).reshape(-1, 6)
+        self._columns = table.T[:, :, np.newaxis]
+
+    def plan(self, rows: Rows, *, out: bool, tensors: slice = ALL) -> CopyPlan:
+        """Copies of ``rows``, or of their parts in ``tensors`` alone; what lies side by side is one copy."""
+        first, end, _ = tensors.indices(len(self._starts) - 1)
+        columns = self._columns[:, self._starts[first] : self._starts[end]]
+        address, major_stride, minor_stride, offset, pitch, size = columns
+        # Piece by piece, so that neighbours on both sides come one after the other.
+        engine = (address + rows.major * major_stride + rows.minor * minor_stride).ravel()
+        memory = (addresses(rows.pages) + offset + rows.place * pitch).ravel()
+        lengths = np.ones(len(rows.major), np.int64) if rows.lengths is None else rows.lengths
+        return CopyPlan(*_joined(engine, memory, (size * lengths).ravel()), out, rows.pages)
+
+
+def addresses(pages: Sequence[memoryview]) -> Numbers:
+    """Where each page begins."""
+    return numbers(map(ctypes.addressof, map(ctypes.c_char.from_buffer, pages)))
+
+
+def _joined(engine: Numbers, memory: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    follows = (engine[1:] == engine[:-1] + sizes[:-1]) & (memory[1:] == memory[:-1] + sizes[:-1])
+    if not follows.any():
+        return engine, memory, sizes
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return engine[starts], memory[starts], np.add.reduceat(sizes, starts)
+
+
+def runs(shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[Numbers, int]:
+    """How values of ``size`` bytes lie in memory, in the order of their dimensions.
+
+    Returns where each run of neighbours begins, in bytes, and the bytes of a run.
+    """
+    run, kept = size, len(shape)
+    while kept and (strides[kept - 1] == run or shape[kept - 1] == 1):
+        kept -= 1
+        run *= shape[kept]
+    offsets = np.zeros(1, np.int64)
+    for length, stride in zip(shape[:kept], strides[:kept], strict=True):
+        offsets = (offsets[:, np.newaxis] + np.arange(length) * stride).ravel()
+    return offsets, run

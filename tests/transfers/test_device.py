@@ -1,0 +1,190 @@
+"""Devices: copies are made, ordered behind the engine's work, and refused where nothing can make them."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import sys
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from ems.cc_v1.registration import PageMemory
+from ems.errors import ConfigError
+from ems.transfers.device import CpuDevice, Device, batch_of, device_of
+from ems.transfers.plan import CopyPlan
+from ems.transfers.rows import BlockRows
+from tests.transfers.drivers import DrivenDevice, Driver, StreamBackend
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> StreamBackend:
+    pretended = StreamBackend()
+    monkeypatch.setattr(torch, "pretended", pretended, raising=False)
+    return pretended
+
+
+@pytest.fixture
+def tensors() -> list[torch.Tensor]:
+    return [torch.randn(8, 2, 4, 16, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+
+@pytest.fixture(params=["cpu", "driver", "pieces"])
+def device(request: pytest.FixtureRequest, tensors: list[torch.Tensor]) -> Device:
+    if request.param == "cpu":
+        return device_of(tensors)
+    return DrivenDevice(tensors, Driver(tensors) if request.param == "driver" else None)
+
+
+def test_blocks_go_out_and_come_in(device: Device, tensors: list[torch.Tensor]) -> None:
+    rows = BlockRows(tensors, shards=2)
+    pages = [memoryview(bytearray(rows.page_bytes)) for _ in range(2)]
+    before = [tensor.clone() for tensor in tensors]
+    device.copy(rows.plan([(5, 0), (6, 1)], pages, out=True))
+    device.copy(rows.plan([(1, 1), (2, 0)], pages, out=False))
+    device.synchronise()
+    for new, old in zip(tensors, before, strict=True):
+        assert torch.equal(new[1, 1], old[5, 0])
+        assert torch.equal(new[2, 0], old[6, 1])
+        new[1, 1], new[2, 0] = old[1, 1], old[2, 0]
+        assert torch.equal(new, old)
+
+
+def test_tensors_of_engines_in_inference_mode_are_filled() -> None:
+    with torch.inference_mode():
+        tensors = [torch.zeros(4, 1, 8, dtype=torch.int8)]
+    for device in (device_of(tensors), DrivenDevice(tensors)):
+        page = memoryview(bytearray(range(8)))
+        device.copy(BlockRows(tensors).plan([(2, 0)], [page], out=False))
+        device.synchronise()
+        assert tensors[0][2].flatten().tolist() == list(range(8))
+        with torch.inference_mode():
+            tensors[0].zero_()
+
+
+def test_work_of_the_engine_comes_first(tensors: list[torch.Tensor]) -> None:
+    device = DrivenDevice(tensors, Driver(tensors))
+    mark: Any = device.mark()
+    assert mark.recorded
+    device.wait_for(mark)
+    device.synchronise()
+    assert device._stream.waited == [mark]
+    assert device._stream.synchronised == 1
+
+
+def test_segments_are_pinned_once_and_unpinned_with_the_last_user(
+    backend: StreamBackend, tensors: list[torch.Tensor]
+) -> None:
+    class Segments:
+        def segment(self, number: int) -> memoryview:
+            return memoryview(bytearray(4096 * (number + 1)))
+
+    memory = PageMemory(Segments(), DrivenDevice(tensors), 64)  # type: ignore[arg-type]
+    for number in (0, 1, 0, 1):
+        memory.segment(number)
+    assert sorted(backend.registered.values()) == [4096, 8192]
+    gone = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone() is None
+    assert backend.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_used_all_the_same(
+    backend: StreamBackend, tensors: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.refuses = 712
+    device = DrivenDevice(tensors)
+    buffer = memoryview(bytearray(4096))
+    with caplog.at_level(logging.WARNING):
+        device.pin(buffer)
+    assert "could not pin 4096 bytes" in caplog.text
+    assert "error 712" in caplog.text
+    device.unpin(buffer)
+
+
+def test_devices_without_streams_and_tensors_on_several_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected cpu, cuda, xpu or npu"):
+        device_of([torch.zeros(1, device="meta")])
+    with pytest.raises(ConfigError, match="expected one device"):
+        device_of([torch.zeros(1, device="meta"), torch.zeros(1)])
+
+
+class TestCallsOfTheEngine:
+    """Plans reach the engine's own call as its signature wants them."""
+
+    plan = BlockRows([torch.zeros(4, 1, 8, dtype=torch.int8)]).plan
+
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+        calls: list[tuple[str, dict[str, Any]]] = []
+
+        def noted(name: str) -> Any:
+            return lambda *arguments, **named: calls.append((name, {"arguments": arguments, **named}))
+
+        namespace = types.SimpleNamespace(swap_blocks_batch=noted("driver"))
+        monkeypatch.setattr(torch.ops, "_C_cache_ops", namespace, raising=False)
+        monkeypatch.setattr(torch.ops, "_C_ascend", types.SimpleNamespace(swap_blocks_batch=noted("ascend")))
+        ops: Any = importlib.import_module("vllm._custom_ops")
+        monkeypatch.setattr(ops, "swap_blocks_batch", noted("driver"))
+        kernel: Any = importlib.import_module("vllm.v1.kv_offload.cpu.swap_blocks_triton")
+        monkeypatch.setattr(kernel, "swap_blocks_batch", noted("kernel"))
+        utils = types.ModuleType("vllm_ascend.utils")
+        utils.enable_custom_op = lambda: True  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm_ascend", types.ModuleType("vllm_ascend"))
+        monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+        return calls
+
+    def made(self, *, out: bool, size: int = 8) -> CopyPlan:
+        rows = BlockRows([torch.zeros(4, 1, size, dtype=torch.int8)])
+        return rows.plan([(1, 0)], [memoryview(bytearray(size))], out=out)
+
+    @pytest.mark.parametrize(
+        ("kind", "out", "size", "expected"),
+        [
+            ("cuda", True, 8, "driver"),
+            ("cuda", False, 8, "kernel"),
+            ("cuda", False, 7, "driver"),
+            ("cuda", False, 1 << 16, "driver"),
+            ("xpu", False, 8, "driver"),
+            ("npu", True, 8, "ascend"),
+            ("npu", False, 8, "ascend"),
+        ],
+    )
+    def test_the_call_and_its_arguments(
+        self, calls: list[tuple[str, dict[str, Any]]], kind: str, out: bool, size: int, expected: str
+    ) -> None:
+        batch, plan = batch_of(kind), self.made(out=out, size=size)
+        assert batch is not None
+        batch(plan)
+        ((name, given),) = calls
+        assert name == expected
+        sources, targets, sizes = (tensor.tolist() for tensor in given["arguments"][:3])
+        assert (sources, targets, sizes) == (plan.sources.tolist(), plan.targets.tolist(), [size])
+        if kind == "npu":
+            assert given["arguments"][3] == int(out)
+        else:
+            assert given["is_src_access_order_any"] is not out
+
+    def test_without_such_a_call_it_is_said(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(torch.ops, "_C_cache_ops", types.SimpleNamespace(), raising=False)
+        with caplog.at_level(logging.WARNING):
+            assert batch_of("cuda") is None
+        assert "piece by piece" in caplog.text
+
+
+def test_rows_that_are_gone_are_not_mistaken_for_new_ones() -> None:
+    """A new object may get the address of one that was freed; its tensors are others all the same."""
+    device = CpuDevice()
+    for value in range(20):
+        rows = BlockRows([torch.full((2, 4), value, dtype=torch.int8)])
+        page = memoryview(bytearray(4))
+        device.copy(rows.plan([(0, 0)], [page], out=True))
+        assert bytes(page) == bytes([value] * 4)
+        del rows
