@@ -62,7 +62,8 @@ HITS = "vllm:external_prefix_cache_hits_total"
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    with running_node("--size", "256MB") as running_one:
+    # Each group of each rank has segments of its own.
+    with running_node("--size", "1GB") as running_one:
         yield running_one
 
 
@@ -130,10 +131,11 @@ def test_another_engine_loads_what_one_stored(size: Size, logs: Path, node: Node
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", ["test", "mla"])
+@pytest.mark.parametrize("size", ["test", "mla", "ssm"])
 def test_engines_of_two_ranks_share_what_each_rank_stored(size: Size, logs: Path, node: Node) -> None:
     model, options = make_model(logs / f"ranks-{size}", size), MODELS[size]
     two_ranks = msgspec.structs.replace(options, arguments=(*options.arguments, *TWO_RANKS))
+    transfer = offloading() if size == "ssm" else offloading(block_size=CHUNK)
 
     def server(name: str) -> VllmServer:
         return VllmServer(
@@ -141,7 +143,7 @@ def test_engines_of_two_ranks_share_what_each_rank_stored(size: Size, logs: Path
             log=logs / f"ranks-{size}-{name}.log",
             options=two_ranks,
             environment=node.environment,
-            kv_transfer_config=offloading(block_size=CHUNK),
+            kv_transfer_config=transfer,
         )
 
     prompts = [random_prompt(100 + number, 500 + 37 * number) for number in range(4)]
