@@ -3,7 +3,7 @@
 
 Every answer is compared, token by token, with that of an engine without a connector; no request may fail or hang; and
 when the load is over, the engines have all their blocks back and the pool holds nothing for anybody.  The first engine
-keeps prefixes itself and has so few blocks that it preempts requests, the second keeps none.
+keeps prefixes itself and has so few blocks that it preempts requests, the second keeps none; the steps of both overlap.
 
 Run it with the project's interpreter: ``python scripts/chaos.py [--minutes 10] [--seed 0] [--help]``.  Progress goes to
 stderr, the result to stdout; the exit status is 1 when anything was found, 2 when the usage was wrong.
@@ -40,7 +40,14 @@ from tests.kit.node import NodeProcess
 from tests.kit.tiny_model import Size, make_model
 from tests.kit.waiting import until
 
-OPTIONS = EngineOptions(block_size=32, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16, gpu_blocks=90)
+OPTIONS = EngineOptions(
+    block_size=32,
+    max_model_len=2048,
+    max_num_batched_tokens=256,
+    max_num_seqs=16,
+    gpu_blocks=90,
+    async_scheduling=True,
+)
 MODELS: dict[Size, EngineOptions] = {
     "test": OPTIONS,
     "mha": OPTIONS,

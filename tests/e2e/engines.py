@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -26,8 +27,10 @@ from ems.pool.processes import process_lives
 from tests.kit.engine import EngineOptions, VllmServer
 
 BLOCK = 32
-OPTIONS = EngineOptions(block_size=BLOCK, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16)
-"""Chunked prefill: a prompt above 256 tokens takes several steps."""
+OPTIONS = EngineOptions(
+    block_size=BLOCK, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16, async_scheduling=True
+)
+"""Chunked prefill: a prompt above 256 tokens takes several steps.  Steps overlap, as on every accelerator."""
 
 PAUSE = 0.02
 """Seconds between two looks."""
@@ -84,6 +87,18 @@ def complete(url: str, prompt: Prompt, tokens: int = 12) -> str:
         url, "/v1/completions", {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     )
     return str(answer["choices"][0]["text"])
+
+
+def leave(url: str, prompt: Prompt, after: int) -> None:
+    """Ask for a long answer and hang up after ``after`` pieces of it; 0 does not wait for the first."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_SECONDS)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if after:
+        answer = connection.getresponse()
+        for _ in range(after):
+            answer.readline()
+    connection.close()
 
 
 def complete_all(url: str, prompts: Sequence[Prompt], tokens: int = 12, at_once: int = 8) -> list[str]:

@@ -26,7 +26,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     first: tuple[str, ...] = ()
     second: tuple[str, ...] = ()
     load_async: bool | None = None
-    """Whether loads are made between steps or within them; None is the default, each where it costs less."""
+    """Whether loads are made between steps or within them; None is the default, each where it costs less.
+
+    Only the first engine loads within steps: those of the second overlap.
+    """
 
 
 _LATENT = msgspec.structs.replace(
@@ -52,7 +55,10 @@ take longer than a healthy one's, and what is found is not what is counted here.
 
 
 class Pair:
-    """Two engines on one pool, of which only the first keeps prefixes itself, and what they should say."""
+    """Two engines on one pool, and what they should say.
+
+    Only the first keeps prefixes itself, and only the steps of the second overlap.
+    """
 
     def __init__(
         self, layout: Layout, node: Node, servers: tuple[VllmServer, VllmServer], reference: Reference
@@ -90,7 +96,12 @@ def running_pair(layout: Layout, folder: Path, reference: Reference | None = Non
                 model,
                 log=folder / f"{name}.log",
                 kv_transfer_config=connector("kv_both", call_timeout_ms=CALL_TIMEOUT_MS, load_async=layout.load_async),
-                options=msgspec.structs.replace(options, prefix_caching=name == "first", arguments=common + arguments),
+                options=msgspec.structs.replace(
+                    options,
+                    prefix_caching=name == "first",
+                    async_scheduling=name == "second",
+                    arguments=common + arguments,
+                ),
                 environment=node.environment,
             )
             for name, arguments in (("first", layout.first), ("second", layout.second))

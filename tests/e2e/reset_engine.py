@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from tests.e2e.engines import random_prompt
+from tests.kit import async_scheduling  # noqa: F401 - steps overlap in all engines of this program
 
 BLOCK = 32
 PROMPTS = [random_prompt(900 + number, 300 + 50 * number) for number in range(4)]

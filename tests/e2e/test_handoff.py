@@ -35,15 +35,16 @@ from tests.kit.engine import VllmServer
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def fleet(model: Path, logs: Path) -> Iterator[Fleet]:
+@pytest.fixture(scope="module", params=[True, False], ids=["steps-overlap", "step-by-step"])
+def fleet(request: pytest.FixtureRequest, model: Path, logs: Path) -> Iterator[Fleet]:
+    options = msgspec.structs.replace(OPTIONS, async_scheduling=request.param)
     with running_node("--size", "512MB") as node:
         prefill, decode = (
             VllmServer(
                 model,
                 log=logs / f"{role}.log",
                 kv_transfer_config=connector(role, load_async=None),
-                options=OPTIONS,
+                options=options,
                 environment=node.environment,
             )
             for role in ("kv_producer", "kv_consumer")

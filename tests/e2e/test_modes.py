@@ -30,12 +30,15 @@ def eight_bits() -> str:
     return "fp8" if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported() else "auto"
 
 
-def test_layer_by_layer_with_eight_bit_values(model: Path, logs: Path, node: Node) -> None:
-    options = msgspec.structs.replace(OPTIONS, arguments=("--kv-cache-dtype", eight_bits()))
+@pytest.mark.parametrize("overlap", [True, False], ids=["steps-overlap", "step-by-step"])
+def test_layer_by_layer_with_eight_bit_values(model: Path, logs: Path, node: Node, *, overlap: bool) -> None:
+    """Where steps overlap, saves are made layer by layer, and loads between steps."""
+    arguments = ("--kv-cache-dtype", eight_bits())
+    options = msgspec.structs.replace(OPTIONS, async_scheduling=overlap, arguments=arguments)
     config = connector("kv_both", use_layerwise=True, load_async=None)
     with VllmServer(
         model,
-        log=logs / "layerwise.log",
+        log=logs / f"layerwise-{overlap}.log",
         options=options,
         kv_transfer_config=config,
         environment=node.environment,
@@ -48,6 +51,7 @@ def test_layer_by_layer_with_eight_bit_values(model: Path, logs: Path, node: Nod
 
 
 def test_loads_inside_a_step_with_drafted_tokens(model: Path, logs: Path, node: Node, reference: Reference) -> None:
+    """VLLM has steps overlap with no drafts of this kind."""
     options = msgspec.structs.replace(OPTIONS, prefix_caching=True, arguments=("--speculative-config", DRAFTS))
     config = connector("kv_both", load_async=False)
     with VllmServer(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from tests.e2e.engines import (
     Reference,
     complete,
     complete_all,
+    leave,
     random_prompt,
     running,
     running_node,
@@ -23,6 +26,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.layouts import TWO_RANKS
 from tests.e2e.pages import stored_pages
+from tests.e2e.turns import ENDS, TOKENS, first_turn
 from tests.kit.engine import EngineOptions, VllmServer
 from tests.kit.tiny_model import Size, make_model
 
@@ -57,7 +61,141 @@ def offloading(**extra: object) -> dict[str, object]:
     }
 
 
-HITS = "vllm:external_prefix_cache_hits_total"
+class Pair:
+    """Two engines on one pool, of which the second's steps do not overlap, and what they should say."""
+
+    def __init__(self, size: Size, node: Node, one: VllmServer, two: VllmServer, reference: Reference) -> None:
+        self.size = size
+        self.node = node
+        self.one, self.two = one, two
+        self.reference = reference
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request: pytest.FixtureRequest, model: Path, logs: Path) -> Iterator[Pair]:
+    size: Size = request.param
+    known = request.getfixturevalue("reference") if size == "test" else None
+    path = model if known else make_model(logs / f"offloading-{size}", size)
+    with running_node("--size", "256MB") as node:
+
+        def server(name: str, transfer: dict[str, object] | None = None, *, overlap: bool = True) -> VllmServer:
+            return VllmServer(
+                path,
+                log=logs / f"offloading-{size}-{name}.log",
+                options=msgspec.structs.replace(MODELS[size], async_scheduling=overlap),
+                environment=node.environment,
+                kv_transfer_config=transfer,
+            )
+
+        # With states a chunk is one block unless somebody says otherwise.
+        transfer = offloading() if size == "ssm" else offloading(block_size=CHUNK)
+        plain, one, two = server("plain"), server("one", transfer), server("two", transfer, overlap=False)
+        with running(one, two, *([] if known else [plain])):
+            yield Pair(size, node, one, two, known or Reference(plain.url))
+
+
+def hits(server: VllmServer) -> float:
+    """Tokens that came from the pool until now."""
+    return server.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
+
+
+def test_another_engine_loads_what_one_stored(pair: Pair) -> None:
+    """Each in its turn stores, so both are seen to store and to load."""
+    states = 0.0
+    for number, (writer, reader) in enumerate(((pair.one, pair.two), (pair.two, pair.one))):
+        prompts = [random_prompt(100 + 10 * number + at, 900 + 37 * at) for at in range(4)]
+        before = hits(writer)
+        assert complete_all(writer.url, prompts) == pair.reference.texts(prompts)
+        pair.node.wait_stored()
+        assert hits(writer) == before
+
+        before = hits(reader)
+        assert complete_all(reader.url, prompts) == pair.reference.texts(prompts)
+        least = sum(len(prompt) // CHUNK * CHUNK for prompt in prompts) - len(prompts) * CHUNK
+        assert hits(reader) - before >= least
+
+        before = hits(reader)
+        shared = [prompts[0][:512] + random_prompt(200 + 10 * number + at, 100) for at in range(3)]
+        assert complete_all(reader.url, shared) == pair.reference.texts(shared)
+        if pair.size == "ssm":
+            states = max(states, hits(reader) - before)
+        elif pair.size != "hybrid":  # of a window only the last chunks of a prompt are stored
+            assert hits(reader) - before == 3 * 512
+    if pair.size == "ssm":
+        # What one of them loaded the others find in the engine.  A state in the middle of a prompt leaves the engine
+        # within the next steps: its store may be called off where the machine has other work.
+        assert states >= 512
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_next_turn_of_a_conversation_computes_less_than_two_chunks_of_the_last(pair: Pair, end: str) -> None:
+    """States there are only where the prompt ended, and in between at a distance of some chunks."""
+    lost = TOKENS + 2 * CHUNK if pair.size == "ssm" else 2 * CHUNK
+    for number, (writer, reader) in enumerate(((pair.one, pair.two), (pair.two, pair.one))):
+        turn = first_turn(writer, random_prompt(400 + 10 * number + ENDS.index(end), 5 * CHUNK + 7), end)
+        wait_for(lambda: writer.metrics()["vllm:num_requests_running"] == 0, "the answer has ended")  # noqa: B023
+        pair.node.wait_stored()
+        following = turn + random_prompt(15, 30)
+
+        before = hits(reader)
+        assert complete(reader.url, following) == pair.reference.text(following)
+        assert hits(reader) - before > len(turn) - lost
+
+
+def test_chunks_that_are_overwritten_are_computed(pair: Pair) -> None:
+    for number, (writer, reader) in enumerate(((pair.one, pair.two), (pair.two, pair.one))):
+        sound, broken = set(stored_pages(pair.node.directory)), random_prompt(250 + number, 500)
+        assert complete(writer.url, broken) == pair.reference.text(broken)
+        pair.node.wait_stored()
+        for page in set(stored_pages(pair.node.directory)) - sound:
+            page.overwrite()
+        assert complete(reader.url, broken) == pair.reference.text(broken)
+        assert "EMS cannot move chunks" in reader.log.read_text()
+
+
+def test_whoever_leaves_takes_nothing_along(pair: Pair) -> None:
+    """Clients that go away at any moment: while their prompt is loaded, computed, or their answer streams."""
+    random = Random(40)
+    prompts = [random_prompt(500 + number, 9 * CHUNK + number) for number in range(8)]
+    assert complete_all(pair.one.url, prompts[:4]) == pair.reference.texts(prompts[:4])
+    pair.node.wait_stored()
+    engines = (pair.one, pair.two)
+    with ThreadPoolExecutor(8) as threads:
+        for engine in engines:
+            list(threads.map(leave, [engine.url] * 8, prompts, random.choices(range(4), k=8)))
+
+    def held() -> list[float]:
+        used = [engine.metrics()["vllm:kv_cache_usage_perc"] for engine in engines]
+        pool = pair.node.stats()
+        return [*used, pool["leases"], pool["reservations"]]
+
+    wait_for(lambda: not any(held()), "nothing is held")
+    for engine in engines:
+        assert complete_all(engine.url, prompts) == pair.reference.texts(prompts)
+
+
+def test_a_node_that_dies_costs_computations_until_it_is_back(pair: Pair) -> None:
+    prompts = [random_prompt(600 + number, 700) for number in range(4)]
+    assert complete_all(pair.one.url, prompts[:2]) == pair.reference.texts(prompts[:2])
+    pair.node.wait_stored()
+    pair.node.kill()
+    assert complete_all(pair.two.url, prompts) == pair.reference.texts(prompts)
+    pair.node.start()
+
+    seeds = itertools.count(700)
+
+    def hit_again() -> bool:
+        # A new one, which the engine does not keep itself.
+        prompt = random_prompt(next(seeds), 200)
+        assert complete(pair.two.url, prompt) == pair.reference.text(prompt)
+        pair.node.wait_stored()
+        before = hits(pair.one)
+        assert complete(pair.one.url, prompt) == pair.reference.text(prompt)
+        return hits(pair.one) > before
+
+    wait_for(hit_again, "pages are loaded from the node that is back")
+    wait_for(lambda: not pair.node.stats()["leases"], "nothing is held")
+    assert pair.node.counters["pages_corrupt"] == 0
 
 
 @pytest.fixture
@@ -65,69 +203,6 @@ def node() -> Iterator[Node]:
     # Each group of each rank has segments of its own.
     with running_node("--size", "1GB") as running_one:
         yield running_one
-
-
-@pytest.mark.parametrize("size", list(MODELS))
-def test_another_engine_loads_what_one_stored(size: Size, logs: Path, node: Node) -> None:
-    model, options = make_model(logs / f"offloading-{size}", size), MODELS[size]
-
-    def server(name: str, **transfer: object) -> VllmServer:
-        log = logs / f"offloading-{size}-{name}.log"
-        return VllmServer(
-            model, log=log, options=options, environment=node.environment, kv_transfer_config=transfer or None
-        )
-
-    # With states a chunk is one block unless somebody says otherwise.
-    transfer = offloading() if size == "ssm" else offloading(block_size=CHUNK)
-    plain, one, two = server("plain"), server("one", **transfer), server("two", **transfer)
-    prompts = [random_prompt(100 + number, 900 + 37 * number) for number in range(4)]
-    shared = [prompts[0][:512] + random_prompt(200 + number, 100) for number in range(3)]
-    with running(plain, one, two):
-        reference = Reference(plain.url)
-        assert complete_all(one.url, prompts) == reference.texts(prompts)
-        node.wait_stored()
-        assert one.metrics().get(HITS, 0.0) == 0
-
-        assert complete_all(two.url, prompts) == reference.texts(prompts)
-        assert (
-            two.metrics().get(HITS, 0.0)
-            >= sum(len(prompt) // CHUNK * CHUNK for prompt in prompts) - len(prompts) * CHUNK
-        )
-
-        loaded = two.metrics().get(HITS, 0.0)
-        assert complete_all(two.url, shared) == reference.texts(shared)
-        if options.prefix_caching:  # what one of them loaded the others find in the engine
-            assert two.metrics().get(HITS, 0.0) >= loaded + 512
-        elif size != "hybrid":  # of a window only the last chunks of a prompt are stored
-            assert two.metrics().get(HITS, 0.0) == loaded + 3 * 512
-
-        sound, broken = set(stored_pages(node.directory)), random_prompt(250, 500)
-        assert complete(one.url, broken) == reference.text(broken)
-        node.wait_stored()
-        for page in set(stored_pages(node.directory)) - sound:
-            page.overwrite()
-        assert complete(two.url, broken) == reference.text(broken)
-        assert "EMS cannot move chunks" in two.log.read_text()
-
-        node.kill()
-        more = [*prompts, *(random_prompt(300 + number, 700) for number in range(2))]
-        assert complete_all(two.url, more) == reference.texts(more)
-        node.start()
-        seeds = itertools.count(400)
-
-        def hit_again() -> bool:
-            prompt = prompts[1]
-            if options.prefix_caching:  # what it asked for once it keeps itself
-                prompt = random_prompt(next(seeds), 200)
-                assert complete(two.url, prompt) == reference.text(prompt)
-                node.wait_stored()
-            before = one.metrics().get(HITS, 0.0)
-            assert complete(one.url, prompt) == reference.text(prompt)
-            return bool(one.metrics().get(HITS, 0.0) > before)
-
-        wait_for(hit_again, "pages are loaded from the node that is back")
-        wait_for(lambda: not node.stats()["leases"], "nothing is held")
-    assert node.counters["pages_corrupt"] == 0
 
 
 @pytest.mark.ranks
@@ -154,6 +229,6 @@ def test_engines_of_two_ranks_share_what_each_rank_stored(size: Size, logs: Path
         node.wait_stored()
     with server("two") as two:
         assert complete_all(two.url, prompts) == expected
-        assert two.metrics().get(HITS, 0.0) >= sum(len(prompt) // CHUNK * CHUNK for prompt in prompts)
+        assert hits(two) >= sum(len(prompt) // CHUNK * CHUNK for prompt in prompts)
         wait_for(lambda: not node.stats()["leases"], "nothing is held")
     assert node.counters["pages_corrupt"] == 0

@@ -17,6 +17,8 @@ from tests.kit.process import ProcessError, ServerProcess, free_port
 SERVED_MODEL = "tiny"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """The module rather than the `vllm` command: the CPU build has no metadata for the latter to look up."""
+ASYNC_SERVER = "tests.kit.async_scheduling"
+"""The same with steps that overlap on a CPU, too."""
 
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least it takes
@@ -48,6 +50,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dtype: str = "bfloat16"
     kv_load_failure_policy: str = "recompute"
     """Added to the connector's configuration where that does not say."""
+    async_scheduling: bool = False
+    """Steps overlap on a CPU, too; without this they do as vLLM's platform says, which on a CPU is never."""
     arguments: tuple[str, ...] = ()
     """Further flags, as on a command line."""
 
@@ -56,7 +60,7 @@ class VllmServer(ServerProcess):
     """One OpenAI-compatible vLLM server on 127.0.0.1; the model answers to the name ``tiny``.
 
     ``kv_transfer_config`` is what one would write after ``--kv-transfer-config``.  ``environment`` is added to that of
-    this process (``EMS_SOCKET`` names the pool).  ``module`` is run with the flags of vLLM's API server.
+    this process (``EMS_SOCKET`` names the pool).  ``module`` is run with the flags of vLLM's API server, in its place.
     """
 
     def __init__(
@@ -68,11 +72,13 @@ class VllmServer(ServerProcess):
         kv_transfer_config: Mapping[str, object] | None = None,
         options: EngineOptions | None = None,
         environment: Mapping[str, str] | None = None,
-        module: str = API_SERVER,
+        module: str | None = None,
     ) -> None:
         port = free_port() if port is None else port
+        options = options or EngineOptions()
+        module = module or (ASYNC_SERVER if options.async_scheduling else API_SERVER)
         super().__init__(
-            _command(module, model, port, kv_transfer_config, options or EngineOptions()),
+            _command(module, model, port, kv_transfer_config, options),
             name="vLLM",
             port=port,
             log=log,

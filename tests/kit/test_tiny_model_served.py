@@ -22,14 +22,16 @@ LENGTHS = (3, 31, 32, 33, 100, 127, 128, 129, 300, 700, 1024, 1500)
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServer, VllmServer]]:
-    """One that computes prompts whole and keeps nothing, one that computes them in chunks and keeps them."""
+    """One that computes prompts whole, one that computes them in chunks, keeps them, and begins steps early."""
     folder = tmp_path_factory.mktemp("served")
     model = make_model(folder / "model", "test")
-    whole = VllmServer(model, log=folder / "whole.log", options=EngineOptions())
+    debug = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    whole = VllmServer(model, log=folder / "whole.log", environment=debug)
     chunks = VllmServer(
         model,
         log=folder / "chunks.log",
-        options=EngineOptions(max_num_batched_tokens=96, block_size=32, prefix_caching=True),
+        options=EngineOptions(max_num_batched_tokens=96, block_size=32, prefix_caching=True, async_scheduling=True),
+        environment=debug,
     )
     with ExitStack() as stack:
         for server in (whole, chunks):
@@ -61,6 +63,14 @@ def complete(server: VllmServer, prompt: list[int]) -> str:
 def complete_all(server: VllmServer, prompts: list[list[int]], at_once: int) -> list[str]:
     with ThreadPoolExecutor(at_once) as threads:
         return list(threads.map(lambda prompt: complete(server, prompt), prompts))
+
+
+def test_steps_overlap_where_they_are_to(servers: tuple[VllmServer, VllmServer]) -> None:
+    """VLLM's engine says how many steps it has under way at once where that is more than one."""
+    whole, chunks = (server.log.read_text() for server in servers)
+
+    assert "Batch queue is enabled with size 2" in chunks
+    assert "Batch queue is enabled" not in whole
 
 
 def test_text_does_not_depend_on_how_it_is_computed(
