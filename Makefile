@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help setup static check test explore test-ranks test-matrix demo clean
+.PHONY: help setup static check test explore test-ranks test-accelerator test-matrix demo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,10 +23,10 @@ static: setup  ## lint, format, types, layers
 	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
 
 check: static  ## the above and the quick tests, which start neither engines nor servers
-	@$(BIN)/pytest -m "not e2e and not process and not slow" --hypothesis-profile quick -n 2 --dist loadfile
+	@$(BIN)/pytest -m "not e2e and not process and not slow and not accelerator" --hypothesis-profile quick -n 2 --dist loadfile
 
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
-	@$(BIN)/pytest -m "not e2e" -n 2 --dist loadfile
+	@$(BIN)/pytest -m "not e2e and not accelerator" -n 2 --dist loadfile
 	@$(BIN)/pytest -m "e2e and not ranks"
 
 explore: setup  ## the property tests with random examples; ROUNDS=10 for more of them
@@ -34,6 +34,9 @@ explore: setup  ## the property tests with random examples; ROUNDS=10 for more o
 
 test-ranks: setup  ## engines of several ranks on one pool, with real vLLM servers; needs four cores
 	@$(BIN)/pytest -m ranks
+
+test-accelerator: setup  ## copies to and from the accelerator of this machine, which PYTHON's torch must know
+	@$(BIN)/pytest -m accelerator
 
 test-matrix: setup  ## the connectors' tests with each release of vLLM; VERSIONS="0.28.0 0.30.0" names fewer
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)
