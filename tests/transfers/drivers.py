@@ -69,9 +69,12 @@ class Driver:
         self._random = random.Random(seed)
         self._waiting: list[CopyPlan] = []
         self.submissions = 0
+        self.pinned = False
+        """Whether it was told so of the last plan."""
 
-    def batch(self, plan: CopyPlan) -> None:
+    def batch(self, plan: CopyPlan, pinned: bool) -> None:
         self.submissions += 1
+        self.pinned = pinned
         self._waiting.append(plan)
 
     def run(self) -> None:

@@ -107,6 +107,28 @@ def test_memory_that_cannot_be_pinned_is_said_and_used_all_the_same(
     device.unpin(buffer)
 
 
+def test_only_a_plan_whose_memory_is_pinned_is_called_so(tensors: list[torch.Tensor]) -> None:
+    """A kernel that reads other memory ends the process."""
+    driver = Driver(tensors)
+    device, rows = DrivenDevice(tensors, driver), BlockRows(tensors)
+    size = rows.page_bytes
+    segments = [memoryview(bytearray(4 * size)) for _ in range(3)]
+    for segment in segments[:2]:
+        device.pin(segment)
+
+    def told(*pages: memoryview) -> bool:
+        device.copy(rows.plan([(block, 0) for block in range(len(pages))], pages, out=False))
+        return driver.pinned
+
+    assert told(segments[0][:size], segments[1][3 * size :])
+    assert not told(segments[0][:size], segments[2][:size])
+    device.unpin(segments[1])
+    assert told(segments[0][size:])
+    assert not told(segments[0][size:], segments[1][:size])
+    device.unpin(segments[0])
+    assert not told(segments[0][:size])
+
+
 def test_devices_without_streams_and_tensors_on_several_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected cpu, cuda, xpu or npu"):
         device_of([torch.zeros(1, device="meta")])
@@ -144,26 +166,36 @@ class TestCallsOfTheEngine:
         return rows.plan([(1, 0)], [memoryview(bytearray(size))], out=out)
 
     @pytest.mark.parametrize(
-        ("kind", "out", "size", "expected"),
+        ("kind", "out", "size", "pinned", "expected"),
         [
-            ("cuda", True, 8, "driver"),
-            ("cuda", False, 8, "kernel"),
-            ("cuda", False, 7, "driver"),
-            ("cuda", False, 1 << 16, "driver"),
-            ("xpu", False, 8, "driver"),
-            ("npu", True, 8, "ascend"),
-            ("npu", False, 8, "ascend"),
+            ("cuda", True, 8, True, "driver"),
+            ("cuda", False, 8, True, "kernel"),
+            ("cuda", False, 8, False, "driver"),
+            ("cuda", False, 7, True, "driver"),
+            ("cuda", False, 1 << 16, True, "driver"),
+            ("xpu", False, 8, True, "driver"),
+            ("npu", True, 8, True, "ascend"),
+            ("npu", False, 8, True, "ascend"),
         ],
     )
     def test_the_call_and_its_arguments(
-        self, calls: list[tuple[str, dict[str, Any]]], kind: str, out: bool, size: int, expected: str
+        self,
+        calls: list[tuple[str, dict[str, Any]]],
+        kind: str,
+        *,
+        out: bool,
+        size: int,
+        pinned: bool,
+        expected: str,
     ) -> None:
         batch, plan = batch_of(kind), self.made(out=out, size=size)
         assert batch is not None
-        batch(plan)
+        batch(plan, pinned)
         ((name, given),) = calls
         assert name == expected
         sources, targets, sizes = (tensor.tolist() for tensor in given["arguments"][:3])
+        wanted = torch.uint64 if kind == "xpu" else torch.int64
+        assert {tensor.dtype for tensor in given["arguments"][:3]} == {wanted}
         assert (sources, targets, sizes) == (plan.sources.tolist(), plan.targets.tolist(), [size])
         if kind == "npu":
             assert given["arguments"][3] == int(out)

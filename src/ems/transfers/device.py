@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +28,8 @@ logger = logging.getLogger("ems.transfers")
 _PORTABLE = 1
 """Flag of ``cudaHostRegister``: pinned for all devices of the process."""
 
-Batch = Callable[[CopyPlan], None]
-"""Tells a driver of all copies of a plan, on the stream that is current."""
+Batch = Callable[[CopyPlan, bool], None]
+"""Tells a driver of all copies of a plan, on the stream that is current; and whether all of its memory is pinned."""
 
 
 class Device(ABC):
@@ -127,7 +128,11 @@ class StreamDevice(Device):
         self._device = tensors[0].device
         self._backend = getattr(torch, self._device.type)
         self._stream = self._backend.Stream(device=self._device)
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, int] = {}
+        """Where pinned memory begins and ends."""
+        self._submitting = threading.Lock()
+        """Held where copies are submitted and where memory is unpinned: a kernel that reads memory which is not pinned
+        any more would end the process."""
         self._register, self._unregister = _registration_of(self._device.type)
         self._batch = batch or PieceCopies(tensors).copy
         self._plans: list[CopyPlan] = []
@@ -148,19 +153,33 @@ class StreamDevice(Device):
                 failure,
             )
             return
-        self._pinned.add(address)
+        self._pinned[address] = address + len(buffer)
 
     def unpin(self, buffer: memoryview) -> None:
         address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-        if address in self._pinned:
-            self._pinned.discard(address)
-            with self._backend.device(self._device):
-                self._unregister(address)
+        with self._submitting:
+            if self._pinned.pop(address, None) is not None:
+                self._stream.synchronize()
+                with self._backend.device(self._device):
+                    self._unregister(address)
 
     def copy(self, plan: CopyPlan) -> None:
-        self._plans.append(plan)
-        with torch.inference_mode(), self._backend.device(self._device), self._backend.stream(self._stream):
-            self._batch(plan)
+        with (
+            self._submitting,
+            torch.inference_mode(),
+            self._backend.device(self._device),
+            self._backend.stream(self._stream),
+        ):
+            self._plans.append(plan)
+            self._batch(plan, self._is_pinned(plan))
+
+    def _is_pinned(self, plan: CopyPlan) -> bool:
+        starts = sorted(self._pinned)
+        owners = np.searchsorted(starts, plan.memory, side="right") - 1
+        if not starts or bool((owners < 0).any()):
+            return False
+        ends = np.array([self._pinned[start] for start in starts])
+        return bool((plan.memory + plan.sizes <= ends[owners]).all())
 
     def mark(self) -> object:
         event = self._backend.Event()
@@ -194,7 +213,11 @@ def _registration_of(kind: str) -> tuple[Callable[[int, int], str], Callable[[in
 
 def _ascend_registration() -> tuple[Callable[[int, int], str], Callable[[int], object]]:
     """The calls of the Ascend computing language, which torch_npu does not offer."""
-    library = ctypes.CDLL("libascendcl.so")
+    try:
+        library = ctypes.CDLL("libascendcl.so")
+    except OSError as error:
+        failure = str(error)
+        return lambda _address, _size: failure, lambda _address: None
     library.aclrtHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p]
     library.aclrtHostUnregister.argtypes = [ctypes.c_void_p]
 
@@ -215,7 +238,7 @@ class PieceCopies:
             torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storages[start]) for start in self._starts
         ]
 
-    def copy(self, plan: CopyPlan) -> None:
+    def copy(self, plan: CopyPlan, _pinned: bool) -> None:
         owners = np.searchsorted(self._starts, plan.engine, side="right") - 1
         for owner, engine, memory, size in zip(
             owners.tolist(), plan.engine.tolist(), plan.memory.tolist(), plan.sizes.tolist(), strict=True
@@ -227,17 +250,25 @@ class PieceCopies:
             target.copy_(source, non_blocking=True)
 
 
-def _vllm_batch(kernel: bool) -> Batch:
-    """The call of vLLM.  ``kernel``: its kernel may read host memory, which is the faster way to load small pieces."""
+def _vllm_batch(kernel: bool, column_type: type[np.signedinteger[Any] | np.unsignedinteger[Any]]) -> Batch:
+    """The call of vLLM, and its ``kernel``, which reads pinned memory: the faster way to load small pieces."""
     ops: Any = importlib.import_module("vllm._custom_ops")
     small: Any = importlib.import_module("vllm.v1.kv_offload.cpu.swap_blocks_triton") if kernel else None
 
-    def batch(plan: CopyPlan) -> None:
-        source, target, sizes = map(torch.from_numpy, (plan.sources, plan.targets, plan.sizes))
+    def batch(plan: CopyPlan, pinned: bool) -> None:
+        source, target, sizes = (
+            torch.from_numpy(column.view(column_type)) for column in (plan.sources, plan.targets, plan.sizes)
+        )
         # Nobody writes into pages while they are read; engine memory is read in the order of the stream.
         any_order = not plan.out
         largest = int(plan.sizes.max())
-        if small is not None and not plan.out and largest < small.THRESHOLD_BYTES and not (plan.sizes % 8).any():
+        if (
+            small is not None
+            and pinned
+            and not plan.out
+            and largest < small.THRESHOLD_BYTES
+            and not (plan.sizes % 8).any()
+        ):
             chunk = min(1 << (largest - 1).bit_length(), 8192)
             small.swap_blocks_batch(source, target, sizes, is_src_access_order_any=any_order, bytes_per_chunk=chunk)
         else:
@@ -250,7 +281,7 @@ def _ascend_batch() -> Batch:
     """The call of vllm-ascend."""
     call: Any = torch.ops._C_ascend.swap_blocks_batch  # noqa: SLF001 - the name under which it is published
 
-    def batch(plan: CopyPlan) -> None:
+    def batch(plan: CopyPlan, _pinned: bool) -> None:
         call(*map(torch.from_numpy, (plan.sources, plan.targets, plan.sizes)), int(plan.out))
 
     return batch
@@ -262,7 +293,8 @@ def batch_of(kind: str) -> Batch | None:
         if kind == "npu":
             importlib.import_module("vllm_ascend.utils").enable_custom_op()
             return _ascend_batch()
-        batch = _vllm_batch(kernel=kind == "cuda" and torch.version.hip is None)
+        column_type = np.uint64 if kind == "xpu" else np.int64
+        batch = _vllm_batch(kernel=kind == "cuda" and torch.version.hip is None, column_type=column_type)
         torch.ops._C_cache_ops.swap_blocks_batch  # noqa: B018, SLF001 - fails where the engine has no such call
     except (ImportError, AttributeError) as error:
         logger.warning("EMS copies piece by piece, which is slow: the engine has no call for many copies (%s)", error)
