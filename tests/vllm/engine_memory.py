@@ -37,7 +37,7 @@ class Engine:
         layers = tuple(f"layers.{number}" for number in range(LAYERS))
         self.rows = PlaneRows(
             LocalPlane(0, Plane("default/model/layout", window=self.window), layers, Portion(), (2,) * LAYERS),
-            self.tensors,
+            [[tensor] for tensor in self.tensors],
         )
         self.namespace = self.rows.namespace
         self.client = PoolClient(node.socket, name)

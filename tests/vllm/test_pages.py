@@ -10,6 +10,7 @@ import torch
 from ems.errors import ConfigError
 from ems.pool.keys import Tail
 from ems.transfers.device import CpuDevice
+from ems.vllm.layers import LayerOrder
 from ems.vllm.model import LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.planes import Plane, Portion
@@ -87,10 +88,33 @@ def test_tensors_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         plane_rows([local()], {name: torch.zeros(shape) for name in NAMES}, BLOCKS)
 
 
-def test_keys_and_values_in_tensors_of_their_own_are_refused() -> None:
-    pair = (torch.zeros(BLOCKS, TOKENS, HEADS, WIDTH),) * 2
+def test_keys_and_values_may_be_in_tensors_of_their_own() -> None:
+    """As on Ascend; each layer's are copied together where layers are copied one by one."""
+    shape = (BLOCKS, TOKENS, HEADS, WIDTH)
+    generator = torch.Generator().manual_seed(5)
+    caches = {name: tuple(torch.randn(shape, generator=generator) for _ in range(2)) for name in NAMES}
+    (rows,) = plane_rows([local()], caches, BLOCKS)
 
-    with pytest.raises(ConfigError, match=r"registered 2 KV cache tensors for layer layers\.0, expected one"):
+    parts = [part[2, :, 1].contiguous() for name in NAMES for part in caches[name]]
+    assert page(rows, 2, 1) == torch.cat(parts).view(torch.uint8).numpy().tobytes()
+    assert [layer.tensors for layer in LayerOrder([rows]).layers] == [slice(0, 2), slice(2, 4)]
+
+
+def test_a_latent_state_in_parts_has_one_head() -> None:
+    """The parts of sparse attention differ in width and type."""
+    latent, rope = torch.randn(BLOCKS, TOKENS, 1, WIDTH), torch.randn(BLOCKS, TOKENS, 1, 2)
+    indexer = torch.ones(BLOCKS, TOKENS, 1, 3, dtype=torch.int8)
+    (rows,) = plane_rows(
+        [local(Portion(), heads=1)], dict.fromkeys(NAMES, (latent, rope.to(torch.bfloat16), indexer)), BLOCKS
+    )
+    layer = [latent[1], rope[1].to(torch.bfloat16), indexer[1]]
+    expected = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in layer)
+    assert page(rows, 1, 0) == expected * 2
+
+
+def test_parts_of_another_shape_are_refused() -> None:
+    pair = (torch.zeros(BLOCKS, TOKENS, HEADS, WIDTH), torch.zeros(BLOCKS, TOKENS, HEADS + 1, WIDTH))
+    with pytest.raises(ConfigError, match=r"for layer layers\.0 \(part 1\), expected"):
         plane_rows([local()], dict.fromkeys(NAMES, pair), BLOCKS)
 
 

@@ -262,13 +262,8 @@ def _vllm_batch(kernel: bool, column_type: type[np.signedinteger[Any] | np.unsig
         # Nobody writes into pages while they are read; engine memory is read in the order of the stream.
         any_order = not plan.out
         largest = int(plan.sizes.max())
-        if (
-            small is not None
-            and pinned
-            and not plan.out
-            and largest < small.THRESHOLD_BYTES
-            and not (plan.sizes % 8).any()
-        ):
+        in_words = not ((plan.engine | plan.memory | plan.sizes) % 8).any()
+        if small is not None and pinned and in_words and not plan.out and largest < small.THRESHOLD_BYTES:
             chunk = min(1 << (largest - 1).bit_length(), 8192)
             small.swap_blocks_batch(source, target, sizes, is_src_access_order_any=any_order, bytes_per_chunk=chunk)
         else:

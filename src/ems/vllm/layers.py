@@ -22,9 +22,9 @@ class LayerOrder:
 
     def __init__(self, planes: Sequence[PlaneRows]) -> None:
         found = [
-            Layer(name, number, slice(position, position + 1))
+            Layer(name, number, tensors)
             for number, plane in enumerate(planes)
-            for position, name in enumerate(plane.local.layers)
+            for name, tensors in zip(plane.local.layers, plane.layers, strict=True)
         ]
         self.layers = sorted(found, key=lambda layer: layer_index(layer.name))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ems.errors import ConfigError
@@ -36,11 +37,16 @@ class StoredPage(NamedTuple):
 
 
 class PlaneRows:
-    """A plane's engine tensors, cut into this rank's shards."""
+    """A plane's engine tensors, cut into this rank's shards: of each layer as many as the engine has."""
 
-    def __init__(self, local: LocalPlane, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, local: LocalPlane, layers: Sequence[Sequence[torch.Tensor]]) -> None:
         self.local = local
-        self.rows = BlockRows(tensors, list(local.layers), shards=local.portion.count)
+        names = [name for name, tensors in zip(local.layers, layers, strict=True) for _ in tensors]
+        tensors = [tensor for of_layer in layers for tensor in of_layer]
+        self.rows = BlockRows(tensors, names, shards=local.portion.count)
+        ends = list(accumulate(map(len, layers)))
+        self.layers = [slice(begin, end) for begin, end in pairwise([0, *ends])]
+        """Which tensors are each layer's."""
         self.namespace = Namespace(local.plane.namespace, self.rows.page_bytes)
 
     @property
@@ -81,7 +87,7 @@ class PlaneRows:
         return page_key(save.parent, mine.first), pages, save.tail if found_by_tokens else None
 
 
-def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[PlaneRows]:
+def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, Any], num_blocks: int) -> list[PlaneRows]:
     """The tensors that the engine registered, plane by plane.
 
     Raises:
@@ -92,21 +98,30 @@ def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, torch.Tenso
         missing = [name for name in local.layers if name not in kv_caches]
         if missing:
             raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
-        tensors = [
+        layers = [
             _by_heads(kv_caches[name], num_blocks, heads, name)
             for name, heads in zip(local.layers, local.heads, strict=True)
         ]
-        found.append(PlaneRows(local, tensors))
+        found.append(PlaneRows(local, layers))
     return found
 
 
-def _by_heads(tensor: Any, num_blocks: int, heads: int, name: str) -> torch.Tensor:
-    """``tensor`` as ``[num_blocks, heads, ...]``: a block that the kernels cut in pieces is put together again."""
-    if isinstance(tensor, (tuple, list)):
-        raise ConfigError(
-            f"the engine registered {len(tensor)} KV cache tensors for layer {name}, expected one with keys and values "
-            "in it, so this release or platform of vLLM is not served"
-        )
+def _by_heads(cache: Any, num_blocks: int, heads: int, name: str) -> list[torch.Tensor]:
+    """What a layer has, as ``[num_blocks, heads, ...]``.
+
+    On Ascend these are tensors of their own for keys and values (two parts and perhaps an indexer's with MLA), each
+    ``[num_blocks, tokens, heads, values]``; elsewhere it is one, ``[num_blocks, heads, tokens, values]``.
+    """
+    if not isinstance(cache, (tuple, list)):
+        return [_whole(cache, num_blocks, heads, name)]
+    return [
+        _whole(part.transpose(1, 2) if part.dim() == 4 else part, num_blocks, heads, f"{name} (part {number})")
+        for number, part in enumerate(cache)
+    ]
+
+
+def _whole(tensor: torch.Tensor, num_blocks: int, heads: int, name: str) -> torch.Tensor:
+    """Put a block together again that the kernels cut in pieces."""
     shape = tuple(tensor.shape)
     if tensor.dim() == 3:
         tensor = tensor.unsqueeze(1)
