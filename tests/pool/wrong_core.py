@@ -9,7 +9,7 @@ from itertools import chain
 from ems.pool.core.index import Index
 from ems.pool.core.leases import Leases
 from ems.pool.core.namespaces import NamespacePages
-from ems.pool.core.pins import Announcements, PinSet, _weight
+from ems.pool.core.pins import Announcements, PinSet
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.reservations import Reservations
 from ems.pool.core.slot_allocator import _SLOT_BITS, _SLOT_MASK, SlotAllocator
@@ -65,7 +65,7 @@ def wrong_announcements(announcements: Announcements) -> list[str]:
     weights: Counter[int | str | None] = Counter()
     for held in announcements._all.values():
         for name in (held.client_id, held.pins.tenant, None):
-            weights[name] += _weight(held)
+            weights[name] += held.weight
     if weights != announcements._weight:
         broken.append("the keys of announcements are miscounted")
     if list(announcements._all) != list(announcements._of.get(None, ())):

@@ -12,6 +12,7 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.pool.node.audit import AuditLog, act
+from tests.kit.audit_log import acts_in
 
 
 def test_an_act_says_who_when_what_and_what_came_of_it(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_it_stays_small_and_the_oldest_leave(tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"]
     assert all(file.stat().st_size <= 1000 for file in files)
-    kept = [act.what["number"] for file in reversed(files) for act in AuditLog(file).acts()]
+    kept = [act.what["number"] for file in reversed(files) for act in acts_in(file)]
     assert kept == list(range(100))[-len(kept) :]
 
 
@@ -58,7 +59,7 @@ def test_several_writers_lose_nothing_while_the_file_is_put_aside(tmp_path: Path
         thread.start()
     for thread in threads:
         thread.join()
-    acts = [one for file in tmp_path.iterdir() for one in AuditLog(file).acts()]
+    acts = [one for file in tmp_path.iterdir() for one in acts_in(file)]
     assert sorted(f"{one.what['writer']} {one.what['number']:02}" for one in acts) == [
         f"{name} {number:02}" for name in "abcd" for number in range(30)
     ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Follow, Resize
-from ems.pool.segments.given_up import lay_out
+from ems.pool.segments.plan import lay_out
 from ems.pool.segments.side_file import SideFile
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until

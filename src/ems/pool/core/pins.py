@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 ANNOUNCED_SECONDS = 120.0
 """How long an announcement lasts at most: a request that waits longer is looked up by then, or gone."""
@@ -62,17 +63,19 @@ class PinSet:
             del self.pinned[key]
 
 
+@dataclass(slots=True, eq=False)
 class Announcement:
     """One request of ``client_id`` that waits for ``keys`` of the namespace of ``pins``, until then at the latest."""
 
-    __slots__ = ("client_id", "keys", "number", "pins", "until")
+    number: int
+    client_id: int
+    pins: PinSet
+    keys: Sequence[bytes]
+    until: float
 
-    def __init__(self, number: int, client_id: int, pins: PinSet, keys: Sequence[bytes], until: float) -> None:
-        self.number = number
-        self.client_id = client_id
-        self.pins = pins
-        self.keys = keys
-        self.until = until
+    @property
+    def weight(self) -> int:
+        return len(self.keys) + ANNOUNCEMENT_WEIGHT
 
 
 class Announcements:
@@ -99,7 +102,7 @@ class Announcements:
         self._all[one.number] = one
         for name in (client_id, tenant, None):
             self._of.setdefault(name, OrderedDict())[one.number] = None
-            self._weight[name] += _weight(one)
+            self._weight[name] += one.weight
         self._put_off(one, 1)
         while self._weight[client_id] > MAX_ANNOUNCED_EACH:
             self._end(next(iter(self._of[client_id])))
@@ -132,7 +135,7 @@ class Announcements:
         held = self._all.pop(number)
         self._put_off(held, -1)
         for name in (held.client_id, held.pins.tenant, None):
-            self._weight[name] -= _weight(held)
+            self._weight[name] -= held.weight
             del self._of[name][number]
             if not self._of[name]:
                 del self._of[name], self._weight[name]
@@ -159,7 +162,3 @@ class Announcements:
                     awaited[key] = left
                 else:
                     del awaited[key]
-
-
-def _weight(one: Announcement) -> int:
-    return len(one.keys) + ANNOUNCEMENT_WEIGHT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,22 +19,18 @@ if TYPE_CHECKING:
     from ems.pool.pages import Page
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Pages of one namespace that ``client_id`` is writing, by their positions in what it asked for.
 
     ``process`` is whom they count for, and the promise holds until ``until``.
     """
 
-    __slots__ = ("client_id", "namespace", "process", "until", "waiting")
-
-    def __init__(
-        self, client_id: int, namespace: NamespacePages, waiting: dict[int, Page], process: Hashable, until: float
-    ) -> None:
-        self.client_id = client_id
-        self.namespace = namespace
-        self.waiting = waiting
-        self.process = process
-        self.until = until
+    client_id: int
+    namespace: NamespacePages
+    waiting: dict[int, Page]
+    process: Hashable
+    until: float
 
 
 class Reservations:

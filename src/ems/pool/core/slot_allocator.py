@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ems.pool.layout import Geometry, PageRef, carve
 
@@ -19,38 +20,24 @@ _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _GENERATION_MASK = 0xFFFFFFFF
 
 
+@dataclass(slots=True, eq=False)
 class Segment:
     """One segment: its size, how much of it was touched, and how it is carved."""
 
-    __slots__ = (
-        "closing",
-        "generations",
-        "geometry",
-        "namespace",
-        "number",
-        "offered",
-        "size",
-        "stale",
-        "tenant",
-        "touched",
-        "used",
-    )  # fmt: skip
-
-    def __init__(self, number: int, size: int) -> None:
-        self.number = number
-        self.size = size
-        self.touched = 0
-        self.namespace: int | None = None
-        self.tenant: str | None = None
-        """Whose pages its memory has held, and who may have mapped it; None when it is fresh."""
-        self.geometry: Geometry | None = None
-        self.generations: array[int] = array("I")
-        self.offered = 0
-        self.used = 0
-        self.closing = False
-        """Whether it is to be given up: no slot of it is handed out any more."""
-        self.stale = False
-        """Whether somebody may still write into slots that were given back: its memory is to be replaced first."""
+    number: int
+    size: int
+    touched: int = 0
+    namespace: int | None = None
+    tenant: str | None = None
+    """Whose pages its memory has held, and who may have mapped it; None when it is fresh."""
+    geometry: Geometry | None = None
+    generations: array[int] = field(default_factory=lambda: array("I"))
+    offered: int = 0
+    used: int = 0
+    closing: bool = False
+    """Whether it is to be given up: no slot of it is handed out any more."""
+    stale: bool = False
+    """Whether somebody may still write into slots that were given back: its memory is to be replaced first."""
 
     def room_for(self, page_size: int) -> bool:
         """Whether its touched part holds a page of ``page_size`` bytes, if it were carved for such pages."""
@@ -191,10 +178,6 @@ class SlotAllocator:
         self._carved[namespace] += geometry.slot_count
         self._offer(segment)
         return geometry
-
-    @property
-    def touching(self) -> bool:
-        return self._touching
 
     def touch(self, number: int, touched: int) -> None:
         """The first ``touched`` bytes of segment ``number`` can be written without a first touch."""

@@ -109,11 +109,3 @@ class AuditLog:
 
     def _aside(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
-
-    def acts(self) -> list[Act]:
-        """All acts in the file, the oldest first; what was put aside is not among them."""
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        return [msgspec.json.decode(line, type=Act) for line in lines]

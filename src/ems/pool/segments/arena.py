@@ -22,10 +22,9 @@ from ems.config import NodeConfig, format_size
 from ems.errors import ConfigError
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, Description, PageRef, header_offset, unpack_description
 from ems.pool.segments.folder import GIVEN_UP_NAME, SIZE_NAME, Folder, refuse_disk
-from ems.pool.segments.given_up import lay_out
 from ems.pool.segments.headers import Headers
 from ems.pool.segments.node_state import NodeStateFile
-from ems.pool.segments.plan import MAX_SEGMENTS, plan_segments
+from ems.pool.segments.plan import MAX_SEGMENTS, lay_out, plan_segments
 from ems.pool.segments.recovery import MAX_SLOTS, SegmentImage
 from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.segments.side_file import SideFile

@@ -1,9 +1,16 @@
-"""How many segments a node has, and how large they are.  A brain."""
+"""How many segments a node has, how large they are, and which of them have no memory.  A brain.
+
+A pool that was made smaller while it ran gave the memory of some segments back.  Which these are is in a file beside
+them, so that the pool stays smaller.  Their files stay, because a gap in their numbers would cost the segments behind
+it.  What always holds: a segment is in that file only when its memory was given back, and out of it before anything is
+put into it again; a file that cannot be read knows of none, and the pool is then as large as its files.
+"""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from ems.config import NodeConfig, default_pool_size, format_size, pick_segment_size
 from ems.errors import ConfigError
@@ -42,3 +49,17 @@ def plan_segments(config: NodeConfig, free: int, memory: int, found: Sequence[in
             f"most {MAX_SEGMENTS}; give a larger --segment-size"
         )
     return [segment] * count
+
+
+def lay_out(found: int, gone: AbstractSet[int], wanted: int) -> tuple[int, set[int]]:
+    """How many of ``found`` segments a pool of ``wanted`` ones goes on with, and which of these stay given up.
+
+    ``gone`` were given up, and come back, the first ones first, where more are wanted than the others.
+    """
+    before = sorted(number for number in gone if number < found)
+    stay = set(before[max(wanted - (found - len(before)), 0) :])
+    if wanted >= found - len(stay):
+        return max(found, wanted) if not stay else found, stay
+    live = [number for number in range(found) if number not in stay]
+    count = live[wanted - 1] + 1
+    return count, {number for number in stay if number < count}
