@@ -137,7 +137,7 @@ class Connection:
                 if self._sock.fileno() < 0:
                     return work
             self._send_held()
-        except ProtocolError as error:
+        except EmsError as error:  # before the greeting is over any, later those of the protocol
             self.refuse(error)
         except Exception:  # noqa: BLE001 - the root of what a client sets off, see below
             # Root of all that a client can set off: a defect here costs the one who found it, not the others.
@@ -183,10 +183,8 @@ class Connection:
             raise ProtocolError(f"{type(request).__name__} came before the greeting, say Hello first")
         try:
             answer = self._node.answer(self._owner, request)
-        except ProtocolError:
-            raise
         except EmsError as error:
-            answer = refusals.refusal(error)
+            answer = _refusal(error)
         if isinstance(answer, Generator):
             self._go_on(answer)
         else:
@@ -194,23 +192,17 @@ class Connection:
 
     def _go_on(self, steps: AnswerSteps) -> None:
         """Take a step of what was begun; the answer follows the last one."""
-        self._steps = steps
+        self._steps = None
         answer: messages.Answer | None
         try:
             next(steps)
         except StopIteration as end:
             answer = end.value
-        except ProtocolError:
-            self._steps = None
-            raise
         except EmsError as error:
-            answer = refusals.refusal(error)
-        except BaseException:
-            self._steps = None
-            raise
+            answer = _refusal(error)
         else:
+            self._steps = steps
             return
-        self._steps = None
         self._reply(answer)
 
     def _reply(self, answer: messages.Answer | None) -> None:
@@ -227,14 +219,8 @@ class Connection:
         self.client = hello.client
         self.instance = hello.instance
         self.features = frozenset(hello.features)
-        try:
-            self._version = greeting.negotiate(hello.oldest, hello.newest)
-            outcome = self._node.tenancy.gate.greet(hello, body, self.peer, self._node.clock())
-        except ProtocolError:
-            raise
-        except EmsError as error:
-            self.refuse(error)
-            return
+        self._version = greeting.negotiate(hello.oldest, hello.newest)
+        outcome = self._node.tenancy.gate.greet(hello, body, self.peer, self._node.clock())
         if isinstance(outcome, Pending):
             self._pending = outcome
             self.send(coding.encode(outcome.challenge))
@@ -245,23 +231,12 @@ class Connection:
         pending, self._pending = self._pending, None
         if pending is None:
             raise ProtocolError("a proof that nobody asked for")
-        try:
-            principal, signature = self._node.tenancy.gate.prove(
-                pending, request.proof, self.peer, self._node.clock(), self._node.wall()
-            )
-        except ProtocolError:
-            raise
-        except EmsError as error:
-            self.refuse(error)
-            return
+        now, wall = self._node.clock(), self._node.wall()
+        principal, signature = self._node.tenancy.gate.prove(pending, request.proof, self.peer, now, wall)
         self._let_in(principal, signature)
 
     def _let_in(self, principal: Principal, signature: bytes) -> None:
-        try:
-            welcome = self._node.clients.welcome(self._owner, principal, self._version, signature)
-        except EmsError as error:
-            self.refuse(error)
-            return
+        welcome = self._node.clients.welcome(self._owner, principal, self._version, signature)
         self._greeted = True
         self.principal = principal
         self._reader.limit = framing.MAX_FRAME
@@ -367,3 +342,10 @@ class Connection:
         if steps is not None:
             steps.close()
         self._node.clients.forget(self._owner, reason)
+
+
+def _refusal(error: EmsError) -> messages.Refused:
+    """The answer to a request that is refused.  Raises ProtocolError: it ends its connection instead."""
+    if isinstance(error, ProtocolError):
+        raise error
+    return refusals.refusal(error)
