@@ -7,13 +7,14 @@ that somebody else wrote, is never taken for the node's own.
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import zlib
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
+
+from ems.pool.files import replace_file
 
 MAGIC = b"EMSSIDE1"
 _HEAD = struct.Struct("<8sI")
@@ -40,16 +41,8 @@ def write_side_file(path: Path, body: bytes) -> None:
     Raises OSError: it cannot be written; what was there stays.
     """
     new = path.with_name(f"{path.name}.new")
-    try:
-        new.unlink(missing_ok=True)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines([_HEAD.pack(MAGIC, zlib.crc32(body)), body])
-        new.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
+    new.unlink(missing_ok=True)
+    replace_file(path, new, [_HEAD.pack(MAGIC, zlib.crc32(body)), body])
 
 
 class SideFile(Generic[Value]):

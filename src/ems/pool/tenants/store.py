@@ -20,6 +20,7 @@ import msgspec
 import structlog
 
 from ems.errors import ConfigError
+from ems.pool.files import replace_file
 from ems.pool.tenants.registry import SECRET_BYTES, Registry
 
 MAX_BYTES = 16 << 20
@@ -110,21 +111,10 @@ def write(path: Path, registry: Registry) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(registry)))
-            file.flush()
-            os.fsync(descriptor)
-        new.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_file(path, new, [msgspec.json.format(msgspec.json.encode(registry))], sync=True)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the tenants file {path}: {error.strerror}") from error
 
 

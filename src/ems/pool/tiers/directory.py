@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ems.errors import ConfigError, TierFailed
+from ems.pool.files import replace_file
 from ems.pool.tiers.blobs import Blob, Gone
 
 _UNFINISHED = ".new-"
@@ -52,20 +53,7 @@ class FolderBlobs:
         new = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
         with _told(f"cannot write {name}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.writelines(parts)
-                    file.flush()
-                    if self._sync:
-                        os.fsync(descriptor)
-                new.rename(self._path(name))
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    new.unlink()
-                raise
-            if self._sync:
-                _sync_folder(folder)
+            replace_file(self._path(name), new, parts, sync=self._sync)
 
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
         try:
@@ -166,11 +154,3 @@ def _told(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise TierFailed(f"{what}: {error.strerror or error}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
