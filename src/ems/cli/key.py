@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from ems.cli.shown import moment, note, print_json, print_table
+from ems.cli.shown import moment, note, present, print_json, table
 from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, change_and_tell, tell
 from ems.config import parse_duration
 from ems.errors import ConfigError
@@ -80,12 +80,9 @@ def list_(tenant: str, /, *, asked: Reading = READING) -> None:
     """List a tenant's keys: their names, not the keys."""
     keys = store.read(asked.file).tenant(tenant).keys
     now = time.time()
-    if asked.json:
-        times = ({"key": key.id, "created": key.created, "expires": key.expires} for key in keys)
-        print_json({"items": [{**row, "valid": key.valid(now)} for row, key in zip(times, keys, strict=True)]})
-        return
+    rows = [{"key": key.id, "created": key.created, "expires": key.expires, "valid": key.valid(now)} for key in keys]
     cells = [(key.id, moment(key.created), moment(key.expires), "yes" if key.valid(now) else "no") for key in keys]
-    print_table(("KEY", "MADE", "ENDS", "VALID"), cells)
+    present({"items": rows}, table(("KEY", "MADE", "ENDS", "VALID"), cells), asked.output)
 
 
 def _new() -> str:

@@ -33,8 +33,8 @@ def present(report: object, tables: Table | Sequence[Table], output: Output) -> 
         show(*([tables] if isinstance(tables, Table) else tables))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    show(Table(columns, [[str(cell) for cell in row] for row in rows]))
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    return Table(columns, [[str(cell) for cell in row] for row in rows])
 
 
 def show(*tables: Table) -> None:

@@ -6,18 +6,28 @@ from typing import Any
 
 from ems.cli.acts import figures
 from ems.cli.options import ASKING, Asking
-from ems.cli.shown import present_facts, print_facts, print_json, print_table
+from ems.cli.shown import present_facts, print_facts, print_json, show, table
 from ems.config import format_size
 from ems.pool.administration.health import judge
 
 
 def status(*, asked: Asking = ASKING) -> None:
     """Show the pool of this host at a glance."""
-    found = figures(asked.at)
+    seen = figures(asked.at)
     if asked.json:
-        print_json(found)
-    else:
-        _print_tables(found)
+        print_json(seen)
+        return
+    print_facts(summary_rows(seen))
+    if seen["namespaces"]:
+        print()
+        rows = [
+            (
+                *(row[name] for name in ("name", "pages", "writing", "capacity")),
+                format_size(row["page_size"]), format_size(row["pages"] * row["page_size"]),
+            )
+            for row in seen["namespaces"]
+        ]  # fmt: skip
+        show(table(("NAMESPACE", "PAGES", "WRITING", "SLOTS", "PAGE SIZE", "BYTES"), rows))
 
 
 def health(*, asked: Asking = ASKING) -> int:
@@ -88,17 +98,3 @@ def _duration(seconds: float) -> str:
     parts = [(days, "d"), (hours, "h"), (minutes, "m"), (rest, "s")]
     shown = [f"{value}{unit}" for value, unit in parts if value][:2]
     return "".join(shown) or "0s"
-
-
-def _print_tables(seen: dict[str, Any]) -> None:
-    print_facts(summary_rows(seen))
-    if seen["namespaces"]:
-        print()
-        rows = [
-            (
-                *(row[name] for name in ("name", "pages", "writing", "capacity")),
-                format_size(row["page_size"]), format_size(row["pages"] * row["page_size"]),
-            )
-            for row in seen["namespaces"]
-        ]  # fmt: skip
-        print_table(("NAMESPACE", "PAGES", "WRITING", "SLOTS", "PAGE SIZE", "BYTES"), rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ems.cli.shown import moment, print_facts, print_json, print_table
+from ems.cli.shown import moment, present, present_facts, table
 from ems.cli.tenancy import READING, WRITING, Reading, Writing, change_and_tell, usage
 from ems.config import GIB, format_size
 from ems.errors import ConfigError
@@ -97,11 +97,8 @@ def list_(*, asked: Reading = READING) -> None:
         }
         for name, tenant in sorted(known.tenants.items())
     ]
-    if asked.json:
-        print_json({"items": rows})
-        return
     cells = [(*list(row.values())[:4], "?" if row["bytes"] is None else format_size(row["bytes"])) for row in rows]
-    print_table(("TENANT", "MINIMUM", "CAP", "KEYS", "BYTES"), cells)
+    present({"items": rows}, table(("TENANT", "MINIMUM", "CAP", "KEYS", "BYTES"), cells), asked.output)
 
 
 def show(name: str, /, *, asked: Reading = READING) -> None:
@@ -110,14 +107,11 @@ def show(name: str, /, *, asked: Reading = READING) -> None:
     used = usage(asked.at)
     held = None if used is None else used.get(name, 0)
     keys = [{"key": key.id, "created": key.created, "expires": key.expires} for key in tenant.keys]
-    if asked.json:
-        print_json({"tenant": name, **msgspec.to_builtins(tenant.quota), "bytes": held, "keys": keys})
-        return
+    report = {"tenant": name, **msgspec.to_builtins(tenant.quota), "bytes": held, "keys": keys}
     facts = [
         ("tenant", name),
         ("quota", f"at least {tenant.quota.minimum}, at most {tenant.quota.cap}"),
         ("pages", "no node could be asked" if held is None else format_size(held)),
     ]
-    print_facts(
-        [*facts, *(("key", f"{key.id}, made {moment(key.created)}, ends {moment(key.expires)}") for key in tenant.keys)]
-    )
+    facts += [("key", f"{key.id}, made {moment(key.created)}, ends {moment(key.expires)}") for key in tenant.keys]
+    present_facts(report, [facts], asked.output)

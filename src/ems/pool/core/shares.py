@@ -12,28 +12,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from ems.config import format_size
 from ems.errors import ConfigError, QuotaExceeded
 from ems.pool.core.quota import Bounds, Quota
 
 if TYPE_CHECKING:
+    from ems.pool.core.namespaces import NamespacePages
     from ems.pool.core.slot_allocator import Segment
 
 IDLE_SECONDS = 10.0
 """How long a namespace must have rested before it can lose its last segment to a namespace that has none."""
-
-
-class SharingNamespace(Protocol):
-    """A namespace, as far as it matters here."""
-
-    number: int
-    tenant: str
-    last_used: float
-
-
-_Namespace = TypeVar("_Namespace", bound=SharingNamespace)
 
 
 class Shares:
@@ -114,8 +104,8 @@ class Shares:
         return bounds is not None and held > bounds.cap
 
     def donor(
-        self, namespace: _Namespace, namespaces: Sequence[_Namespace], segments: Sequence[Segment], now: float
-    ) -> _Namespace | None:
+        self, namespace: NamespacePages, namespaces: Sequence[NamespacePages], segments: Sequence[Segment], now: float
+    ) -> NamespacePages | None:
         """The namespace that loses a segment to ``namespace``; None when nobody has to."""
         usage = SegmentUsage(namespaces, segments)
         size = max((segment.size for segment in segments), default=0)
@@ -135,10 +125,10 @@ class Shares:
 
     def _donor_tenant(
         self,
-        namespace: SharingNamespace,
+        namespace: NamespacePages,
         usage: SegmentUsage,
         size: int,
-        namespaces: Sequence[SharingNamespace],
+        namespaces: Sequence[NamespacePages],
         now: float,
     ) -> str | None:
         """The other tenant that loses a segment to this one's; None when it has to do with what it has."""
@@ -168,7 +158,7 @@ class Shares:
 class SegmentUsage:
     """Who has how many segments, and how many bytes of them, at one moment."""
 
-    def __init__(self, namespaces: Iterable[SharingNamespace], segments: Sequence[Segment]) -> None:
+    def __init__(self, namespaces: Iterable[NamespacePages], segments: Sequence[Segment]) -> None:
         tenants = {namespace.number: namespace.tenant for namespace in namespaces}
         self.total = sum(1 for segment in segments if segment.size)
         self.unowned = 0

@@ -95,22 +95,17 @@ class Applier:
         """Do ``effect`` and the rest of ``work``, a step at a time."""
         result: Any
         while True:
-            kind = type(effect)
-            if kind is Pause:
+            if isinstance(effect, Pause):
                 yield
                 result = None
-            elif kind is VerifyPage:
-                result = yield from self._verify(effect)
+            elif isinstance(effect, VerifyPage):
+                result = yield from self._arena.headers.look_at(effect.ref, effect.key, effect.length)
             else:
-                result = self._does[kind](effect)
+                result = self._does[type(effect)](effect)
             try:
                 effect = work.send(result)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-
-    def _verify(self, effect: Effect) -> Steps[bool]:
-        assert isinstance(effect, VerifyPage)
-        return (yield from self._arena.headers.look_at(effect.ref, effect.key, effect.length))
 
     def _note_tenant(self, effect: NoteTenant) -> bool:
         try:

@@ -61,7 +61,7 @@ class Connection:
         self._kept = 0
         """Bytes that the node was told are kept for the client."""
         self._reader = framing.FrameReader(framing.MAX_GREETING)
-        self._greeted = False
+        self.greeted = False
         self._steps: AnswerSteps | None = None
         """What is left of a request that was begun."""
         self._paused = False
@@ -75,7 +75,8 @@ class Connection:
         """Answers that leave with the next one."""
         self._descriptors_unread = 0
         """Descriptors that were sent since the client was known to have read all answers."""
-        self.pid, self.uid = peer_of(sock)
+        self.peer = Peer(*peer_of(sock))
+        self.pid, self.uid = self.peer
         self.party = f"user {self.uid}"
         """With whom the connection takes turns."""
         self.client = "unknown"
@@ -85,14 +86,6 @@ class Connection:
         """What the client says that it understands."""
         self.principal = Principal(administers=False, stores=False)
         """Whom the connection belongs to; nobody before the greeting is over."""
-
-    @property
-    def greeted(self) -> bool:
-        return self._greeted
-
-    @property
-    def peer(self) -> Peer:
-        return Peer(self.pid, self.uid)
 
     def on_readable(self) -> None:
         try:
@@ -179,7 +172,7 @@ class Connection:
         if isinstance(request, messages.Prove):
             self._prove(request)
             return
-        if not self._greeted:
+        if not self.greeted:
             raise ProtocolError(f"{type(request).__name__} came before the greeting, say Hello first")
         try:
             answer = self._node.answer(self._owner, request)
@@ -214,7 +207,7 @@ class Connection:
             self.send(coding.encode(answer))
 
     def _greet(self, hello: messages.Hello, body: bytes) -> None:
-        if self._greeted or self._pending is not None:
+        if self.greeted or self._pending is not None:
             raise ProtocolError("a second Hello on one connection")
         self.client = hello.client
         self.instance = hello.instance
@@ -237,14 +230,14 @@ class Connection:
 
     def _let_in(self, principal: Principal, signature: bytes) -> None:
         welcome = self._node.clients.welcome(self._owner, principal, self._version, signature)
-        self._greeted = True
+        self.greeted = True
         self.principal = principal
         self._reader.limit = framing.MAX_FRAME
         self.send(coding.encode(welcome))
 
     def check_deadlines(self, now: float) -> None:
         """End the connection if its client should have greeted, or finished a frame, by ``now``."""
-        if not self._greeted and now >= self._greet_before:
+        if not self.greeted and now >= self._greet_before:
             self.refuse(ProtocolError(f"the client did not greet within {greeting.GREETING_SECONDS:.0f} s"))
         elif self._reader.size and now >= self._frame_before and not self.busy:
             self.refuse(ProtocolError(f"a frame was begun and not finished within {greeting.FRAME_SECONDS:.0f} s"))
