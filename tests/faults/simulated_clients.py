@@ -34,7 +34,7 @@ class Maps:
     def segment(self, number: int) -> memoryview:
         """The whole segment, writable."""
         known = self._maps.get(number)
-        replaced = known is not None and known[: len(MAGIC)] != MAGIC and number < len(self.node.arena.files)
+        replaced = known is not None and known[: len(MAGIC)] != MAGIC and number < len(self.node.arena.sizes)
         if known is None or replaced:
             self.node.answer(self.client_id, messages.Attach(number))  # refused where it is another's
             descriptor = self.node.arena.descriptor(number)

@@ -36,14 +36,7 @@ class PageQueue:
 
     def add(self, page: Page) -> None:
         """Put a page that is in no queue at the newest end."""
-        page.older = self._newest
-        page.newer = None
-        if self._newest is None:
-            self._oldest = page
-        else:
-            self._newest.newer = page
-        self._newest = page
-        self.count += 1
+        self.put(page, page, 1)
 
     def add_oldest(self, page: Page) -> None:
         """Put a page that is in no queue at the oldest end."""

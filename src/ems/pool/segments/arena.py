@@ -131,10 +131,6 @@ class Arena:
     def lock(self) -> int:
         return self._folder.lock
 
-    @property
-    def files(self) -> list[int]:
-        return [file.descriptor for file in self._files]
-
     def leave(self) -> None:
         """Let go of everything, with which another node goes on by a lock of its own or this one's."""
         self._release()
