@@ -47,32 +47,20 @@ class Inspector:
 
     def _row(self, namespace: NamespacePages, now: float, readers: int, below: list[tuple[str, Holding]]) -> Report:
         pages = len(namespace.index) - namespace.writing
-        return {
-            **self._names_of(namespace.name),
+        figures = {
             "pages": pages,
             "bytes": pages * namespace.page_size,
             "writing": namespace.writing,
             "page_size": namespace.page_size,
             "leases": readers,
             "pinned": len(namespace.pins.pinned),
-            "idle_seconds": round(max(now - namespace.last_used, 0.0), 3),
-            "tiers": _told_below(below),
         }
+        return _told_row(namespace.name, figures, now - namespace.last_used, below)
 
     def _row_below(self, name: str, below: list[tuple[str, Holding]]) -> Report:
-        none = dict.fromkeys(("pages", "bytes", "writing"), 0)
-        return {
-            **self._names_of(name),
-            **none,
-            "page_size": below[0][1].page_size,
-            "leases": 0,
-            "pinned": 0,
-            "idle_seconds": round(min(held.idle_seconds for _, held in below), 3),
-            "tiers": _told_below(below),
-        }
-
-    def _names_of(self, name: str) -> Report:
-        return {"namespace": name, "tenant": tenant_of(name), "model": model_of(name)}
+        none = dict.fromkeys(("pages", "bytes", "writing", "leases", "pinned"), 0)
+        figures = {**none, "page_size": below[0][1].page_size}
+        return _told_row(name, figures, min(held.idle_seconds for _, held in below), below)
 
     def show(self, what: str, now: float) -> Report:
         """All that is known of ``what``: a namespace's name, a key in hex, or (a part of) a request's id.
@@ -170,5 +158,7 @@ def _told_reason(code: int) -> Report:
     return {"reason": reason.value, "sentence": reason.sentence}
 
 
-def _told_below(below: list[tuple[str, Holding]]) -> list[Report]:
-    return [{"name": tier, "pages": held.pages, "bytes": held.bytes} for tier, held in below]
+def _told_row(name: str, figures: Report, idle: float, below: list[tuple[str, Holding]]) -> Report:
+    names = {"namespace": name, "tenant": tenant_of(name), "model": model_of(name)}
+    tiers = [{"name": tier, "pages": held.pages, "bytes": held.bytes} for tier, held in below]
+    return {**names, **figures, "idle_seconds": round(max(idle, 0.0), 3), "tiers": tiers}
