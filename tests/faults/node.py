@@ -6,7 +6,7 @@ the moment in which it is granted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ems.config import NodeConfig
@@ -79,12 +79,12 @@ class WatchedStoring(Storing):
         namespace: int,
         parent: bytes,
         keys: list[bytes],
-        tail: Tail | None = None,
+        tails: Sequence[Tail | None] = (),
         begun: Begun | None = None,
     ) -> Work[Reserved]:
         """Reserve, and have it looked at."""
         granted = self._node.see(client_id, [parent, *keys], namespace)
-        reserved = yield from super().reserve(client_id, namespace, parent, keys, tail, begun)
+        reserved = yield from super().reserve(client_id, namespace, parent, keys, tails, begun)
         granted(reserved)
         return reserved
 

@@ -24,7 +24,7 @@ def content(key: bytes) -> bytes:
 
 def store(client: PoolClient, keys: Sequence[bytes], parent: bytes = NO_PARENT, tail: Tail | None = None) -> int:
     """Store pages with their checksums; how many were granted."""
-    reserved = client.reserve(NAMESPACE, parent, keys, tail=tail)
+    reserved = client.reserve(NAMESPACE, parent, keys, tails=[*[None] * (len(keys) - 1), tail])
     segments = client.segments(reserved.epoch)
     checksums = []
     for position, ref in sorted(reserved.granted.items()):

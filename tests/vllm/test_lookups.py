@@ -113,7 +113,7 @@ def store_tail(side: Side, tokens: list[int]) -> None:
     """Store a page with ``tokens`` behind three full blocks."""
     tail = side.chain.tail(3, tokens)
     keys: list[bytes] = [*side.chain[0:3], tail.key]
-    side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, keys, tail=tail))
+    side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, keys, tails=[None, None, None, tail]))
 
 
 def test_a_part_of_a_block_is_found_by_the_tokens_that_it_shares(side: Side, node: Node) -> None:

@@ -230,8 +230,8 @@ class Saver:
 
     def _reserve(self, job: SaveJob) -> None:
         keys = [page.key for page in job.pages]
-        tail: Tail | None = job.tail
-        reserved = self._client.reserve(job.plane.namespace, job.parent, keys, self._call_timeout, tail)
+        tails: list[Tail | None] = [*[None] * (len(keys) - 1), job.tail] if job.tail is not None else []
+        reserved = self._client.reserve(job.plane.namespace, job.parent, keys, self._call_timeout, tails)
         if self._failing:
             self._failing = False
             self._logger.info("EMS stores blocks again")

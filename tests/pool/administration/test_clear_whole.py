@@ -122,7 +122,9 @@ def test_what_is_cleared_is_what_was_said_and_the_rest_is_accounted_for(
 def test_blocks_that_are_not_full_leave_too() -> None:
     core, ns = filled(("x", 5), slots=8)
     for number in range(3):
-        reserved = core.writing.reserve(1, ns, chain("x", 5)[4], [key(number)], Tail(key("place"), bytes([number] * 8)))
+        reserved = core.writing.reserve(
+            1, ns, chain("x", 5)[4], [key(number)], [Tail(key("place"), bytes([number] * 8))]
+        )
         core.writing.commit(1, reserved.reservation)
     report, seconds = run(AdminService(restarted(core)), Clear(everything=True))
     assert (report["removed"], seconds) == (8, 0.0)

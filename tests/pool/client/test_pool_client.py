@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ems.errors import EmsError, PoolRefused, PoolTimeout, PoolUnavailable, ProtocolError, StaleReference, Unauthorised
+from ems.pool.client import pool_client
 from ems.pool.client.answers import NO_TAIL, Namespace
 from ems.pool.client.frames import receive_frames
 from ems.pool.client.introduction import Introduction
@@ -133,7 +134,7 @@ def test_an_interrupted_call_does_not_leave_its_answer_to_the_next(
 def test_keys_and_the_tail_behind_them_are_looked_up_together(client: PoolClient, namespace: Namespace) -> None:
     keys = chain("tail", 2)
     tail = Tail(keys[1], struct.pack("<3I", 5, 6, 7))
-    client.commit(client.reserve(namespace, bytes(16), [*keys, tail.key], tail=tail))
+    client.commit(client.reserve(namespace, bytes(16), [*keys, tail.key], tails=[*[None] * len(keys), tail]))
     wanted = Tail(keys[1], struct.pack("<3I", 5, 6, 8))
 
     hits, shared = client.lookup_with_tail(namespace, b"".join(keys), wanted, lease_keys=True, lease_tail=True)
@@ -273,3 +274,13 @@ def test_an_idle_client_notices_the_end_of_its_node(tmp_path: Path) -> None:
             return not client.connected
 
         until(noticed, "the client lets go")
+
+
+def test_where_tails_are_more_than_a_request_holds_the_last_ones_are_sent() -> None:
+    tails: list[Tail | None] = [Tail(bytes(16), number.to_bytes(4, "little") * 256) for number in range(3000)]
+    tails[-2] = None
+    sent = pool_client._fitting(tails)
+    assert sent is not None
+    assert sent == {position: tails[position] for position in (*range(3000 - len(sent) - 1, 2998), 2999)}
+    assert 1900 < len(sent) < 2100
+    assert pool_client._fitting([None]) is None

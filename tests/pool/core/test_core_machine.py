@@ -136,12 +136,12 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(client=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
     def reserve(self, client: int, name: str, run: list[str], partial: bool) -> None:
         client_id = self.client_ids[client]
-        tail = tail_of(run[-1]) if partial else None
+        tails = [tail_of(path) for path in run] if partial else []
         keys = [KEYS[path] for path in run]
         before = self.pages(name)
         out = {slot_of(page.ref) for other in PAGE_SIZES for page in self.pages(other).values()}
         kept = {slot for slots in self.resting.values() for slot in slots}
-        reserved = self.core.writing.reserve(client_id, self.numbers[name], PREFIX[keys[0]], keys, tail)
+        reserved = self.core.writing.reserve(client_id, self.numbers[name], PREFIX[keys[0]], keys, tails)
         self.see_evictions()
         for assigned in reserved.assigned:
             if assigned.renewed:
@@ -161,8 +161,8 @@ class PoolHistory(RuleBasedStateMachine):
                 assert page.key == keys[position]
                 waiting[position] = page.key
                 self.listed[name].pop(page.key, None)
-                if tail is not None and position == len(keys) - 1:
-                    self.listed[name][page.key] = tail
+                if tails:
+                    self.listed[name][page.key] = tails[position]
                 self.see_grant(page, name, out - self.slots_out_before_grant(reserved.granted), kept)
         assert next(granted, None) is None
         assert all(one in self.pages(name) for one in {*keys, PREFIX[keys[0]]} & before.keys()), "it evicted its own"

@@ -33,7 +33,7 @@ def chain_of(seed: int = 0) -> KeyChain:
 def store(core: PoolCore, chain: KeyChain, tokens: list[int], *, commit: bool = True) -> int:
     """Reserve (and commit) a full block with ``tokens`` behind it; the reservation's number, 0 when all was there."""
     tail = chain.tail(1, tokens)
-    reserved = core.writing.reserve(1, 0, NO_PARENT, [chain[0:1][0], tail.key], tail)
+    reserved = core.writing.reserve(1, 0, NO_PARENT, [chain[0:1][0], tail.key], [None, tail])
     if commit and reserved.granted:
         core.writing.commit(1, reserved.reservation)
     return reserved.reservation

@@ -54,7 +54,7 @@ class Round:
         client.reserve(self.namespace, NO_PARENT, self.never[1])
 
     def _save_tail(self, client: PoolClient) -> None:
-        reserved = client.reserve(self.namespace, self.keys[-1], [self.tail.key], tail=self.tail)
+        reserved = client.reserve(self.namespace, self.keys[-1], [self.tail.key], tails=[self.tail])
         page = client.segments(reserved.epoch).page(reserved.granted[0], PAGE)
         page[:] = content(self.tail.key)
         client.commit(reserved, [0], checksums=[page_checksum(page)])

@@ -78,7 +78,8 @@ def filled(kind: inspect.Type, most: int) -> Any:
         case inspect.ListType():
             return [smallest(kind.item_type)] * most
         case inspect.DictType():
-            return {str(number): smallest(kind.value_type) for number in range(most)}
+            name = int if isinstance(kind.key_type, inspect.IntType) else str
+            return {name(number): smallest(kind.value_type) for number in range(most)}
     raise AssertionError(kind)
 
 
@@ -92,7 +93,8 @@ def with_place(kind: inspect.Type, path: str, value: Any, here: str) -> Any:
         case inspect.DictType():
             if path.startswith(f"{here}{{key}}"):
                 return {with_place(kind.key_type, path, value, f"{here}{{key}}"): smallest(kind.value_type)}
-            return {"a": with_place(kind.value_type, path, value, f"{here}{{value}}")}
+            name = 0 if isinstance(kind.key_type, inspect.IntType) else "a"
+            return {name: with_place(kind.value_type, path, value, f"{here}{{value}}")}
         case inspect.UnionType():
             inside = next(one for one in kind.types if path in dict(sized(one, here)))
             return with_place(inside, path, value, here)

@@ -145,6 +145,10 @@ def test_limits_hold_on_both_ends() -> None:
     most = limits.MAX_KEYS
     largest = messages.Reserve(2**32, bytes(16), bytes(16 * most))
     assert coding.decode_request(body_of(largest)) == largest
+    longest = {position: Tail(bytes(16), bytes(1024)) for position in range(limits.MAX_TAIL_BYTES // 1056)}
+    with_tails = messages.Reserve(2**32, bytes(16), bytes(16 * most), None, longest)
+    assert len(coding.encode(with_tails)) < framing.MAX_FRAME
+    assert coding.decode_request(body_of(with_tails)) == with_tails
     assert len(coding.encode(messages.Granted(2**32, bytes(most), bytes(20 * most)))) < framing.MAX_FRAME
     each_for_itself = messages.Changed(2**62, lost=False, runs=[ChangeRun(2**31, True, bytes(16))] * CAPACITY)
     assert len(coding.encode(each_for_itself)) < framing.MAX_FRAME
@@ -153,6 +157,9 @@ def test_limits_hold_on_both_ends() -> None:
         messages.Lookup(1, bytes(17)),
         messages.Reserve(1, bytes(16), bytes(16 * (most + 1))),
         messages.Reserve(1, bytes(15), bytes(16)),
+        messages.Reserve(1, bytes(16), bytes(16), None, {1: Tail(bytes(16), bytes(4))}),
+        messages.Reserve(1, bytes(16), bytes(16), None, {-1: Tail(bytes(16), bytes(4))}),
+        messages.Reserve(1, bytes(16), bytes(16), None, {0: Tail(bytes(16), bytes(5))}),
         messages.Commit(1, [0] * (most + 1)),
         messages.Changes(0, [""] * (most + 1)),
     ):

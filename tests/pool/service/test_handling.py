@@ -206,9 +206,30 @@ def test_a_refusal_is_an_error_of_the_request_alone(node: Surroundings) -> None:
 def test_a_tail_that_is_not_the_last_key_is_refused_in_one_sentence(keys: bytes) -> None:
     node = Surroundings()
     tail = Tail(b"d" * 16, b"1234")
-    with pytest.raises(PoolRefused, match=r"^the last key is .*, expected .*, the hash of the tail's"):
+    with pytest.raises(PoolRefused, match=r"^the key is .*, expected .*, the hash of its tail's"):
         node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), keys, tail))
     assert node.core.pages() == 0
+
+
+def test_every_page_with_a_tail_is_found_by_its_tokens(node: Surroundings) -> None:
+    tails = [Tail(bytes([number]) * 16, bytes([number, 0, 0, 0] * 4)) for number in range(3)]
+    keys = b"".join(tail.key for tail in tails)
+    request = messages.Reserve(node.namespace, bytes(NO_PARENT), keys, tails[2], {0: tails[0], 1: tails[1]})
+    assert node.ask(messages.Commit(node.ask(request).reservation, None)) == messages.Done(3)
+    for tail in tails:
+        asked = Tail(tail.directory, tail.tokens[:8] + b"else" * 2)
+        found = node.ask(messages.Lookup(node.namespace, b"", tail=asked))
+        assert (found.count, found.key) == (2, tail.key)
+
+
+def test_a_tail_in_the_middle_that_is_not_its_key_is_refused_before_anything_is_stored(node: Surroundings) -> None:
+    good, wrong = Tail(b"d" * 16, b"1234"), Tail(b"d" * 16, b"5678")
+    request = messages.Reserve(
+        node.namespace, bytes(NO_PARENT), good.key + b"a" * 16 + b"b" * 16, None, {0: good, 1: wrong}
+    )
+    with pytest.raises(PoolRefused, match=r"^the key is .*, expected .*, the hash of its tail's"):
+        node.ask(request)
+    assert node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), good.key)).outcomes == b"\0"
 
 
 # Long requests

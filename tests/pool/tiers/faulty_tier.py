@@ -36,6 +36,9 @@ class FaultyTier:
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         return self._tier.holds(namespace, keys)
 
+    def tails(self, namespace: str, keys: Sequence[bytes]) -> list[Tail | None]:
+        return self._tier.tails(namespace, keys)
+
     def find_tail(self, namespace: str, tail: Tail) -> StoredTail | None:
         return self._tier.find_tail(namespace, tail)
 

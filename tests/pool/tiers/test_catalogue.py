@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ems.pool.keys import Tail
 from ems.pool.tiers.catalogue import MAX_TAILS, Catalogue, Pack, decode_packs, encode_packs
 from ems.pool.tiers.pack_format import Head, Malformed, parse_head
+from ems.pool.tiers.seam import KeyRun
 from ems.testing.tiers import KEYS, key
 from tests.pool.tiers.packed import packed
 from tests.pool.wrong import wrong_catalogue
@@ -241,3 +242,13 @@ class Packs(RuleBasedStateMachine):
 
 
 TestPacks = Packs.TestCase
+
+
+def test_pages_with_tails_in_the_middle_of_a_chain_stay_one_run() -> None:
+    names = ["a", "b", "c", "d"]
+    tails = {name: Tail(key(("directory", name)), b"tail") for name in names}
+    catalogue = Catalogue()
+    catalogue.add("1", 10, head(names, tails=tails), 0.0)
+    assert list(catalogue.recent(NAMESPACE)) == [KeyRun(bytes(16), [key(name) for name in names])]
+    assert [catalogue.tail(NAMESPACE, key(name)) for name in names] == list(tails.values())
+    assert catalogue.tail(NAMESPACE, key("elsewhere")) is None

@@ -124,7 +124,7 @@ def test_a_block_that_is_not_full_comes_back(make_node: MakeNode, make_client: M
     client = make_client(node)
     tail = Tail(key("directory"), bytes([5, 0, 0, 0, 6, 0, 0, 0]))
     keys = [key("a/0"), bytes(tail.key)]
-    reservation = client.reserve(MEMORY, bytes(16), keys, tail=tail)
+    reservation = client.reserve(MEMORY, bytes(16), keys, tails=[*[None] * (len(keys) - 1), tail])
     segments = client.segments(reservation.epoch)
     for position, ref in reservation.granted.items():
         segments.page(ref, PAGE)[:] = page(keys[position], PAGE)

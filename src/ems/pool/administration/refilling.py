@@ -121,7 +121,7 @@ class Refilling:
         here = sum(1 for _ in takewhile(lambda key: self._is_here(ns, key), run.keys))
         if here:
             ns.in_memory += here
-            return KeyRun(run.keys[here - 1], run.keys[here:], run.tail) if here < len(run.keys) else None
+            return KeyRun(run.keys[here - 1], run.keys[here:]) if here < len(run.keys) else None
         if run.parent != NO_PARENT and not self._is_here(ns, run.parent):
             ns.without_prefix += len(run.keys)
             return None
@@ -131,7 +131,7 @@ class Refilling:
         if not keys:
             # What is on its way may have its room already, and be counted twice.
             return run if self._under_way and ns.reason == NO_ROOM else None
-        if not self._dry_run and not self._ask(tier, ns, KeyRun(run.parent, keys, run.tail)):
+        if not self._dry_run and not self._ask(tier, ns, KeyRun(run.parent, keys)):
             return None if ns.reason or self._ends(tier) else run
         ns.pages += len(keys)
         self._bytes += len(keys) * ns.page_size

@@ -38,6 +38,7 @@ from ems.pool.ownership import peer_of
 from ems.pool.protocol import greeting, limits, messages
 from ems.pool.protocol.acts import Acts, Upgrade
 from ems.pool.protocol.changes import FROM_NOW
+from ems.pool.protocol.limits import MAX_TAIL_BYTES, TAIL_FRAME_BYTES
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
@@ -285,12 +286,16 @@ class PoolClient(Line):
         parent: bytes,
         keys: Sequence[bytes],
         timeout: float | None = None,
-        tail: Tail | None = None,
+        tails: Sequence[Tail | None] = (),
     ) -> Reservation:
         """Ask for slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
 
-        With ``tail`` the last of them is its key: a block that is not full.
+        ``tails`` has one for each of them, or none at all: pages with one are found by their tokens too.  Where these
+        are more than one request has room for, those of the first pages are not; towards an older node only that of
+        the last one is.
         """
+        if tails and len(tails) != len(keys):
+            raise ValueError(f"{len(tails)} tails for {len(keys)} keys, expected one for each or none")
 
         def ask(turn: Turn) -> Reservation:
             number = self._opened(turn, namespace)
@@ -300,7 +305,9 @@ class PoolClient(Line):
                 )
             self._tell_what_is_written(turn)
             self._promised.asked()
-            request = messages.Reserve(number, parent, b"".join(keys), tail)
+            many = turn.connection.has(greeting.LISTS_TAILS)
+            last = tails[-1] if tails and not many else None
+            request = messages.Reserve(number, parent, b"".join(keys), last, _fitting(tails) if many else None)
             answer = turn.ask(request, messages.Granted)
             positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
             refs = unpack_refs(answer.refs)
@@ -440,6 +447,19 @@ def _asked(turn: Turn, asked: messages.Lookup | messages.Miss | None) -> Hits:
 
 def _hits(connection: Connection, answer: messages.Hits) -> Hits:
     return Hits(answer.count, answer.pending, _held(connection, answer), Reason.of_code(answer.code), answer.below)
+
+
+def _fitting(tails: Sequence[Tail | None]) -> dict[int, Tail] | None:
+    """The last of ``tails``, by position, as many as a request has room for; None when there is none."""
+    found: dict[int, Tail] = {}
+    room = MAX_TAIL_BYTES
+    for position in reversed(range(len(tails))):
+        if (tail := tails[position]) is not None:
+            room -= TAIL_FRAME_BYTES + len(tail.tokens)
+            if room < 0:
+                break
+            found[position] = tail
+    return found or None
 
 
 def _tail_hit(connection: Connection, answer: messages.Hits) -> TailHit:

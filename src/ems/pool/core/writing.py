@@ -55,7 +55,7 @@ class Writing:
             )
         if key != tail.key:
             raise PoolRefused(
-                f"the last key is {key.hex()}, expected {tail.key.hex()}, the hash of the tail's directory and tokens"
+                f"the key is {key.hex()}, expected {tail.key.hex()}, the hash of its tail's directory and tokens"
             )
 
     def reserve(
@@ -64,13 +64,13 @@ class Writing:
         namespace: int,
         parent: bytes,
         keys: list[bytes],
-        tail: Tail | None = None,
+        tails: Sequence[Tail | None] = (),
         begun: Begun | None = None,
     ) -> Reserved:
         """Promise slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
 
-        With ``tail`` the last of them is not full and can be found by its tokens.  They go on what was ``begun``, if
-        anything was.
+        Those with a tail can be found by their tokens too; ``tails`` has one for each of them, or none at all.  They go
+        on what was ``begun``, if anything was.
 
         Raises:
             StaleReference: what was begun is gone.
@@ -102,7 +102,8 @@ class Writing:
                     ns.writing += 1
                     waiting[begun.count + position] = page
                     granted.append(page)
-                    if tail is not None and position == len(keys) - 1:
+                    tail = tails[position] if tails else None
+                    if tail is not None:
                         ns.index.list_tail(page, tail)
             before = key
         for stack in spared:

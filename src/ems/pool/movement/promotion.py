@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ems.pool.keys import Tail
-
 MAX_WANTS = 1024
 """Wants that wait at most; more are not taken."""
 MAX_WANTED = 1 << 20
@@ -32,7 +30,6 @@ class Portion(msgspec.Struct, frozen=True):
     namespace: int
     parent: bytes
     keys: tuple[bytes, ...]
-    tail: Tail | None
     size: int
 
 
@@ -42,7 +39,6 @@ class _Want(msgspec.Struct):
     page_size: int
     parent: bytes
     keys: deque[bytes]
-    tail: Tail | None
     tenant: str
     at: float
     urgent: bool
@@ -84,7 +80,6 @@ class Promotions:
         keys: Sequence[bytes],
         now: float,
         *,
-        tail: Tail | None = None,
         urgent: bool,
     ) -> bool:
         """Fetch ``keys``, consecutive blocks behind ``parent``; False when too many wait already."""
@@ -95,7 +90,7 @@ class Promotions:
             if len(self._wants) >= MAX_WANTS or self._too_many(tenant, more):
                 self.given_up += 1
                 return False
-            want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tail, tenant, now, urgent)
+            want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tenant, now, urgent)
             self._count(want, more)
         elif more > 0 and want.tier == tier and not self._too_many(tenant, more):
             self._count(want, more)
@@ -128,7 +123,7 @@ class Promotions:
             count = 1
         keys = tuple(want.keys.popleft() for _ in range(count))
         size = count * want.page_size
-        portion = Portion(want.tier, want.namespace, want.parent, keys, want.tail, size)
+        portion = Portion(want.tier, want.namespace, want.parent, keys, size)
         self._count(want, -count)
         self.under_way += size
         del self._wants[name]

@@ -158,6 +158,7 @@ class Clients:
                 greeting.TELLS_TIERS,
                 greeting.SERVES_TENANTS,
                 greeting.AWAITS_WRITERS,
+                greeting.LISTS_TAILS,
             ],
             self._node.config.verify,
             self._node.trusted_from,

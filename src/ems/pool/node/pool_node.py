@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -345,10 +345,10 @@ class Node:
             self.applier.finish(self.storing.clear())
 
     def promise(
-        self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None
+        self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tails: Sequence[Tail | None] = ()
     ) -> Reserved:
         """Reserve pages and say in their headers that they are being written."""
-        return self.applier.finish(self.storing.reserve(client_id, namespace, parent, keys, tail))
+        return self.applier.finish(self.storing.reserve(client_id, namespace, parent, keys, tails))
 
     def _writer(self, client_id: int) -> Writer:
         """Who writes for a client, as a node that comes after this one can know; tiers' threads are of this process."""

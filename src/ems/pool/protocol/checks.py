@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import inspect
 
 from ems.errors import ProtocolError
-from ems.pool.keys import KEY_BYTES
+from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.greeting import NONCE_BYTES
 from ems.pool.protocol.limits import CHECKSUM_BYTES, MAX_KEYS, TOKEN_BYTES
@@ -101,9 +101,19 @@ def _check_corrupt(message: Corrupt) -> None:
 
 
 def _check_tail(message: Lookup | Reserve) -> None:
-    tail = message.tail
-    if tail is None:
-        return
+    if message.tail is not None:
+        _refuse_strange(message.tail)
+
+
+def _check_tails(message: Reserve) -> None:
+    count = len(message.keys) // KEY_BYTES
+    for position, tail in (message.tails or {}).items():
+        if not 0 <= position < count:
+            raise ProtocolError(f"a tail of key {position}, expected 0 to {count - 1}")
+        _refuse_strange(tail)
+
+
+def _refuse_strange(tail: Tail) -> None:
     if len(tail.directory) != KEY_BYTES or not tail.tokens or len(tail.tokens) % TOKEN_BYTES:
         raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected {TOKEN_BYTES} a token in a named directory")
 
@@ -111,7 +121,7 @@ def _check_tail(message: Lookup | Reserve) -> None:
 _CHECKS: dict[type, tuple[Callable[[Any], None], ...]] = {
     Hello: (_check_hello,),
     Lookup: (_check_keys, _check_tail),
-    Reserve: (_check_keys, _check_tail, _check_parent),
+    Reserve: (_check_keys, _check_tail, _check_tails, _check_parent),
     Explain: (_check_keys,),
     Prefetch: (_check_keys,),
     Announce: (_check_keys,),

@@ -7,14 +7,14 @@ import msgspec
 from ems.errors import ProtocolError
 from ems.pool.protocol.checks import check_request, refuse_oversized
 from ems.pool.protocol.framing import frame
-from ems.pool.protocol.messages import Answer, Challenge, Hits, Lookup, Message, Request
+from ems.pool.protocol.messages import Answer, Challenge, Hits, Lookup, Message, Request, Reserve
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-_GROWN = {Lookup: 4, Hits: 5, Challenge: 3}
+_GROWN = {Lookup: 4, Hits: 5, Challenge: 3, Reserve: 4}
 """Messages that have grown, and how many fields each had at first."""
 
 

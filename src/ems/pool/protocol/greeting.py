@@ -35,6 +35,8 @@ TAKES_ANNOUNCEMENTS = "announcements"
 AWAITS_WRITERS = "writers"
 """Feature of a node that gives slots of a writer that was cut off to nobody before it stopped: it takes
 :class:`StillWriting`."""
+LISTS_TAILS = "tails"
+"""Feature of a node that takes tails of more than the last key with :class:`Reserve`."""
 NAMES_USER = "user"
 """Feature of a client that knows :attr:`Challenge.user`."""
 

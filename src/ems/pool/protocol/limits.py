@@ -13,6 +13,10 @@ MAX_KEYS = 65536
 MAX_KEY_BYTES = MAX_KEYS * KEY_BYTES
 TOKEN_BYTES = 4
 CHECKSUM_BYTES = 4
+TAIL_FRAME_BYTES = 32
+"""What a tail takes in a request beside its tokens, and its position."""
+MAX_TAIL_BYTES = 2 << 20
+"""What a client sends of tails in one request: with the most keys it still fits into a frame, which bounds both."""
 MAX_ID = 256
 """Characters of a request's id that count."""
 MAX_CORRUPT = 64

@@ -89,13 +89,15 @@ class Attach(Message, frozen=True):
 class Reserve(Message, frozen=True):
     """Promise slots for consecutive ``keys`` after ``parent``; answered by :class:`Granted`.
 
-    With ``tail`` the last of the keys is that of a block that is not full, to be found by its tokens.
+    The keys at the positions of ``tails`` are those of pages to be found by their tokens too.  ``tail`` is that of the
+    last key; a node that lists more than one takes it in ``tails`` as well.
     """
 
     namespace: int
     parent: Key
     keys: Keys
     tail: Tail | None = None
+    tails: Annotated[dict[int, Tail], msgspec.Meta(max_length=MAX_KEYS)] | None = None
 
 
 class Commit(Message, frozen=True):

@@ -289,17 +289,16 @@ class RequestHandler:
         return messages.Reported((yield Administer(client_id, request.act, request.dry_run)))
 
     def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Work[messages.Granted]:
-        if request.tail is not None:
-            self._core.writing.refuse_unfit_tail(request.namespace, request.keys[-KEY_BYTES:], request.tail)
         keys, parent = split_keys(request.keys), request.parent
+        tails = yield from self._tails(request, keys)
         outcomes, begun = b"", Begun()
         refs: list[bytes] = []
         for start in range(0, max(len(keys), 1), STEP):
             if start:
                 yield PAUSE
             part = keys[start : start + STEP]
-            tail = request.tail if start + STEP >= len(keys) else None
-            reserved = yield from self._storing.reserve(client_id, request.namespace, parent, part, tail, begun)
+            listed = tails[start : start + STEP]
+            reserved = yield from self._storing.reserve(client_id, request.namespace, parent, part, listed, begun)
             if begun.reservation and not reserved.reservation:
                 # All of it was taken back.
                 outcomes, refs = outcomes.replace(_GRANTED, _NO_SPACE), []
@@ -309,6 +308,18 @@ class RequestHandler:
             begun = Begun(reserved.reservation, len(outcomes), begun.refusal or refusal)
             parent = part[-1] if part else parent
         return messages.Granted(begun.reservation, outcomes, b"".join(refs))
+
+    def _tails(self, request: messages.Reserve, keys: list[bytes]) -> Work[list[Tail | None]]:
+        """The tails of all ``keys``, none at all when no key has one; each is looked at before anything is stored."""
+        given = dict(request.tails or {})
+        if request.tail is not None:
+            given[len(keys) - 1] = request.tail
+        for count, (position, tail) in enumerate(given.items()):
+            if count and count % STEP == 0:
+                yield PAUSE
+            key = keys[position] if keys else b""
+            self._core.writing.refuse_unfit_tail(request.namespace, key, tail)
+        return [given.get(position) for position in range(len(keys))] if given else []
 
     def _corrupt(self, _client_id: int, request: messages.Corrupt, _now: float) -> Work[messages.Done]:
         """A reader found wrong bytes: look at them, and take the page out of the pool if it is so."""

@@ -6,7 +6,7 @@ before a page of it is marked; a page is marked before its writer learns of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -46,10 +46,10 @@ class Storing:
         namespace: int,
         parent: bytes,
         keys: list[bytes],
-        tail: Tail | None = None,
+        tails: Sequence[Tail | None] = (),
         begun: Begun | None = None,
     ) -> Work[Reserved]:
-        reserved = self._core.writing.reserve(client_id, namespace, parent, keys, tail, begun)
+        reserved = self._core.writing.reserve(client_id, namespace, parent, keys, tails, begun)
         # In this order: a slot may have been freed, and carved or granted, by this very request.
         yield from self.clear()
         unnoted: list[int] = []

@@ -207,6 +207,11 @@ class Catalogue:
                 return count
         return len(keys)
 
+    def tail(self, namespace: str, key: bytes) -> Tail | None:
+        """The tokens of the page of ``key``, if it is to be found by them."""
+        place = self.find(namespace, key)
+        return place.pack.head.tails.get(place.position) if place is not None else None
+
     def find_tail(self, namespace: str, tail: Tail) -> Tail | None:
         """The tail that shares most leading tokens with ``tail``, None when none shares any."""
         known = self._namespaces.get(namespace)
@@ -241,25 +246,22 @@ class Catalogue:
         first = b""
         for pack in sorted(self.packs_of(namespace), key=lambda one: (-one.used_at, -one.number)):
             for key in pack.keys:
-                for one, parent, tail in reversed(self._prefix(namespace, key, seen)):
-                    if keys and (parent != keys[-1] or tail is not None or len(keys) >= RUN):
+                for one, parent in reversed(self._prefix(namespace, key, seen)):
+                    if keys and (parent != keys[-1] or len(keys) >= RUN):
                         yield KeyRun(first, keys)
                         keys = []
-                    if tail is not None:
-                        yield KeyRun(parent, [one], tail)
-                        continue
                     first = first if keys else parent
                     keys.append(one)
         if keys:
             yield KeyRun(first, keys)
 
-    def _prefix(self, namespace: str, key: bytes, seen: set[bytes]) -> list[tuple[bytes, bytes, Tail | None]]:
-        """``key`` and what it continues, as far as it is there and was not ``seen``: key, parent and tail of each."""
+    def _prefix(self, namespace: str, key: bytes, seen: set[bytes]) -> list[tuple[bytes, bytes]]:
+        """``key`` and what it continues, as far as it is there and was not ``seen``: key and parent of each."""
         found = []
         while key not in seen and (place := self.find(namespace, key)) is not None:
             seen.add(key)
             parent = place.record.parent
-            found.append((key, parent, place.pack.head.tails.get(place.position)))
+            found.append((key, parent))
             key = parent
         return found
 

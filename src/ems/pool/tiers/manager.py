@@ -70,7 +70,7 @@ class TierHost(Protocol):
     arena: Arena
 
     def promise(
-        self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tail: Tail | None = None
+        self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tails: Sequence[Tail | None] = ()
     ) -> Reserved: ...
 
     def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None: ...
@@ -166,7 +166,6 @@ class TierManager:
             if self._host.core.page(namespace, key) is None:
                 asked = self._promotions.ask(
                     *(state.number, namespace, page_size, best.parent, [key], self._clock()),
-                    tail=best.tail,
                     urgent=True,
                 )
                 self._pump_soon()
@@ -270,7 +269,8 @@ class TierManager:
             return
         client_id, keys = next(self._client_ids), list(portion.keys)
         try:
-            reserved = self._host.promise(client_id, portion.namespace, portion.parent, keys, portion.tail)
+            tails = state.tier.tails(self._host.core.named(portion.namespace)[0], keys)
+            reserved = self._host.promise(client_id, portion.namespace, portion.parent, keys, tails)
         except OSError as error:
             _log.warning("memory could not be prepared for pages of a tier", tier=state.config.name, reason=str(error))
             self._host.core.disconnect(client_id, self._clock(), alive=False)
@@ -446,9 +446,7 @@ class TierManager:
         name, page_size = self._host.core.named(namespace)
         if state not in self._moves(name) or not state.reading.open:
             return False
-        asked = self._promotions.ask(
-            *(tier, namespace, page_size, run.parent, run.keys, self._clock()), tail=run.tail, urgent=False
-        )
+        asked = self._promotions.ask(*(tier, namespace, page_size, run.parent, run.keys, self._clock()), urgent=False)
         self._pump_soon()
         return asked
 

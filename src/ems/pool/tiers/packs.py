@@ -143,6 +143,9 @@ class PackTier:
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         return self._catalogue.holds(namespace, keys)
 
+    def tails(self, namespace: str, keys: Sequence[bytes]) -> list[Tail | None]:
+        return [self._catalogue.tail(namespace, key) for key in keys]
+
     def find_tail(self, namespace: str, tail: Tail) -> StoredTail | None:
         best = self._catalogue.find_tail(namespace, tail)
         place = self._catalogue.find(namespace, best.key) if best is not None else None

@@ -96,14 +96,10 @@ class ForgetResult(msgspec.Struct, frozen=True):
 
 
 class KeyRun(msgspec.Struct, frozen=True):
-    """Keys of consecutive blocks; the first comes after the block ``parent``.
-
-    With ``tail`` it is one page, which is not full.
-    """
+    """Keys of consecutive blocks; the first comes after the block ``parent``."""
 
     parent: bytes
     keys: list[bytes]
-    tail: Tail | None = None
 
 
 class Tier(Protocol):
@@ -111,6 +107,9 @@ class Tier(Protocol):
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         """How many leading ``keys`` it has, as far as it knows at this moment."""
+
+    def tails(self, namespace: str, keys: Sequence[bytes]) -> list[Tail | None]:
+        """The tail of each page of ``keys`` that it has with one."""
 
     def find_tail(self, namespace: str, tail: Tail) -> StoredTail | None:
         """The stored tail of the same directory that shares most leading tokens with ``tail``."""
