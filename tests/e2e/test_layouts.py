@@ -123,14 +123,14 @@ def test_pages_that_are_overwritten_after_they_were_found_are_computed(pair: Pai
         assert complete_all(reader.url, prompts, at_once=1) == pair.reference.texts(prompts)
     for case in range(6):
         writer, reader = pair.servers if case % 2 else reversed(pair.servers)
-        prompt = random_prompt(6000 + case, 12 * pair.block + 5)
+        prompt = random_prompt(6000 + case, 24 * pair.block + 5)
         pair.wait_stored()
         before = set(stored_pages(pair.node.directory))
         store(pair, writer, [prompt])
         pages = [page for page in stored_pages(pair.node.directory) if page not in before]
         kinds = sorted({page.segment for page in pages})
         if len(kinds) == 1:
-            broken = [pages[case * len(pages) // 6]]  # the last ones are the answer's
+            broken = [pages[case * len(pages) // 9]]  # the last ones are the answer's
         else:
             broken = [page for page in pages if page.segment == kinds[case % len(kinds)]]
         for page in broken:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ems.transfers.device import device_of
-from ems.transfers.rows import BlockRows
+from ems.transfers.rows import BlockRows, PageBlocks
 
 pytestmark = pytest.mark.accelerator
 
@@ -24,14 +24,15 @@ def test_blocks_go_to_pages_and_back(values: int, pinned: bool) -> None:
     named = [(block, shard) for block in range(64) for shard in range(2)]
     memory = memoryview(mmap.mmap(-1, len(named) * rows.page_bytes))
     pages = [memory[at * rows.page_bytes : (at + 1) * rows.page_bytes] for at in range(len(named))]
+    parts = [PageBlocks([block], shard) for block, shard in named]
     save, load = device_of(tensors), device_of(others)
     if pinned:
         load.pin(memory)
     save.wait_for(save.mark())
-    save.copy(rows.plan(named, pages, out=True))
+    save.copy(rows.plan(parts, pages, out=True))
     save.synchronise()
     load.wait_for(load.mark())
-    load.copy(BlockRows(others, shards=2).plan(named[::-1], pages[::-1], out=False))
+    load.copy(BlockRows(others, shards=2).plan(parts[::-1], pages[::-1], out=False))
     load.synchronise()
     assert all(torch.equal(new, old) for new, old in zip(others, tensors, strict=True))
     load.unpin(memory)

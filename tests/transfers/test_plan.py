@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ems.errors import ConfigError
 from ems.transfers.plan import CopyPlan, TokenSpan, runs
-from ems.transfers.rows import BlockRows, TokenRows
+from ems.transfers.rows import BlockRows, PageBlocks, TokenRows
 
 pytestmark = pytest.mark.hypothesis
 
@@ -65,20 +65,21 @@ def test_blocks_go_to_pages_and_back(
         st.lists(st.tuples(st.integers(0, blocks - 1), st.integers(0, shards - 1)), min_size=1, max_size=6, unique=True)
     )
     places = [number % page_blocks for number in range(len(named))]
+    parts = [PageBlocks([block], shard, place) for (block, shard), place in zip(named, places, strict=True)]
     pages = [bytearray(rows.page_bytes) for _ in named]
     views = [memoryview(page) for page in pages]
-    carry_out(rows.plan(named, views, out=True, places=places))
+    carry_out(rows.plan(parts, views, out=True))
 
     heads = 4 // shards
     for (block, shard), place, page in zip(named, places, pages, strict=True):
-        for number, tensor in enumerate(tensors):
-            row = tensor[block, shard * heads : (shard + 1) * heads].contiguous().view(torch.uint8).numpy().tobytes()
+        for number, (tensor, head) in enumerate(itertools.product(tensors, range(heads))):
+            row = tensor[block, shard * heads + head].contiguous().view(torch.uint8).numpy().tobytes()
             begin = number * len(row) * page_blocks + place * len(row)
             assert page[begin : begin + len(row)] == row
 
     other = [torch.zeros_like(tensor) for tensor in tensors]
     assert all(new.stride() == old.stride() for new, old in zip(other, tensors, strict=True))
-    carry_out(BlockRows(other, shards=shards, page_blocks=page_blocks).plan(named, views, out=False, places=places))
+    carry_out(BlockRows(other, shards=shards, page_blocks=page_blocks).plan(parts, views, out=False))
     untouched = set(itertools.product(range(blocks), range(shards))) - set(named)
     for new, old in zip(other, tensors, strict=True):
         for block, shard in named:
@@ -91,7 +92,7 @@ def test_one_layer_alone_is_copied() -> None:
     tensors = [strided((4, 2, 3, 2), (0, 1, 2, 3), seed) for seed in range(3)]
     rows = BlockRows(tensors)
     page = bytearray(rows.page_bytes)
-    carry_out(rows.plan([(2, 0)], [memoryview(page)], out=True, tensors=slice(1, 2)))
+    carry_out(rows.plan([PageBlocks([2])], [memoryview(page)], out=True, tensors=slice(1, 2)))
     size = rows.page_bytes // 3
     assert page[size : 2 * size] == tensors[1][2].view(torch.uint8).numpy().tobytes()
     assert not any(page[:size])
@@ -99,12 +100,12 @@ def test_one_layer_alone_is_copied() -> None:
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
-    tensors = [strided((8, 2, 3, 2), (0, 1, 2, 3), seed) for seed in range(2)]
+    tensors = [strided((8, 1, 3, 2), (0, 1, 2, 3), seed) for seed in range(2)]
     rows = BlockRows(tensors, page_blocks=4)
     page = memoryview(bytearray(rows.page_bytes))
-    following = rows.plan([(4, 0), (5, 0), (6, 0), (7, 0)], [page] * 4, out=True, places=range(4))
+    following = rows.plan([PageBlocks([4, 5, 6, 7])], [page], out=True)
     assert following.sizes.tolist() == [rows.page_bytes // 2] * 2
-    apart = rows.plan([(4, 0), (6, 0), (5, 0), (7, 0)], [page] * 4, out=True, places=range(4))
+    apart = rows.plan([PageBlocks([4, 6, 5, 7])], [page], out=True)
     assert len(apart.sizes) == 8
 
 
@@ -115,9 +116,9 @@ def test_nothing_outside_of_the_tensors_and_pages_is_named(row: tuple[int, int],
     rows = BlockRows([torch.zeros(4, 2, 3)], shards=2, page_blocks=2)
     page = memoryview(bytearray(rows.page_bytes))
     with pytest.raises(IndexError, match="there are 0 to"):
-        rows.plan([row], [page], out=False, places=[place])
+        rows.plan([PageBlocks([row[0]], row[1], place)], [page], out=False)
     with pytest.raises(IndexError, match="smaller than"):
-        rows.plan([(0, 0)], [page[1:]], out=False)
+        rows.plan([PageBlocks([0])], [page[1:]], out=False)
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:

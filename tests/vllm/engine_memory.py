@@ -49,8 +49,8 @@ class Engine:
         return [tensor[number].clone() for tensor in self.tensors]
 
     def save(self, chain: KeyChain, blocks: list[int], start: int = 0) -> None:
-        keys = list(chain[start : start + len(blocks)])
-        batch = self.saver.start([Save("save", start, chain.parent(start), keys, [blocks])])
+        tails = chain.tails(start, start + len(blocks))
+        batch = self.saver.start([Save("save", start, chain.parent(start), tails, [blocks])])
         batch.computed(self.device.mark())
         wait_for(lambda: not self.saver.busy("save"), "the blocks are copied")
 

@@ -41,7 +41,7 @@ class Ranks:
             start = rank * heads // count
             mine = {name: tensor[:, start : start + held].clone() for name, tensor in whole.items()}
             local = LocalPlane(0, plane, LAYERS, portion(heads, plane.shards, count, rank), (held,) * 3)
-            rows = plane_rows([local], mine, BLOCKS)
+            rows = plane_rows([local], mine, BLOCKS, 1)
             client = PoolClient(node.socket, f"rank{rank}")
             self.tensors.append(mine)
             self.clients.append(client)

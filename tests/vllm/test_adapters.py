@@ -19,7 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core import EngineCore
 
 from ems.errors import ConfigError
-from ems.pool.keys import NO_PARENT
+from ems.pool.keys import NO_PARENT, Tail
 from ems.vllm.adapters import Adapters, files_digest, has_read, how_used, watch_loads
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.hooks import follow_engine
@@ -199,7 +199,7 @@ def make(node: Node) -> Iterator[Callable[[Adapters | None], Side]]:
 def names(side: Side, request_id: str, adapter: LoRARequest | None) -> bytes:
     """The keys under which a request's prompt is stored."""
     (save,) = side.compute(request(request_id, lora=adapter)).saves
-    return b"".join(save.keys)
+    return b"".join(tail.key for tail in save.tails)
 
 
 def test_keys_follow_the_weights(make: Callable[[Adapters | None], Side], tmp_path: Path) -> None:
@@ -335,7 +335,11 @@ def test_pages_that_other_weights_computed_are_neither_stored_nor_loaded(
     worker.register({"layers.0": torch.zeros((MODEL.num_blocks, 2, BLOCK, 16), dtype=torch.bfloat16)})
     stored = node.counters["pages_committed"]
     load = Load("s", "node", [], adapter=named)
-    worker.begin(StepMetadata([load], [Save("r", 0, NO_PARENT, [b"k" * 16], [[1]], adapter=named)], awaited={"r"}))
+    worker.begin(
+        StepMetadata(
+            [load], [Save("r", 0, NO_PARENT, [Tail(bytes(16), b"k" * 4)], [[1]], adapter=named)], awaited={"r"}
+        )
+    )
     worker.start_loads()
     worker.computed()
 

@@ -184,7 +184,7 @@ def test_a_step_that_computes_nothing_saves_what_a_request_left(worker: WorkerSi
     """Until 0.30 the engine leaves out ``wait_for_save`` in such a step."""
     chain = KeyChain(NAME, TOKENS)
     chain.extend(list(range(2 * TOKENS)))
-    worker.begin(StepMetadata(saves=[Save("a", 0, chain.parent(0), list(chain[0:2]), [[3, 5]])], awaited={"a"}))
+    worker.begin(StepMetadata(saves=[Save("a", 0, chain.parent(0), chain.tails(0, 2), [[3, 5]])], awaited={"a"}))
     worker.start_loads()
     if release == "0.32":
         worker.computed()

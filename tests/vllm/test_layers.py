@@ -44,7 +44,7 @@ def prompt() -> Prompt:
 
 def save() -> Save:
     chain = prompt().chain
-    return Save("r", 0, chain.parent(0), list(chain), [[1, 2]])
+    return Save("r", 0, chain.parent(0), chain.tails(0, len(chain)), [[1, 2]])
 
 
 def layer_of(ranks: Ranks, plan: CopyPlan) -> int:

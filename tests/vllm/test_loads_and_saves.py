@@ -54,7 +54,7 @@ def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: t
     """A decode that arrives early can tell that waiting pays."""
     one, two = engines
     chain = chain_of(2)
-    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])])
+    batch = one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])])
 
     def seen() -> tuple[int, int]:
         found = two.client.lookup(two.namespace, chain.packed(0, 2))
@@ -71,7 +71,7 @@ def test_a_cancelled_save_copies_nothing_and_leaves_nothing(engines: tuple[Engin
     """The engine takes the blocks away before the step: what follows in them must not be stored under the old name."""
     one, two = engines
     chain = chain_of(3)
-    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:3]), [[0, 1, 2]])])
+    batch = one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 3), [[0, 1, 2]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     one.saver.cancel("save")
     for tensor in one.tensors:
@@ -97,7 +97,7 @@ def test_cancelling_waits_for_the_copy_that_runs(
 
     monkeypatch.setattr(CpuDevice, "copy", slow)
     chain = chain_of(2)
-    one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])]).computed(None)
+    one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])]).computed(None)
     assert began.wait(10)
     cancelling = threading.Thread(target=one.saver.cancel, args=("save",))
     cancelling.start()
@@ -173,7 +173,7 @@ def test_a_dead_node_fails_loads_and_saves_without_hanging(engines: tuple[Engine
 def test_an_idle_engine_says_at_once_where_it_stopped_to_write(engines: tuple[Engine, Engine], node: Node) -> None:
     """Its node was killed within a save; nobody gets those slots until it says that no copy runs any more."""
     one, _ = engines
-    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain_of(2)[0:2]), [[0, 1]])])
+    batch = one.saver.start([Save("save", 0, NO_PARENT, chain_of(2).tails(0, 2), [[0, 1]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     node.kill()
     node.start()
@@ -244,7 +244,7 @@ def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine,
     """Its slots may belong to somebody else by now."""
     one, two = engines
     chain = chain_of(2)
-    batch = one.saver.start([Save("save", 0, NO_PARENT, list(chain[0:2]), [[0, 1]])])
+    batch = one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     one.client.drop()
     one.client.connect()
@@ -288,7 +288,7 @@ def test_blocks_that_leave_a_window_are_copied_no_more_once_the_next_step_begins
     monkeypatch.setattr("ems.vllm.saves.WINDOW_SECONDS", 0.0)
     chain = chain_of(2)
     try:
-        save = Save("save", 0, NO_PARENT, list(chain[0:2]), [[1, 2]], ended=ended)
+        save = Save("save", 0, NO_PARENT, chain.tails(0, 2), [[1, 2]], ended=ended)
         batch = engine.saver.start([save])
         wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
         engine.saver.leave_windows()

@@ -45,7 +45,7 @@ class Engine(LookupSchedule):
         self.usable = lambda: self.well
         self.seconds_a_token = lambda: token_seconds
 
-    def name_blocks(self, job: LookupJob) -> Prompt:
+    def name_chunks(self, job: LookupJob) -> Prompt:
         chain = KeyChain("n", BLOCK)
         chain.extend(job.tokens)
         return Prompt(job.tokens, chain, job.extra, job.request_id)
@@ -90,7 +90,7 @@ class Engine(LookupSchedule):
         self.node.advance(now)
 
     def found(self) -> list[int]:
-        return [answer.found.blocks for answer in self.answers]
+        return [answer.found.chunks for answer in self.answers]
 
     def give_back(self, found: Found) -> None:
         for lease in found.leases:

@@ -100,7 +100,7 @@ def test_a_lookup_leases_what_it_finds(side: Side, node: Node) -> None:
     side.ask()
     answer = side.answer()
 
-    assert (answer.found.tokens, answer.found.blocks) == (48, 3)
+    assert (answer.found.tokens, answer.found.chunks) == (48, 3)
     assert answer.chain is not None
     assert list(answer.chain) == list(side.chain)
     assert node.stats()["leases"] == 1
@@ -123,7 +123,7 @@ def test_a_part_of_a_block_is_found_by_the_tokens_that_it_shares(side: Side, nod
     side.ask()
     found = side.answer().found
 
-    assert (found.tokens, found.blocks) == (57, 3)
+    assert (found.tokens, found.chunks) == (57, 3)
     assert found.pages[0].keys[48:] == side.chain.tail(3, [*TOKENS[48:57], 7]).key
     assert len(found.pages[0].packed_refs) == 4 * 20
     assert node.stats()["leases"] == 2
@@ -249,7 +249,7 @@ def test_a_plain_miss_is_no_gap(side: Side) -> None:
     side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=True))
     answer = side.answer()
 
-    assert (answer.found.blocks, answer.reason, answer.detail) == (2, Reason.NEVER_STORED, "")
+    assert (answer.found.chunks, answer.reason, answer.detail) == (2, Reason.NEVER_STORED, "")
 
 
 def test_a_block_that_was_given_up_says_so_and_when(side: Side) -> None:

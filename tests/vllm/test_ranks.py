@@ -39,14 +39,16 @@ def test_pages_serve_any_number_of_ranks(node: Node, heads: int, writers: int, r
     chain.extend(tokens)
     tail = chain.tail(3, tokens[12:])
     try:
-        one.save(Save("r", 0, chain.parent(0), [*chain, tail.key], [[5, 2, 7, 1]], tail), by_layer=by_layer)
+        one.save(
+            Save("r", 0, chain.parent(0), [*chain.tails(0, 3), tail], [[5, 2, 7, 1]], partial=True), by_layer=by_layer
+        )
         search = Search(reader, [plane], BLOCK, 2.0)
         wait_for(lambda: search.reach(Prompt(tokens, chain, tuple))[0] == 14, "the pages are committed")
         found = search.take(Prompt(tokens, chain, tuple))
-        assert (found.tokens, found.blocks) == (14, 3)
+        assert (found.tokens, found.chunks) == (14, 3)
         part = LoadPart(0, [1, 3, 4, 6], found.pages[0].keys, found.pages[0].packed_refs)
         if by_layer:
-            rest, last = Load("r", found.leases[0].node, [part], in_step=True).split()
+            rest, last = Load("r", found.leases[0].node, [part], in_step=True).split([plane], 1)
             other.load(last, in_step=True)
             other.load(rest, in_step=True)
         else:

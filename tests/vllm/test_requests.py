@@ -28,14 +28,20 @@ BLOCK = 4
 REF = 20
 
 
-def make_book(*, saves: bool = True, several_ranks: bool = False) -> RequestBook:
+def make_book(*, saves: bool = True, several_ranks: bool = False, page_blocks: int = 1) -> RequestBook:
     return RequestBook(
-        BLOCK, [Plane("p")], saves=saves, lookup_timeout=1.0, handoff_timeout=2.0, several_ranks=several_ranks
+        BLOCK,
+        [Plane("p")],
+        page_blocks=page_blocks,
+        saves=saves,
+        lookup_timeout=1.0,
+        handoff_timeout=2.0,
+        several_ranks=several_ranks,
     )
 
 
-def make_chain(tokens: int) -> KeyChain:
-    chain = KeyChain("tenant/model/layout", BLOCK)
+def make_chain(tokens: int, chunk: int = BLOCK) -> KeyChain:
+    chain = KeyChain("tenant/model/layout", chunk)
     chain.extend(list(range(tokens)))
     return chain
 
@@ -44,13 +50,13 @@ def make_lease(blocks: int, number: int = 1) -> Lease:
     return Lease("node", 1, number, b"".join(bytes([i]) * REF for i in range(blocks)))
 
 
-def hit(blocks: int, lease: Lease | None = None, *, tail: int = 0) -> Found:
-    """What a lookup brings that found ``blocks`` full blocks and ``tail`` tokens of the next one."""
-    if not blocks and not tail:
+def hit(chunks: int, lease: Lease | None = None, *, tail: int = 0, chunk: int = BLOCK) -> Found:
+    """What a lookup brings that found ``chunks`` full chunks and ``tail`` tokens of the next one."""
+    if not chunks and not tail:
         return NOTHING
-    held = lease or make_lease(blocks + bool(tail))
-    keys = make_chain(blocks * BLOCK).packed(0, blocks) + (b"t" * 16 if tail else b"")
-    return Found(blocks * BLOCK + tail, blocks, (Pages(0, 0, keys, held.packed_refs),), (held,))
+    held = lease or make_lease(chunks + bool(tail))
+    keys = make_chain(chunks * chunk, chunk).packed(0, chunks) + (b"t" * 16 if tail else b"")
+    return Found(chunks * chunk + tail, chunks, (Pages(0, 0, keys, held.packed_refs),), (held,))
 
 
 def test_a_request_of_one_token_asks_nothing() -> None:
@@ -68,6 +74,25 @@ def test_a_full_hit_counts_every_token_of_the_prompt() -> None:
     assert book.answered("r", make_chain(8), hit(2, make_lease(2))) == []
 
     assert book.match("r", 8, 0, 0.2) == (8, [])
+
+
+def test_a_load_may_begin_and_end_within_a_chunk() -> None:
+    book = make_book(page_blocks=3)
+    book.arrive("r", 34, 0)
+    found = hit(2, tail=7, chunk=12)
+    book.answered("r", make_chain(34, 12), found)
+    assert book.match("r", 34, 20, 0.0) == (11, [])
+    ids = list(range(50, 59))
+    (load,) = book.allocated("r", [ids], 11)
+    assert isinstance(load, Load)
+    pages = found.pages[0]
+    assert load.parts == [LoadPart(0, ids[5:8], pages.keys[16:], pages.packed_refs[REF:], skip=2)]
+    rest, last = load.split([Plane("p")], 3)
+    assert rest.parts == [LoadPart(0, ids[5:7], pages.keys[16:], pages.packed_refs[REF:], skip=2)]
+    assert last.parts == [LoadPart(0, ids[7:8], pages.keys[32:], pages.packed_refs[2 * REF :], skip=1)]
+    # What is lost within a chunk is offered with all of it.
+    assert book.received("r", {ids[6]}) == [Release(found.leases[0])]
+    assert book.scheduled("r", [ids], 34, replace=True) == Span(2, 2, 10)
 
 
 def test_a_load_names_only_the_blocks_after_the_local_ones() -> None:
@@ -244,7 +269,7 @@ def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
     assert book.scheduled("r", [[]], 40, replace=False) is None
     saved = book.save("r", Span(0, 2, 0), make_chain(10), None)
     assert saved.block_ids == [[5, 6]]
-    assert saved.keys == list(make_chain(10)[0:2])
+    assert saved.tails == make_chain(10).tails(0, 2)
 
 
 def test_blocks_that_the_pool_has_are_not_offered() -> None:
@@ -315,7 +340,8 @@ def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
     tail = chain.tail(2, [8, 9, 10])
     saved = book.save("r", Span(1, 2, 3), chain, tail)
     assert saved.block_ids == [[2, 3]]
-    assert saved.keys == [chain[1:2][0], tail.key]
+    assert saved.tails == [*chain.tails(1, 2), tail]
+    assert saved.partial
     assert book.finished("r") == (0, [])
 
 
@@ -528,10 +554,12 @@ class Life(RuleBasedStateMachine):
     """Any order of events that an engine may produce: leases balance, offers never overlap."""
 
     live = Bundle("live")
+    page_blocks = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = make_book()
+        self.chunk = self.page_blocks * BLOCK
+        self.book = make_book(page_blocks=self.page_blocks)
         self.now = 0.0
         self.counter = 0
         self.held: dict[int, Lease] = {}
@@ -551,11 +579,17 @@ class Life(RuleBasedStateMachine):
             else:
                 assert effect.request_id not in self.loading
                 (part,) = effect.parts
-                assert len(part.keys) == 16 * len(part.block_ids)
-                assert len(part.packed_refs) == REF * len(part.block_ids)
+                assert 0 <= part.skip < self.page_blocks
+                pages = -(-(part.skip + len(part.block_ids)) // self.page_blocks)
+                assert len(part.packed_refs) == REF * pages
+                known = self.book.get(effect.request_id)
+                assert known is not None
+                first = (known.local // BLOCK) // self.page_blocks
+                assert part.skip == known.local // BLOCK - first * self.page_blocks
+                assert part.keys == known.found.pages[0].keys[16 * first : 16 * (first + pages)]
                 self.loading[effect.request_id] = part.block_ids
 
-    @rule(target=live, tokens=st.integers(1, 20), expected=st.integers(0, 3))
+    @rule(target=live, tokens=st.integers(1, 30), expected=st.integers(0, 3))
     def arrive(self, tokens: int, expected: int) -> str:
         self.counter += 1
         name = f"r{self.counter}"
@@ -583,14 +617,14 @@ class Life(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             self.asked.discard(name)  # otherwise it may be answered again
         tokens = data.draw(st.integers(0, self.prompt[name]))
-        blocks, tail = divmod(tokens, BLOCK)
+        chunks, tail = divmod(tokens, self.chunk)
         found = NOTHING
         if tokens:
             self.counter += 1
-            lease = make_lease(blocks + bool(tail), self.counter)
+            lease = make_lease(chunks + bool(tail), self.counter)
             self.held[lease.number] = lease
-            found = hit(blocks, lease, tail=tail)
-        self.do(list(self.book.answered(name, make_chain(self.prompt[name]), found)))
+            found = hit(chunks, lease, tail=tail, chunk=self.chunk)
+        self.do(list(self.book.answered(name, make_chain(self.prompt[name], self.chunk), found)))
 
     @rule(name=live, data=st.data())
     def schedule(self, name: str, data: st.DataObject) -> None:
@@ -616,10 +650,16 @@ class Life(RuleBasedStateMachine):
         after = data.draw(st.integers(local + take + 1 if take else 0, tokens))
         span = self.book.scheduled(name, [ids], after, replace=True)
         if span is not None:
-            assert self.offered[name] <= span.first <= span.end <= after // BLOCK
+            assert self.offered[name] <= span.first <= span.end <= after // self.chunk
             assert span.first < span.end or span.tail
-            assert span.tail in (0, tokens % BLOCK)
+            assert span.tail in (0, tokens % self.chunk)
             self.offered[name] = span.end
+            chain = make_chain(tokens, self.chunk)
+            tail = chain.tail(span.end, list(range(span.tail))) if span.tail else None
+            save = self.book.save(name, span, chain, tail)
+            begin, end = span.first * self.chunk, span.end * self.chunk + span.tail
+            assert save.block_ids == [ids[begin // BLOCK : -(-end // BLOCK)]]
+            assert save.tails == [*chain.tails(span.first, span.end), *([tail] if tail else [])]
 
     @rule(name=live, failed=st.booleans())
     def load_ends(self, name: str, failed: bool) -> None:
@@ -658,7 +698,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for name in list(self.asked):
-            self.do(list(self.book.answered(name, make_chain(self.prompt[name]), NOTHING)))
+            self.do(list(self.book.answered(name, make_chain(self.prompt[name], self.chunk), NOTHING)))
         for name in self.prompt:
             if name not in self.ended:
                 self.do(list(self.book.finished(name)[1]))
@@ -691,3 +731,12 @@ def test_an_engine_may_be_told_to_save_full_blocks_only() -> None:
 
     assert book.scheduled("a", [[5, 6, 7]], 10, replace=True) == Span(0, 2, 0)
     assert book.last_save("a", [[5, 6, 7]], 11) is None
+
+
+class LifeInChunks(Life):
+    """The same where a page has the state of three blocks."""
+
+    page_blocks = 3
+
+
+TestLifeInChunks = LifeInChunks.TestCase

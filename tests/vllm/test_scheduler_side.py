@@ -25,7 +25,7 @@ from ems.vllm.lookups import Lookups
 from ems.vllm.metadata import QUIET, StepReport
 from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES
-from ems.vllm.scheduler import ANSWER_BLOCKS, ANSWER_SECONDS, IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
+from ems.vllm.scheduler import ANSWER_CHUNKS, ANSWER_SECONDS, IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.vllm.scheduler_side import (
     BLOCK,
@@ -253,7 +253,7 @@ def test_requests_behind_the_first_are_looked_up_as_these_leave(make: Make, stor
     def answered() -> bool:
         side._take_answers()
         known = side._book.get(queue[-1].request_id)
-        return known is not None and known.found.blocks == 3
+        return known is not None and known.found.chunks == 3
 
     wait_for(answered, "the last of the queue is answered before the scheduler asks")
     for one in queue[2:]:
@@ -324,10 +324,10 @@ def test_a_part_of_a_block_is_named_by_computed_tokens_only(make: Make, prompt_t
     side.finished(one, ([1, 2, 3, 4],))
     (save,) = side.build_metadata(idle).saves
 
-    assert save.tail is not None
+    assert save.partial
     begin = (prompt_tokens + 2) // BLOCK * BLOCK
     expected = [*one.prompt_token_ids, 900, 901][begin:]
-    assert save.tail.tokens == b"".join(token.to_bytes(4, "little") for token in expected)
+    assert save.tails[-1].tokens == b"".join(token.to_bytes(4, "little") for token in expected)
 
 
 def silent(waited: list[float]) -> Callable[..., list[LookupAnswer]]:
@@ -363,7 +363,7 @@ def test_an_engine_without_work_waits_for_an_answer_once_a_step(make: Make, wait
 
 def test_a_lookup_that_takes_long_is_not_waited_for(make: Make, waits: list[float]) -> None:
     side = make()
-    for name, blocks in (("long", ANSWER_BLOCKS + 1), ("longest", 8 * ANSWER_BLOCKS), ("short", ANSWER_BLOCKS)):
+    for name, blocks in (("long", ANSWER_CHUNKS + 1), ("longest", 8 * ANSWER_CHUNKS), ("short", ANSWER_CHUNKS)):
         one = request(name, [7] * (blocks * BLOCK))
         side.on_new_request(one)
         side.match(one, 0)
@@ -775,8 +775,10 @@ def test_an_answer_is_stored_though_the_next_step_was_launched_before_it_ended(m
     side.finished(one, ([1, 2, 3, 4],))
 
     (save,) = side.build_metadata(empty_step()).saves
-    assert save.tail is not None
-    assert (save.first, len(save.keys), len(save.tail.tokens)) == (1, 3, 4 * 11), "the step under way writes token 59"
+    assert save.partial
+    assert (save.first, len(save.tails), len(save.tails[-1].tokens)) == (1, 3, 4 * 11), (
+        "the step under way writes token 59"
+    )
 
 
 def test_blocks_that_another_connector_lost_are_not_missing_in_our_loads(

@@ -144,7 +144,7 @@ def test_what_is_found_is_what_can_be_used(data: st.DataObject) -> None:
     assert found.tokens == best
     for pages in found.pages:
         plane = planes[pages.plane]
-        wanted = prompt.chain.packed(pages.first, found.blocks)
+        wanted = prompt.chain.packed(pages.first, found.chunks)
         assert pages.keys.startswith(page_keys(wanted, plane.shards))
         assert pages.first <= first_in_sight(plane.window, found.tokens - 1, BLOCK)
         refs = [pages.packed_refs[i : i + KEY_BYTES] for i in range(0, len(pages.packed_refs), REF)]

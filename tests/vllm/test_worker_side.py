@@ -80,7 +80,7 @@ def test_what_is_computed_behind_blocks_that_hold_nothing_is_not_stored(
     chain.extend(list(range(4 * BLOCK)))
     gone = LoadPart(0, [1, 2], chain.packed(0, 2), bytes(2 * REF_BYTES))
     loads = [Load("r", "a-node-that-is-gone", [gone], in_step=True)] if fails else []
-    save = Save("r", 2, chain.parent(2), list(chain[2:4]), [[3, 4]])
+    save = Save("r", 2, chain.parent(2), chain.tails(2, 4), [[3, 4]])
     run(worker, StepMetadata(loads=loads, saves=[save], awaited=set(), preempted=set()), drafts=drafts)
 
     assert worker.take_invalid_blocks() == ({1, 2} if fails else set())
@@ -94,7 +94,7 @@ def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, 
     """With drafts vLLM tells only the last stage of a pipeline."""
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
-    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]))
+    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
     worker.begin(StepMetadata())
     wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
     worker.end()
@@ -103,7 +103,7 @@ def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, 
 def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None:
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
-    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]))
+    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
     assert not worker.has_results
     worker.computed()
     worker.end()
@@ -135,7 +135,7 @@ def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
     monkeypatch.setattr(CpuDevice, "copy", noted)
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
-    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]))
+    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
     worker.computed()
     wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
     client = PoolClient(node.socket, "test")
@@ -161,7 +161,7 @@ def test_layers_are_stopped_at_only_where_a_step_has_work_in_them(worker: Worker
     asked = []
     for step in (
         StepMetadata(),
-        StepMetadata(saves=[Save("r", 0, chain.parent(0), list(chain[0:2]), [[3, 4]])]),
+        StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]),
         StepMetadata(loads=[Load("r", "a-node-that-is-gone", [], in_step=True)]),
         StepMetadata(loads=[Load("r", "a-node-that-is-gone", [])]),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from ems.cli.options import ASKING, Asking
 from ems.cli.show import show
 from ems.cli.shown import present_facts
 from ems.errors import ConfigError, PoolRefused
+from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KeyChain
+from ems.pool.keys import KEY_BYTES, KeyChain
 from ems.pool.names import own_name
 from ems.pool.protocol.acts import List, Show
 from ems.pool.protocol.limits import MAX_KEYS
@@ -23,13 +25,13 @@ from ems.vllm.planes import page_keys
 
 
 class Plane(msgspec.Struct, frozen=True):
-    """One namespace that an engine described: where its chains begin, how its blocks are cut."""
+    """One namespace that an engine described: where its chains begin, how its chunks are cut."""
 
     namespace: str
     identity: str
     tenant: str
     model: str
-    block_size: int
+    chunk_tokens: int
     shards: int
     window: int
 
@@ -130,27 +132,37 @@ def described_planes(client: PoolClient) -> list[Plane]:
     for row in client.administer(List())["namespaces"]:
         name: str = row["namespace"]
         facts: dict[str, str] = client.administer(Show(name))["facts"]
-        if facts.get("kind") == "vllm":
-            sizes = [int(facts[field]) for field in ("block_size", "page_shards", "window")]
+        if facts.get("kind") == "vllm" and "chunk_tokens" in facts:
+            sizes = [int(facts[field]) for field in ("chunk_tokens", "page_shards", "window")]
             found.append(Plane(name, own_name(name).rpartition("/")[0], row["tenant"], row["model"], *sizes))
     return found
 
 
 def look(client: PoolClient, plane: Plane, ids: list[int]) -> dict[str, Any]:
-    """What ``plane`` has of the full blocks of a prompt with the tokens ``ids``."""
-    chain = KeyChain(plane.identity, plane.block_size)
-    blocks = chain.extend(ids)
-    known = ("namespace", "tenant", "model", "block_size", "window")
+    """What ``plane`` has of a prompt with the tokens ``ids``; its last chunk is one that need not be full."""
+    size = plane.chunk_tokens
+    chain = KeyChain(plane.identity, size)
+    full = chain.extend(ids)
+    rest = chain.tail(full, ids[full * size :])
+    names = chain.packed(0, full) + (rest.key if rest.tokens else b"")
+    chunks = len(names) // KEY_BYTES
+    known = ("namespace", "tenant", "model", "chunk_tokens", "window")
     row: dict[str, Any] = {name: getattr(plane, name) for name in known}
-    row |= {"blocks": blocks, "leading": 0, "present": 0, "tier": "DRAM", "reasons": {}}
+    row |= {"chunks": chunks, "leading": 0, "present": 0, "tier": "DRAM", "reasons": {}}
     step = MAX_KEYS // plane.shards
-    for start in range(0, blocks, step):
-        keys = page_keys(chain.packed(start, min(start + step, blocks)), plane.shards)
+    for start in range(0, chunks, step):
+        keys = page_keys(names[start * KEY_BYTES : (start + step) * KEY_BYTES], plane.shards)
         explained = client.explain(plane.namespace, keys)
         for offset in range(len(explained.codes) // plane.shards):
             codes = explained.codes[offset * plane.shards : (offset + 1) * plane.shards]
             missing = next((code for code in codes if code not in (0, Reason.GAP.code)), 0)
             _count(row, start + offset, missing, explained.detail)
+    first: int = row["leading"]
+    row["tokens"] = min(first * size, len(ids))
+    if first < chunks:
+        part = chain.tail(first, ids[first * size : (first + 1) * size])
+        with suppress(PoolRefused):  # a node with tenants lets its administrator look nothing up
+            row["tokens"] += client.lookup_tail(Namespace(plane.namespace, 0), part).tokens
     return row
 
 
@@ -163,34 +175,34 @@ def tell_of_others(rows: list[dict[str, Any]]) -> None:
             same = other["model"] == row["model"] and other["tenant"] != row["tenant"]
             if same and other["leading"] > row["leading"]:
                 row["reason"], row["sentence"] = Reason.OTHER_TENANT.value, Reason.OTHER_TENANT.sentence
-                row["detail"] = f"{other['namespace']} has {other['leading']} blocks from the start"
+                row["detail"] = f"{other['namespace']} has {other['tokens']} tokens from the start"
 
 
-def _count(row: dict[str, Any], block: int, code: int, detail: str) -> None:
+def _count(row: dict[str, Any], chunk: int, code: int, detail: str) -> None:
     if not code:
         row["present"] += 1
-        row["leading"] += row["leading"] == block
+        row["leading"] += row["leading"] == chunk
         return
     reason = Reason.of_code(code) or Reason.ABSENT
     row["reasons"][reason.value] = row["reasons"].get(reason.value, 0) + 1
     if "first_missing" not in row:
-        row["first_missing"] = block
+        row["first_missing"] = chunk
         row |= {"reason": reason.value, "sentence": reason.sentence, "detail": detail}
 
 
 def _told(row: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
-    size = row["block_size"]
+    size = row["chunk_tokens"]
     facts = [
         ("namespace", row["namespace"]),
-        ("prompt", f"{tokens} tokens, {row['blocks']} full blocks of {size}"),
-        ("in the pool", f"{row['present']} blocks in {row['tier']}, {row['leading']} of them from the start"),
+        ("prompt", f"{tokens} tokens, {row['chunks']} chunks of {size}"),
+        ("in the pool", f"{row['present']} chunks in {row['tier']}; {row['tokens']} tokens from the start"),
     ]
     if row["window"]:
-        facts.append(("window", f"{row['window']} tokens: only the blocks in sight of the next token are needed"))
+        facts.append(("window", f"{row['window']} tokens: only the chunks in sight of the next token are needed"))
     if "first_missing" in row:
         first = row["first_missing"]
         detail = f" ({row['detail']})" if row["detail"] else ""
-        facts.append(("missing", f"block {first}, tokens {first * size} to {(first + 1) * size - 1}"))
+        facts.append(("missing", f"chunk {first}, tokens {row['tokens']} to {min((first + 1) * size, tokens) - 1}"))
         facts.append(("reason", f"{row['reason']}: {row['sentence']}{detail}"))
         counts = sorted(row["reasons"].items(), key=lambda item: -item[1])
         facts.append(("all missing", ", ".join(f"{reason} {count}" for reason, count in counts)))

@@ -68,9 +68,9 @@ def warm(
             raise PoolRefused("no engine has described such a layout to this node, give the namespace and the keys")
         wanted = []
         for plane in planes:
-            chain = KeyChain(plane.identity, plane.block_size)
-            blocks = chain.extend(ids)
-            wanted.append((plane.namespace, page_keys(chain.packed(0, blocks), plane.shards)))
+            chain = KeyChain(plane.identity, plane.chunk_tokens)
+            chunks = chain.extend(ids)
+            wanted.append((plane.namespace, page_keys(chain.packed(0, chunks), plane.shards)))
     most = MAX_KEYS * KEY_BYTES
     reports = [
         {"namespace": name, **ask(asked.at, Warm(name, raw[start : start + most]), dry_run=asked.dry_run)}

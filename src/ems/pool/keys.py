@@ -53,7 +53,7 @@ def root_key(namespace: str) -> bytes:
 
 
 class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block that is not full: ``directory`` names its place, ``tokens`` what is in it, 4 bytes a token.
+    """A block by what is in it: ``directory`` names its place, ``tokens`` are those that it has, 4 bytes a token.
 
     The place is the block's prefix and whatever else matters.  Two tails of one directory that begin with the same
     tokens hold the same state for these tokens.
@@ -69,28 +69,29 @@ class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     def common(self, tokens: bytes) -> int:
         """How many leading tokens this tail and ``tokens`` share."""
-        mine, other = (np.frombuffer(raw, dtype="<i4") for raw in (self.tokens, tokens))
+        mine, other = (np.frombuffer(raw, dtype="<u4") for raw in (self.tokens, tokens))
         length = min(len(mine), len(other))
         differ = np.flatnonzero(mine[:length] != other[:length])
         return int(differ[0]) if len(differ) else length
 
 
 class KeyChain:
-    """Keys of one request's blocks, made as its tokens become known.
+    """Keys of one request's blocks, made as its tokens become known; each is that of a :class:`Tail`, full or not.
 
     The chain grows only: :meth:`extend` takes all token ids known so far and adds a key for every block
     that is complete by then.  ``extra(start, end)`` names whatever else changes the KV state of the tokens
     ``[start, end)`` (LoRA adapter, multimodal content, cache salt): any values that msgpack can carry.
     """
 
-    __slots__ = ("_block_size", "_keys", "_last", "_root")
+    __slots__ = ("_block_size", "_keys", "_root", "_tails")
 
     def __init__(self, namespace: str, block_size: int) -> None:
         if block_size <= 0:
             raise ValueError(f"block_size is {block_size}, expected a positive number of tokens")
         self._block_size = block_size
-        self._root = self._last = root_key(namespace)
+        self._root = root_key(namespace)
         self._keys: list[BlockKey] = []
+        self._tails: list[Tail] = []
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -108,13 +109,20 @@ class KeyChain:
         """The key before block ``index``, :data:`NO_PARENT` for the first."""
         return self._keys[index - 1] if index else NO_PARENT
 
+    def tails(self, start: int, end: int) -> list[Tail]:
+        """What the full blocks ``[start, end)`` are found by beside their keys."""
+        return self._tails[start:end]
+
     def tail(self, index: int, token_ids: Sequence[int], extra: object = None) -> Tail:
         """The name of a part of block ``index`` that holds ``token_ids``; ``extra`` is as in :meth:`extend`."""
+        return self._named(index, np.asarray(token_ids, dtype="<u4").tobytes(), extra)
+
+    def _named(self, index: int, tokens: bytes, extra: object) -> Tail:
         before = self._keys[index - 1] if index else self._root
         digest = hashlib.sha256(b"ems-tail-v1\0" + before)
         if extra is not None:
             digest.update(_canonical.encode(extra))
-        return Tail(digest.digest()[:KEY_BYTES], np.asarray(token_ids, dtype="<i4").tobytes())
+        return Tail(digest.digest()[:KEY_BYTES], tokens)
 
     def extend(self, token_ids: Sequence[int], extra: Sequence[object] = (), blocks: int | None = None) -> int:
         """Add keys for all blocks complete in ``token_ids`` (the request's tokens from its start).
@@ -126,18 +134,12 @@ class KeyChain:
         whole = len(token_ids) // size if blocks is None else min(len(token_ids) // size, blocks)
         if whole <= done:
             return done
-        raw = np.asarray(token_ids[done * size : whole * size], dtype="<i8").tobytes()
-        last, step = self._last, size * 8
-        sha256, add = hashlib.sha256, self._keys.append
-        for i in range(whole - done):
-            digest = sha256(last)
-            digest.update(raw[i * step : (i + 1) * step])
-            index = done + i
-            if index < len(extra) and extra[index] is not None:
-                digest.update(_canonical.encode(extra[index]))
-            last = digest.digest()[:KEY_BYTES]
-            add(BlockKey(last))
-        self._last = last
+        raw, step = np.asarray(token_ids[done * size : whole * size], dtype="<u4").tobytes(), size * 4
+        for index in range(done, whole):
+            tokens = raw[(index - done) * step : (index - done + 1) * step]
+            tail = self._named(index, tokens, extra[index] if index < len(extra) else None)
+            self._tails.append(tail)
+            self._keys.append(tail.key)
         return whole
 
 

@@ -44,6 +44,7 @@ class Rows(NamedTuple):
     """Rows to be copied; the n-th is ``(major[n], minor[n])`` in the engine and ``place[n]`` in the page ``pages[n]``.
 
     Of rows that follow each other on both sides, only the first is named; ``lengths`` says how many there are.
+    With ``owners`` the n-th row is in the page ``pages[owners[n]]``.
     """
 
     major: Numbers
@@ -51,6 +52,7 @@ class Rows(NamedTuple):
     place: Numbers
     pages: Sequence[memoryview]
     lengths: Numbers | None = None
+    owners: Numbers | None = None
 
 
 class TokenSpan(NamedTuple):
@@ -95,7 +97,8 @@ class PieceTable:
         address, major_stride, minor_stride, offset, pitch, size = columns
         # Piece by piece, so that neighbours on both sides come one after the other.
         engine = (address + rows.major * major_stride + rows.minor * minor_stride).ravel()
-        memory = (addresses(rows.pages) + offset + rows.place * pitch).ravel()
+        starts = addresses(rows.pages) if rows.owners is None else addresses(rows.pages)[rows.owners]
+        memory = (starts + offset + rows.place * pitch).ravel()
         lengths = np.ones(len(rows.major), np.int64) if rows.lengths is None else rows.lengths
         return CopyPlan(*_joined(engine, memory, (size * lengths).ravel()), out, rows.pages)
 

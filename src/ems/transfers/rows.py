@@ -1,7 +1,7 @@
 """Engine tensors as rows: which bytes of which tensors make a page, wherever the engine has them.
 
-- :class:`BlockRows`: a row is what one block has of some heads, because an engine may pack the tokens of a head inside
-  a block as it likes; a page has one row a tensor, or those of several blocks one after the other.
+- :class:`BlockRows`: a row is what one block has of some heads; a page has, for each tensor and head, what several
+  blocks have of it, one after the other, so that it depends on no block size where a block has its tokens in order.
 - :class:`TokenRows`: tensors ``[num_blocks, block_size, heads, head_size]`` with any strides; a row is a token, and a
   page has the tokens of each tensor side by side, so that its bytes depend on what is stored and on nothing else.
 
@@ -11,19 +11,25 @@ Ownership: the engine owns its tensors and keeps the blocks untouched while a co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ems.errors import ConfigError
-from ems.transfers.plan import ALL, CopyPlan, Numbers, Piece, PieceTable, Rows, TokenSpan, runs
+from ems.transfers.plan import ALL, CopyPlan, Numbers, Piece, PieceTable, Rows, TokenSpan, numbers, runs
 
 PART_ALIGN = 8
 """Each tensor's part of a token page begins at a multiple of this many bytes."""
 
-Row = tuple[int, int]
-"""An engine block and a shard of it."""
+
+class PageBlocks(NamedTuple):
+    """What is copied of one page: its blocks from number ``first`` on, in the engine ``blocks``, heads of ``shard``."""
+
+    blocks: Sequence[int]
+    shard: int = 0
+    first: int = 0
 
 
 def _pieces(tensor: torch.Tensor, inner: torch.Tensor, strides: tuple[int, int], offset: int) -> list[Piece]:
@@ -47,8 +53,8 @@ class BlockRows:
     """Row ``(b, s)`` of tensor ``i`` is what its block ``b`` has of shard ``s``'s heads.
 
     ``tensors`` are shaped ``[num_blocks, heads, ...]`` with any strides; each is cut into ``shards`` along its heads.
-    A page holds, tensor by tensor, the rows of ``page_blocks`` blocks, with the values in the order of the
-    dimensions: its bytes depend on neither the strides nor on how many heads the engine keeps.
+    A page holds, tensor by tensor and head by head, what ``page_blocks`` blocks have, with the values in the order of
+    the dimensions: its bytes depend on neither the strides nor on how many heads the engine keeps.
 
     Raises:
         ConfigError: the tensors disagree in their number of blocks, or their heads cannot be cut so.
@@ -82,34 +88,46 @@ class BlockRows:
                     f"multiple of {shards}"
                 )
             heads = shape[1] // shards
-            row = tensor[0, :heads]
             strides = (tensor.stride(0), heads * tensor.stride(1))
-            pieces.append(_pieces(tensor, row, strides, self.page_bytes))
-            self.page_bytes += row.numel() * tensor.element_size() * page_blocks
+            # With one block a page all heads may be one piece.
+            cuts = [tensor[0, :heads]] if page_blocks == 1 else [tensor[0, head] for head in range(heads)]
+            own: list[Piece] = []
+            for cut in cuts:
+                own += _pieces(cut, cut, strides, self.page_bytes)
+                self.page_bytes += cut.numel() * tensor.element_size() * page_blocks
+            pieces.append(own)
         self._table = PieceTable(pieces)
 
     def plan(
         self,
-        rows: Sequence[Row],
+        parts: Sequence[PageBlocks],
         pages: Sequence[memoryview],
         *,
         out: bool,
-        places: Sequence[int] | None = None,
         tensors: slice = ALL,
     ) -> CopyPlan:
-        """Copies between each of ``rows`` and the page with the same position in ``pages``, at its row ``places[n]``.
+        """Copies between each of ``parts`` and the page with the same position in ``pages``.
 
         Raises:
-            IndexError: there is no such block, shard or place.
+            IndexError: there is no such block or shard, or a page has not so many blocks.
         """
-        blocks, shards = np.array(rows, np.int64).reshape(-1, 2).T
-        at = np.zeros(len(blocks), np.int64) if places is None else np.array(places, np.int64)
+        counts = numbers(len(part.blocks) for part in parts)
+        blocks = numbers(chain.from_iterable(part.blocks for part in parts))
+        shards = numbers(part.shard for part in parts)
+        firsts = numbers(part.first for part in parts)
         _check_rows(blocks, self.num_blocks, "blocks")
         _check_rows(shards, self.shards, "shards")
-        _check_rows(at, self.page_blocks, "places in a page")
+        _check_rows(firsts, self.page_blocks, "places in a page")
+        _check_rows(firsts + counts, self.page_blocks + 1, "ends in a page")
         if any(len(page) < self.page_bytes for page in pages):
             raise IndexError(f"a page is smaller than {self.page_bytes} bytes")
-        return self._table.plan(Rows(blocks, shards, at, pages), out=out, tensors=tensors)
+        if len(blocks) == len(parts):
+            rows = Rows(blocks, shards, firsts, pages)
+        else:
+            owners = np.repeat(np.arange(len(parts)), counts)
+            places = np.arange(len(blocks)) - (np.cumsum(counts) - counts - firsts)[owners]
+            rows = Rows(blocks, shards[owners], places, pages, owners=owners)
+        return self._table.plan(rows, out=out, tensors=tensors)
 
 
 class Part(NamedTuple):
@@ -186,13 +204,14 @@ class TokenRows:
         if self._dense:
             kept[1:] = (blocks[1:] != blocks[:-1]) | (positions[1:] != positions[:-1] + 1) | (places[1:] == 0)
         starts = np.flatnonzero(kept)
-        owners = np.repeat(np.arange(len(spans)), counts)[starts].tolist()
+        owners = np.repeat(np.arange(len(spans)), counts)[starts]
         rows = Rows(
             blocks[starts],
             positions[starts],
             places[starts],
-            [pages[owner] for owner in owners],
+            pages,
             np.diff(starts, append=len(blocks)),
+            owners,
         )
         return self._table.plan(rows, out=out)
 

@@ -314,8 +314,8 @@ class Loader:
     ) -> None:
         if not pages:
             return
-        rows, places = [page.row for page in pages], [reader.page(page.ref) for page in pages]
-        plan = plane.rows.plan(rows, places, out=False, tensors=tensors)
+        parts, places = [page.part for page in pages], [reader.page(page.ref) for page in pages]
+        plan = plane.rows.plan(parts, places, out=False, tensors=tensors)
         with self._copying(job):
             self._device.copy(plan)
 

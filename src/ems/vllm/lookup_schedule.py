@@ -36,7 +36,7 @@ RENEW_SECONDS = 60.0
 class LookupJob(msgspec.Struct, eq=False):
     """One request to look up.
 
-    ``extra`` makes what else names its blocks, one entry a block, the last one too; ``expected`` tokens were
+    ``extra`` makes what else names its chunks, one entry a chunk, the last one too; ``expected`` tokens were
     announced by a prefill.
     """
 
@@ -58,7 +58,7 @@ class LookupJob(msgspec.Struct, eq=False):
     prompt: Prompt | None = None
     waiting: Waiting = msgspec.field(default_factory=lambda: Waiting(0.0, 0))
     promoting: bool = False
-    """Whether the request waits for blocks that tiers promote."""
+    """Whether the request waits for chunks that tiers promote."""
     held: Found = NOTHING
     """What leases hold while more is promoted."""
     announced: list[Announcement] = msgspec.field(default_factory=list)
@@ -73,7 +73,7 @@ class LookupJob(msgspec.Struct, eq=False):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
-    """The end of a lookup: the keys of the request's full blocks (None: they cannot be made), and what was found.
+    """The end of a lookup: the keys of the request's full chunks (None: they cannot be made), and what was found.
 
     ``reason`` says why not more, where that is known.
     """
@@ -93,7 +93,7 @@ class LookupSchedule(ABC):
         self,
         client: PoolClient,
         planes: Sequence[Plane],
-        block_size: int,
+        chunk_tokens: int,
         *,
         call_timeout: float,
         handoff_timeout: float,
@@ -101,8 +101,8 @@ class LookupSchedule(ABC):
     ) -> None:
         self._client = client
         self._planes = planes
-        self._search = Search(client, planes, block_size, call_timeout)
-        self._block_size = block_size
+        self._search = Search(client, planes, chunk_tokens, call_timeout)
+        self._chunk_tokens = chunk_tokens
         self._call_timeout = call_timeout
         self.handoff_timeout, self.tier_timeout = handoff_timeout, tier_timeout
         self.usable: Callable[[], bool] = lambda: True
@@ -115,8 +115,8 @@ class LookupSchedule(ABC):
     # What the engine's side adds
 
     @abstractmethod
-    def name_blocks(self, job: LookupJob) -> Prompt:
-        """Make the keys of a request's blocks."""
+    def name_chunks(self, job: LookupJob) -> Prompt:
+        """Make the keys of a request's chunks."""
 
     @abstractmethod
     def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
@@ -166,7 +166,7 @@ class LookupSchedule(ABC):
             job.waiting.hurry(now)
         if job.answer is not None:
             return self._look_again(job, job.answer, now)
-        prompt = job.prompt = job.prompt or self.name_blocks(job)
+        prompt = job.prompt = job.prompt or self.name_chunks(job)
         try:
             found = self._found(job, prompt, now)
         except EmsError as error:
@@ -200,22 +200,22 @@ class LookupSchedule(ABC):
                 return None
         # In the queue a tier may take its time.
         queued = job.promoting and not job.waiting.due
-        self._search.computing = 0.0 if queued else self.seconds_a_token() * self._block_size
+        self._search.computing = 0.0 if queued else self.seconds_a_token() * self._chunk_tokens
         if job.promoting:
             tokens = self._search.reach(prompt)[0]
             if self._promotes(job, tokens, now):
-                self._announce(job, prompt, max(tokens // self._block_size, job.held.blocks), now)
+                self._announce(job, prompt, max(tokens // self._chunk_tokens, job.held.chunks), now)
                 return None
         found = self._search.take(prompt)
         if job.promoting or not self._promotes(job, found.tokens, now):
             return found
         job.promoting, job.held = True, found
-        self._announce(job, prompt, found.blocks, now)
+        self._announce(job, prompt, found.chunks, now)
         return None
 
     def _promotes(self, job: LookupJob, tokens: int, now: float) -> bool:
-        """Whether to wait for the blocks behind ``tokens`` tokens that the last search saw being promoted."""
-        promoting = min(self._search.promoting * self._block_size, len(job.tokens) - tokens)
+        """Whether to wait for the chunks behind ``tokens`` tokens that the last search saw being promoted."""
+        promoting = min(self._search.promoting * self._chunk_tokens, len(job.tokens) - tokens)
         return job.waiting.for_tiers(tokens, promoting, self.seconds_a_token(), self.tier_timeout, now)
 
     # While the request stands in the queue
@@ -248,18 +248,18 @@ class LookupSchedule(ABC):
 
     def _more(self, job: LookupJob, prompt: Prompt, answer: Found, now: float) -> bool:
         """Whether memory has enough more of the prompt for another answer.  Announces what is being promoted."""
-        if answer.blocks >= len(prompt.chain) or not self._coming(prompt, answer.blocks):
+        if answer.chunks >= len(prompt.chain) or not self._coming(prompt, answer.chunks):
             return False
         self._search.computing = 0.0
         tokens = self._search.reach(prompt)[0]
         least = 1
         if self._search.promoting:
-            self._announce(job, prompt, max(tokens // self._block_size, answer.blocks), now)
+            self._announce(job, prompt, max(tokens // self._chunk_tokens, answer.chunks), now)
             least = max(len(job.tokens) // PARTS, 1)
         return tokens - answer.tokens >= least
 
     def _coming(self, prompt: Prompt, first: int) -> bool:
-        """Whether every plane has block ``first`` in memory or promotes it.  Starts to promote what follows."""
+        """Whether every plane has chunk ``first`` in memory or promotes it.  Starts to promote what follows."""
         return all(
             self._client.prefetch(name, keys, self._call_timeout) >= plane.shards
             for end in (first + 1, len(prompt.chain))
@@ -275,11 +275,11 @@ class LookupSchedule(ABC):
     # What is kept meanwhile
 
     def _announce(self, job: LookupJob, prompt: Prompt, first: int, now: float) -> None:
-        """Keep what is promoted from block ``first`` on in memory until a lease holds it; renewed in time."""
+        """Keep what is promoted from chunk ``first`` on in memory until a lease holds it; renewed in time."""
         if job.announced and now < job.renew_at:
             return
         before, job.announced = job.announced, []
-        start = job.held.blocks if job.answer is None else job.answer.blocks
+        start = job.held.chunks if job.answer is None else job.answer.chunks
         for _, name, keys in self._pages(prompt, start, first + self._search.promoting):
             if len(keys) >= KEY_BYTES:
                 announced = self._client.announce(name, keys, self._call_timeout)

@@ -24,7 +24,7 @@ from ems.vllm.planes import Plane, page_keys
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt
 
-YIELD_BLOCKS = 128
+YIELD_CHUNKS = 128
 """Keys that are made in one go, about 150 us."""
 YIELD_SECONDS = 0.00005
 """Pause between two goes."""
@@ -44,14 +44,14 @@ class Lookups(LookupSchedule):
         self,
         client: PoolClient,
         planes: Sequence[Plane],
-        block_size: int,
+        chunk_tokens: int,
         chain_name: str,
         logger: Logger,
         *,
         start_node: Callable[[], None] = lambda: None,
         **timeouts: float,
     ) -> None:
-        super().__init__(client, planes, block_size, **timeouts)
+        super().__init__(client, planes, chunk_tokens, **timeouts)
         self.failed: Callable[[EmsError], bool] | None = None
         """Told of every error of the pool, on the lookup thread; True where it has said so in the log."""
         self.chain_name = chain_name
@@ -133,23 +133,23 @@ class Lookups(LookupSchedule):
             # Root of this thread: see above.
             self._logger.exception("EMS could not look after its connection")
 
-    def name_blocks(self, job: LookupJob) -> Prompt:
-        chain, extra = KeyChain(self.chain_name + job.adapter, self._block_size), job.extra()
-        whole = len(job.tokens) // self._block_size
+    def name_chunks(self, job: LookupJob) -> Prompt:
+        chain, extra = KeyChain(self.chain_name + job.adapter, self._chunk_tokens), job.extra()
+        whole = len(job.tokens) // self._chunk_tokens
         while len(chain) < whole:
             if len(chain):
                 # Hashing holds the interpreter, and the scheduler's thread would wait for it.
                 time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
-            chain.extend(job.tokens, extra, len(chain) + YIELD_BLOCKS)
+            chain.extend(job.tokens, extra, len(chain) + YIELD_CHUNKS)
         return Prompt(job.tokens, chain, job.extra, job.request_id)
 
     def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
-        """Why the first missing block is missing: :attr:`Reason.GAP` where blocks behind it are there."""
+        """Why the first missing chunk is missing: :attr:`Reason.GAP` where chunks behind it are there."""
         chain, plane = prompt.chain, self._planes[0]
-        if found.blocks >= len(chain):
+        if found.chunks >= len(chain):
             return reason, ""
-        end = min(len(chain), found.blocks + MAX_KEYS // plane.shards)
-        keys = page_keys(chain.packed(found.blocks, end), plane.shards)
+        end = min(len(chain), found.chunks + MAX_KEYS // plane.shards)
+        keys = page_keys(chain.packed(found.chunks, end), plane.shards)
         try:
             explanation = self._client.explain(plane.namespace, keys, self._call_timeout)
         except PoolRefused:
@@ -161,9 +161,9 @@ class Lookups(LookupSchedule):
             return reason, ""
         codes, detail = explanation.codes, explanation.detail
         why = Reason.of_code(next((code for code in codes if code), 0)) or reason
-        # A block behind counts when all of its pages are there.
+        # A chunk behind counts when all of its pages are there.
         behind = (codes[at : at + plane.shards] for at in range(plane.shards, len(codes), plane.shards))
-        if any(all(code in (0, Reason.GAP.code) for code in block) for block in behind):
+        if any(all(code in (0, Reason.GAP.code) for code in chunk) for chunk in behind):
             return Reason.GAP, "; ".join(text for text in (why.value if why else "", detail) if text)
         return why, detail
 

@@ -29,11 +29,13 @@ from ems.pool.facts import MODEL, PLANE, TENANT, plain_facts
 from ems.pool.keys import fingerprint, namespace_name
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings, check_kvcache_type
-from ems.vllm.planes import Plane, Portion, portion, shard_count
+from ems.vllm.planes import Plane, Portion, TokenOrder, portion, shard_count
 from ems.vllm.weights import config_digest, plain_text, weights_identity
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Grows when the meaning of a stored page changes."""
+CHUNK_TOKENS = 256
+"""Tokens whose state one page holds, unless the settings say otherwise."""
 
 _DRAFTS_WITHOUT_STATE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Ways to draft that keep no KV of their own and leave the model's as it is."""
@@ -47,7 +49,8 @@ _MULTIMODAL = (
 class BlockModel(msgspec.Struct, frozen=True):
     """A served model's blocks of ``block_size`` tokens, of which the engine has ``num_blocks``.
 
-    ``identity`` names model, layout and tenant; every page of a block lies in one of ``planes``.
+    ``identity`` names model, layout and tenant; every page lies in one of ``planes``, and has the state of a chunk of
+    ``page_blocks`` blocks.
     """
 
     identity: str
@@ -57,6 +60,11 @@ class BlockModel(msgspec.Struct, frozen=True):
     planes: tuple[Plane, ...]
     facts: dict[str, str] = {}
     """What the fingerprint stands for, in words."""
+    page_blocks: int = 1
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.block_size * self.page_blocks
 
     @property
     def fails_whole(self) -> bool:
@@ -135,10 +143,15 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     check_kvcache_type(settings.kvcache_type, mla=any(isinstance(spec, MLAAttentionSpec) for spec in specs))
     shards = [_shards(vllm_config, spec, settings.store_tp_size) for spec in specs]
     model = vllm_config.model_config
+    orders = [_order(vllm_config, spec) for spec in specs]
+    page_blocks = _page_blocks(block_size, settings.chunk_tokens, windows=any(map(_window, specs)))
     facts = {
         "layout_version": LAYOUT_VERSION,
         **engine_facts(vllm_config, settings),
-        "block_size": block_size,
+        "chunk_tokens": block_size * page_blocks,
+        "token_order": [
+            f"{order.value} of {block_size}" if order is TokenOrder.BLOCK else order.value for order in orders
+        ],
         "groups": [_group_facts(vllm_config, spec) for spec in specs],
         "shards": shards,
         "layers": [list(group.layer_names) for group in groups] if stages == 1 else [],
@@ -148,13 +161,14 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
     in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
     planes = [
-        Plane(f"{identity}/{group}.{stage}", group, stage, shards[group], _window(spec))
+        Plane(f"{identity}/{group}.{stage}", group, stage, shards[group], _window(spec), orders[group])
         for group, spec in enumerate(specs)
         for stage in range(stages)
     ]
     # Searches begin with the planes that need every block.
     planes.sort(key=lambda plane: plane.window > 0)
-    return BlockModel(identity, block_size, kv_cache_config.num_blocks, len(groups), tuple(planes), in_words)
+    num_blocks = kv_cache_config.num_blocks
+    return BlockModel(identity, block_size, num_blocks, len(groups), tuple(planes), in_words, page_blocks)
 
 
 def engine_facts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, object]:
@@ -268,6 +282,31 @@ def _attention(spec: Any) -> AttentionSpec:
         f"the model has layers that keep their state as {type(spec).__name__}, but EmsStoreConnector serves full "
         "attention (MHA, GQA), MLA and sliding windows"
     )
+
+
+def _page_blocks(block_size: int, wanted: int, *, windows: bool) -> int:
+    """How many blocks of ``block_size`` tokens one page holds, where ``wanted`` tokens a page are asked for.
+
+    With a window a page is a block: the engine may have dropped the first blocks of a longer run before it ends.
+
+    Raises:
+        ConfigError: ``wanted`` is no multiple of the block size.
+    """
+    if wanted % block_size:
+        raise ConfigError(f"chunk_tokens is {wanted}, expected a multiple of --block-size, which is {block_size}")
+    return 1 if windows else wanted // block_size or max(CHUNK_TOKENS // block_size, 1)
+
+
+def _order(vllm_config: Any, spec: AttentionSpec) -> TokenOrder:
+    """How the engine's kernels order the tokens of a block."""
+    if compat.tokens_per_state(spec) != "1" or compat.kv_quant_mode(spec) not in ("none", "0"):
+        return TokenOrder.BLOCK
+    if isinstance(spec, MLAAttentionSpec):
+        return TokenOrder.TOKENS
+    kind = str(vllm_config.device_config.device_type)
+    if kind == "cpu":
+        return TokenOrder(compat.cpu_token_order(spec))
+    return TokenOrder.TOKENS if kind == "cuda" and not current_platform.is_rocm() else TokenOrder.BLOCK
 
 
 def _heads_of_layers(spec: Any, layers: tuple[str, ...]) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef, unpack_refs
-from ems.transfers.rows import BlockRows
-from ems.vllm.planes import page_key
+from ems.transfers.rows import BlockRows, PageBlocks
+from ems.vllm.planes import TokenOrder, page_key
 
 if TYPE_CHECKING:
     import torch
@@ -20,30 +20,35 @@ if TYPE_CHECKING:
     from ems.vllm.requests import LoadPart, Save
 
 
+AMX_DIMENSIONS = 16
+"""Dimensions of a value that lie in one tile of AMX."""
+
+
 class LoadedPage(NamedTuple):
-    """A page to be loaded: where in the request its block is, the engine block and local shard, key and place."""
+    """A page to be loaded: where its first block is in the list of the load, its blocks, key and place."""
 
     position: int
-    row: tuple[int, int]
+    part: PageBlocks
     key: bytes
     ref: PageRef
 
 
 class StoredPage(NamedTuple):
-    """A page to be stored: the engine block and local shard, and its key."""
+    """A page to be stored: its blocks, its key, and the tail by whose tokens it is found, too."""
 
-    row: tuple[int, int]
+    part: PageBlocks
     key: bytes
+    tail: Tail | None
 
 
 class PlaneRows:
     """A plane's engine tensors, cut into this rank's shards: of each layer as many as the engine has."""
 
-    def __init__(self, local: LocalPlane, layers: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(self, local: LocalPlane, layers: Sequence[Sequence[torch.Tensor]], page_blocks: int = 1) -> None:
         self.local = local
         names = [name for name, tensors in zip(local.layers, layers, strict=True) for _ in tensors]
         tensors = [tensor for of_layer in layers for tensor in of_layer]
-        self.rows = BlockRows(tensors, names, shards=local.portion.count)
+        self.rows = BlockRows(tensors, names, shards=local.portion.count, page_blocks=page_blocks)
         ends = list(accumulate(map(len, layers)))
         self.layers = [slice(begin, end) for begin, end in pairwise([0, *ends])]
         """Which tensors are each layer's."""
@@ -51,7 +56,7 @@ class PlaneRows:
 
     @property
     def block_bytes(self) -> int:
-        return int(self.rows.page_bytes * self.local.portion.count)
+        return int(self.rows.page_bytes * self.local.portion.count // self.rows.page_blocks)
 
     @property
     def windowed(self) -> bool:
@@ -62,33 +67,37 @@ class PlaneRows:
         """The pages of ``part`` that are this rank's."""
         refs = unpack_refs(part.packed_refs)
         shards, mine = self.local.plane.shards, self.local.portion
-        for position, block in enumerate(part.block_ids):
-            if self.windowed and not block:
-                continue
-            for shard in range(mine.count):
-                at = position * shards + mine.first + shard
-                yield LoadedPage(position, (block, shard), part.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], refs[at])
+        position, first = 0, part.skip
+        for number in range(len(refs) // shards):
+            blocks = part.block_ids[position : position + self.rows.page_blocks - first]
+            if not (self.windowed and not blocks[0]):
+                for shard in range(mine.count):
+                    at = number * shards + mine.first + shard
+                    key = part.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+                    yield LoadedPage(position, PageBlocks(blocks, shard, first), key, refs[at])
+            position, first = position + len(blocks), 0
 
-    def stored(self, save: Save) -> tuple[bytes, list[StoredPage], Tail | None]:
-        """The parent of this rank's pages of ``save``, the pages, and the tail if the last one is to be found so."""
-        mine = self.local.portion
+    def stored(self, save: Save) -> tuple[bytes, list[StoredPage]]:
+        """The parent of this rank's pages of ``save``, and the pages."""
+        mine, size = self.local.portion, self.rows.page_blocks
         blocks = save.block_ids[self.local.plane.group]
         pages: list[StoredPage] = []
-        last_is_tail = False
-        for position, (block, key) in enumerate(zip(blocks, save.keys, strict=True)):
-            if not mine.stores(save.first + position) or (self.windowed and not block):
+        for position, tail in enumerate(save.tails):
+            of_page = blocks[position * size : (position + 1) * size]
+            if not mine.stores(save.first + position) or (self.windowed and not of_page[0]):
                 continue
-            # The first shard comes last, because a tail is found by its last key.
-            pages += [
-                StoredPage((block, shard), page_key(key, mine.first + shard)) for shard in reversed(range(mine.count))
-            ]
-            last_is_tail = save.tail is not None and position == len(save.keys) - 1
-        found_by_tokens = last_is_tail and not self.local.number and not mine.first
-        return page_key(save.parent, mine.first), pages, save.tail if found_by_tokens else None
+            # The first shard comes last, because the others are looked for when it is found by its tokens.
+            for shard in reversed(range(mine.count)):
+                first = not (shard or mine.first)
+                named = tail if first and not self.local.number else None
+                pages.append(StoredPage(PageBlocks(of_page, shard), page_key(tail.key, mine.first + shard), named))
+        return page_key(save.parent, mine.first), pages
 
 
-def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, Any], num_blocks: int) -> list[PlaneRows]:
-    """The tensors that the engine registered, plane by plane.
+def plane_rows(
+    planes: Sequence[LocalPlane], kv_caches: Mapping[str, Any], num_blocks: int, page_blocks: int
+) -> list[PlaneRows]:
+    """The tensors that the engine registered, plane by plane; a page has the state of ``page_blocks`` blocks.
 
     Raises:
         ConfigError: the tensors are not what the engine's configuration says.
@@ -99,11 +108,25 @@ def plane_rows(planes: Sequence[LocalPlane], kv_caches: Mapping[str, Any], num_b
         if missing:
             raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
         layers = [
-            _by_heads(kv_caches[name], num_blocks, heads, name)
+            _in_order(_by_heads(kv_caches[name], num_blocks, heads, name), local.plane.order)
             for name, heads in zip(local.layers, local.heads, strict=True)
         ]
-        found.append(PlaneRows(local, layers))
+        found.append(PlaneRows(local, layers, page_blocks))
     return found
+
+
+def _in_order(tensors: list[torch.Tensor], order: TokenOrder) -> list[torch.Tensor]:
+    """Cut what a block has of each head into parts that have its tokens in order, ``[num_blocks, heads, values]``."""
+    if order not in (TokenOrder.CPU_VECTOR, TokenOrder.CPU_AMX):
+        return tensors
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        blocks, heads, _, values = tensor.shape
+        keys, of_values = tensor.view(blocks, heads, 2, -1).unbind(2)
+        cuts = values // 2 if order is TokenOrder.CPU_VECTOR else values // 2 // AMX_DIMENSIONS
+        cut, whole = (keys, of_values) if order is TokenOrder.CPU_VECTOR else (of_values, keys)
+        parts += [whole, *cut.unflatten(2, (cuts, -1)).unbind(2)]
+    return parts
 
 
 def _by_heads(cache: Any, num_blocks: int, heads: int, name: str) -> list[torch.Tensor]:

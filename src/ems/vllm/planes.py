@@ -1,6 +1,6 @@
-"""How the KV state of one block is cut into pages, whoever computes it.
+"""How the KV state of one chunk of tokens is cut into pages, whoever computes it.
 
-A *plane* is one kind of page: the layers of one KV cache group in one pipeline stage.  A block has ``shards``
+A *plane* is one kind of page: the layers of one KV cache group in one pipeline stage.  A chunk has ``shards``
 pages in each plane, one for each group of KV heads, so that engines with different tensor-parallel sizes write and
 read the same pages: each rank handles the shards of its own heads.  Heads that several ranks hold (MLA; fewer heads
 than ranks) are stored once.  All functions are pure.
@@ -8,6 +8,7 @@ than ranks) are stored once.  All functions are pure.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from functools import lru_cache
@@ -20,15 +21,32 @@ from ems.errors import ConfigError
 from ems.pool.keys import KEY_BYTES, NO_PARENT
 
 FINEST = 8
-"""Pages that a block is cut into where nothing asks for more; serves tensor-parallel sizes up to this."""
+"""Pages that a chunk is cut into where nothing asks for more; serves tensor-parallel sizes up to this."""
+
+
+class TokenOrder(enum.Enum):
+    """How the state that a block has of one KV head lies in memory.
+
+    Where that is known, the bytes of a run of tokens do not depend on the engine's block size, so that engines with
+    blocks of 32 and of 128 tokens share pages.
+    """
+
+    TOKENS = "tokens"
+    """Token by token."""
+    CPU_VECTOR = "cpu-vector"
+    """VLLM's kernels for vector instructions: keys dimension by dimension, then values token by token."""
+    CPU_AMX = "cpu-amx"
+    """VLLM's kernels for AMX: keys in tiles of 32 tokens, then values, 16 dimensions after 16, in tiles of 2 tokens."""
+    BLOCK = "block"
+    """Known to the engine alone."""
 
 
 class Plane(msgspec.Struct, frozen=True):
     """One kind of page of a model.
 
     ``group`` is the engine's KV cache group, whose block table says which engine block holds which tokens; ``stage``
-    the pipeline stage that has the layers; ``shards`` the pages of one block; ``window`` how many tokens before a
-    new one its layers look at, itself included (0: all of them).
+    the pipeline stage that has the layers; ``shards`` the pages of one chunk; ``window`` how many tokens before a
+    new one its layers look at, itself included (0: all of them); ``order`` how tokens lie in a block of the engine.
     """
 
     namespace: str
@@ -36,6 +54,7 @@ class Plane(msgspec.Struct, frozen=True):
     stage: int = 0
     shards: int = 1
     window: int = 0
+    order: TokenOrder = TokenOrder.TOKENS
 
 
 class Portion(msgspec.Struct, frozen=True):
@@ -46,13 +65,13 @@ class Portion(msgspec.Struct, frozen=True):
     replica: int = 0
     replicas: int = 1
 
-    def stores(self, block: int) -> bool:
-        """Whether this rank is the one that stores the request's block number ``block``: replicas take turns."""
-        return block % self.replicas == self.replica
+    def stores(self, chunk: int) -> bool:
+        """Whether this rank is the one that stores the request's chunk number ``chunk``: replicas take turns."""
+        return chunk % self.replicas == self.replica
 
 
 def shard_count(heads: int, ranks: int, wanted: int = 0) -> int:
-    """Pages a block is cut into: ``wanted`` (``store_tp_size``), or as many as serve the usual tensor-parallel sizes.
+    """Pages a chunk is cut into: ``wanted`` (``store_tp_size``), or as many as serve the usual tensor-parallel sizes.
 
     ``heads`` is the number of distinct KV heads, ``ranks`` the number of ranks that hold distinct ones.
 
@@ -93,7 +112,7 @@ def portion(heads: int, shards: int, ranks: int, rank: int) -> Portion:
 
 @lru_cache(maxsize=64)
 def _masks(shards: int) -> npt.NDArray[np.uint8]:
-    """One row of 16 bytes a shard; the first is zero, so that a block of one shard keeps its key."""
+    """One row of 16 bytes a shard; the first is zero, so that a chunk of one shard keeps its key."""
     rows = [hashlib.sha256(b"ems-shard-v1\0%d" % shard).digest()[:KEY_BYTES] for shard in range(shards)]
     masks = np.frombuffer(b"".join(rows), np.uint8).reshape(shards, KEY_BYTES).copy()
     masks[0] = 0
@@ -102,26 +121,26 @@ def _masks(shards: int) -> npt.NDArray[np.uint8]:
 
 
 def page_keys(keys: bytes, shards: int) -> bytes:
-    """The keys of all pages of the blocks ``keys``, block by block: a key and a shard's constant, combined by XOR.
+    """The keys of all pages of the chunks ``keys``, chunk by chunk: a key and a shard's constant, combined by XOR.
 
-    Keys are hashes, so that two blocks' shards meet no more often than two hashes do.
+    Keys are hashes, so that two chunks' shards meet no more often than two hashes do.
     """
     if shards == 1:
         return keys
-    blocks = np.frombuffer(keys, np.uint8).reshape(-1, 1, KEY_BYTES)
-    return (blocks ^ _masks(shards)).tobytes()
+    chunks = np.frombuffer(keys, np.uint8).reshape(-1, 1, KEY_BYTES)
+    return (chunks ^ _masks(shards)).tobytes()
 
 
 def page_key(key: bytes, shard: int) -> bytes:
-    """The key of one shard of the block ``key``; no parent stays no parent."""
+    """The key of one shard of the chunk ``key``; no parent stays no parent."""
     if not shard or key == NO_PARENT:
         return key
     mask = int.from_bytes(_masks(shard + 1)[shard].tobytes(), "little")
     return (int.from_bytes(key, "little") ^ mask).to_bytes(KEY_BYTES, "little")
 
 
-def first_in_sight(window: int, tokens: int, block_size: int) -> int:
-    """The first block that a token computed after ``tokens`` others looks at."""
+def first_in_sight(window: int, tokens: int, size: int) -> int:
+    """The first run of ``size`` tokens (a block or a chunk) that a token computed after ``tokens`` others looks at."""
     if not window:
         return 0
-    return max(tokens - window + 1, 0) // block_size
+    return max(tokens - window + 1, 0) // size

@@ -7,7 +7,7 @@ A request goes through::
                  └─────────┴── nothing to load ──────────────────────┘
 
 It knows no vLLM, no socket and no clock.  What always holds: a lease that was taken is given back exactly
-once, by a :class:`Release` effect; a block is offered for saving at most once a life of its memory; a load
+once, by a :class:`Release` effect; a chunk is offered for saving at most once a life of its memory; a load
 that failed is not tried again for the same request; a request whose lookup stays unanswered is a miss after
 a bounded time.
 """
@@ -55,7 +55,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """Pages of one plane: those of the blocks ``[first, ...)`` of a prompt, block by block, all shards of each."""
+    """Pages of one plane: those of the chunks ``[first, ...)`` of a prompt, chunk by chunk, all shards of each."""
 
     plane: int
     first: int
@@ -71,12 +71,16 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoadPart(msgspec.Struct, frozen=True):
-    """What is to be loaded in one plane: all shards of each of ``block_ids``, named and found as in :class:`Pages`."""
+    """What is to be loaded in one plane: the engine blocks ``block_ids``, out of pages as in :class:`Pages`.
+
+    The first of them is number ``skip`` of the first page.
+    """
 
     plane: int
     block_ids: list[int]
     keys: bytes
     packed_refs: bytes
+    skip: int = 0
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -92,33 +96,35 @@ class Load(msgspec.Struct, frozen=True):
     adapter: Adapter | None = None
     """The one that the pages were computed with."""
 
-    def split(self) -> tuple[Load, Load]:
+    def split(self, planes: Sequence[Plane], page_blocks: int) -> tuple[Load, Load]:
         """Two loads: one without the last block of each part, and one of these, which the engine fills next."""
-        rest, last = [], []
+        rest, last = list[LoadPart](), list[LoadPart]()
         for part in self.parts:
-            end = len(part.block_ids) - 1
-            shards = len(part.keys) // KEY_BYTES // len(part.block_ids)
-            keys, refs = end * shards * KEY_BYTES, end * shards * REF_BYTES
-            ids = part.block_ids
-            rest.append(LoadPart(part.plane, ids[:end], part.keys[:keys], part.packed_refs[:refs]))
-            last.append(LoadPart(part.plane, ids[end:], part.keys[keys:], part.packed_refs[refs:]))
+            ids, end = part.block_ids, len(part.block_ids) - 1
+            number, skip = divmod(part.skip + end, page_blocks)
+            for found, blocks, first, pages in (
+                (rest, ids[:end], part.skip, slice(0, number + bool(skip))),
+                (last, ids[end:], skip, slice(number, number + 1)),
+            ):
+                keys, refs = _of_chunks(part.keys, part.packed_refs, pages, planes[part.plane].shards)
+                found.append(LoadPart(part.plane, blocks, keys, refs, first))
         kept = [part for part in rest if part.block_ids]
         return msgspec.structs.replace(self, parts=kept), msgspec.structs.replace(self, parts=last)
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Effect: store blocks ``[first, first + len(keys))`` of a request, the pages ``keys`` after the page ``parent``.
+    """Effect: store the chunks of a request from number ``first`` on, behind the one of the key ``parent``.
 
-    ``block_ids`` has them for each KV cache group of the engine; 0 stands for a block that the engine has dropped.
+    ``tails`` names them; the last one is not full if ``partial``.  ``block_ids`` has their blocks for each KV cache
+    group of the engine; 0 stands for one that the engine has dropped.
     """
 
     request_id: str
     first: int
     parent: bytes
-    keys: Sequence[bytes]
+    tails: Sequence[Tail]
     block_ids: Sequence[Sequence[int]]
-    tail: Tail | None = None
-    """The last block, where that is not full."""
+    partial: bool = False
     ended: bool = False
     """The request has ended: the engine keeps all its blocks until the save is over."""
     adapter: Adapter | None = None
@@ -126,7 +132,7 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Blocks ``[first, end)`` of a request, and ``tail`` tokens of the block behind them."""
+    """Chunks ``[first, end)`` of a request, and ``tail`` tokens of the chunk behind them."""
 
     first: int
     end: int
@@ -134,18 +140,24 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a lookup found: ``tokens`` from the prompt's start, the first ``blocks`` blocks of them full.
+    """What a lookup found: ``tokens`` from the prompt's start, the first ``chunks`` chunks of them full.
 
     ``pages`` says where they lie, plane by plane; ``leases`` keep them there.
     """
 
     tokens: int
-    blocks: int
+    chunks: int
     pages: tuple[Pages, ...]
     leases: tuple[Lease, ...]
 
 
 NOTHING = Found(0, 0, (), ())
+
+
+def _of_chunks(keys: bytes, packed_refs: bytes, chunks: slice, shards: int) -> tuple[bytes, bytes]:
+    """Keys and references of all pages of some ``chunks``."""
+    begin, end = chunks.start * shards, chunks.stop * shards
+    return keys[begin * KEY_BYTES : end * KEY_BYTES], packed_refs[begin * REF_BYTES : end * REF_BYTES]
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +184,7 @@ class Request:
     loading: list[int] = field(default_factory=list)
     """The blocks of the first group that a load fills."""
     next_save: int = 0
+    """The first chunk that was not offered for saving."""
     saved_from: int = NEVER
     """The first of its present blocks that saves may read."""
     offered: bool = False
@@ -183,8 +196,9 @@ class Request:
 class RequestBook:
     """All requests of one engine.
 
-    ``block_size`` tokens make a block, in every one of the engine's ``groups`` KV cache groups.  With
-    ``several_ranks`` nothing is offered for saving until a load that is part of a step is known to be sound.
+    ``block_size`` tokens make a block, in every one of the engine's ``groups`` KV cache groups, and ``page_blocks``
+    blocks a chunk.  With ``several_ranks`` nothing is offered for saving until a load that is part of a step is known
+    to be sound.
     """
 
     def __init__(  # noqa: PLR0913 - one name for each thing that an engine may be told to do or not
@@ -193,6 +207,7 @@ class RequestBook:
         planes: Sequence[Plane],
         groups: int = 1,
         *,
+        page_blocks: int = 1,
         saves: bool,
         saves_tails: bool = True,
         loads: bool = True,
@@ -201,6 +216,8 @@ class RequestBook:
         several_ranks: bool = False,
     ) -> None:
         self._block_size = block_size
+        self._page_blocks = page_blocks
+        self._chunk_tokens = block_size * page_blocks
         self._planes = planes
         self._groups = groups
         # With a window the engine drops what a new token cannot see: the last token, computed again, would see more.
@@ -308,8 +325,8 @@ class RequestBook:
             # Looked at again while it waits, there was more, or what had been promised was gone.
             request.next_save = request.saved_tail = 0
         request.phase = Phase.ANSWERED
-        request.next_save = max(request.next_save, found.blocks)
-        if found.tokens % self._block_size and found.tokens >= request.prompt_tokens:
+        request.next_save = max(request.next_save, found.chunks)
+        if found.tokens % self._chunk_tokens and found.tokens >= request.prompt_tokens:
             request.saved_tail = request.prompt_tokens
         return [Release(lease) for lease in before]
 
@@ -415,7 +432,9 @@ class RequestBook:
         last = -(-tokens // self._block_size)
         request.loading = request.block_ids[0][request.local // self._block_size : last]
         self._no_longer_waits(request_id)
-        broken = any(self._first_wanted(request, pages, tokens) < pages.first for pages in found.pages)
+        broken = any(
+            self._first_wanted(request, pages, tokens) // self._page_blocks < pages.first for pages in found.pages
+        )
         parts = [] if broken else [self._part(request, pages, tokens) for pages in found.pages]
         parts = [part for part in parts if part.block_ids]
         return [Load(request_id, found.leases[0].node, parts, broken, request.in_step, request.adapter)]
@@ -428,9 +447,10 @@ class RequestBook:
         plane = self._planes[pages.plane]
         first = self._first_wanted(request, pages, tokens)
         ids = request.block_ids[plane.group][first : -(-tokens // self._block_size)]
-        begin, end = ((block - pages.first) * plane.shards for block in (first, first + len(ids)))
-        keys = pages.keys[begin * KEY_BYTES : end * KEY_BYTES]
-        return LoadPart(pages.plane, ids, keys, pages.packed_refs[begin * REF_BYTES : end * REF_BYTES])
+        begin, skip = divmod(first, self._page_blocks)
+        chunks = slice(begin - pages.first, -(-(first + len(ids)) // self._page_blocks) - pages.first)
+        keys, refs = _of_chunks(pages.keys, pages.packed_refs, chunks, plane.shards)
+        return LoadPart(pages.plane, ids, keys, refs, skip)
 
     def received(self, request_id: str, invalid: set[int], *, failed: bool = False) -> list[Release]:
         """The load ended without the blocks in ``invalid``, or without any if it ``failed``.  It is not tried again."""
@@ -442,7 +462,8 @@ class RequestBook:
         if missing:
             # These blocks are computed now; the pool may well take them then.
             request.failed = True
-            request.next_save = min(request.next_save, request.local // self._block_size + missing[0])
+            first = request.local // self._block_size + missing[0]
+            request.next_save = min(request.next_save, first // self._page_blocks)
             request.saved_tail = 0
             request.offered = False
         request.loading = []
@@ -474,37 +495,40 @@ class RequestBook:
         return self._several_ranks and request.in_step and request.phase is Phase.LOADING
 
     def _offer(self, request: Request, computed: int, end: int) -> Span | None:
-        """The full blocks of ``computed`` tokens that were not offered yet, and the tail once ``end`` is reached."""
+        """The full chunks of ``computed`` tokens that were not offered yet, and the tail once ``end`` is reached."""
         if not self._saves or not request.block_ids or not request.prompt_tokens:
             # Without tokens: the cache was reset since, its keys name what other weights computed.
             return None
         if request.next_save == NEVER or self._may_fail(request):
             return None
         held = min(len(ids) for ids in request.block_ids)
-        whole = min(computed // self._block_size, held)
+        whole = min(computed // self._chunk_tokens, held // self._page_blocks)
         first = min(request.next_save, whole)
-        tail = computed - whole * self._block_size
-        may_end = self._saves_tails and computed >= end and computed > request.saved_tail and whole < held
-        if not may_end or tail >= self._block_size:
+        tail = computed - whole * self._chunk_tokens
+        may_end = self._saves_tails and computed >= end and computed > request.saved_tail
+        if not may_end or tail >= self._chunk_tokens or computed > held * self._block_size:
             tail = 0
         if first == whole and not tail:
             return None
         if self.paused:
-            # What comes after them is of no use without these blocks.
+            # What comes after them is of no use without these chunks.
             request.next_save = NEVER
             return None
         request.next_save = whole
-        request.saved_from = min(request.saved_from, first)
+        request.saved_from = min(request.saved_from, first * self._page_blocks)
         if tail:
             request.saved_tail = computed
         return Span(first, whole, tail)
 
     def save(self, request_id: str, span: Span, chain: KeyChain, tail: Tail | None) -> Save:
-        """The save of ``span`` of a request whose keys are ``chain``; ``tail`` names the part of a block behind it."""
+        """The save of ``span`` of a request whose keys are ``chain``; ``tail`` names the part of a chunk behind it."""
         request = self._requests[request_id]
-        keys: list[bytes] = [*chain[span.first : span.end], *([tail.key] if tail is not None else [])]
-        block_ids = [ids[span.first : span.first + len(keys)] for ids in request.block_ids]
-        return Save(request_id, span.first, chain.parent(span.first), keys, block_ids, tail, adapter=request.adapter)
+        tails = [*chain.tails(span.first, span.end), *([tail] if tail is not None else [])]
+        first, partial = span.first * self._page_blocks, tail is not None
+        end = span.end * self._page_blocks + -(-span.tail // self._block_size)
+        block_ids = [ids[first:end] for ids in request.block_ids]
+        parent = chain.parent(span.first)
+        return Save(request_id, span.first, parent, tails, block_ids, partial, adapter=request.adapter)
 
     # Ends
 
@@ -514,7 +538,7 @@ class RequestBook:
         if request is None or request.phase is Phase.LOADING:
             return
         request.block_ids = []
-        request.next_save = request.found.blocks
+        request.next_save = request.found.chunks
         request.saved_tail = 0
         request.saved_from, request.offered = NEVER, False
         if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from logging import Logger
 
 import msgspec
+import numpy as np
 
 from ems.errors import EmsError, StaleReference
 from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import Tail
 from ems.pool.pages import Outcome
 from ems.transfers.device import Device
 from ems.transfers.plan import ALL, CopyPlan
@@ -57,7 +57,7 @@ class SaveJob:
     def __init__(self, save: Save, plane: PlaneRows) -> None:
         self.save = save
         self.plane = plane
-        self.parent, self.pages, self.tail = plane.stored(save)
+        self.parent, self.pages = plane.stored(save)
         self.reservation: Reservation | None = None
         self.again = False
         self.cancelled = False
@@ -229,18 +229,26 @@ class Saver:
             self._give_back(reserved)
 
     def _reserve(self, job: SaveJob) -> None:
-        keys = [page.key for page in job.pages]
-        tails: list[Tail | None] = [*[None] * (len(keys) - 1), job.tail] if job.tail is not None else []
+        keys, tails = [page.key for page in job.pages], [page.tail for page in job.pages]
         reserved = self._client.reserve(job.plane.namespace, job.parent, keys, self._call_timeout, tails)
         if self._failing:
             self._failing = False
             self._logger.info("EMS stores blocks again")
         if reserved.granted:
             job.reservation = reserved
+            self._clear_partial(job, reserved)
         # Memory of a node that has just started is still being touched; it may be by the time the step is over.
         job.again = not reserved.granted and Outcome.NOT_TOUCHED in reserved.outcomes
         if not reserved.granted and not job.again:
             self._note(job, reserved, 0)
+
+    def _clear_partial(self, job: SaveJob, reserved: Reservation) -> None:
+        """Of a page that is not written whole the rest would be what somebody else, perhaps another tenant, left."""
+        namespace, rows = job.plane.namespace, job.plane.rows
+        for position, ref in reserved.granted.items():
+            if len(job.pages[position].part.blocks) < rows.page_blocks:
+                page = self._client.segments(reserved.epoch).page(ref, namespace.page_size)
+                np.frombuffer(page, np.uint8)[:] = 0
 
     def _note(self, job: SaveJob, reserved: Reservation, stored: int) -> None:
         outcomes = Counter(reserved.outcomes)
@@ -253,9 +261,14 @@ class Saver:
                 present,
                 len(reserved.outcomes) - present - stored,
                 job.seconds,
-                stored // job.plane.local.portion.count if job.plane.local.leading else 0,
+                self._blocks(job, stored) if job.plane.local.leading else 0,
             )
         )
+
+    @staticmethod
+    def _blocks(job: SaveJob, stored: int) -> int:
+        """Blocks of the first ``stored`` pages, which count once however many shards they have here."""
+        return sum(len(page.part.blocks) for page in job.pages[: stored : job.plane.local.portion.count])
 
     # Whole blocks
 
@@ -279,8 +292,8 @@ class Saver:
             if self._client.epoch != reserved.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
             places = [segments.page(reserved.granted[position], namespace.page_size) for position in batch]
-            blocks = [job.pages[position].row for position in batch]
-            if not job.copy(self._device, rows.plan(blocks, places, out=True, tensors=tensors)):
+            parts = [job.pages[position].part for position in batch]
+            if not job.copy(self._device, rows.plan(parts, places, out=True, tensors=tensors)):
                 break
             written += batch
         self._device.synchronise()

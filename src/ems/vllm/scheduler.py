@@ -53,8 +53,8 @@ IN_STEP_SECONDS = 0.02
 load between steps would cost one more step, of some milliseconds."""
 RESET_SECONDS = 0.1
 """How long pending saves may keep a reset of the engine's cache, or its pause, waiting."""
-ANSWER_BLOCKS = 256
-"""A lookup of more blocks takes longer than :data:`ANSWER_SECONDS`, so the engine does not wait for it."""
+ANSWER_CHUNKS = 256
+"""A lookup of more chunks takes longer than :data:`ANSWER_SECONDS`, so the engine does not wait for it."""
 
 
 class SchedulerSide:
@@ -84,6 +84,7 @@ class SchedulerSide:
             model.block_size,
             model.planes,
             model.groups,
+            page_blocks=model.page_blocks,
             saves=settings.saves,
             saves_tails=settings.save_tails,
             loads=settings.loads,
@@ -102,7 +103,7 @@ class SchedulerSide:
         self._lookups = Lookups(
             self._client,
             model.planes,
-            model.block_size,
+            model.chunk_tokens,
             self._epoch.chain_name,
             logger,
             start_node=start_node,
@@ -273,7 +274,7 @@ class SchedulerSide:
         """
         if self._waited or self._running or not self._book.awaits(request.request_id):
             return 0.0
-        if request.num_tokens > ANSWER_BLOCKS * self._model.block_size:
+        if request.num_tokens > ANSWER_CHUNKS * self._model.chunk_tokens:
             return 0.0
         self._waited = True
         return ANSWER_SECONDS
@@ -303,7 +304,7 @@ class SchedulerSide:
         known = self._book.get(request_id)
         stored = 0
         if known is not None and known.next_save != NEVER:
-            stored = max(known.next_save * self._model.block_size, known.saved_tail)
+            stored = max(known.next_save * self._model.chunk_tokens, known.saved_tail)
         first, effects = self._book.finished(request_id)
         self._do(effects)
         self._vllm_requests.pop(request_id, None)
@@ -452,7 +453,7 @@ class SchedulerSide:
     def _named(self, request: Any, span: Span) -> Save:
         known = self._book.get(request.request_id)
         assert known is not None
-        size = self._model.block_size
+        size = self._model.chunk_tokens
         end = span.end * size
         if known.chain is None:
             known.chain = KeyChain(self._lookups.chain_name + self._adapter_key(request), size)
@@ -467,7 +468,7 @@ class SchedulerSide:
             tail = known.chain.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
         save = self._book.save(request.request_id, span, known.chain, tail)
         if self._events is not None:
-            self._events.offered(request, save, _extra_keys(request, size))
+            self._events.offered(request, save, _extra_keys(request, self._model.block_size))
         return save
 
     def received(
@@ -567,10 +568,10 @@ class SchedulerSide:
             return
         for answer in self._lookups.answers(wait):
             found, request = answer.found, self._vllm_requests.get(answer.request_id)
-            if self._events is not None and answer.chain is not None and found.blocks and request is not None:
+            if self._events is not None and answer.chain is not None and found.chunks and request is not None:
                 self._events.found(request, found, answer.chain, _extra_keys(request, self._model.block_size))
             self._observer.requests.answered(
-                answer.request_id, found.tokens, found.blocks, answer.reason, answer.detail
+                answer.request_id, found.tokens, found.tokens // self._model.block_size, answer.reason, answer.detail
             )
             if answer.chain is None:
                 self._do(self._book.abandon(answer.request_id))
@@ -602,9 +603,9 @@ class SchedulerSide:
         self._lookups.ask(job)
 
     def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
-        """The extra keys of a request's blocks without the adapter, which vLLM would name by name and path."""
+        """The extra keys of a request's chunks without the adapter, which vLLM would name by name and path."""
         return partial(
-            _extra_keys, _WithoutAdapter(request) if request.lora_request else request, self._model.block_size
+            _extra_keys, _WithoutAdapter(request) if request.lora_request else request, self._model.chunk_tokens
         )
 
     def _adapter_key(self, request: Any) -> str:

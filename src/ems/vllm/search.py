@@ -1,6 +1,6 @@
 """Finds how much of a prompt the pool has, over all planes of a model, and promises it.
 
-A prompt can be used up to where every plane can go on from: full attention needs all blocks before, a sliding
+A prompt can be used up to where every plane can go on from: full attention needs all chunks before, a sliding
 window only those in sight.  What always holds: what is promised is held by leases of one node, all of them or none;
 each search makes a bounded number of calls.
 """
@@ -28,7 +28,7 @@ MANY = 64
 
 
 class Prompt(msgspec.Struct):
-    """What is searched for: all tokens, the keys of their full blocks, what else names each block."""
+    """What is searched for: all tokens, the keys of their full chunks, what else names each chunk."""
 
     tokens: Sequence[int]
     chain: KeyChain
@@ -38,9 +38,9 @@ class Prompt(msgspec.Struct):
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """How far the pool's pages of a prompt reach: full blocks, a part of the next, whether more is being written."""
+    """How far the pool's pages of a prompt reach: full chunks, a part of the next, whether more is being written."""
 
-    blocks: int
+    chunks: int
     tail: TailHit
     pending: bool
 
@@ -48,18 +48,18 @@ class Reach(msgspec.Struct, frozen=True):
 class Search:
     """Searches for one engine.  ``planes`` are those of its model; pages have no known size on this side."""
 
-    def __init__(self, client: PoolClient, planes: Sequence[Plane], block_size: int, call_timeout: float) -> None:
+    def __init__(self, client: PoolClient, planes: Sequence[Plane], chunk_tokens: int, call_timeout: float) -> None:
         self._client = client
         self._planes = planes
         self._namespaces = [Namespace(plane.namespace, 0) for plane in planes]
-        self._block_size = block_size
+        self._chunk_tokens = chunk_tokens
         self._timeout = call_timeout
         self.reason: Reason | None = None
         """Why the last search found no more, as far as the node tells."""
         self.promoting = 0
-        """How many blocks tiers were promoting at the last search."""
+        """How many chunks tiers were promoting at the last search."""
         self.computing = 0.0
-        """Seconds that a block takes to be computed, 0 while that is not known."""
+        """Seconds that a chunk takes to be computed, 0 while that is not known."""
         self._request = ""
 
     def reach(self, prompt: Prompt) -> tuple[int, bool]:
@@ -82,7 +82,7 @@ class Search:
         return NOTHING
 
     def _tokens(self, reach: Reach) -> int:
-        return reach.blocks * self._block_size + reach.tail.tokens
+        return reach.chunks * self._chunk_tokens + reach.tail.tokens
 
     def _promise_all(self, prompt: Prompt, reach: Reach) -> Found | None:
         leases: list[Lease] = []
@@ -96,21 +96,21 @@ class Search:
             # Something was evicted, or the node changed, since it was looked at.
             self._give_back(leases)
             return None
-        return Found(self._tokens(reach), reach.blocks, tuple(taken), tuple(leases))
+        return Found(self._tokens(reach), reach.chunks, tuple(taken), tuple(leases))
 
-    # One plane that needs all blocks: found and promised in one call, with the tail behind them
+    # One plane that needs all chunks: found and promised in one call, with the tail behind them
 
     def _take_leading(self, prompt: Prompt) -> Found:
         shards = self._planes[0].shards
         leases: list[Lease] = []
         try:
             keys, refs, tail = self._hold_leading(prompt, leases)
-            blocks = len(keys) // (shards * KEY_BYTES)
-            # A block of which some pages are missing counts for nothing.
-            keys, refs = keys[: blocks * shards * KEY_BYTES], refs[: blocks * shards * REF_BYTES]
-            if blocks < len(prompt.chain):
+            chunks = len(keys) // (shards * KEY_BYTES)
+            # A chunk of which some pages are missing counts for nothing.
+            keys, refs = keys[: chunks * shards * KEY_BYTES], refs[: chunks * shards * REF_BYTES]
+            if chunks < len(prompt.chain):
                 self._give_back([tail.lease] if tail.lease is not None else [])
-                tail = self._tail(prompt, blocks, lease=shards == 1)
+                tail = self._tail(prompt, chunks, lease=shards == 1)
             leases += [tail.lease] if tail.lease is not None else []
             tail_keys, tail_refs = tail.key, tail.lease.packed_refs if tail.lease is not None else b""
             if tail.tokens and shards > 1:
@@ -123,15 +123,15 @@ class Search:
             self._give_back(leases)
             return NOTHING
         whole = len(tail_keys) == shards * KEY_BYTES
-        tokens = blocks * self._block_size + (tail.tokens if whole else 0)
+        tokens = chunks * self._chunk_tokens + (tail.tokens if whole else 0)
         if not tokens:
             self._give_back(leases)
             return NOTHING
         pages = Pages(0, 0, keys + (tail_keys if whole else b""), refs + (tail_refs if whole else b""))
-        return Found(tokens, blocks, (pages,), tuple(leases))
+        return Found(tokens, chunks, (pages,), tuple(leases))
 
     def _hold_leading(self, prompt: Prompt, leases: list[Lease]) -> tuple[bytes, bytes, TailHit]:
-        """Pages of the leading blocks, and the tail behind all blocks, which counts only if all blocks are present."""
+        """Pages of the leading chunks, and the tail behind all chunks, which counts only if all chunks are present."""
         shards, whole = self._planes[0].shards, len(prompt.chain)
         if not whole:
             return b"", b"", self._tail(prompt, 0, lease=shards == 1)
@@ -176,7 +176,7 @@ class Search:
         return hits
 
     def _seconds_a_page(self) -> float:
-        """A block's computing is shared by its pages of all planes."""
+        """A chunk's computing is shared by its pages of all planes."""
         return self.computing / sum(plane.shards for plane in self._planes)
 
     def _see_promoting(self, number: int, pages: int) -> None:
@@ -185,69 +185,69 @@ class Search:
     # Several
 
     def _reach(self, prompt: Prompt) -> Reach:
-        blocks, pending = len(prompt.chain), False
+        chunks, pending = len(prompt.chain), False
         for number, plane in enumerate(self._planes):
-            if not plane.window and blocks:
-                found, writing = self._leading(number, prompt.chain.packed(0, blocks))
-                blocks, pending = found, pending or (writing and found < blocks)
+            if not plane.window and chunks:
+                found, writing = self._leading(number, prompt.chain.packed(0, chunks))
+                chunks, pending = found, pending or (writing and found < chunks)
         for _ in range(ATTEMPTS):
-            tail = self._whole_tail(prompt, blocks)
-            gap, writing = self._gap(prompt, blocks, tail)
+            tail = self._whole_tail(prompt, chunks)
+            gap, writing = self._gap(prompt, chunks, tail)
             pending = pending or writing or tail.pending
             if gap is None:
-                return Reach(blocks, tail, pending)
+                return Reach(chunks, tail, pending)
             # Up to the gap some of the window may be there; a tail at a gap is none.
-            blocks = min(gap, blocks)
+            chunks = min(gap, chunks)
         return Reach(0, NO_TAIL, pending)
 
     def _leading(self, number: int, keys: bytes) -> tuple[int, bool]:
-        """How many leading blocks of ``keys`` are whole in a plane, and whether the next is being written."""
+        """How many leading chunks of ``keys`` are whole in a plane, and whether the next is being written."""
         plane = self._planes[number]
-        blocks = len(keys) // KEY_BYTES
-        if plane.shards > 1 and blocks > MANY:
+        chunks = len(keys) // KEY_BYTES
+        if plane.shards > 1 and chunks > MANY:
             # Most misses show in the first shard, at a fraction of the keys.
             first = self._ask(number, keys)
             if not first.count:
                 self.reason = first.reason
                 return 0, bool(first.pending)
-            blocks = first.count
-        pages = page_keys(keys[: blocks * KEY_BYTES], plane.shards)
+            chunks = first.count
+        pages = page_keys(keys[: chunks * KEY_BYTES], plane.shards)
         hits = self._ask(number, pages)
         self.reason = hits.reason or self.reason
         return hits.count // plane.shards, bool(hits.pending)
 
-    def _gap(self, prompt: Prompt, blocks: int, tail: TailHit) -> tuple[int | None, bool]:
-        """The first missing block that some window needs, or None; and whether it is being written."""
-        tokens = blocks * self._block_size + tail.tokens
+    def _gap(self, prompt: Prompt, chunks: int, tail: TailHit) -> tuple[int | None, bool]:
+        """The first missing chunk that some window needs, or None; and whether it is being written."""
+        tokens = chunks * self._chunk_tokens + tail.tokens
         for number, plane in enumerate(self._planes):
             # The engine computes the last token again.
-            first = first_in_sight(plane.window, tokens - 1, self._block_size)
-            if plane.window and first < blocks:
-                found, writing = self._leading(number, prompt.chain.packed(first, blocks))
-                if first + found < blocks:
+            first = first_in_sight(plane.window, tokens - 1, self._chunk_tokens)
+            if plane.window and first < chunks:
+                found, writing = self._leading(number, prompt.chain.packed(first, chunks))
+                if first + found < chunks:
                     return first + found, writing
         return None, False
 
-    def _tail(self, prompt: Prompt, blocks: int, *, lease: bool) -> TailHit:
-        """The part of block number ``blocks`` that some page of the first plane holds."""
-        name = self._tail_name(prompt, blocks)
+    def _tail(self, prompt: Prompt, chunks: int, *, lease: bool) -> TailHit:
+        """The part of chunk number ``chunks`` that some page of the first plane holds."""
+        name = self._tail_name(prompt, chunks)
         if name is None:
             return NO_TAIL
         hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease, timeout=self._timeout)
         self.promoting = max(self.promoting, int(hit.below))
         return hit
 
-    def _tail_name(self, prompt: Prompt, blocks: int) -> Tail | None:
-        """The block number ``blocks`` as far as the prompt has it; None where the prompt ends before it."""
-        rest = prompt.tokens[blocks * self._block_size : (blocks + 1) * self._block_size]
+    def _tail_name(self, prompt: Prompt, chunks: int) -> Tail | None:
+        """The chunk number ``chunks`` as far as the prompt has it; None where the prompt ends before it."""
+        rest = prompt.tokens[chunks * self._chunk_tokens : (chunks + 1) * self._chunk_tokens]
         if not len(rest):
             return None
         extra = prompt.extra()
-        return prompt.chain.tail(blocks, rest, extra[blocks] if blocks < len(extra) else None)
+        return prompt.chain.tail(chunks, rest, extra[chunks] if chunks < len(extra) else None)
 
-    def _whole_tail(self, prompt: Prompt, blocks: int) -> TailHit:
-        """The same, if all other pages of that block are there too."""
-        tail = self._tail(prompt, blocks, lease=False)
+    def _whole_tail(self, prompt: Prompt, chunks: int) -> TailHit:
+        """The same, if all other pages of that chunk are there too."""
+        tail = self._tail(prompt, chunks, lease=False)
         if not tail.tokens:
             return tail
         for number in range(len(self._planes)):
@@ -257,8 +257,8 @@ class Search:
 
     def _promise(self, number: int, prompt: Prompt, reach: Reach, leases: list[Lease]) -> Pages | None:
         plane = self._planes[number]
-        first = min(first_in_sight(plane.window, self._tokens(reach) - 1, self._block_size), reach.blocks)
-        keys = page_keys(prompt.chain.packed(first, reach.blocks) + reach.tail.key, plane.shards)
+        first = min(first_in_sight(plane.window, self._tokens(reach) - 1, self._chunk_tokens), reach.chunks)
+        keys = page_keys(prompt.chain.packed(first, reach.chunks) + reach.tail.key, plane.shards)
         hits = self._ask(number, keys, lease=True)
         if hits.lease is not None:
             leases.append(hits.lease)

@@ -91,7 +91,7 @@ class WorkerSide:
         """
         try:
             check_hosts(self._hosts)
-            self._rows = plane_rows(self._planes, kv_caches, self._model.num_blocks)
+            self._rows = plane_rows(self._planes, kv_caches, self._model.num_blocks, self._model.page_blocks)
         except ConfigError as error:
             if self._settings.on_error != "serve_without":
                 raise
@@ -124,9 +124,9 @@ class WorkerSide:
         for rows in self._rows:
             mine, plane = rows.local.portion, rows.local.plane
             logger.info(
-                "EMS serves namespace %s: %d tokens a block, %d pages of %d bytes a block, of which %d to %d are here",
+                "EMS serves namespace %s: %d tokens a chunk, %d pages of %d bytes a chunk, of which %d to %d are here",
                 rows.namespace.name,
-                self._model.block_size,
+                self._model.chunk_tokens,
                 plane.shards,
                 rows.namespace.page_size,
                 mine.first,
@@ -193,7 +193,7 @@ class WorkerSide:
             if not load.in_step:
                 self._loader.start(load, mark)
             elif self._settings.layerwise:
-                rest, last = load.split()
+                rest, last = load.split(self._model.planes, self._model.page_blocks)
                 urgent.append(self._loader.start(last, mark, in_step=True))
                 self._in_step_jobs.append(self._loader.start(rest, mark, in_step=True))
                 self.in_layers = True

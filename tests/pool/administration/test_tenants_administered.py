@@ -26,7 +26,7 @@ pytestmark = pytest.mark.process
 PAGE = 4096
 IDENTITY = "default/model/0123"
 SPACE = Namespace(f"{IDENTITY}/0.0", PAGE)
-FACTS = {"kind": "vllm", "model": "model", "plane": "0.0", "block_size": "16", "page_shards": "1", "window": "0"}
+FACTS = {"kind": "vllm", "model": "model", "plane": "0.0", "chunk_tokens": "16", "page_shards": "1", "window": "0"}
 IDS = list(range(64))
 
 

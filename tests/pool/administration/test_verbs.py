@@ -36,7 +36,7 @@ FACTS = {
     "tenant": "tenant",
     "model": "model",
     "plane": "0.0",
-    "block_size": "16",
+    "chunk_tokens": "16",
     "page_shards": "1",
     "window": "0",
 }
@@ -209,7 +209,7 @@ def test_a_shrink_says_who_is_waited_for_and_can_be_cancelled(client: PoolClient
 def test_show_tells_of_namespaces_pages_and_requests(client: PoolClient, ems: Ems) -> None:
     store_unwritten(client, SPACE, chain("x", 2))
     client.lookup(SPACE, b"".join(chain("x", 3)), lease=True, request="cmpl-4711-0")
-    assert "block_size" in ems("show", SPACE.name)
+    assert "chunk_tokens" in ems("show", SPACE.name)
     assert "present" in ems("show", chain("x", 2)[1].hex())
     shown = ems("show", "4711")
     assert "2 of 3 keys found" in shown
@@ -229,11 +229,12 @@ def test_explain_finds_a_prompt_by_its_tokens(client: PoolClient, ems: Ems, tmp_
     file = tmp_path / "tokens"
     file.write_text(json.dumps(ids))
     (row,) = ems("explain", "--tokens", str(file), "-o", "json")["namespaces"]
-    assert (row["blocks"], row["leading"], row["present"], row["first_missing"]) == (5, 2, 3, 2)
-    assert (row["reason"], row["reasons"]) == ("unfinished", {"unfinished": 2})
+    assert (row["chunks"], row["leading"], row["present"], row["first_missing"]) == (6, 2, 3, 2)
+    assert (row["reason"], row["reasons"]) == ("unfinished", {"unfinished": 2, "never_stored": 1})
+    assert row["tokens"] == 32
     file.write_text(" ".join(map(str, ids)))
     text = ems("explain", "--tokens", str(file), "--namespace", IDENTITY)
-    assert "block 2, tokens 32 to 47" in text
+    assert "chunk 2, tokens 32 to 47" in text
     assert "unfinished" in text
     file.write_text("none")
     assert "something else than token ids" in ems("explain", "--tokens", str(file), status=2)
@@ -276,6 +277,22 @@ def test_a_key_that_is_not_there_is_not_said_to_be_pinned(client: PoolClient, em
     assert "--lasting is '48h', expected a day at most" in ems("pin", SPACE.name, "--lasting", "48h", status=2)
 
 
+def test_explain_counts_the_tokens_of_chunks_that_are_shared_in_part(
+    client: PoolClient, ems: Ems, tmp_path: Path
+) -> None:
+    chain = KeyChain(IDENTITY, 16)
+    chain.extend(list(range(32)))
+    client.commit(client.reserve(SPACE, bytes(16), chain[0:2], tails=chain.tails(0, 2)))
+    file = tmp_path / "tokens"
+    file.write_text(" ".join(map(str, [*range(21), 900, 901])))
+    (row,) = ems("explain", "--tokens", str(file), "-o", "json")["namespaces"]
+    assert (row["chunks"], row["leading"], row["tokens"]) == (2, 1, 21)
+    assert "missing      chunk 1, tokens 21 to 22" in ems("explain", "--tokens", str(file))
+    file.write_text(" ".join(map(str, range(32))))
+    (row,) = ems("explain", "--tokens", str(file), "-o", "json")["namespaces"]
+    assert (row["chunks"], row["leading"], row["tokens"]) == (2, 2, 32)
+
+
 def test_an_administrator_learns_that_another_tenant_has_it(client: PoolClient, ems: Ems, tmp_path: Path) -> None:
     theirs = "rival/model/0123"
     client.describe(f"{theirs}/0.0", {**FACTS, "tenant": "rival"})
@@ -287,7 +304,7 @@ def test_an_administrator_learns_that_another_tenant_has_it(client: PoolClient, 
     file.write_text(" ".join(map(str, range(64))))
     (row,) = ems("explain", "--tokens", str(file), "--namespace", SPACE.name, "-o", "json")["namespaces"]
     assert (row["reason"], row["leading"]) == ("other_tenant", 0)
-    assert row["detail"] == f"{theirs}/0.0 has 3 blocks from the start"
+    assert row["detail"] == f"{theirs}/0.0 has 48 tokens from the start"
     hits = client.lookup(SPACE, key("x"))
     assert hits.reason is Reason.NEVER_STORED, "an engine is not told"
     assert "no engine has described" in ems("explain", "--tokens", str(file), "--namespace", "x", status=1)

@@ -29,8 +29,8 @@ def run(page: Page, *, stored: bool) -> ChangeRun:
     return ChangeRun(page[0], stored, page[1])
 
 
-def offer(*numbers: int) -> list[tuple[Block, list[Page]]]:
-    return [(block(number), pages(number)) for number in numbers]
+def offer(*numbers: int) -> list[tuple[list[Block], list[Page]]]:
+    return [([block(number)], pages(number)) for number in numbers]
 
 
 def store(*numbers: int) -> list[ChangeRun]:
@@ -43,6 +43,14 @@ def test_a_block_is_told_of_when_its_last_page_is_committed() -> None:
     *first, last = store(0)
     assert known.changed(first) == []
     assert known.changed([last]) == [Stored(block(0))]
+
+
+def test_all_blocks_of_a_chunk_are_told_of_and_taken_back() -> None:
+    known = Announced()
+    known.offered([([block(0), block(1)], pages(1))])
+    assert known.changed(store(1)) == [Stored(block(0)), Stored(block(1))]
+    gone = known.changed([run(pages(1)[0], stored=False)])
+    assert gone == [Removed(block(0).name, 0), Removed(block(1).name, 0)]
 
 
 def test_pages_that_were_committed_before_the_offer_count() -> None:
@@ -93,7 +101,7 @@ def test_all_is_taken_back_when_nothing_is_known_any_more() -> None:
 
 
 def test_who_is_forgotten_for_want_of_room_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announced, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(announced, "MOST_CHUNKS", 2)
     monkeypatch.setattr(announced, "MOST_STRAYS", 8)
     known = Announced()
     told: list[BlockEvent] = []

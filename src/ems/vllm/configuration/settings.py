@@ -86,6 +86,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the user calls the weights that the engine starts with, where they are not those of the files."""
     namespace: str = ""
     """Set engines of equal models apart: pages of two namespaces never meet; ``namespace`` or ``MODEL_ID``."""
+    chunk_tokens: int = 0
+    """Tokens of which a page holds the state; 0 for 256, or a block that has more."""
     store_tp_size: int = 0
     """Parts by KV head that a block is stored in; 0 for as many as serve the usual tensor-parallel sizes."""
     kvcache_type: str = ""
@@ -164,6 +166,7 @@ def read_settings(
         model_id=reader.text("model_id"),
         weights_version=reader.text("weights_version"),
         namespace=_namespace(reader),
+        chunk_tokens=reader.count("chunk_tokens", what="tokens"),
         store_tp_size=_store_tp_size(reader),
         kvcache_type=reader.choice("kvcache_type", ("MHA", "MLA"), ""),
         on_error=reader.choice("on_error", ("refuse", "serve_without"), "refuse"),

@@ -1,9 +1,9 @@
 """Which of the pool's blocks this engine has told others about, and what it has to tell next (KV events).
 
 A brain.  It hears in any order which blocks the engine offers or finds and which pages the node stored or removed, and
-returns the events to publish.  What always holds: a block is announced only while the pool has all its pages, as far as
-the node has said; between two announcements of a block there is one removal; memory is bounded by :data:`MOST_BLOCKS`
-and :data:`MOST_STRAYS`, and the removal of a block that must be forgotten is published first.
+returns the events to publish.  What always holds: the blocks of a chunk are announced only while the pool has all its
+pages, as far as the node has said; between two announcements of a block there is one removal; memory is bounded by
+:data:`MOST_CHUNKS` and :data:`MOST_STRAYS`, and the removal of a block that must be forgotten is published first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 from ems.pool.keys import KEY_BYTES
 from ems.pool.protocol.changes import ChangeRun
 
-MOST_BLOCKS = 65536
-"""Blocks that are followed at a time."""
+MOST_CHUNKS = 65536
+"""Chunks that are followed at a time."""
 MOST_STRAYS = 65536
 """Stored pages of blocks that are not known yet: a page can be reported before its block is offered."""
 
@@ -53,35 +53,38 @@ BlockEvent = Stored | Removed
 
 
 class _Followed:
-    """A block of which others have been told, or will be once none of its ``pages`` is ``missing``."""
+    """A chunk of ``blocks`` of which others have been told, or will be once none of its ``pages`` is ``missing``."""
 
-    __slots__ = ("announced", "block", "missing", "pages")
+    __slots__ = ("announced", "blocks", "missing", "pages")
 
-    def __init__(self, block: Block, pages: Collection[Page]) -> None:
-        self.block = block
+    def __init__(self, blocks: Sequence[Block], pages: Collection[Page]) -> None:
+        self.blocks = blocks
         self.pages = tuple(pages)
         self.missing = set(pages)
         self.announced = False
 
 
 class Announced:
-    """The blocks of one engine."""
+    """The blocks of one engine, chunk by chunk."""
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int, Hashable], _Followed] = {}
+        self._chunks: dict[tuple[int, Hashable], _Followed] = {}
+        """By group, and name of the last block."""
         self._by_page: dict[Page, _Followed] = {}
         self._strays: dict[Page, None] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._chunks)
 
-    def offered(self, blocks: Iterable[tuple[Block, Sequence[Page]]], *, present: bool = False) -> list[BlockEvent]:
-        """The engine offers blocks for saving, each with its pages, or found them in the pool (``present``)."""
+    def offered(
+        self, chunks: Iterable[tuple[Sequence[Block], Sequence[Page]]], *, present: bool = False
+    ) -> list[BlockEvent]:
+        """The engine offers chunks for saving, each with its pages, or found them in the pool (``present``)."""
         events: list[BlockEvent] = []
-        for block, pages in blocks:
-            followed = self._blocks.get((block.group, block.name))
+        for blocks, pages in chunks:
+            followed = self._chunks.get((blocks[-1].group, blocks[-1].name))
             if followed is None:
-                followed = self._follow(block, pages, events)
+                followed = self._follow(blocks, pages, events)
             if present:
                 followed.missing.clear()
             for page in [page for page in followed.missing if page in self._strays]:
@@ -99,17 +102,17 @@ class Announced:
         return events
 
     def withdraw(self) -> list[BlockEvent]:
-        announced = (one.block for one in self._blocks.values() if one.announced)
+        announced = (block for one in self._chunks.values() if one.announced for block in one.blocks)
         taken: list[BlockEvent] = [Removed(block.name, block.group) for block in announced]
-        self._blocks.clear()
+        self._chunks.clear()
         self._by_page.clear()
         self._strays.clear()
         return taken
 
-    def _follow(self, block: Block, pages: Sequence[Page], events: list[BlockEvent]) -> _Followed:
-        if len(self._blocks) >= MOST_BLOCKS:
-            self._forget(next(iter(self._blocks.values())), events)
-        followed = self._blocks[block.group, block.name] = _Followed(block, pages)
+    def _follow(self, blocks: Sequence[Block], pages: Sequence[Page], events: list[BlockEvent]) -> _Followed:
+        if len(self._chunks) >= MOST_CHUNKS:
+            self._forget(next(iter(self._chunks.values())), events)
+        followed = self._chunks[blocks[-1].group, blocks[-1].name] = _Followed(blocks, pages)
         for page in pages:
             self._by_page[page] = followed
         return followed
@@ -138,16 +141,16 @@ class Announced:
 
     def _announce(self, followed: _Followed, events: list[BlockEvent]) -> None:
         if not followed.announced and not followed.missing:
-            events.append(Stored(followed.block))
+            events += map(Stored, followed.blocks)
             followed.announced = True
             # Its tokens are not needed to take it back.
-            followed.block = msgspec.structs.replace(followed.block, tokens=())
+            followed.blocks = [msgspec.structs.replace(block, tokens=()) for block in followed.blocks]
 
     def _forget(self, followed: _Followed, events: list[BlockEvent]) -> None:
-        block = followed.block
+        last = followed.blocks[-1]
         if followed.announced:
-            events.append(Removed(block.name, block.group))
-        del self._blocks[block.group, block.name]
+            events += [Removed(block.name, block.group) for block in followed.blocks]
+        del self._chunks[last.group, last.name]
         for page in followed.pages:
             self._by_page.pop(page, None)
             if page not in followed.missing:

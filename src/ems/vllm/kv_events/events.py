@@ -107,23 +107,22 @@ class BlockEvents:
         self._untaken: list[BlockEvent] = []
 
     def offered(self, request: Any, save: Save, extra: Sequence[object]) -> None:
-        """The full blocks of ``save`` are being saved; ``extra`` has the extra keys of each block."""
-        count = len(save.keys) - (save.tail is not None)
-        keys = b"".join(save.keys[:count])
+        """The full chunks of ``save`` are being saved; ``extra`` has the extra keys of each block."""
+        keys = b"".join(tail.key for tail in save.tails[: len(save.tails) - save.partial])
         for group in range(self._model.groups):
-            held = [bool(block) for block in save.block_ids[group][:count]]
-            blocks = self._blocks(request, group, save.first, keys, extra)
+            held = save.block_ids[group][:: self._model.page_blocks]
+            chunks = self._chunks(request, group, save.first, keys, extra)
             self._untaken += self._announced.offered(
-                one for one, there in zip(blocks, held, strict=False) if there or not self._windowed(group)
+                one for one, there in zip(chunks, held, strict=False) if there or not self._windowed(group)
             )
 
     def found(self, request: Any, found: Found, chain: KeyChain, extra: Sequence[object]) -> None:
         for group in range(self._model.groups):
             planes = [pages for pages in found.pages if self._model.planes[pages.plane].group == group]
-            first = max((pages.first for pages in planes), default=found.blocks)
-            keys = chain.packed(first, found.blocks)
-            blocks = self._blocks(request, group, first, keys, extra)
-            self._untaken += self._announced.offered(blocks, present=True)
+            first = max((pages.first for pages in planes), default=found.chunks)
+            keys = chain.packed(first, found.chunks)
+            chunks = self._chunks(request, group, first, keys, extra)
+            self._untaken += self._announced.offered(chunks, present=True)
 
     def reset(self) -> None:
         self._untaken += self._announced.withdraw()
@@ -140,11 +139,11 @@ class BlockEvents:
     def _windowed(self, group: int) -> bool:
         return any(plane.window for plane in self._model.planes if plane.group == group)
 
-    def _blocks(
+    def _chunks(
         self, request: Any, group: int, first: int, keys: bytes, extra: Sequence[object]
-    ) -> Iterator[tuple[Block, list[Page]]]:
-        """The blocks from ``first`` on with their ``keys``, as far as the engine has hashed them."""
-        size = self._model.block_size
+    ) -> Iterator[tuple[list[Block], list[Page]]]:
+        """The chunks from ``first`` on with their ``keys``, as blocks, as far as the engine has hashed them."""
+        size, count = self._model.block_size, self._model.page_blocks
         step = size // self._hash_tokens()
         hashes = request.block_hashes
         lora = getattr(request, "lora_request", None)
@@ -155,17 +154,22 @@ class BlockEvents:
             if plane.group == group
         ]
         for position in range(len(keys) // KEY_BYTES):
-            number = first + position
-            if (number + 1) * step > len(hashes):
+            begin = (first + position) * count
+            if (begin + count) * step > len(hashes):
                 return
             pages = [
                 (plane, named[at * KEY_BYTES : (at + 1) * KEY_BYTES])
                 for plane, shards, named in planes
                 for at in range(position * shards, (position + 1) * shards)
             ]
-            name, parent = hashes[(number + 1) * step - 1], hashes[number * step - 1] if number else None
-            tokens = tuple(request.all_token_ids[number * size : (number + 1) * size])
-            yield Block(name, group, parent, tokens, extra[number] if number < len(extra) else None, adapter), pages
+            blocks = []
+            for number in range(begin, begin + count):
+                name, parent = hashes[(number + 1) * step - 1], hashes[number * step - 1] if number else None
+                tokens = tuple(request.all_token_ids[number * size : (number + 1) * size])
+                blocks.append(
+                    Block(name, group, parent, tokens, extra[number] if number < len(extra) else None, adapter)
+                )
+            yield blocks, pages
 
     def _event(self, events: list[BlockEvent]) -> KVCacheEvent:
         stored = [news.block for news in events if isinstance(news, Stored)]

@@ -36,7 +36,7 @@ from ems.pool.layout import unpack_refs
 from ems.pool.segments.reader import PageReader
 from ems.transfers.device import Device, DevicePair
 from ems.transfers.plan import CopyPlan
-from ems.transfers.rows import BlockRows, Row
+from ems.transfers.rows import BlockRows, PageBlocks
 from ems.vllm.lane import Lane
 from ems.vllm.offloading.chunks import TRAILER_BYTES, ChunkBlocks, chunks_of, trailer, valid_from
 from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
@@ -289,13 +289,8 @@ class EmsOffloadingWorker(OffloadingWorker):
 
     def _plan(self, place: int, chunks: Sequence[ChunkBlocks], pages: Sequence[memoryview], *, out: bool) -> CopyPlan:
         """Copies between the blocks of each chunk and its page."""
-        rows, owners, places = list[Row](), list[memoryview](), list[int]()
-        for chunk, page in zip(chunks, pages, strict=True):
-            count = len(chunk.block_ids)
-            rows += [(block, 0) for block in chunk.block_ids]
-            owners += [page] * count
-            places += range(chunk.first, chunk.first + count)
-        return self._groups[place].plan(rows, owners, out=out, places=places)
+        parts = [PageBlocks(chunk.block_ids, first=chunk.first) for chunk in chunks]
+        return self._groups[place].plan(parts, pages, out=out)
 
     def _report(self, namespace: Namespace, reader: PageReader) -> None:
         if reader.corrupt:
