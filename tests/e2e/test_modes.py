@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from ems.vllm.model import CHUNK_TOKENS
 from tests.e2e.engines import OPTIONS, Node, Reference, complete, complete_all, connector, random_prompt, running_node
 from tests.kit.engine import VllmServer
 
@@ -46,7 +47,7 @@ def test_layer_by_layer_with_eight_bit_values(model: Path, logs: Path, node: Nod
         cold = [complete(server.url, prompt) for prompt in PROMPTS]
         before = node.counters["keys_hit"]
         assert complete_all(server.url, PROMPTS * 2) == cold * 2
-        assert node.counters["keys_hit"] - before >= 2 * sum(len(prompt) // OPTIONS.block_size for prompt in PROMPTS)
+        assert node.counters["keys_hit"] - before >= 2 * sum(len(prompt) // CHUNK_TOKENS for prompt in PROMPTS)
         assert node.stats()["leases"] == 0
 
 

@@ -13,6 +13,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
+from ems.vllm.model import CHUNK_TOKENS
 from tests.e2e.engines import BLOCK, OPTIONS, Node, connector, post, random_prompt, running, running_node, wait_for
 from tests.kit.engine import VllmServer, free_port
 
@@ -133,7 +134,8 @@ def test_every_30_seconds_one_line_sums_up(observed: Observed) -> None:
 
 def test_events_follow_blocks_into_the_pool_and_out_of_it(observed: Observed) -> None:
     """Last in this file: the pool is filled until the first blocks leave."""
-    prompt = random_prompt(5, 3 * BLOCK)
+    blocks = CHUNK_TOKENS // BLOCK  # events tell of chunks that are full
+    prompt = random_prompt(5, blocks * BLOCK)
     observed.store(prompt)
     stored: list[BlockStored] = []
 
@@ -144,7 +146,7 @@ def test_events_follow_blocks_into_the_pool_and_out_of_it(observed: Observed) ->
     wait_for(announced, "the prompt's blocks are announced", 60)
     event = next(event for event in stored if event.token_ids[:BLOCK] == prompt[:BLOCK])
     assert event.token_ids == prompt
-    assert (len(event.block_hashes), event.block_size, event.parent_block_hash) == (3, BLOCK, None)
+    assert (len(event.block_hashes), event.block_size, event.parent_block_hash) == (blocks, BLOCK, None)
 
     removed: set[object] = set()
 

@@ -145,11 +145,15 @@ class Lookups(LookupSchedule):
 
     def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
         """Why the first missing chunk is missing: :attr:`Reason.GAP` where chunks behind it are there."""
-        chain, plane = prompt.chain, self._planes[0]
-        if found.chunks >= len(chain):
+        plane, size = self._planes[0], self._chunk_tokens
+        if found.tokens >= len(prompt.tokens):
             return reason, ""
-        end = min(len(chain), found.chunks + MAX_KEYS // plane.shards)
-        keys = page_keys(chain.packed(found.chunks, end), plane.shards)
+        full = len(prompt.chain)
+        names = prompt.chain.packed(found.chunks, min(full, found.chunks + MAX_KEYS // plane.shards - 1))
+        if rest := prompt.tokens[full * size :]:
+            extra = prompt.extra()
+            names += prompt.chain.tail(full, rest, extra[full] if full < len(extra) else None).key
+        keys = page_keys(names, plane.shards)
         try:
             explanation = self._client.explain(plane.namespace, keys, self._call_timeout)
         except PoolRefused:
