@@ -165,6 +165,7 @@ class Search:
             lease_tail=self._planes[0].shards == 1,
             timeout=self._timeout,
             request=self._request,
+            compute=self._seconds_a_page(),
         )
         self.promoting = max(self.promoting, int(tail.below))
         if tail.tokens < len(prompt.tokens):
