@@ -28,7 +28,17 @@ logger = logging.getLogger("test")
 class Ranks:
     """The workers of one engine with ``heads`` KV heads over ``count`` ranks, all layers filled from ``seed``."""
 
-    def __init__(self, node: Node, plane: Plane, heads: int, count: int, *, seed: int, by_layer: bool = False) -> None:
+    def __init__(
+        self,
+        node: Node,
+        plane: Plane,
+        heads: int,
+        count: int,
+        *,
+        seed: int,
+        page_blocks: int = 1,
+        by_layer: bool = False,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         whole = {name: torch.randn(BLOCKS, heads, BLOCK, WIDTH, generator=generator) for name in LAYERS}
         self.plane = plane
@@ -41,7 +51,7 @@ class Ranks:
             start = rank * heads // count
             mine = {name: tensor[:, start : start + held].clone() for name, tensor in whole.items()}
             local = LocalPlane(0, plane, LAYERS, portion(heads, plane.shards, count, rank), (held,) * 3)
-            rows = plane_rows([local], mine, BLOCKS, 1)
+            rows = plane_rows([local], mine, BLOCKS, page_blocks)
             client = PoolClient(node.socket, f"rank{rank}")
             self.tensors.append(mine)
             self.clients.append(client)

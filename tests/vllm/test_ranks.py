@@ -24,31 +24,37 @@ def node() -> Iterator[Node]:
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+@pytest.mark.parametrize("page_blocks", [1, 3], ids=["blocks", "chunks"])
 @pytest.mark.parametrize(
     ("heads", "writers", "readers"),
     [(4, 1, 2), (4, 2, 1), (4, 2, 4), (2, 4, 1), (2, 1, 4), (1, 2, 1), (1, 1, 2)],
     ids=["1-2", "2-1", "2-4", "copies-1", "1-copies", "MLA 2-1", "MLA 1-2"],
 )
-def test_pages_serve_any_number_of_ranks(node: Node, heads: int, writers: int, readers: int, *, by_layer: bool) -> None:
-    plane = Plane(f"default/m/{heads}{writers}{readers}{by_layer}", shards=heads)
-    one = Ranks(node, plane, heads, writers, seed=1, by_layer=by_layer)
-    other = Ranks(node, plane, heads, readers, seed=2)
+def test_pages_serve_any_number_of_ranks(
+    node: Node, heads: int, writers: int, readers: int, page_blocks: int, *, by_layer: bool
+) -> None:
+    """The last page is not full; in a chunk it has one block of three."""
+    plane = Plane(f"default/m/{heads}{writers}{readers}{page_blocks}{by_layer}", shards=heads)
+    one = Ranks(node, plane, heads, writers, seed=1, page_blocks=page_blocks, by_layer=by_layer)
+    other = Ranks(node, plane, heads, readers, seed=2, page_blocks=page_blocks)
     reader = PoolClient(node.socket, "scheduler")
     tokens = list(range(14))
-    chain = KeyChain("model", BLOCK)
-    chain.extend(tokens)
-    tail = chain.tail(3, tokens[12:])
+    size = BLOCK * page_blocks
+    chain = KeyChain("model", size)
+    full = chain.extend(tokens)
+    tail = chain.tail(full, tokens[full * size :])
     try:
         one.save(
-            Save("r", 0, chain.parent(0), [*chain.tails(0, 3), tail], [[5, 2, 7, 1]], partial=True), by_layer=by_layer
+            Save("r", 0, chain.parent(0), [*chain.tails(0, full), tail], [[5, 2, 7, 1]], partial=True),
+            by_layer=by_layer,
         )
-        search = Search(reader, [plane], BLOCK, 2.0)
+        search = Search(reader, [plane], size, 2.0)
         wait_for(lambda: search.reach(Prompt(tokens, chain, tuple))[0] == 14, "the pages are committed")
         found = search.take(Prompt(tokens, chain, tuple))
-        assert (found.tokens, found.chunks) == (14, 3)
+        assert (found.tokens, found.chunks) == (14, full)
         part = LoadPart(0, [1, 3, 4, 6], found.pages[0].keys, found.pages[0].packed_refs)
         if by_layer:
-            rest, last = Load("r", found.leases[0].node, [part], in_step=True).split([plane], 1)
+            rest, last = Load("r", found.leases[0].node, [part], in_step=True).split([plane], page_blocks)
             other.load(last, in_step=True)
             other.load(rest, in_step=True)
         else:

@@ -179,6 +179,31 @@ def test_it_has_a_bound_and_goes_on_when_there_is_room_again(tmp_path: Path) -> 
     again.close()
 
 
+def test_one_that_is_of_use_as_a_whole_is_not_written_anew_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than half of what the file may hold is of use, and a little is added."""
+    monkeypatch.setattr(tail_file, "LEAST_BYTES", 0)
+    file = TailFile(tmp_path / "tails")
+    record = len(pack_record(*entry("a", 0)))
+    most = 1000 * record
+    renamed = 0
+    rename = file._rename
+
+    def counted(new: Path) -> None:
+        nonlocal renamed
+        renamed += 1
+        rename(new)
+
+    monkeypatch.setattr(file, "_rename", counted)
+    for number in range(900):
+        file.compact(lambda *_: True, most)
+        file.add(*entry("a", number), most)
+    assert renamed <= 16
+    assert len(file.read()) == 900
+    file.close()
+
+
 def test_a_full_file_system_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = TailFile(tmp_path / "tails")
     file.add(*entry("a", 1), MOST)

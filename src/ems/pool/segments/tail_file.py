@@ -62,6 +62,8 @@ class TailFile:
         self._file = -1
         self._size = 0
         self._compact_above = LEAST_BYTES
+        self._useful = 0
+        """Bytes that were of use when it was last written anew."""
         self._new = -1
         """The file that will take the place of this one, as far as it is written."""
         self._new_size = 0
@@ -92,6 +94,7 @@ class TailFile:
         record = (b"" if self._size else MAGIC) + pack_record(namespace, key, ref, tail)
         if self._size + len(record) > most or self._write(self._file, record) < len(record):
             os.ftruncate(self._file, self._size)
+            self._compact_above = 0
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(record)
 
@@ -101,7 +104,8 @@ class TailFile:
         ``lives`` tells of a namespace, key and place whether the page there is still found by its tokens; ``most`` is
         as for :meth:`add`.  Raises OSError: memory is full; all remains as it is then.
         """
-        if self._new < 0 and self._size <= min(self._compact_above, most // 2):
+        # Where more than half of the room is of use, half of what is left of it has to be written before the next time.
+        if self._new < 0 and self._size <= min(self._compact_above, (most + self._useful) // 2):
             return
         try:
             self._copy_some(lives)
@@ -128,6 +132,7 @@ class TailFile:
         self._rename(self._new_path)
         os.close(self._file)
         self._file, self._size, self._new = self._new, self._new_size, -1
+        self._useful = self._size
         self._compact_above = max(2 * self._size, LEAST_BYTES)
 
     def _drop_new(self) -> None:
