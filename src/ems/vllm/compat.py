@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import vllm
 from vllm import envs
 from vllm.distributed import parallel_state
@@ -183,16 +182,3 @@ def extra_retained_tokens(spec: Any) -> int:
 def kv_quant_mode(spec: Any) -> str:
     """How keys and values are quantised; before 0.24 the cache's dtype says all that is known of it."""
     return str(getattr(spec, "kv_quant_mode", "none"))
-
-
-def cpu_token_order(spec: Any) -> str:
-    """Which of vLLM's kernels for CPUs order the tokens of a block: ``cpu-vector``, ``cpu-amx``, else ``block``."""
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return "block"
-        kernels = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
-    except (ImportError, TypeError):
-        return "block"
-    return {"amx": "cpu-amx", "vec": "cpu-vector", "vec16": "cpu-vector"}.get(kernels, "block")

@@ -30,6 +30,7 @@ from ems.pool.keys import fingerprint, namespace_name
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings, check_kvcache_type
 from ems.vllm.planes import Plane, Portion, TokenOrder, portion, shard_count
+from ems.vllm.token_order import token_order
 from ems.vllm.weights import config_digest, plain_text, weights_identity
 
 LAYOUT_VERSION = 3
@@ -143,7 +144,7 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     check_kvcache_type(settings.kvcache_type, mla=any(isinstance(spec, MLAAttentionSpec) for spec in specs))
     shards = [_shards(vllm_config, spec, settings.store_tp_size) for spec in specs]
     model = vllm_config.model_config
-    orders = [_order(vllm_config, spec) for spec in specs]
+    orders = [token_order(vllm_config, spec) for spec in specs]
     page_blocks = _page_blocks(block_size, settings.chunk_tokens, windows=any(map(_window, specs)))
     facts = {
         "layout_version": LAYOUT_VERSION,
@@ -295,18 +296,6 @@ def _page_blocks(block_size: int, wanted: int, *, windows: bool) -> int:
     if wanted % block_size:
         raise ConfigError(f"chunk_tokens is {wanted}, expected a multiple of --block-size, which is {block_size}")
     return 1 if windows else wanted // block_size or max(CHUNK_TOKENS // block_size, 1)
-
-
-def _order(vllm_config: Any, spec: AttentionSpec) -> TokenOrder:
-    """How the engine's kernels order the tokens of a block."""
-    if compat.tokens_per_state(spec) != "1" or compat.kv_quant_mode(spec) not in ("none", "0"):
-        return TokenOrder.BLOCK
-    if isinstance(spec, MLAAttentionSpec):
-        return TokenOrder.TOKENS
-    kind = str(vllm_config.device_config.device_type)
-    if kind == "cpu":
-        return TokenOrder(compat.cpu_token_order(spec))
-    return TokenOrder.TOKENS if kind == "cuda" and not current_platform.is_rocm() else TokenOrder.BLOCK
 
 
 def _heads_of_layers(spec: Any, layers: tuple[str, ...]) -> tuple[int, ...]:

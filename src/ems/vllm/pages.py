@@ -11,17 +11,14 @@ from ems.pool.client.answers import Namespace
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef, unpack_refs
 from ems.transfers.rows import BlockRows, PageBlocks
-from ems.vllm.planes import TokenOrder, page_key
+from ems.vllm.planes import page_key
+from ems.vllm.token_order import in_order
 
 if TYPE_CHECKING:
     import torch
 
     from ems.vllm.model import LocalPlane
     from ems.vllm.requests import LoadPart, Save
-
-
-AMX_DIMENSIONS = 16
-"""Dimensions of a value that lie in one tile of AMX."""
 
 
 class LoadedPage(NamedTuple):
@@ -108,25 +105,15 @@ def plane_rows(
         if missing:
             raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
         layers = [
-            _in_order(_by_heads(kv_caches[name], num_blocks, heads, name), local.plane.order)
+            [
+                part
+                for tensor in _by_heads(kv_caches[name], num_blocks, heads, name)
+                for part in in_order(tensor, local.plane.order)
+            ]
             for name, heads in zip(local.layers, local.heads, strict=True)
         ]
         found.append(PlaneRows(local, layers, page_blocks))
     return found
-
-
-def _in_order(tensors: list[torch.Tensor], order: TokenOrder) -> list[torch.Tensor]:
-    """Cut what a block has of each head into parts that have its tokens in order, ``[num_blocks, heads, values]``."""
-    if order not in (TokenOrder.CPU_VECTOR, TokenOrder.CPU_AMX):
-        return tensors
-    parts: list[torch.Tensor] = []
-    for tensor in tensors:
-        blocks, heads, _, values = tensor.shape
-        keys, of_values = tensor.view(blocks, heads, 2, -1).unbind(2)
-        cuts = values // 2 if order is TokenOrder.CPU_VECTOR else values // 2 // AMX_DIMENSIONS
-        cut, whole = (keys, of_values) if order is TokenOrder.CPU_VECTOR else (of_values, keys)
-        parts += [whole, *cut.unflatten(2, (cuts, -1)).unbind(2)]
-    return parts
 
 
 def _by_heads(cache: Any, num_blocks: int, heads: int, name: str) -> list[torch.Tensor]:
