@@ -192,7 +192,10 @@ def main() -> None:
     if options.device != "cpu":
         columns += ["copying", "of a plain copy"]
     table = []
-    with NodeProcess("--size", "1GB", "--segment-size", "32MB") as node, closing(PoolClient(node.socket, "benchmark")) as client:
+    with (
+        NodeProcess("--size", "1GB", "--segment-size", "32MB") as node,
+        closing(PoolClient(node.socket, "benchmark")) as client,
+    ):
         node.wait_touched()
         for shape, page_blocks in ((one, count) for one in SHAPES for count in (1, CHUNK_TOKENS // one.block)):
             sys.stderr.write(f"measuring {shape.name}, {page_blocks} a page\n")

@@ -37,11 +37,10 @@ from ems.bench.completions import Completion, CompletionClient
 from ems.errors import EmsError
 from tests.kit.engine import SERVED_MODEL, EngineOptions, VllmServer
 from tests.kit.node import NodeProcess
-from tests.kit.tiny_model import make_model
+from tests.kit.tiny_model import SHAPES, Size, make_model
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
-BLOCK = 128
 WARM_UPS = 9
 """Hits of the pool before any counts: an engine touches its memory for the first time when it first writes there."""
 START_SECONDS = 600.0
@@ -193,13 +192,14 @@ async def measure(url: str, without: Path, counters: Counters, sizes: Sizes) -> 
     ]
 
 
-def run(sizes: Sizes, folder: Path) -> list[Row]:
+def run(sizes: Sizes, folder: Path, shape: Size, block_size: int) -> list[Row]:
     """Start node and engine, measure, stop them."""
-    model = make_model(folder / "model", "demo")
+    model = make_model(folder / f"model-{shape}", shape)
     without = folder / "without"
     without.unlink(missing_ok=True)
     longest = sizes.prefix_tokens + sizes.new_tokens
-    options = EngineOptions(prefix_caching=True, block_size=BLOCK, gpu_blocks=2 * -(-longest // BLOCK) + 8)
+    blocks = 2 * -(-longest // block_size) + 8
+    options = EngineOptions(prefix_caching=True, block_size=block_size, gpu_blocks=blocks)
     with NodeProcess("--size", "3GiB") as node:
         node.wait_touched()
         environment = {
@@ -260,6 +260,9 @@ def main() -> int:
     parser.add_argument("--cold", type=int, default=200, help="pairs of cold requests")
     parser.add_argument("--decode", type=int, default=120, help="pairs of requests with further tokens")
     parser.add_argument("--warm", type=int, default=80, help="rounds of hits")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens of the prefix that hits have")
+    parser.add_argument("--model", choices=SHAPES, default="demo", help="shape of the model; mha has 8 KV heads")
+    parser.add_argument("--block-size", type=int, default=128, help="tokens of one of the engine's blocks")
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
     parser.add_argument("--folder", type=Path, default=Path(".run/overhead"), help="model and log")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
@@ -268,10 +271,14 @@ def main() -> int:
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
     sizes = Sizes(
-        cold_pairs=arguments.cold, decode_pairs=arguments.decode, warm_pairs=arguments.warm, seed=arguments.seed
+        cold_pairs=arguments.cold,
+        decode_pairs=arguments.decode,
+        warm_pairs=arguments.warm,
+        seed=arguments.seed,
+        prefix_tokens=arguments.prefix,
     )
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    rows = run(sizes, arguments.folder)
+    rows = run(sizes, arguments.folder, arguments.model, arguments.block_size)
     if arguments.output == "json":
         sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
     else:
