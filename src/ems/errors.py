@@ -7,7 +7,8 @@
     ├── ProtocolError (ValueError)       the peer sent what the protocol does not allow
     └── PoolError                        the pool did not do what it was asked
         ├── PoolUnavailable (ConnectionError)   no node answers; may pass
-        │   └── PoolRestarting                  the node is about to become another release; over in seconds
+        │   ├── PoolRestarting                  the node is about to become another release; over in seconds
+        │   └── PoolNotTried                    an attempt failed a moment ago, and the next one has to wait
         ├── PoolTimeout (TimeoutError)          no answer before the deadline; may pass
         ├── PoolRefused                         the node understood and said no
         │   ├── Unauthorised (PermissionError)  the access key is missing or wrong
@@ -53,6 +54,10 @@ class PoolUnavailable(PoolError, ConnectionError):
 
 class PoolRestarting(PoolUnavailable):
     """The node restarts for an upgrade, and takes in nothing new until it is back."""
+
+
+class PoolNotTried(PoolUnavailable):
+    """The client is still backing off from an earlier failure.  This says nothing new about the node."""
 
 
 class PoolTimeout(PoolError, TimeoutError):

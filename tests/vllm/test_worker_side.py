@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -103,6 +104,7 @@ def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, 
 def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None:
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
+    begin = time.perf_counter()
     worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
     assert not worker.has_results
     worker.computed()
@@ -116,6 +118,7 @@ def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None
     assert report is not None
     assert stats is not None
     assert [one.blocks for one in report.transfers] == [2]
+    assert 0 < report.transfers[0].seconds < time.perf_counter() - begin
     assert len(stats.data["transfers"]) == 1
     assert not worker.has_results
     assert (worker.take_report(), worker.take_stats()) == (None, None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
 from ems.cc_v1.health import HealthGate, HealthRules
 from ems.cc_v1.summary import Sample, Summary
-from ems.errors import EmsError
+from ems.errors import EmsError, PoolNotTried
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class Monitor:
 
     def failed(self, error: EmsError) -> None:
         """An operation failed with ``error``; the caller's own faults do not count."""
-        if code_of(error) not in _NOT_THE_NODE and not isinstance(error, GateClosed):
+        if code_of(error) not in _NOT_THE_NODE and not isinstance(error, GateClosed | PoolNotTried):
             self._failed(str(error), check=False)
 
     def add(self, sample: Sample) -> None:

@@ -287,8 +287,8 @@ class Saver:
         written: list[int] = []
         positions = list(reserved.granted)
         step = max(self._device.batch_bytes // rows.page_bytes, 1)
-        for begin in range(0, len(positions), step):
-            batch = positions[begin : begin + step]
+        for start in range(0, len(positions), step):
+            batch = positions[start : start + step]
             if self._client.epoch != reserved.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
             places = [segments.page(reserved.granted[position], namespace.page_size) for position in batch]

@@ -10,7 +10,7 @@ import pytest
 
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.summary import Kind, Sample
-from ems.errors import EmsError, NoSpace, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
+from ems.errors import EmsError, NoSpace, PoolNotTried, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.pool_client import PoolClient
 from ems.vllm.gate import health
 from ems.vllm.gate.health import PoolHealth
@@ -52,8 +52,10 @@ def test_a_fault_of_the_pool_closes_the_gate_at_once(make: Make, error: EmsError
     assert not watched.usable
 
 
-@pytest.mark.parametrize("error", [NoSpace("full"), PoolRefused("no"), StaleReference("old")], ids=repr)
-def test_a_pool_that_refuses_something_is_well(make: Make, error: EmsError) -> None:
+@pytest.mark.parametrize(
+    "error", [NoSpace("full"), PoolRefused("no"), StaleReference("old"), PoolNotTried("a moment ago")], ids=repr
+)
+def test_a_pool_that_refuses_something_or_was_not_asked_is_well(make: Make, error: EmsError) -> None:
     watched = make(NEVER)
     watched.failed(error)
     watched.failed_in_worker(type(error).__name__)

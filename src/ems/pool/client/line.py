@@ -18,6 +18,7 @@ from itertools import islice
 from typing import TypeVar
 
 from ems.errors import (
+    PoolNotTried,
     PoolRefused,
     PoolRestarting,
     PoolTimeout,
@@ -144,9 +145,9 @@ class Line:
     def turn(self, timeout: float | None, epoch: int = 0) -> Iterator[Turn]:
         """Make one call on the connection, which is made first where there is none.
 
-        PoolUnavailable: no node answers, or it was tried a moment ago.  PoolTimeout: it did not greet in ``timeout``
-        seconds (:data:`CALL_SECONDS`), or another call took as long.  PoolRefused: it does not want this client.
-        StaleReference: there is another connection by now than ``epoch``, where that is named.
+        PoolUnavailable: no node answers.  PoolNotTried: it was tried a moment ago.  PoolTimeout: it did not greet in
+        ``timeout`` seconds (:data:`CALL_SECONDS`), or another call took as long.  PoolRefused: it does not want this
+        client.  StaleReference: there is another connection by now than ``epoch``, where that is named.
         """
         timeout = CALL_SECONDS if timeout is None else timeout
         deadline = time.monotonic() + timeout
@@ -174,7 +175,7 @@ class Line:
         if self._closed or not self._retry.due(now):
             if self._retry.refusal is not None and not self._closed:
                 raise Unauthorised(*self._retry.refusal.args)
-            raise PoolUnavailable(f"no pool node answers on {self._introduction.path}, start one with 'ems node'")
+            raise PoolNotTried(f"no pool node answers on {self._introduction.path}, start one with 'ems node'")
         try:
             sock, welcome, tenant = self._introduction.reach(now, deadline)
         except Unauthorised as error:
@@ -182,10 +183,10 @@ class Line:
             raise
         except ConnectionEnded:
             if self.waits_out_restart:
-                self._retry.failed(time.monotonic())
+                self._retry.failed(time.monotonic(), hung=False)
             raise
-        except BaseException:
-            self._retry.failed(time.monotonic())
+        except BaseException as error:
+            self._retry.failed(time.monotonic(), hung=isinstance(error, PoolTimeout))
             raise
         self._retry.reached()
         self._epoch += 1
@@ -213,7 +214,7 @@ class Line:
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
             self.drop()
-            self._retry.failed(time.monotonic())
+            self._retry.failed(time.monotonic(), hung=True)
             raise PoolTimeout("the pool node did not answer in time") from error
         except OSError as error:
             self.drop()

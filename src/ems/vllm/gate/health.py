@@ -14,7 +14,7 @@ from logging import Logger
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.present import twice
-from ems.errors import EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
+from ems.errors import EmsError, PoolNotTried, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.pool_client import PoolClient
 
 SUMMARY_SECONDS = 30.0
@@ -57,7 +57,7 @@ class PoolHealth:
 
     def failed(self, error: EmsError) -> bool:
         """An operation ended with ``error``.  True if the error means that the pool is ill: the gate closes at once."""
-        if not isinstance(error, _SICK):
+        if not isinstance(error, _SICK) or isinstance(error, PoolNotTried):
             return False
         self._monitor.failed(error)
         return True
