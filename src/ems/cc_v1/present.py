@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from ems.errors import PoolUnavailable
+from ems.errors import PoolNotTried, PoolUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +26,11 @@ def twice(call: Callable[[], _Answer]) -> _Answer:
     """
     try:
         return call()
-    except PoolUnavailable:
-        return call()
+    except PoolUnavailable as first:
+        try:
+            return call()
+        except PoolNotTried:
+            raise first from None
 
 
 def count_present(
