@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from ems.testing.tiers.bench import SECRET
+from tests.kit.tiers.bench import SECRET
 
 # Temporary folders may be on a disk, which nodes refuse unless they are told.
 os.environ.setdefault("EMS_ALLOW_DISK", "1")
@@ -39,7 +39,7 @@ settings.load_profile("ems")
 
 @pytest.fixture(autouse=True, scope="session")
 def _seal_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nodes of tests, in other processes too, seal their tiers with the key of ``ems.testing.tiers.KEYS``."""
+    """Nodes of tests, in other processes too, seal their tiers with the key of ``tests.kit.tiers.KEYS``."""
     path = tmp_path_factory.mktemp("key") / "seal.key"
     path.touch(0o600)
     path.write_bytes(SECRET)

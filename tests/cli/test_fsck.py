@@ -11,7 +11,7 @@ from ems.cli import run
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers import KEYS, NAMESPACE, PAGE, chain, fetch
+from tests.kit.tiers import KEYS, NAMESPACE, PAGE, chain, fetch
 
 
 @pytest.fixture

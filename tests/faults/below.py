@@ -14,11 +14,11 @@ from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Tier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Clock, Tell
-from ems.testing.tiers import KEYS
 from tests.faults.faulty_store import FaultyStore
 from tests.faults.points import Points
 from tests.faults.step_executor import StepExecutor
 from tests.faults.times import Times
+from tests.kit.tiers import KEYS
 
 TIMEOUT = 10.0
 CONFIGS = (

@@ -19,12 +19,12 @@ from ems.pool.reasons.words import Reason
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Stored
-from ems.testing.tiers import KEYS
 from ems.vllm.lookup_schedule import LookupAnswer, LookupJob
 from ems.vllm.lookups import Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING
 from tests.e2e.engines import Node, first, running_node, wait_for
+from tests.kit.tiers import KEYS
 
 NAMESPACE = Namespace("default/model/layout", 256)
 TOKENS = list(range(64))

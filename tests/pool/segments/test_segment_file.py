@@ -20,7 +20,7 @@ from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.pass_through import Leaving, load, store
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers import KEYS
+from tests.kit.tiers import KEYS
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 SIZE = 1 << 20

@@ -15,7 +15,7 @@ from ems.pool.tenants.gate import Peer
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Stored
-from ems.testing.tiers import KEYS, page
+from tests.kit.tiers import KEYS, page
 from tests.pool.tiers.node_with_tier import NAME, Bench
 from tests.pool.wrong_core import wrong_core
 

@@ -10,7 +10,7 @@ from typing import Any
 from ems.errors import TierFailed
 from ems.pool.keys import Tail
 from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, Stored, StoredTail, Tier, Wanted
-from ems.testing.tiers.places import PATIENCE
+from tests.kit.tiers.places import PATIENCE
 
 
 class FaultyTier:

@@ -17,7 +17,7 @@ from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
-from ems.testing.tiers import KEYS, key, page
+from tests.kit.tiers import KEYS, key, page
 from tests.pool.tiers.faulty_tier import FaultyTier
 
 NAME = "t/m/l"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers import NAMESPACE, PAGE, TierConformance, chain, fetch, key
+from tests.kit.tiers import NAMESPACE, PAGE, TierConformance, chain, fetch, key
 
 
 class PackConformance(TierConformance):

@@ -9,7 +9,7 @@ import numpy as np
 from ems.pool.keys import Tail
 from ems.pool.tiers.pack_format import RECORD, Head, build_head
 from ems.pool.tiers.pack_seal import SealKeys
-from ems.testing.tiers import KEYS
+from tests.kit.tiers import KEYS
 
 
 def packed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ems.pool.client.answers import Hits, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT
-from ems.testing.tiers import page
+from tests.kit.tiers import page
 from tests.kit.waiting import until
 
 

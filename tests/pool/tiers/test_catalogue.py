@@ -12,7 +12,7 @@ from ems.pool.keys import Tail
 from ems.pool.tiers.catalogue import MAX_TAILS, Catalogue, Pack, decode_packs, encode_packs
 from ems.pool.tiers.pack_format import Head, Malformed, parse_head
 from ems.pool.tiers.seam import KeyRun
-from ems.testing.tiers import KEYS, key
+from tests.kit.tiers import KEYS, key
 from tests.pool.tiers.packed import packed
 from tests.pool.wrong import wrong_catalogue
 

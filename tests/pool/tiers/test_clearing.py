@@ -18,7 +18,7 @@ from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.pack_seal import SealKeys
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Stored
-from ems.testing.tiers import KEYS, key, page
+from tests.kit.tiers import KEYS, key, page
 from tests.pool.tiers.administered import OTHER, Administered, administered, below
 from tests.pool.tiers.node_with_tier import NAME, PAGE, chain, stored
 

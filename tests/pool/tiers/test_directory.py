@@ -15,7 +15,7 @@ from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome, Tier
-from ems.testing.tiers import KEYS, NAMESPACE, PAGE, chain, fetch, key
+from tests.kit.tiers import KEYS, NAMESPACE, PAGE, chain, fetch, key
 from tests.pool.mounts import tmpfs
 from tests.pool.tiers.pack_damage import PackConformance
 

@@ -10,7 +10,7 @@ import pytest
 from ems.errors import TierFailed
 from ems.pool.tiers.packs import SNAPSHOT_SECONDS, PackTier
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers import KEYS, NAMESPACE, chain, fetch
+from tests.kit.tiers import KEYS, NAMESPACE, chain, fetch
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 

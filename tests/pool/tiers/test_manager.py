@@ -16,7 +16,7 @@ from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageFlag, PageRef, header_offset
 from ems.pool.tiers.seam import KeyRun, Outcome, Wanted
-from ems.testing.tiers import key, page
+from tests.kit.tiers import key, page
 from tests.pool.tiers.node_with_tier import NAME, PAGE, PATIENCE, Bench, chain, stored
 from tests.pool.wrong_core import wrong_core
 

@@ -7,10 +7,10 @@ import pytest
 from ems.errors import TierFailed
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import ForgetRequest, Outcome
-from ems.testing.tiers import KEYS, NAMESPACE, FaultyBlobs, chain, fetch
 from tests.faults.faulty_store import FaultyStore
 from tests.faults.points import Points
 from tests.faults.times import Times
+from tests.kit.tiers import KEYS, NAMESPACE, FaultyBlobs, chain, fetch
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 

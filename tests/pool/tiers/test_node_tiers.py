@@ -19,8 +19,8 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.pool.protocol.acts import Show, Warm
 from ems.pool.reasons.words import Reason
-from ems.testing.tiers import key, page
 from tests.kit.node import NodeProcess
+from tests.kit.tiers import key, page
 from tests.kit.waiting import until
 from tests.pool.conftest import MakeClient, MakeNode
 from tests.pool.tiers.pages import look, read, save, wait_for

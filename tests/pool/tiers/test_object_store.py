@@ -16,7 +16,7 @@ from ems.pool.tiers.object_store import BucketBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome, Tier
 from ems.pool.tiers.settings import TierConfig
-from ems.testing.tiers import KEYS, NAMESPACE, chain, fetch
+from tests.kit.tiers import KEYS, NAMESPACE, chain, fetch
 from tests.pool.tiers.lying import LyingProxy, Mood, lying_proxy
 from tests.pool.tiers.pack_damage import PackConformance
 

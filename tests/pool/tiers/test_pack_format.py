@@ -22,7 +22,7 @@ from ems.pool.tiers.pack_format import (
     with_right_preamble,
 )
 from ems.pool.tiers.pack_seal import SealKeys
-from ems.testing.tiers import KEYS, key
+from tests.kit.tiers import KEYS, key
 from tests.pool.tiers.packed import packed
 
 NAME = len("t/m/l")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ems.pool.keys import NO_PARENT
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import ForgetRequest, Outcome, Stored
-from ems.testing.tiers import KEYS, fetch, forget, key, page
+from tests.kit.tiers import KEYS, fetch, forget, key, page
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 NAMESPACE = "t/m/l"

@@ -10,7 +10,7 @@ from ems.pool.tiers.blobs import Blob
 from ems.pool.tiers.forgetting import PORTION_SECONDS
 from ems.pool.tiers.packs import SCAN_SECONDS, PackTier
 from ems.pool.tiers.seam import ForgetRequest
-from ems.testing.tiers import KEYS, NAMESPACE, chain
+from tests.kit.tiers import KEYS, NAMESPACE, chain
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 
 

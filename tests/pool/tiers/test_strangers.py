@@ -17,7 +17,7 @@ from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.seam import Outcome
 from ems.pool.tiers.settings import parse_tier
-from ems.testing.tiers import NAMESPACE, PAGE, chain, fetch, key
+from tests.kit.tiers import NAMESPACE, PAGE, chain, fetch, key
 from tests.pool.tiers.forging import forged
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to other users")

@@ -20,7 +20,7 @@ from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.repair import Quarantine, mend
 from ems.pool.tiers.seam import ForgetRequest, Outcome, Stored
-from ems.testing.tiers import FaultyBlobs, fetch, forget, key, page
+from tests.kit.tiers import FaultyBlobs, fetch, forget, key, page
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 from tests.pool.wrong import wrong_catalogue
 

@@ -12,7 +12,7 @@ from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Job
 from ems.pool.tiers.tier_state import TierState
-from ems.testing.tiers import KEYS
+from tests.kit.tiers import KEYS
 
 LONG = 1e6
 

@@ -14,7 +14,7 @@ from ems.pool.keys import NO_PARENT
 from ems.pool.tiers.blobs import Blob, Blobs
 from ems.pool.tiers.pack_seal import SealKeys
 from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Outcome, Stored, Tier, Wanted
-from ems.testing.tiers.places import PATIENCE, FaultyBlobs
+from tests.kit.tiers.places import PATIENCE, FaultyBlobs
 
 PAGE = 4096
 NAMESPACE = "tenant/model/layout"

@@ -7,8 +7,8 @@ import threading
 
 from ems.errors import TierFailed
 from ems.pool.tiers.seam import Outcome
-from ems.testing.tiers.bench import NAMESPACE, TierBench, chain, fetch, key
-from ems.testing.tiers.places import PATIENCE
+from tests.kit.tiers.bench import NAMESPACE, TierBench, chain, fetch, key
+from tests.kit.tiers.places import PATIENCE
 
 
 class Damage(TierBench):

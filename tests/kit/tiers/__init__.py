@@ -1,4 +1,4 @@
-"""What every tier must pass, and places that fail on purpose.
+"""The suite that a tier has to pass, and places that fail on purpose.
 
 A test of a tier derives from :class:`TierConformance` and says how one is opened; pytest finds the rest::
 
@@ -12,11 +12,11 @@ The suite is ``keeping``, ``forgetting`` and ``damage``, above ``bench``, which 
 ``places`` has a place that is slow, hangs, lies or fails when it is told to.
 """
 
-from ems.testing.tiers.bench import KEYS, NAMESPACE, PAGE, chain, fetch, forget, key, page
-from ems.testing.tiers.damage import Damage
-from ems.testing.tiers.forgetting import Forgetting
-from ems.testing.tiers.keeping import Keeping
-from ems.testing.tiers.places import FaultyBlobs
+from tests.kit.tiers.bench import KEYS, NAMESPACE, PAGE, chain, fetch, forget, key, page
+from tests.kit.tiers.damage import Damage
+from tests.kit.tiers.forgetting import Forgetting
+from tests.kit.tiers.keeping import Keeping
+from tests.kit.tiers.places import FaultyBlobs
 
 
 class TierConformance(Keeping, Forgetting, Damage):

@@ -7,8 +7,8 @@ import threading
 from ems.errors import TierFailed
 from ems.pool.keys import Tail
 from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Outcome, Stored, StoredTail
-from ems.testing.tiers.bench import NAMESPACE, TierBench, chain, fetch, forget, key, page
-from ems.testing.tiers.places import PATIENCE
+from tests.kit.tiers.bench import NAMESPACE, TierBench, chain, fetch, forget, key, page
+from tests.kit.tiers.places import PATIENCE
 
 
 class Forgetting(TierBench):

@@ -10,8 +10,8 @@ from ems.errors import TierFailed
 from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.tiers.seam import Outcome, Stored, StoredTail
-from ems.testing.tiers.bench import NAMESPACE, PAGE, TierBench, chain, fetch, key, page
-from ems.testing.tiers.places import PATIENCE
+from tests.kit.tiers.bench import NAMESPACE, PAGE, TierBench, chain, fetch, key, page
+from tests.kit.tiers.places import PATIENCE
 
 
 class Keeping(TierBench):
