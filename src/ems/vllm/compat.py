@@ -162,7 +162,7 @@ def hash_tokens(kv_cache_config: Any, block_size: int) -> int:
 
 
 def num_heads(spec: Any) -> int:
-    return int(getattr(spec, "num_heads", spec.num_kv_heads))
+    return int(spec.num_heads if hasattr(spec, "num_heads") else spec.num_kv_heads)
 
 
 def tokens_per_state(spec: Any) -> str:

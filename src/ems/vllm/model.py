@@ -7,6 +7,7 @@ missed but never mistaken.  What cannot be served is refused by name before the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -111,30 +112,39 @@ class LocalPlane(msgspec.Struct, frozen=True):
         return not self.number and not self.portion.first
 
 
-def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> BlockModel:
+def describe(
+    vllm_config: Any,
+    kv_cache_config: KVCacheConfig,
+    settings: ConnectorSettings,
+    offloaded: Sequence[int] | None = None,
+) -> BlockModel:
     """The blocks of the engine that ``vllm_config`` and ``kv_cache_config`` describe; the same on every rank.
+
+    ``offloaded`` are the KV cache groups that vLLM's OffloadingConnector moves, whatever they keep.
 
     Raises:
         ConfigError: the model or the way it is run cannot be served; the sentence names it.
     """
     check_run(vllm_config)
-    groups = kv_cache_config.kv_cache_groups
-    specs = [_attention(group.kv_cache_spec) for group in groups]
+    any_kind = offloaded is not None
+    numbers = range(len(kv_cache_config.kv_cache_groups)) if offloaded is None else offloaded
+    groups = [kv_cache_config.kv_cache_groups[number] for number in numbers]
+    specs = [_served(group.kv_cache_spec, any_kind=any_kind) for group in groups]
     if not specs:
         raise ConfigError("the model has no KV cache, so there is nothing that EmsStoreConnector could store")
-    if getattr(kv_cache_config, "has_mixed_precision_kv_cache", False):
+    if getattr(kv_cache_config, "has_mixed_precision_kv_cache", False) and not any_kind:
         # The engine clears blocks that it gives to others before it says so, and a save may still read them.
         raise ConfigError(
             "the layers' KV caches differ in precision, but EmsStoreConnector serves only one; start without "
             "--kv-cache-dtype-skip-layers"
         )
     block_sizes = {spec.block_size for spec in specs}
-    if len(block_sizes) != 1:
+    if len(block_sizes) != 1 and not any_kind:
         raise ConfigError(
             f"the model's KV cache groups have block sizes {sorted(block_sizes)}, but EmsStoreConnector serves only "
             "one block size for all groups"
         )
-    block_size = block_sizes.pop()
+    block_size = max(block_sizes)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and len(groups) > 1:
         raise ConfigError(
@@ -145,7 +155,8 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     shards = [_shards(vllm_config, spec, settings.store_tp_size) for spec in specs]
     model = vllm_config.model_config
     orders = [token_order(vllm_config, spec) for spec in specs]
-    page_blocks = _page_blocks(block_size, settings.chunk_tokens, windows=any(map(_window, specs)))
+    single = len(block_sizes) > 1 or any(map(_window, specs))
+    page_blocks = _page_blocks(block_size, settings.chunk_tokens, single=single)
     facts = {
         "layout_version": LAYOUT_VERSION,
         **engine_facts(vllm_config, settings),
@@ -162,14 +173,15 @@ def describe(vllm_config: Any, kv_cache_config: KVCacheConfig, settings: Connect
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
     in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
     planes = [
-        Plane(f"{identity}/{group}.{stage}", group, stage, shards[group], _window(spec), orders[group])
-        for group, spec in enumerate(specs)
+        Plane(f"{identity}/{group}.{stage}", group, stage, shards[at], _window(spec), orders[at], _keeps_state(spec))
+        for at, (group, spec) in enumerate(zip(numbers, specs, strict=True))
         for stage in range(stages)
     ]
     # Searches begin with the planes that need every block.
     planes.sort(key=lambda plane: plane.window > 0)
     num_blocks = kv_cache_config.num_blocks
-    return BlockModel(identity, block_size, num_blocks, len(groups), tuple(planes), in_words, page_blocks)
+    count = len(kv_cache_config.kv_cache_groups)
+    return BlockModel(identity, block_size, num_blocks, count, tuple(planes), in_words, page_blocks)
 
 
 def engine_facts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, object]:
@@ -212,7 +224,7 @@ def local_planes(
     for number, plane in enumerate(model.planes):
         if plane.stage == stage:
             group = kv_cache_config.kv_cache_groups[plane.group]
-            spec = _attention(group.kv_cache_spec)
+            spec = _served(group.kv_cache_spec, any_kind=True)
             ranks = vllm_config.parallel_config.tensor_parallel_size
             mine = portion(_heads(vllm_config, spec), plane.shards, ranks, rank)
             layers = tuple(group.layer_names)
@@ -257,18 +269,18 @@ def check_run(vllm_config: Any) -> None:
         )
 
 
-def _attention(spec: Any) -> AttentionSpec:
-    """``spec`` as an attention that pages can hold.
+def _served(spec: Any, *, any_kind: bool) -> Any:
+    """The spec of a group's layers, or of the first of them.
 
     Raises:
-        ConfigError: it is another kind of state.
+        ConfigError: it is a kind of state that pages cannot hold; with ``any_kind`` they hold whole blocks of it.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        specs = list(spec.kv_cache_specs.values())
-        for other in specs:
-            _attention(other)
-        return _attention(specs[0])
-    if type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        first, *_ = (_served(other, any_kind=any_kind) for other in spec.kv_cache_specs.values())
+        return first
+    if any_kind:
+        return spec
+    if _is_cut(spec):
         if getattr(spec, "non_causal", False):
             raise ConfigError(
                 "the model has layers in which a token sees later ones, so that its state is not that of a prefix; "
@@ -285,17 +297,27 @@ def _attention(spec: Any) -> AttentionSpec:
     )
 
 
-def _page_blocks(block_size: int, wanted: int, *, windows: bool) -> int:
+def _is_cut(spec: Any) -> bool:
+    """Whether pages hold the state of KV heads and tokens of ``spec``, and not whole blocks of a rank."""
+    return type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+
+
+def _keeps_state(spec: Any) -> bool:
+    return isinstance(spec, MambaSpec)
+
+
+def _page_blocks(block_size: int, wanted: int, *, single: bool) -> int:
     """How many blocks of ``block_size`` tokens one page holds, where ``wanted`` tokens a page are asked for.
 
-    With a window a page is a block: the engine may have dropped the first blocks of a longer run before it ends.
+    With a window a page is a ``single`` block: the engine may have dropped the first ones of a longer run before it
+    ends.
 
     Raises:
         ConfigError: ``wanted`` is no multiple of the block size.
     """
     if wanted % block_size:
         raise ConfigError(f"chunk_tokens is {wanted}, expected a multiple of --block-size, which is {block_size}")
-    return 1 if windows else wanted // block_size or max(CHUNK_TOKENS // block_size, 1)
+    return 1 if single else wanted // block_size or max(CHUNK_TOKENS // block_size, 1)
 
 
 def _heads_of_layers(spec: Any, layers: tuple[str, ...]) -> tuple[int, ...]:
@@ -304,13 +326,19 @@ def _heads_of_layers(spec: Any, layers: tuple[str, ...]) -> tuple[int, ...]:
     return (compat.num_heads(spec),) * len(layers)
 
 
-def _window(spec: AttentionSpec) -> int:
+def _window(spec: Any) -> int:
     """How many tokens a layer with a sliding window sees; 0 for layers that keep all blocks."""
-    return int(spec.sliding_window) + compat.extra_retained_tokens(spec) if isinstance(spec, SlidingWindowSpec) else 0
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.sliding_window) + compat.extra_retained_tokens(spec)
+    if isinstance(spec, FullAttentionSpec):
+        return 0
+    return 1 if _keeps_state(spec) else int(getattr(spec, "attention_chunk_size", 0) or 0)
 
 
-def _heads(vllm_config: Any, spec: AttentionSpec) -> int:
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+def _heads(vllm_config: Any, spec: Any) -> int:
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    if not _is_cut(spec):
+        return 1 if getattr(spec, "tp_replicated", False) else ranks
     if ranks == 1:
         return compat.num_heads(spec)
     if isinstance(spec, MLAAttentionSpec):
@@ -321,20 +349,24 @@ def _heads(vllm_config: Any, spec: AttentionSpec) -> int:
     return total if total < ranks and heads == 1 else heads * ranks
 
 
-def _shards(vllm_config: Any, spec: AttentionSpec, wanted: int) -> int:
+def _shards(vllm_config: Any, spec: Any, wanted: int) -> int:
     heads = _heads(vllm_config, spec)
+    if not _is_cut(spec):
+        return heads
     shards = shard_count(heads, _holders(vllm_config, spec), wanted)
     # Every rank would find out; the scheduler is to know before.
     portion(heads, shards, vllm_config.parallel_config.tensor_parallel_size, 0)
     return shards
 
 
-def _holders(vllm_config: Any, spec: AttentionSpec) -> int:
+def _holders(vllm_config: Any, spec: Any) -> int:
     """Ranks that hold distinct heads."""
     return min(int(vllm_config.parallel_config.tensor_parallel_size), _heads(vllm_config, spec))
 
 
-def _group_facts(vllm_config: Any, spec: AttentionSpec) -> list[object]:
+def _group_facts(vllm_config: Any, spec: Any) -> list[object]:
+    if not _is_cut(spec):
+        return [repr(spec)]
     return [
         type(spec).__name__,
         _heads(vllm_config, spec),

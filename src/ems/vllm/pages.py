@@ -81,7 +81,8 @@ class PlaneRows:
         pages: list[StoredPage] = []
         for position, tail in enumerate(save.tails):
             of_page = blocks[position * size : (position + 1) * size]
-            if not mine.stores(save.first + position) or (self.windowed and not of_page[0]):
+            missing = not of_page or (self.windowed and not of_page[0])
+            if missing or not mine.stores(save.first + position):
                 continue
             # The first shard comes last, because the others are looked for when it is found by its tokens.
             for shard in reversed(range(mine.count)):

@@ -47,6 +47,9 @@ class Plane(msgspec.Struct, frozen=True):
     ``group`` is the engine's KV cache group, whose block table says which engine block holds which tokens; ``stage``
     the pipeline stage that has the layers; ``shards`` the pages of one chunk; ``window`` how many tokens before a
     new one its layers look at, itself included (0: all of them); ``order`` how tokens lie in a block of the engine.
+
+    With ``state`` its layers keep one state of all tokens so far (state-space models).  A page has the state behind the
+    last token of its chunk, and a prompt goes on from the last one alone: a window of one token.
     """
 
     namespace: str
@@ -55,6 +58,11 @@ class Plane(msgspec.Struct, frozen=True):
     shards: int = 1
     window: int = 0
     order: TokenOrder = TokenOrder.TOKENS
+    state: bool = False
+
+    def first_needed(self, tokens: int, size: int) -> int:
+        """The first run of ``size`` tokens that must be loaded for the engine to go on behind ``tokens`` tokens."""
+        return first_in_sight(self.window, tokens - self.state, size)
 
 
 class Portion(msgspec.Struct, frozen=True):

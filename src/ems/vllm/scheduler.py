@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from ems.errors import ConfigError, PoolUnavailable
 from ems.pool.client.line import RESTART_SECONDS
@@ -37,6 +36,7 @@ from ems.vllm.model import BlockModel
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.requests import NEVER, Adapter, Ask, Load, Release, RequestBook, Save, Span
+from ems.vllm.tokens import WithoutAdapter, extra_keys, token_ids
 
 logger = init_logger("vllm.ems.scheduler")
 
@@ -460,15 +460,15 @@ class SchedulerSide:
         extra = self._extra(request)() if len(known.chain) < span.end or span.tail else ()
         if len(known.chain) < span.end:
             # The chain takes what it needs of all tokens, without a copy of a long prompt.
-            tokens = request.all_token_ids if request.prompt_token_ids is not None else _tokens(request, 0, end)
+            tokens = request.all_token_ids if request.prompt_token_ids is not None else token_ids(request, 0, end)
             known.chain.extend(tokens, extra, span.end)
         tail = None
         if span.tail:
-            tokens = _tokens(request, end, end + span.tail)
+            tokens = token_ids(request, end, end + span.tail)
             tail = known.chain.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
         save = self._book.save(request.request_id, span, known.chain, tail)
         if self._events is not None:
-            self._events.offered(request, save, _extra_keys(request, self._model.block_size))
+            self._events.offered(request, save, extra_keys(request, self._model.block_size))
         return save
 
     def received(
@@ -569,7 +569,7 @@ class SchedulerSide:
         for answer in self._lookups.answers(wait):
             found, request = answer.found, self._vllm_requests.get(answer.request_id)
             if self._events is not None and answer.chain is not None and found.chunks and request is not None:
-                self._events.found(request, found, answer.chain, _extra_keys(request, self._model.block_size))
+                self._events.found(request, found, answer.chain, extra_keys(request, self._model.block_size))
             self._observer.requests.answered(
                 answer.request_id, found.tokens, found.tokens // self._model.block_size, answer.reason, answer.detail
             )
@@ -605,7 +605,7 @@ class SchedulerSide:
     def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
         """The extra keys of a request's chunks without the adapter, which vLLM would name by name and path."""
         return partial(
-            _extra_keys, _WithoutAdapter(request) if request.lora_request else request, self._model.chunk_tokens
+            extra_keys, WithoutAdapter(request) if request.lora_request else request, self._model.chunk_tokens
         )
 
     def _adapter_key(self, request: Any) -> str:
@@ -614,39 +614,6 @@ class SchedulerSide:
         if known is None or known.adapter is None or self._adapters is None:
             return ""
         return f"/adapter/{self._adapters.key(request.lora_request, known.adapter)}"
-
-
-class _WithoutAdapter:
-    """A request as if it had none."""
-
-    lora_request = None
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
-def _extra_keys(request: Any, block_size: int) -> Sequence[object]:
-    """What else changes a block's KV (LoRA, multimodal content, cache salt, prompt embeddings), block by block."""
-    if not (request.lora_request or request.mm_features or request.cache_salt) and (
-        getattr(request, "prompt_embeds", None) is None
-    ):
-        return ()
-    entries, position = [], 0
-    for start in range(0, request.num_tokens, block_size):
-        keys, position = generate_block_hash_extra_keys(request, start, start + block_size, position)
-        entries.append(keys)
-    return entries
-
-
-def _tokens(request: Any, start: int, end: int) -> Sequence[int]:
-    """Token ids ``[start, end)`` of a request; a prompt that came as embeddings is named by these instead."""
-    if request.prompt_token_ids is None:
-        return [0] * (end - start)
-    tokens: Sequence[int] = request.all_token_ids[start:end]
-    return tokens
 
 
 def _nothing(*_given: object) -> None:
