@@ -35,7 +35,7 @@ except ImportError:
 with atheris.instrument_imports(include=["ems"]):
     from ems.config import NodeConfig
     from ems.pool.core.pool_core import PoolCore
-    from ems.pool.core.quota import Quota
+    from ems.pool.core.shares import Quota
     from ems.pool.keys import Tail
     from ems.pool.node import connection as connections
     from ems.pool.node import pool_node as nodes

@@ -199,5 +199,5 @@ def _caps_are_kept(world: World) -> None:
         if pinned or core.stats()["slots_quarantined"]:
             continue  # what is pinned stays, with its segment; and a segment with a slot that is not used any more
         held = sum(segment.size for segment in core.slots.segments if segment.namespace in mine)
-        if bounds is not None and held > bounds.cap:
+        if held > bounds.cap:
             raise Violation(f"{tenant} keeps {held} bytes, its cap is {bounds.cap}")

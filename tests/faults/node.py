@@ -21,7 +21,7 @@ from tests.faults.simulated_clients import Identity, SimulatedClient, identity
 from tests.faults.times import Times
 
 if TYPE_CHECKING:
-    from ems.pool.core.answers import Begun, Reserved
+    from ems.pool.core.writing import Begun, Reserved
     from ems.pool.keys import Tail
     from ems.pool.node.restart import KeptOpen
     from ems.pool.pages import Page

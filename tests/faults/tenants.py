@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ems.errors import Unauthorised
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.protocol import coding, greeting, messages
 from ems.pool.tenants import registry as registries
 from ems.pool.tenants import scram, store

@@ -38,7 +38,7 @@ from tests.faults.simulated_clients import GONE, Identity, Late, SimulatedClient
 from tests.faults.times import Times, Turns
 
 if TYPE_CHECKING:
-    from ems.pool.core.answers import Reserved
+    from ems.pool.core.writing import Reserved
     from ems.pool.keys import Tail
     from ems.pool.node.connection import Connection
     from ems.pool.pages import Page

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from ems.pool.core.answers import Reserved
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.uncommitted import UncommittedLimits
+from ems.pool.core.reservations import UncommittedLimits
+from ems.pool.core.writing import Reserved
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, PageRef, carve
 from ems.pool.pages import Outcome, Page

@@ -11,7 +11,7 @@ from ems.cli.shown import moment, present, present_facts, table
 from ems.cli.tenancy import READING, WRITING, Reading, Writing, change_and_tell, usage
 from ems.config import GIB, format_size
 from ems.errors import ConfigError
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram, store
 from ems.pool.tenants.registry import Registry

@@ -103,3 +103,8 @@ class Page:
         while page is not None:
             yield page
             page = page.parent
+
+
+def packed_refs(pages: list[Page]) -> bytes:
+    """Where ``pages`` lie, in the form that travels."""
+    return b"".join([page.ref for page in pages])

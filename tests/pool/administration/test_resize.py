@@ -11,7 +11,7 @@ from ems.pool.administration.passes import RETRY_SECONDS
 from ems.pool.administration.resize import plan
 from ems.pool.administration.service import MAX_RUNNING, AdminService
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.protocol.acts import CancelResize, Clear, Follow, Resize
 from ems.pool.reasons.words import Reason
 from tests.pool.brain import PAGE, chain, core_of, key, present, save, segment_for

@@ -14,7 +14,7 @@ from ems.errors import StaleReference
 from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.index import Index
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.uncommitted import LIMITS, UncommittedLimits
+from ems.pool.core.reservations import LIMITS, UncommittedLimits
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef
 from ems.pool.pages import Outcome, Page

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ems.errors import ConfigError, QuotaExceeded
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.names import qualified, tenant_of
 from ems.pool.pages import Outcome
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for

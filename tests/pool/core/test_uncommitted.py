@@ -6,8 +6,8 @@ import pytest
 
 from ems.errors import StaleReference
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.core.quota import Quota
-from ems.pool.core.uncommitted import LIMITS, UncommittedLimits
+from ems.pool.core.reservations import LIMITS, UncommittedLimits
+from ems.pool.core.shares import Quota
 from ems.pool.reasons.words import Reason
 from ems.pool.writer import Writer, writer_of
 from tests.pool.brain import chain, present, save, segment_for

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import store
 from ems.pool.tenants.credentials import Credentials

@@ -16,7 +16,7 @@ import pytest
 
 from ems.config import NodeConfig
 from ems.pool.administration.health import judge
-from ems.pool.core.quota import Bounds, Quota
+from ems.pool.core.shares import Bounds, Quota
 from ems.pool.layout import HEADER_BYTES, header_offset, pack_header, unpack_header
 from ems.pool.names import qualified
 from ems.pool.node.pool_node import Node

@@ -14,7 +14,7 @@ import pytest
 from ems.errors import PoolRefused, PoolUnavailable, StaleReference, Unauthorised
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants.credentials import Credentials

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ems.errors import ConfigError
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.names import own_name, qualified, tenant_of
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram

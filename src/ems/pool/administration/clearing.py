@@ -7,7 +7,7 @@ pages a sentence, and nobody waits for it; each pass ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,7 @@ class DeepClearing:
     def __init__(
         self,
         memory: Clearing,
-        namespaces: Sequence[NamespacePages],
+        namespaces: Iterable[NamespacePages],
         tiers: Tiers,
         matches: Callable[[str], bool],
         unused_for: float,

@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ems.pool.layout import PageRef, refs_begin
+from ems.pool.reasons.eviction_log import NOBODY
 from ems.pool.reasons.words import Reason
 
 if TYPE_CHECKING:
     from ems.pool.core.namespaces import NamespacePages
-    from ems.pool.core.state import PoolState
+    from ems.pool.core.pool_core import PoolCore
     from ems.pool.pages import Page
 
 
 class Damage:
     """What was damaged on one node."""
 
-    def __init__(self, state: PoolState) -> None:
+    def __init__(self, state: PoolCore) -> None:
         self._state = state
 
     def find(self, namespace: int, key: bytes, ref: bytes) -> Page | None:
@@ -66,10 +67,7 @@ class Damage:
     def _drop_pages(self, namespace: NamespacePages, pages: Sequence[Page]) -> None:
         namespace.pins.unpin([page.key for page in pages])
         for page in pages:
-            self._state.slots.give_back(PageRef.unpack(page.ref))
             self._state.pending_deletes.discard(page)
+            self._state.reclaimer.let_go(namespace, Reason.CHECKSUM.code, NOBODY, page)
             namespace.index.discard(page)
-            self._state.reasons.eviction_log.note(namespace.number, page.key, Reason.CHECKSUM.code)
-            if self._state.changes.recording():
-                self._state.changes.removed(namespace.name, page.key)
         self._state.counters.pages_corrupt += len(pages)

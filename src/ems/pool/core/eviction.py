@@ -58,18 +58,19 @@ def oldest_segment(index: Index, held: Iterable[Page], occupied: Collection[int]
     A segment cannot be emptied when it is among ``occupied``, or when a page of it or a suffix of one is among
     ``held``, the pages of ``index`` that are leased or being written.
     """
-    blocked, seen = set(occupied), set()
-    for page in held:
+    blocked = segments_of(held).union(occupied)
+    return next((page.segment for page in index.policy if page.segment not in blocked), None)
+
+
+def segments_of(pages: Iterable[Page]) -> set[int]:
+    """The segments of ``pages`` and of all that these hang on."""
+    seen: set[Page] = set()
+    for page in pages:
         above: Page | None = page
         while above is not None and above not in seen:
             seen.add(above)
-            if above.ref:
-                blocked.add(above.segment)
             above = above.parent
-    for page in index.policy:
-        if page.segment not in blocked:
-            return page.segment
-    return None
+    return {page.segment for page in seen if page.ref}
 
 
 def evict_segment(index: Index, segment: int, free: Callable[[Page], None]) -> int:

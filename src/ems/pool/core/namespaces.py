@@ -6,8 +6,7 @@ number that a client was given never comes to mean other pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Iterator
 
 from ems.config import PolicyName
 from ems.errors import NoSpace, PoolRefused, StaleReference
@@ -16,7 +15,6 @@ from ems.pool.core.pins import PinSet
 from ems.pool.facts import MAX_NAME
 from ems.pool.layout import MAX_PAGE, carve
 from ems.pool.names import tenant_of
-from ems.pool.pages import Page
 from ems.pool.policy.seam import make_policy
 from ems.pool.segments.recovery import MAX_SLOTS
 
@@ -43,19 +41,8 @@ class NamespacePages:
         self.denied = False
         """Whether no segment of another namespace could be emptied; not tried again before the next tick."""
 
-    def known(self, key: bytes) -> Page:
-        """The page of ``key``, present or being written.
 
-        Raises:
-            StaleReference: there is none.
-        """
-        page = self.index.get(key)
-        if page is None:
-            raise StaleReference(f"page {key.hex()} is held and not in the pool")
-        return page
-
-
-class Namespaces(Sequence[NamespacePages]):
+class Namespaces:
     """All namespaces, in the order in which they were made, which is that of their numbers."""
 
     def __init__(self, policy: PolicyName) -> None:
@@ -69,13 +56,7 @@ class Namespaces(Sequence[NamespacePages]):
     def __iter__(self) -> Iterator[NamespacePages]:
         return iter(self._all)
 
-    @overload
-    def __getitem__(self, number: int) -> NamespacePages: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[NamespacePages]: ...
-
-    def __getitem__(self, number: int | slice) -> NamespacePages | list[NamespacePages]:
+    def __getitem__(self, number: int) -> NamespacePages:
         return self._all[number]
 
     def opened(self, number: int) -> NamespacePages:

@@ -4,39 +4,71 @@ It knows no socket, no memory and no clock.  Each verb takes who asks and what t
 what is to be done: headers to write, segments to describe.  What always holds, and tests
 look for: a key has at most one page; a page becomes readable only by its writer's commit; a leased page
 stays where it is; whoever disappears holds nothing any more; every slot is in exactly one place.
+
+Its parts are used directly by whoever needs one; what several of them have to agree on is a verb of
+:mod:`~ems.pool.core.writing`, :mod:`~ems.pool.core.reading`, :mod:`~ems.pool.core.damage` or of the whole brain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 
 import msgspec
 
 from ems.config import DEFAULT_POLICY, PolicyName
 from ems.pool.core.changes import ChangeLog
 from ems.pool.core.damage import Damage
-from ems.pool.core.namespaces import NamespacePages, refuse_other_size
-from ems.pool.core.pins import MAX_PIN_SECONDS, PINNED_SHARE
-from ems.pool.core.quota import Quota
+from ems.pool.core.deferred_frees import DeferredFrees
+from ems.pool.core.leases import Leases
+from ems.pool.core.namespaces import NamespacePages, Namespaces, refuse_other_size
+from ems.pool.core.pins import MAX_PIN_SECONDS, PINNED_SHARE, Announcements
 from ems.pool.core.reading import Reading
-from ems.pool.core.state import PoolState
-from ems.pool.core.uncommitted import LIMITS, UncommittedLimits
+from ems.pool.core.reclaim import Reclaimer
+from ems.pool.core.reservations import LIMITS, Reservations, UncommittedLimits
+from ems.pool.core.shares import Quota
+from ems.pool.core.slot_allocator import SlotAllocator
 from ems.pool.core.writing import Writing
 from ems.pool.keys import Tail
 from ems.pool.layout import PageRef
 from ems.pool.names import tenant_of
+from ems.pool.pages import Page
+from ems.pool.reasons.misses import MissReasons
+from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import Recovered
-from ems.pool.writer import UNKNOWN
+from ems.pool.writer import UNKNOWN, Writer, writer_of
 
 LEFT_AT_ONCE = 256
 """Pages that who leaves gives up in one step; a lease ends at once, whatever its length."""
 
 
-class PoolCore(PoolState):
+class Counters(msgspec.Struct):
+    """What happened since the node started."""
+
+    lookups: int = 0
+    keys_looked_up: int = 0
+    keys_hit: int = 0
+    tails_hit: int = 0
+    pages_committed: int = 0
+    pages_aborted: int = 0
+    refused_no_space: int = 0
+    refused_not_touched: int = 0
+    refused_draining: int = 0
+    already_present: int = 0
+    already_writing: int = 0
+    leases_lost: int = 0
+    reservations_lost: int = 0
+    reservations_expired: int = 0
+    refused_share: int = 0
+    pages_corrupt: int = 0
+    corrupt_unconfirmed: int = 0
+
+
+class PoolCore:
     """All that a node decides: what its parts do by themselves, and what takes several of them.
 
-    ``ids`` gives the numbers of leases and reservations, each another one; None counts them.
+    ``client_id`` is a number that stands for one connection of a client.  ``ids`` gives the numbers of leases and
+    reservations, each another one; None counts them.
     """
 
     def __init__(
@@ -50,17 +82,71 @@ class PoolCore(PoolState):
         ids: Iterator[int] | None = None,
         limits: UncommittedLimits = LIMITS,
     ) -> None:
-        super().__init__(
-            segment_sizes,
-            high_watermark=high_watermark,
-            eviction_ratio=eviction_ratio,
-            policy=policy,
-            changes=changes,
-            ids=ids,
-        )
+        self.now = 0.0
+        self.slots = SlotAllocator(segment_sizes)
+        self.namespaces = Namespaces(policy)
+        self.changes = changes or ChangeLog()
+        self.reasons = MissReasons(self.namespaces.pages_of)
+        self.leases = Leases()
+        self.reservations = Reservations()
+        self.deferred = DeferredFrees(self.slots)
+        self.announcements = Announcements()
+        self.reclaimer = Reclaimer(self, high_watermark=high_watermark, eviction_ratio=eviction_ratio)
+        self.shares = self.reclaimer.shares
+        self.counters = Counters()
+        self.writers: dict[int, Writer] = {}
+        """Who writes through a connection, where that is known."""
+        self.pending_deletes: set[Page] = set()
+        """Pages that leave as soon as nobody reads them and nothing hangs on them; not found any more."""
+        self.draining = False
+        """Whether nothing new is taken in."""
+        self._ids = ids or count(1)
         self.writing = Writing(self, limits)
         self.reading = Reading(self)
         self.damage = Damage(self)
+
+    def new_id(self) -> int:
+        """A number for a lease, a reservation or an announcement."""
+        return next(self._ids)
+
+    def writer(self, client_id: int) -> Writer:
+        """Who writes through a connection; one of its own where nobody was introduced."""
+        return self.writers.get(client_id) or writer_of(client_id)
+
+    def page(self, namespace: int, key: bytes) -> Page | None:
+        return self.namespaces[namespace].index.get(key)
+
+    def segment_tenant(self, segment: int) -> str | None:
+        """The tenant whose pages ``segment`` holds; None when there is no such segment or nobody has it."""
+        if not 0 <= segment < len(self.slots.segments):
+            return None
+        number = self.slots.segments[segment].namespace
+        return None if number is None else self.namespaces[number].tenant
+
+    def drop_unwritten(self, namespace: NamespacePages, page: Page) -> bytes:
+        """Forget ``page``, whose writer does not commit it; where it lies, into which that may still be copying."""
+        ref = page.ref
+        namespace.index.discard(page)
+        namespace.writing -= 1
+        self.counters.pages_aborted += 1
+        self.reasons.eviction_log.note(namespace.number, page.key, Reason.UNFINISHED.code)
+        return ref
+
+    # What was put off
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether :meth:`settle_some` has something to do."""
+        return self.leases.unsettled or self.announcements.unsettled
+
+    def settle_some(self) -> None:
+        """Do a bounded part of what was put off: uses of leased pages, keys that are awaited or not any more."""
+        self.leases.settle_some(self.now)
+        self.announcements.settle_some()
+
+    def settle(self) -> None:
+        while self.unsettled:
+            self.settle_some()
 
     # Namespaces and memory
 

@@ -10,28 +10,43 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ems.errors import PoolRefused
-from ems.pool.core.answers import Found, packed_refs
+from ems.pool.pages import Page, packed_refs
 from ems.pool.protocol.messages import Explained
 from ems.pool.reasons.requests import Look
 
 if TYPE_CHECKING:
     from ems.pool.core.namespaces import NamespacePages
-    from ems.pool.core.state import PoolState
+    from ems.pool.core.pool_core import PoolCore
     from ems.pool.keys import Tail
-    from ems.pool.pages import Page
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Answer to a lookup: the leading present pages, how many keys follow being written or present, a lease.
+
+    ``code`` says why the first missing key is missing, see :class:`ems.pool.reasons.words.Reason`.
+    """
+
+    pages: list[Page]
+    pending: int
+    lease: int
+    code: int = 0
+    refs: bytes = b""
+    """Where the pages lie that are leased."""
 
 
 class Reading:
     """The readers of one node."""
 
-    def __init__(self, state: PoolState) -> None:
+    def __init__(self, state: PoolCore) -> None:
         self._state = state
 
     def lookup(self, client_id: int, namespace: int, keys: list[bytes], *, lease: bool, request: str = "") -> Found:
         """The pages of the longest present prefix of ``keys``, looked for by the engine's ``request``.
 
-        With ``lease`` they are promised to ``client_id`` and count as used (see :meth:`PoolState.settle`); without,
+        With ``lease`` they are promised to ``client_id`` and count as used (see :meth:`PoolCore.settle`); without,
         the call leaves no trace but in the figures.
         """
         ns = self._state.namespaces.opened(namespace)

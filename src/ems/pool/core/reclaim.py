@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from ems.pool.core.eviction import evict, evict_segment, oldest_segment
+from ems.pool.core.eviction import evict, evict_segment, oldest_segment, segments_of
 from ems.pool.core.shares import SegmentUsage, Shares
 from ems.pool.layout import PageRef, carve, refs_begin
 from ems.pool.pages import Assigned, Outcome, Page
@@ -21,8 +21,8 @@ from ems.pool.reasons.words import Reason
 
 if TYPE_CHECKING:
     from ems.pool.core.namespaces import NamespacePages
+    from ems.pool.core.pool_core import PoolCore
     from ems.pool.core.slot_allocator import Segment
-    from ems.pool.core.state import PoolState
 
 EVICTION_STEP = 1024
 """Most pages that one call evicts at a time, so that no caller waits for a long pass."""
@@ -37,7 +37,7 @@ AHEAD = 3
 class Reclaimer:
     """The slots of all namespaces, and who gives way to whom."""
 
-    def __init__(self, state: PoolState, *, high_watermark: float, eviction_ratio: float) -> None:
+    def __init__(self, state: PoolCore, *, high_watermark: float, eviction_ratio: float) -> None:
         self._slots = state.slots
         self._namespaces = state.namespaces
         self._leases = state.leases
@@ -141,8 +141,6 @@ class Reclaimer:
 
     def _idle(self, namespace: NamespacePages) -> Segment | None:
         """A segment of another namespace that holds nothing, if it may change hands."""
-        if not self.shares.limited:
-            return self._slots.idle_of_others(namespace.number, namespace.page_size)
         usage = SegmentUsage(self._namespaces, self._slots.segments)
 
         def allowed(segment: Segment) -> bool:
@@ -220,23 +218,11 @@ class Reclaimer:
             if segment.namespace is None or segment.closing or not self._slots.settled(segment):
                 continue
             namespace = self._namespaces[segment.namespace]
-            if (many or 2 * count >= segment.used) and not self._is_held(namespace, number):
+            if (many or 2 * count >= segment.used) and number not in segments_of(self._held(namespace)):
                 self._empty(namespace, number, Reason.EVICTED_FULL)
                 self.renew(segment)
                 return number
         return None
-
-    def _is_held(self, namespace: NamespacePages, segment: int) -> bool:
-        """Whether pages of ``segment``, or what hangs on them, must stay."""
-        seen: set[Page] = set()
-        for held in self._held(namespace):
-            page: Page | None = held
-            while page is not None and page not in seen:
-                if page.ref and page.segment == segment:
-                    return True
-                seen.add(page)
-                page = page.parent
-        return False
 
     def renew(self, segment: Segment) -> None:
         """``segment``, none of whose slots is out, has no namespace any more, and its memory is to be replaced."""
@@ -270,7 +256,7 @@ class Reclaimer:
         usage = SegmentUsage(self._namespaces, self._slots.segments)
         taken = []
         for tenant, has in usage.bytes.items():
-            if not self.shares.above_cap(tenant, has):
+            if has <= self.shares.bounds(tenant).cap:
                 continue
             segment = self._segment_to_take(tenant, usage)
             if segment is not None and segment.namespace is not None:

@@ -5,18 +5,22 @@ it needs for its guaranteed minimum.  Within that, memory goes to whoever asks f
 whoever has less than its fair share: first among tenants, then among the namespaces of one.  Memory moves in whole
 segments, so quotas count whole segments too.
 
-On a node without tenants all namespaces belong to one tenant, the nameless one, which may have everything.
+On a node without tenants all namespaces belong to one tenant, the nameless one, which may have everything.  Quotas are
+kept as people write them; what they come to depends on the size of the pool.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from ems.config import format_size
+import msgspec
+
+from ems.config import format_size, parse_size
 from ems.errors import ConfigError, QuotaExceeded
-from ems.pool.core.quota import Bounds, Quota
 
 if TYPE_CHECKING:
     from ems.pool.core.namespaces import NamespacePages
@@ -26,13 +30,56 @@ IDLE_SECONDS = 10.0
 """How long a namespace must have rested before it can lose its last segment to a namespace that has none."""
 
 
+class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of one tenant, as people write them: bytes (``8GB``), a share of the pool (``25%``), or ``0``."""
+
+    minimum: str = "0"
+    cap: str = "100%"
+
+    def __post_init__(self) -> None:
+        for name, text in (("minimum", self.minimum), ("cap", self.cap)):
+            parse_amount(text, 1 << 40, name)
+
+    def within(self, total: int) -> Bounds:
+        return Bounds(parse_amount(self.minimum, total, "minimum"), parse_amount(self.cap, total, "cap"))
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """Guaranteed and largest number of bytes of one tenant."""
+
+    minimum: int
+    cap: int
+
+
+UNLIMITED = Bounds(0, sys.maxsize)
+
+
+def parse_amount(text: str, total: int, name: str) -> int:
+    """Bytes meant by ``text`` in a pool of ``total`` bytes.
+
+    Raises:
+        ConfigError: it is neither a size nor a share.
+    """
+    if text.strip() == "0":
+        return 0
+    if not text.endswith("%"):
+        return parse_size(text, name=name)
+    try:
+        share = Fraction(text[:-1].strip()) if len(text) <= 16 else Fraction(-1)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if not 0 <= share <= 100:
+        raise ConfigError(f"{name} is {text!r}, expected a size such as 8GB or a share of the pool from 0% to 100%")
+    return int(share * total / 100)
+
+
 class Shares:
     """The quotas of a node's tenants; without any, every tenant may have everything."""
 
     def __init__(self) -> None:
         self._quotas: Mapping[str, Quota] = {}
         self._bounds: Mapping[str, Bounds] = {}
-        self._unknown_bounds: Bounds | None = None
+        self._unknown_bounds = UNLIMITED
 
     def set(self, quotas: Mapping[str, Quota], segments: Sequence[int]) -> None:
         """From now on tenants have ``quotas`` in a pool of segments of these sizes, and nobody else has anything.
@@ -66,9 +113,9 @@ class Shares:
 
     @property
     def limited(self) -> bool:
-        return self._unknown_bounds is not None
+        return self._unknown_bounds is not UNLIMITED
 
-    def bounds(self, tenant: str) -> Bounds | None:
+    def bounds(self, tenant: str) -> Bounds:
         return self._bounds.get(tenant, self._unknown_bounds)
 
     def refuse_if_too_small(self, tenant: str, segment: int) -> None:
@@ -77,34 +124,23 @@ class Shares:
         Raises:
             QuotaExceeded: it can never have a page.
         """
-        bounds = self.bounds(tenant)
-        if bounds is not None and bounds.cap < segment:
+        cap = self.bounds(tenant).cap
+        if cap < segment:
             raise QuotaExceeded(
-                f"this tenant may have {format_size(bounds.cap)}, which is less than a segment of "
+                f"this tenant may have {format_size(cap)}, which is less than a segment of "
                 f"{format_size(segment)}; ask the administrator for a larger cap or a smaller --segment-size"
             )
 
     def may_grow(self, tenant: str, held: int, size: int) -> bool:
         """Whether a tenant that has ``held`` bytes may have another segment of ``size``."""
-        bounds = self.bounds(tenant)
-        return bounds is None or held + size <= bounds.cap
+        return held + size <= self.bounds(tenant).cap
 
     def may_donate(self, tenant: str, held: int, size: int) -> bool:
         """Whether a tenant that has ``held`` bytes can be made to give a segment of ``size`` to another."""
-        bounds = self.bounds(tenant)
-        return bounds is None or held - size >= bounds.minimum
-
-    def below_minimum(self, tenant: str, held: int) -> bool:
-        """Whether a tenant that has ``held`` bytes is below its guaranteed minimum."""
-        bounds = self.bounds(tenant)
-        return bounds is not None and held < bounds.minimum
-
-    def above_cap(self, tenant: str, held: int) -> bool:
-        bounds = self.bounds(tenant)
-        return bounds is not None and held > bounds.cap
+        return held - size >= self.bounds(tenant).minimum
 
     def donor(
-        self, namespace: NamespacePages, namespaces: Sequence[NamespacePages], segments: Sequence[Segment], now: float
+        self, namespace: NamespacePages, namespaces: Iterable[NamespacePages], segments: Sequence[Segment], now: float
     ) -> NamespacePages | None:
         """The namespace that loses a segment to ``namespace``; None when nobody has to."""
         usage = SegmentUsage(namespaces, segments)
@@ -128,7 +164,7 @@ class Shares:
         namespace: NamespacePages,
         usage: SegmentUsage,
         size: int,
-        namespaces: Sequence[NamespacePages],
+        namespaces: Iterable[NamespacePages],
         now: float,
     ) -> str | None:
         """The other tenant that loses a segment to this one's; None when it has to do with what it has."""
@@ -140,8 +176,8 @@ class Shares:
         ]
         if not donors:
             return None
-        if self.below_minimum(tenant, usage.bytes[tenant]):
-            return max(donors, key=lambda other: usage.bytes[other] - self._minimum(other))
+        if usage.bytes[tenant] < self.bounds(tenant).minimum:
+            return max(donors, key=lambda other: usage.bytes[other] - self.bounds(other).minimum)
         richest = max(donors, key=lambda other: (usage.tenant_counts[other], other))
         own = usage.tenant_counts[tenant]
         if own:
@@ -149,10 +185,6 @@ class Shares:
             return richest if (own + 1) * competing <= usage.total else None
         used = max((one.last_used for one in namespaces if one.tenant == richest), default=now)
         return richest if usage.tenant_counts[richest] > 1 or now - used >= IDLE_SECONDS else None
-
-    def _minimum(self, tenant: str) -> int:
-        bounds = self.bounds(tenant)
-        return 0 if bounds is None else bounds.minimum
 
 
 class SegmentUsage:

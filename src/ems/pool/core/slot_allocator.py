@@ -98,9 +98,7 @@ class SlotAllocator:
         fit = [segment for segment in fresh if as_it_is(segment) or self.settled(segment)]
         return max(fit, key=lambda segment: (as_it_is(segment), segment.touched, -segment.number), default=None)
 
-    def idle_of_others(
-        self, namespace: int, page_size: int, allowed: Callable[[Segment], bool] = lambda _: True
-    ) -> Segment | None:
+    def idle_of_others(self, namespace: int, page_size: int, allowed: Callable[[Segment], bool]) -> Segment | None:
         """A segment of another namespace, none of whose slots is out, that has room for a page and is ``allowed``."""
         for segment in self.segments:
             idle = segment.namespace not in (None, namespace) and segment.used == 0 and segment.room_for(page_size)

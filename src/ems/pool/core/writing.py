@@ -12,16 +12,17 @@ from itertools import compress, islice
 from math import inf
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ems.errors import PoolRefused
-from ems.pool.core.answers import Begun, Committed, Reserved
 from ems.pool.layout import PageRef
 from ems.pool.pages import Assigned, Outcome, Page
 from ems.pool.reasons.words import Reason
 
 if TYPE_CHECKING:
     from ems.pool.core.namespaces import NamespacePages
-    from ems.pool.core.state import PoolState
-    from ems.pool.core.uncommitted import UncommittedLimits
+    from ems.pool.core.pool_core import PoolCore
+    from ems.pool.core.reservations import UncommittedLimits
     from ems.pool.keys import Tail
 
 MAX_NOTED = 256
@@ -35,10 +36,37 @@ _REFUSALS = {
 """Outcomes that are remembered; the counters have the names of these reasons."""
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """A reservation of which more is to come: its number, how many keys it has so far, why no more can be granted."""
+
+    reservation: int = 0
+    count: int = 0
+    refusal: Outcome | None = None
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """Answer to a reservation: one outcome a key, and the granted pages in the order of their keys."""
+
+    reservation: int
+    outcomes: bytes
+    granted: list[Page]
+    assigned: list[Assigned]
+    page_size: int
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """Answer to a commit: the pages in the order of their blocks, their positions, and where they belong."""
+
+    pages: list[Page]
+    positions: list[int]
+    namespace: str
+    page_size: int
+
+
 class Writing:
     """The writers of one node, each of which may hold as much uncommitted as ``limits`` say."""
 
-    def __init__(self, state: PoolState, limits: UncommittedLimits) -> None:
+    def __init__(self, state: PoolCore, limits: UncommittedLimits) -> None:
         self._state = state
         self._limits = limits
 
@@ -75,44 +103,36 @@ class Writing:
         Raises:
             StaleReference: what was begun is gone.
         """
-        ns = self._state.namespaces.opened(namespace)
-        begun = begun or Begun()
-        if self._state.draining:
-            return self._refuse_all(ns, keys, begun.reservation)
-        ns.last_used = self._state.now
-        self._state.settle_some()
+        state, begun = self._state, begun or Begun()
+        ns = state.namespaces.opened(namespace)
+        ns.last_used = state.now
+        state.settle_some()
         waiting: dict[int, Page] = {}
         outcomes = bytearray(len(keys))
-        granted: list[Page] = []
         assigned: list[Assigned] = []
-        refusal = begun.refusal
-        spared: list[contextlib.ExitStack] = []
+        refusal = Outcome.NO_SPACE if state.draining else begun.refusal
         before, most = parent, self._may_reserve(client_id, ns)
-        for position, key in enumerate(keys):
-            known = ns.index.get(key)
-            if known is not None:
-                outcomes[position] = Outcome.PRESENT if known.present else Outcome.WRITING
-            else:
-                # What follows a block that found no room is of no use without it, and would look in vain again.
-                ref = refusal or self._take(ns, parent, keys, assigned, spared, most - len(granted))
-                if isinstance(ref, Outcome):
-                    outcomes[position] = refusal = ref
+        with self._spared(ns, parent, keys):
+            for position, key in enumerate(keys):
+                known = ns.index.get(key)
+                if known is not None:
+                    outcomes[position] = Outcome.PRESENT if known.present else Outcome.WRITING
                 else:
-                    page = ns.index.insert(key, ref.pack(), before)
-                    ns.writing += 1
-                    waiting[begun.count + position] = page
-                    granted.append(page)
-                    tail = tails[position] if tails else None
-                    if tail is not None:
-                        ns.index.list_tail(page, tail)
-            before = key
-        for stack in spared:
-            stack.close()
+                    # What follows a block that found no room is of no use without it, and would look in vain again.
+                    ref = refusal or self._take(ns, assigned, most - len(waiting))
+                    if isinstance(ref, Outcome):
+                        outcomes[position] = refusal = ref
+                    else:
+                        page = waiting[begun.count + position] = ns.index.insert(key, ref.pack(), before)
+                        ns.writing += 1
+                        tail = tails[position] if tails else None
+                        if tail is not None:
+                            ns.index.list_tail(page, tail)
+                before = key
+            if state.reclaimer.must_trim(ns):
+                state.reclaimer.trim(ns)
         self._count_refusals(ns, keys, outcomes)
-        number = self._wait_for(client_id, ns, begun.reservation, waiting)
-        if self._state.reclaimer.must_trim(ns):
-            with self._spared(ns, parent, keys):
-                self._state.reclaimer.trim(ns)
+        granted, number = list(waiting.values()), self._wait_for(client_id, ns, begun.reservation, waiting)
         return Reserved(number, bytes(outcomes), granted, assigned, ns.page_size)
 
     def _wait_for(self, client_id: int, namespace: NamespacePages, number: int, pages: dict[int, Page]) -> int:
@@ -123,22 +143,6 @@ class Writing:
             number = self._state.new_id()
             self._promise(number, client_id, namespace, pages)
         return number
-
-    def _refuse_all(self, namespace: NamespacePages, keys: list[bytes], reservation: int) -> Reserved:
-        """Say of all that is not there that there is no room; why, is remembered."""
-        outcomes = bytearray(len(keys))
-        refused = []
-        for position, key in enumerate(keys):
-            known = namespace.index.get(key)
-            if known is None:
-                refused.append(key)
-                outcomes[position] = Outcome.NO_SPACE
-            else:
-                outcomes[position] = Outcome.PRESENT if known.present else Outcome.WRITING
-        self._state.counters.refused_draining += len(refused)
-        for key in refused[:MAX_NOTED]:
-            self._state.reasons.eviction_log.note(namespace.number, key, Reason.REFUSED_DRAINING.code)
-        return Reserved(reservation, bytes(outcomes), [], [], namespace.page_size)
 
     def _promise(self, number: int, client_id: int, namespace: NamespacePages, waiting: dict[int, Page]) -> None:
         if client_id > 0:
@@ -153,8 +157,7 @@ class Writing:
             return inf
         state = self._state
         tenant, page, process = namespace.tenant, namespace.page_size, state.writer(client_id).process
-        bounds = state.shares.bounds(tenant)
-        pool = state.slots.total if bounds is None else min(bounds.cap, state.slots.total)
+        pool = min(state.shares.bounds(tenant).cap, state.slots.total)
         mine = state.reservations.bytes_of(process) + state.deferred.bytes_of(process)
         together = state.reservations.bytes_of_tenant(tenant)
         if state.deferred.resting:
@@ -164,23 +167,9 @@ class Writing:
         left = min(self._limits.of_process(pool, page) - mine, self._limits.of_tenant(pool, page) - together)
         return left // page
 
-    def _take(
-        self,
-        namespace: NamespacePages,
-        parent: bytes,
-        keys: list[bytes],
-        assigned: list[Assigned],
-        spared: list[contextlib.ExitStack],
-        left: float,
-    ) -> PageRef | Outcome:
+    def _take(self, namespace: NamespacePages, assigned: list[Assigned], left: float) -> PageRef | Outcome:
         if left <= 0:
             return Outcome.OVER_SHARE
-        ref = self._state.slots.take(namespace.number)
-        if ref is not None:
-            return ref
-        if not spared:  # once for all keys, however often pages have to leave for them
-            spared.append(contextlib.ExitStack())
-            spared[0].enter_context(self._spared(namespace, parent, keys))
         return self._state.reclaimer.take(namespace, self._state.now, assigned)
 
     @contextlib.contextmanager
@@ -241,7 +230,8 @@ class Writing:
     def _count_refusals(self, namespace: NamespacePages, keys: list[bytes], outcomes: bytearray) -> None:
         self._state.counters.already_present += outcomes.count(Outcome.PRESENT)
         self._state.counters.already_writing += outcomes.count(Outcome.WRITING)
-        for outcome, reason in _REFUSALS.items():
+        reasons = {Outcome.NO_SPACE: Reason.REFUSED_DRAINING} if self._state.draining else _REFUSALS
+        for outcome, reason in reasons.items():
             refused = outcomes.count(outcome)
             if not refused:
                 continue

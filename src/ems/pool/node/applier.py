@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 
 from ems.errors import ProtocolError, StaleReference
-from ems.pool.core.answers import packed_refs
+from ems.pool.pages import packed_refs
 from ems.pool.service.effects import (
     Attach,
     ClearHeaders,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from ems.histogram import Histogram
-from ems.pool.core.answers import Reserved
 from ems.pool.core.pool_core import PoolCore
+from ems.pool.core.writing import Reserved
 from ems.pool.layout import PageFlag
 from ems.pool.node.admin_runner import AdminRunner
 from ems.pool.node.applier import Applier, Steps

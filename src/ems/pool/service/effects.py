@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ems.pool.core.answers import Committed
+from ems.pool.core.writing import Committed
 from ems.pool.layout import PageFlag, PageRef
 from ems.pool.pages import Assigned, Page
 from ems.pool.protocol.acts import Acts

@@ -16,11 +16,11 @@ import numpy as np
 import structlog
 
 from ems.errors import PoolRestarting, StaleReference
-from ems.pool.core.answers import Begun, packed_refs
+from ems.pool.core.writing import Begun
 from ems.pool.keys import KEY_BYTES, Tail, cut, split_keys
 from ems.pool.layout import REF_BYTES, unpack_refs
 from ems.pool.names import refuse_marked
-from ems.pool.pages import Outcome
+from ems.pool.pages import Outcome, packed_refs
 from ems.pool.protocol import greeting, messages
 from ems.pool.protocol.acts import Follow, List, Show, Upgrade
 from ems.pool.reasons.words import Reason
@@ -30,8 +30,8 @@ from ems.pool.service.measured import Measured
 from ems.pool.tiers.locations import revised, why
 
 if TYPE_CHECKING:
-    from ems.pool.core.answers import Found
     from ems.pool.core.pool_core import PoolCore
+    from ems.pool.core.reading import Found
     from ems.pool.pages import Page
     from ems.pool.service.storing import Storing
     from ems.pool.tenants.request_filter import TenantRequestFilter

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from ems.pool.core.answers import Begun, Committed, Reserved
+from ems.pool.core.writing import Begun, Committed, Reserved
 from ems.pool.layout import PageFlag
 from ems.pool.pages import Outcome
 from ems.pool.service.effects import (

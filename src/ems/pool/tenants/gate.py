@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ems.errors import ProtocolError, Unauthorised
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.protocol import coding, greeting, messages
 from ems.pool.tenants import scram
 from ems.pool.tenants.limiter import FailureLimiter

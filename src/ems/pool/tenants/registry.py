@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ems.errors import ConfigError
-from ems.pool.core.quota import Quota
+from ems.pool.core.shares import Quota
 from ems.pool.names import is_tenant
 from ems.pool.tenants import scram
 

@@ -20,8 +20,8 @@ import structlog
 
 from ems.config import MIB
 from ems.errors import StaleReference
-from ems.pool.core.answers import Reserved
 from ems.pool.core.pool_core import PoolCore
+from ems.pool.core.writing import Reserved
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageRef
 from ems.pool.movement.promotion import Portion, Promotions
