@@ -70,12 +70,17 @@ def default_directory() -> Path:
     return Path("/dev/shm/ems" if uid == 0 else f"/dev/shm/ems-{uid}")  # noqa: S108 - the pool lives in shared memory
 
 
+def switched_on(variable: str, *, default: bool) -> bool:
+    """What a variable of the environment says that is true or false; one that is set to nothing is not set."""
+    text = os.environ.get(variable, "").strip().lower()
+    if text not in ("", "1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise ConfigError(f"{variable} is {text!r}, expected 1 or 0")
+    return text in ("1", "true", "yes", "on") if text else default
+
+
 def allows_disk() -> bool:
     """What ``EMS_ALLOW_DISK`` says: whether the node's folder may be on a disk."""
-    text = os.environ.get("EMS_ALLOW_DISK", "").strip().lower()
-    if text not in ("", "1", "true", "yes", "on", "0", "false", "no", "off"):
-        raise ConfigError(f"EMS_ALLOW_DISK is {text!r}, expected 1 or 0")
-    return text in ("1", "true", "yes", "on")
+    return switched_on("EMS_ALLOW_DISK", default=False)
 
 
 def default_socket() -> Path:

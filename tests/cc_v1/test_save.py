@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from ems.cc_v1.arguments import Blocks
+from ems.cc_v1.future import CcFuture
 from ems.cc_v1.registration import Registration
-from ems.cc_v1.save import Saver
-from ems.cc_v1.slots import Blocks
 from ems.cc_v1.summary import Kind
-from ems.cc_v1.transfer import CcFuture
+from ems.cc_v1.transfers import Transfers
 from ems.errors import NoSpace, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Hits, Namespace, Reservation
 from ems.pool.keys import NO_PARENT
@@ -35,8 +35,8 @@ class Segments:
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(1 << 16))
 
-    def segment(self, number: int) -> memoryview:
-        return self.memory
+    def page(self, ref: PageRef, size: int) -> memoryview:
+        return self.memory[ref.offset : ref.offset + size]
 
 
 class Pool:
@@ -83,14 +83,14 @@ class Engine:
         rows = TokenRows([[torch.arange(16 * BLOCK * 2, dtype=torch.int64).reshape(16, BLOCK, 1, 2)]])
         self.registration = Registration(rows, CpuDevice(), Namespace("n", rows.page_bytes))
         self.clock = clock
-        self._saver: Any = Saver(pool, self.registration)  # type: ignore[arg-type]
+        self._transfers: Any = Transfers(pool, self.registration)  # type: ignore[arg-type]
 
     def save(self, count: int, *, last: int = BLOCK, timeout: float = 5.0) -> CcFuture:
         offsets = [BLOCK] * (count - 1) + [last]
         slots = np.arange(sum(offsets), dtype=np.int64)
         blocks = Blocks(list(range(count)), offsets, slots, block_size=BLOCK, num_blocks=16)
         future = CcFuture(Kind.SAVE, count, timeout, self.clock)
-        self._saver.save(blocks, future)
+        self._transfers.save(blocks, future)
         return future
 
     def key(self, value: int) -> bytes:
@@ -153,14 +153,14 @@ def test_nor_again_while_it_is_in_vain() -> None:
 
 def test_and_not_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(*[[NOT_TOUCHED]] * 1000)
-    monkeypatch.setattr("ems.cc_v1.save.TOUCH_PATIENCE", 60.0)
+    monkeypatch.setattr("ems.cc_v1.transfers.TOUCH_PATIENCE", 60.0)
     begin = time.monotonic()
     assert Engine(pool).save(1, timeout=0.1).progress == 0
     assert time.monotonic() - begin < 30.0
 
 
 def test_blocks_hang_on_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ems.cc_v1.save.RESERVATION_BYTES", 1)
+    monkeypatch.setattr("ems.cc_v1.transfers.RESERVATION_BYTES", 1)
     pool = Pool()
     engine = Engine(pool)
     engine.save(3)
@@ -187,7 +187,7 @@ def test_a_block_that_lacks_tokens_is_reserved_apart() -> None:
 def test_large_saves_are_committed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     engine = Engine(pool)
-    monkeypatch.setattr("ems.cc_v1.save.RESERVATION_BYTES", 2 * engine.registration.namespace.page_size)
+    monkeypatch.setattr("ems.cc_v1.transfers.RESERVATION_BYTES", 2 * engine.registration.namespace.page_size)
     assert engine.save(5).progress == 5
     assert pool.committed == [[0, 1], [0, 1], [0]]
 

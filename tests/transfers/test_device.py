@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import sys
 import types
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from ems.cc_v1.registration import PageMemory
+from ems.cc_v1.registration import SegmentPins
 from ems.errors import ConfigError
 from ems.transfers.device import CpuDevice, Device, batch_of, device_of
 from ems.transfers.plan import CopyPlan
@@ -76,21 +74,21 @@ def test_work_of_the_engine_comes_first(tensors: list[torch.Tensor]) -> None:
     assert device._stream.synchronised == 1
 
 
-def test_segments_are_pinned_once_and_unpinned_with_the_last_user(
+def test_segments_are_pinned_for_the_device_that_is_registered_and_no_other(
     backend: StreamBackend, tensors: list[torch.Tensor]
 ) -> None:
-    class Segments:
-        def segment(self, number: int) -> memoryview:
-            return memoryview(bytearray(4096 * (number + 1)))
-
-    memory = PageMemory(Segments(), DrivenDevice(tensors), 64)  # type: ignore[arg-type]
-    for number in (0, 1, 0, 1):
-        memory.segment(number)
+    pins = SegmentPins()
+    segments = [memoryview(bytearray(4096 * (number + 1))) for number in range(3)]
+    pins.pin(segments[0])
+    assert backend.registered == {}
+    pins.serve(DrivenDevice(tensors))
+    pins.pin(segments[1])
     assert sorted(backend.registered.values()) == [4096, 8192]
-    gone = weakref.ref(memory)
-    del memory
-    gc.collect()
-    assert gone() is None
+    pins.serve(DrivenDevice(tensors))
+    pins.pin(segments[2])
+    assert sorted(backend.registered.values()) == [4096, 8192, 12288]
+    for segment in segments:
+        pins.unpin(segment)
     assert backend.registered == {}
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from ems.cc_v1.errors import invalid
 from ems.cc_v1.health import HealthRules
+from ems.config import NodeConfig
 from ems.pool.tenants.credentials import Credentials
-
-if TYPE_CHECKING:
-    from ems.config import NodeConfig
 
 
 class KVCacheType(Enum):
@@ -49,8 +46,7 @@ class CcConfig_v1:  # noqa: N801 - the contract's name
     def check(self) -> None:
         """Refuse what cannot be meant.
 
-        Raises:
-            EmsException: EMS_INVALID_ARGUMENT, naming the argument.
+        Raises EmsException: EMS_INVALID_ARGUMENT, naming the argument.
         """
         for name in ("rank_id", "device_id", "rank_in_tp_group", "rank_in_pp_group"):
             _whole_number(name, getattr(self, name), least=0)
@@ -108,8 +104,7 @@ class EmsConfig:
     def check(self) -> None:
         """Refuse what cannot be meant.
 
-        Raises:
-            EmsException: EMS_INVALID_ARGUMENT, naming the argument.
+        Raises EmsException: EMS_INVALID_ARGUMENT, naming the argument.
         """
         for name in ("access_id", "access_key"):
             if getattr(self, name) is not None:

@@ -12,26 +12,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from ems.cc_v1.arguments import timeout_of, whole_numbers
+from ems.cc_v1.arguments import Blocks, slot_numbers, timeout_of, whole_numbers
+from ems.cc_v1.cc_config import CcKvOption, EmsConfig
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
-from ems.cc_v1.load import Loader
+from ems.cc_v1.future import CcFuture, CcResult, Worker
 from ems.cc_v1.monitor import GateClosed, Monitor
-from ems.cc_v1.present import count_present
-from ems.cc_v1.registration import Registration, description_of, namespace_of
-from ems.cc_v1.save import Saver
-from ems.cc_v1.slots import Blocks, slot_numbers
+from ems.cc_v1.registration import Registration, SegmentPins, description_of, namespace_of
 from ems.cc_v1.summary import Kind, Sample
-from ems.cc_v1.transfer import CcFuture, CcResult
-from ems.cc_v1.worker import Worker
+from ems.cc_v1.transfers import LOOKUP_KEYS, Transfers
 from ems.errors import ConfigError, EmsError, NoSpace
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.segments.touch import warm
-
-if TYPE_CHECKING:
-    from ems.cc_v1.cc_config import CcKvOption, EmsConfig
-    from ems.pool.client.pool_client import PoolClient
-    from ems.transfers.device import Device
 
 OPEN_SECONDS = 2.0
 """How long a registration waits for the node to take note of it."""
@@ -39,32 +32,23 @@ CLOSE_SECONDS = 2.0
 """How long a close waits for a transfer that is running."""
 
 _log = logging.getLogger("ems.cc_v1")
-_Transfer = Callable[[Blocks, CcFuture], None]
-
-
-class _Registered(NamedTuple):
-    registration: Registration
-    load: _Transfer
-    save: _Transfer
 
 
 class ContextCaching:
-    """Got from ``Ems.get_cc()``.  ``lookups`` and ``pages`` are connections to the same node."""
+    """Got from ``Ems.get_cc()``.
+
+    ``lookups`` and ``pages`` are connections to the same node; ``pins`` is told of the memory that ``pages`` maps.
+    """
 
     def __init__(
-        self,
-        config: EmsConfig,
-        lookups: PoolClient,
-        pages: PoolClient,
-        monitor: Monitor,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: EmsConfig, lookups: PoolClient, pages: PoolClient, pins: SegmentPins, monitor: Monitor
     ) -> None:
         self._config = config
         self._lookups = lookups
         self._pages = pages
+        self._pins = pins
         self._monitor = monitor
-        self._clock = clock
-        self._registered: _Registered | None = None
+        self._transfers: Transfers | None = None
         self._workers = {Kind.LOAD: Worker("ems-load"), Kind.SAVE: Worker("ems-save")}
         self._closed = False
 
@@ -75,9 +59,7 @@ class ContextCaching:
 
         ``kv_caches[layer][i]`` are tensors ``[num_blocks, block_size, num_heads, head_size]`` with any strides.
         A node that is ill does not make this fail; it is logged, and the health gate closes.
-
-        Raises:
-            EmsException: EMS_INVALID_ARGUMENT, the tensors cannot be served.
+        Raises EmsException: EMS_INVALID_ARGUMENT, the tensors cannot be served.
         """
         from ems.transfers.device import device_of
         from ems.transfers.rows import TokenRows
@@ -85,36 +67,28 @@ class ContextCaching:
         self._config.cc_config_v1.check()
         self._check_open()
         try:
-            layers = [list(layer) for layer in kv_caches]
-            rows = TokenRows(layers)
+            rows = TokenRows([list(layer) for layer in kv_caches])
             device = device_of(rows.tensors)
         except (ConfigError, TypeError, RuntimeError) as error:
             raise invalid(f"kv_caches cannot be registered: {error}") from error
         registration = Registration(rows, device, namespace_of(self._config, rows))
-        self._registered = _Registered(
-            registration, Loader(self._pages, registration).load, Saver(self._pages, registration).save
-        )
-        _log.info(
-            "EMS serves namespace %s: %d tokens a block, %d bytes a page",
-            registration.namespace.name,
-            rows.block_size,
-            rows.page_bytes,
-        )
-        self._pages.describe(registration.namespace.name, description_of(self._config, rows))
+        name = registration.namespace.name
+        self._pins.serve(device)
+        self._transfers = Transfers(self._pages, registration)
+        _log.info("EMS serves namespace %s: %d tokens a block, %d bytes a page", name, rows.block_size, rows.page_bytes)
+        self._pages.describe(name, description_of(self._config, rows))
         try:
             self._pages.open(registration.namespace, OPEN_SECONDS)
         except EmsError as error:
             self._monitor.failed(error)
             return
-        threading.Thread(target=self._warm, args=(registration,), name="ems-warm", daemon=True).start()
+        threading.Thread(target=self._warm, name="ems-warm", daemon=True).start()
 
     def exists(self, hashes: Iterable[int], option: CcKvOption | None = None) -> CcResult:
         """How many leading ``hashes`` are in the pool.
 
         0 on any fault but a bad argument, and before :meth:`register_kvcache`.
-
-        Raises:
-            EmsException: EMS_INVALID_ARGUMENT.
+        Raises EmsException: EMS_INVALID_ARGUMENT.
         """
         wanted = whole_numbers("hashes", hashes)
         timeout = timeout_of(option)
@@ -122,52 +96,48 @@ class ContextCaching:
         if registration is None or not wanted or not timeout or self._closed or not self._monitor.healthy:
             return CcResult(0, len(wanted))
         registration.names.remember(wanted)
-        begin = self._clock()
-        count = self._count(registration, wanted, begin + timeout)
-        self._monitor.add(Sample(Kind.LOOKUP, count, len(wanted), self._clock() - begin))
+        begin = time.monotonic()
+        count = 0
+        try:
+            count = self._count(registration, wanted, begin + timeout)
+        except EmsError as error:
+            self._monitor.failed(error)
+        except Exception:  # noqa: BLE001 - the root of what an SDK call runs, see below
+            # Callers in the field take an exception here for "all of them are present".
+            _log.exception("EMS lookup broke")
+            self._monitor.failed(EmsException("a lookup broke, see the log"))
+        self._monitor.add(Sample(Kind.LOOKUP, count, len(wanted), time.monotonic() - begin))
         return CcResult(count, len(wanted))
 
     def async_load(
-        self,
-        slot_mapping: Any,
-        hashes: Iterable[int],
-        offsets: Iterable[int],
-        option: CcKvOption | None = None,
+        self, slot_mapping: Any, hashes: Iterable[int], offsets: Iterable[int], option: CcKvOption | None = None
     ) -> CcFuture:
         """Begin to copy blocks from the pool to their slots: block ``i`` owns the next ``offsets[i]`` slots.
 
-        Raises:
-            EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
+        Raises EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
         """
-        return self._submit(Kind.LOAD, *self._transfer(slot_mapping, hashes, offsets, option))
+        return self._submit(Kind.LOAD, slot_mapping, hashes, offsets, option)
 
     def async_save(
-        self,
-        slot_mapping: Any,
-        hashes: Iterable[int],
-        offsets: Iterable[int],
-        option: CcKvOption | None = None,
+        self, slot_mapping: Any, hashes: Iterable[int], offsets: Iterable[int], option: CcKvOption | None = None
     ) -> CcFuture:
         """Begin to copy blocks from their slots to the pool; arguments as for :meth:`async_load`.
 
-        Raises:
-            EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
+        Raises EmsException: EMS_INVALID_ARGUMENT or EMS_NOT_REGISTERED.
         """
-        return self._submit(Kind.SAVE, *self._transfer(slot_mapping, hashes, offsets, option))
+        return self._submit(Kind.SAVE, slot_mapping, hashes, offsets, option)
 
     def is_ready(self, future: CcFuture) -> bool:
         """Whether the load or save is over; never waits.
 
-        Raises:
-            EmsException: EMS_INVALID_ARGUMENT, ``future`` is none.
+        Raises EmsException: EMS_INVALID_ARGUMENT, ``future`` is none.
         """
         return _future(future).ready()
 
     def get_result(self, future: CcFuture) -> CcResult:
         """Wait until the load or save is over, at most until its option's time-out.
 
-        Raises:
-            EmsException: it failed as a whole; the slots are left alone from now on.
+        Raises EmsException: it failed as a whole; the slots are left alone from now on.
         """
         return _future(future).result()
 
@@ -175,12 +145,7 @@ class ContextCaching:
 
     @property
     def registration(self) -> Registration | None:
-        registered = self._registered
-        return registered.registration if registered else None
-
-    def release_stale_memory(self) -> None:
-        if self.registration is not None:
-            self.registration.release_stale_memory(self._pages.epoch)
+        return self._transfers.registration if self._transfers else None
 
     def abandon(self) -> None:
         """From now on refuse everything; transfers that wait for their turn fail."""
@@ -198,31 +163,41 @@ class ContextCaching:
                 EmsErrorCode.EMS_NOT_INITIALISED,
             )
 
-    def _check_used(self) -> None:
+    def _check_usable(self) -> None:
         self._check_open()
         if not self._monitor.healthy:
             raise GateClosed
 
     def _count(self, registration: Registration, wanted: list[int], deadline: float) -> int:
-        def remaining() -> float:
-            return max(deadline - self._clock(), 0.001)
+        """How many leading blocks of ``wanted`` have a page, of the whole block or of the beginning of it."""
+        names = registration.names
 
-        try:
-            return count_present(self._lookups, registration.namespace, registration.names, wanted, remaining)
-        except EmsError as error:
-            self._monitor.failed(error)
-        except Exception:  # noqa: BLE001 - the root of what an SDK call runs, see below
-            # Callers in the field take an exception here for "all of them are present".
-            _log.exception("EMS lookup broke")
-            self._monitor.failed(EmsException("a lookup broke, see the log"))
-        return 0
+        def leading(keys: Sequence[bytes]) -> int:
+            remaining = max(deadline - time.monotonic(), 0.001)
+            return self._lookups.lookup(registration.namespace, b"".join(keys), timeout=remaining).count
 
-    def _transfer(
-        self, slot_mapping: Any, hashes: Iterable[int], offsets: Iterable[int], option: CcKvOption | None
-    ) -> tuple[_Registered, Blocks, float]:
+        position = 0
+        while position < len(wanted):
+            keys = [names.whole(value) for value in wanted[position : position + LOOKUP_KEYS]]
+            count = leading(keys)
+            position += count
+            if count < len(keys):
+                if not leading([names.beginning(wanted[position])]):
+                    break
+                position += 1
+        return position
+
+    def _submit(
+        self,
+        kind: Kind,
+        slot_mapping: Any,
+        hashes: Iterable[int],
+        offsets: Iterable[int],
+        option: CcKvOption | None,
+    ) -> CcFuture:
         self._check_open()
-        registered = self._registered
-        if registered is None:
+        transfers = self._transfers
+        if transfers is None:
             raise EmsException(
                 "no KV caches are registered, call register_kvcache before loads and saves",
                 EmsErrorCode.EMS_NOT_REGISTERED,
@@ -230,34 +205,31 @@ class ContextCaching:
         timeout = timeout_of(option)
         wanted = whole_numbers("hashes", hashes)
         counts = whole_numbers("offsets", offsets)
-        try:
-            slots = slot_numbers(slot_mapping)
-        except ConfigError as error:
-            raise invalid(str(error)) from error
-        rows = registered.registration.rows
+        rows, device = transfers.registration.rows, transfers.registration.device
+        slots = slot_numbers(slot_mapping)
         blocks = Blocks(wanted, counts, slots, block_size=rows.block_size, num_blocks=rows.num_blocks)
-        return registered, blocks, timeout
-
-    def _submit(self, kind: Kind, registered: _Registered, blocks: Blocks, timeout: float) -> CcFuture:
-        future = CcFuture(kind, len(blocks), timeout, self._clock, self._ended)
+        future = CcFuture(kind, len(blocks), timeout, time.monotonic, self._ended)
         if not blocks:
             future.finish()
         elif not self._monitor.healthy:
             future.finish(GateClosed())
         else:
-            registered.registration.names.remember(blocks.hashes)
-            transfer = registered.load if kind is Kind.LOAD else registered.save
-            device = registered.registration.device
-            self._workers[kind].submit(functools.partial(self._run, transfer, blocks, future, device, device.mark()))
+            transfers.registration.names.remember(wanted)
+            mark = device.mark()
+
+            def work() -> None:
+                device.wait_for(mark)
+                (transfers.load if kind is Kind.LOAD else transfers.save)(blocks, future)
+
+            self._workers[kind].submit(functools.partial(self._run, work, future))
         return future
 
-    def _run(self, transfer: _Transfer, blocks: Blocks, future: CcFuture, device: Device, mark: object) -> None:
+    def _run(self, work: Callable[[], None], future: CcFuture) -> None:
         failure: EmsError | None = None
         try:
-            self._check_used()
+            self._check_usable()
             future.started = True
-            device.wait_for(mark)
-            transfer(blocks, future)
+            work()
         except EmsError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - the root of what an SDK call runs, see below
@@ -269,17 +241,17 @@ class ContextCaching:
         future.finish(failure)
 
     def _ended(self, future: CcFuture) -> None:
-        self._monitor.add(Sample(future.kind, future.progress, future.total, self._clock() - future.begin))
+        self._monitor.add(Sample(future.kind, future.progress, future.total, time.monotonic() - future.begin))
         if future.error is not None and future.started and not isinstance(future.error, NoSpace):
             # One that only ever waited for its turn says nothing about the node.
             self._monitor.failed(future.error)
 
-    def _warm(self, registration: Registration) -> None:
+    def _warm(self) -> None:
         """Map the segments that are there, so that no load or save pays for it."""
         try:
-            memory = registration.memory(self._pages, self._pages.epoch)
+            segments = self._pages.segments(self._pages.epoch)
             for number in range(self._pages.segment_count):
-                warm(memory.segment(number))
+                warm(segments.segment(number))
         except (EmsError, OSError) as error:
             _log.debug("EMS segments are mapped later: %s", error)
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
 
 from ems.cc_v1.cc_config import EmsConfig
+from ems.cc_v1.context_caching import ContextCaching
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
 from ems.cc_v1.session import NodeProbe, Session
-
-if TYPE_CHECKING:
-    from ems.cc_v1.context_caching import ContextCaching
 
 
 class Ems:
@@ -29,10 +26,8 @@ class Ems:
         """Connect, and start a node first if none runs.
 
         Again with the same configuration nothing happens; with another one the old session ends.
-
-        Raises:
-            EmsException: EMS_RECOVERD_ERROR, the fault may pass, call again once :meth:`check_health` is true;
-                EMS_INVALID_ARGUMENT, the configuration makes no sense; another code, the node refuses us.
+        Raises EmsException: EMS_RECOVERD_ERROR, the fault may pass, call again once :meth:`check_health` is true;
+        EMS_INVALID_ARGUMENT, the configuration makes no sense; another code, the node refuses us.
         """
         if not isinstance(config, EmsConfig):
             raise invalid(f"config is a {type(config).__name__}, expected an EmsConfig")
@@ -49,8 +44,7 @@ class Ems:
     def get_cc(cls) -> ContextCaching:
         """The context-caching object of this process.
 
-        Raises:
-            EmsException: EMS_NOT_INITIALISED, :meth:`init` has not succeeded yet.
+        Raises EmsException: EMS_NOT_INITIALISED, :meth:`init` has not succeeded yet.
         """
         session = cls._session
         if session is None:

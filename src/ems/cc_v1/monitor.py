@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
 from ems.cc_v1.health import HealthGate, HealthRules
 from ems.cc_v1.summary import Sample, Summary
 from ems.errors import EmsError, PoolNotTried
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _log = logging.getLogger("ems.cc_v1")
 _NOT_THE_NODE = (
@@ -100,9 +97,13 @@ class Monitor:
             self._check()
         except EmsError as error:
             self._failed(str(error), check=True)
-            self._bring_back()
+            try:
+                self._revive()
+            except Exception:  # the root of what this thread does, see below
+                self._logger.exception("EMS could not bring the pool back")
         except Exception as error:  # the root of what this thread does, see below
-            # Root of this thread: a check that breaks is a check that fails, and the watch goes on.
+            # Root of this thread: a check that breaks is a check that fails, and whatever breaks the watch goes on, or
+            # nobody would notice that the node is back.
             self._logger.exception("EMS health check broke")
             self._failed(repr(error), check=True)
         else:
@@ -110,10 +111,3 @@ class Monitor:
                 recovered = not self._stop.is_set() and self._gate.passed(self._clock())
             if recovered:
                 self._logger.info("EMS pool is used again")
-
-    def _bring_back(self) -> None:
-        try:
-            self._revive()
-        except Exception:  # the root of what this thread does, see below
-            # Root of this thread: the watch goes on, or nobody would notice that the node is back.
-            self._logger.exception("EMS could not bring the pool back")

@@ -1,4 +1,4 @@
-"""Registered engine memory and the namespace that follows from it.
+"""What follows from the caches that an engine registers: names of its blocks in the pool, memory that is pinned.
 
 A registration never changes; registering again makes a new one, and transfers on their way keep theirs.
 """
@@ -6,24 +6,23 @@ A registration never changes; registering again makes a new one, and transfers o
 from __future__ import annotations
 
 import threading
-import weakref
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from ems.cc_v1.cc_config import EmsConfig, KVCacheType
-from ems.cc_v1.names import BlockNames
 from ems.pool.client.answers import Namespace
-from ems.pool.client.pool_client import PoolClient
-from ems.pool.client.segments import SegmentMap
 from ems.pool.facts import MODEL, TENANT, plain_facts
-from ems.pool.keys import fingerprint, namespace_name
+from ems.pool.keys import NO_PARENT, BlockKey, fingerprint, integer_key, namespace_name
 
-if TYPE_CHECKING:
-    from ems.pool.layout import PageRef
+if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device
     from ems.transfers.rows import TokenRows
 
 PAGE_FORM = "cc-v1/1"
 """Changes whenever the meaning of a page's bytes does."""
+REMEMBERED = 1 << 16
+"""How many blocks' keys are kept, and of how many at least the block before is remembered."""
 
 
 def namespace_of(config: EmsConfig, rows: TokenRows) -> Namespace:
@@ -47,7 +46,6 @@ def _model(config: EmsConfig) -> str:
 
 def _facts(config: EmsConfig, rows: TokenRows) -> dict[str, object]:
     rank = config.cc_config_v1
-    parts = [(part.dtype, part.heads, part.head_size) for part in rows.parts]
     facts: dict[str, object] = {
         "form": PAGE_FORM,
         "model": rank.model_id,
@@ -55,7 +53,7 @@ def _facts(config: EmsConfig, rows: TokenRows) -> dict[str, object]:
         "kind": rank.kvcache_type.value,
         "block_size": rows.block_size,
         "layers": rows.layers,
-        "tensors": parts,
+        "tensors": [(part.dtype, part.heads, part.head_size) for part in rows.parts],
         "pp": [rank.rank_in_pp_group, rank.pp_world_size],
     }
     if rank.kvcache_type is KVCacheType.MHA:
@@ -63,37 +61,41 @@ def _facts(config: EmsConfig, rows: TokenRows) -> dict[str, object]:
     return facts
 
 
-class PageMemory:
-    """The pool's memory as one connection sees it, known to the accelerator's driver while this object lives."""
+class BlockNames:
+    """The keys in one namespace of blocks that a caller names by integers.  Safe for several threads.
 
-    def __init__(self, segments: SegmentMap, device: Device, page_size: int) -> None:
-        self._segments = segments
-        self._device = device
-        self._page_size = page_size
-        self._pinned: dict[int, memoryview] = {}
+    A hash names a block together with its whole prefix, but not how many of its tokens are there.  So that a page
+    never claims more than it holds, a whole block and the beginning of one have different keys; of the beginnings
+    the pool keeps one a hash, and the page itself says how many tokens it has.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.whole = lru_cache(REMEMBERED)(partial(integer_key, namespace=namespace))
+        """The key of a block with all of its tokens."""
+        self.beginning = lru_cache(REMEMBERED // 16)(partial(integer_key, namespace=f"{namespace}/beginning"))
+        """The key of a block that has only its first tokens."""
         self._lock = threading.Lock()
-        weakref.finalize(self, _unpin, device, self._pinned).atexit = False
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
 
-    def segment(self, number: int) -> memoryview:
-        """The whole segment, ready for copies.
+    def key(self, value: int, *, whole: bool) -> BlockKey:
+        return self.whole(value) if whole else self.beginning(value)
 
-        Raises:
-            PoolError: it cannot be mapped, because the connection is gone.
+    def remember(self, hashes: Sequence[int]) -> None:
+        """``hashes`` are consecutive blocks: each comes before the next one."""
+        with self._lock:
+            self._young.update(zip(hashes[1:], hashes, strict=False))
+            if len(self._young) > REMEMBERED:
+                self._old, self._young = self._young, {}
+
+    def before(self, value: int) -> BlockKey:
+        """The key of the block before ``value``, as far as it is remembered.
+
+        It only tells the pool what hangs on what: where it is not known, eviction is less exact, no more.
         """
         with self._lock:
-            if number not in self._pinned:
-                mapped = self._segments.segment(number)
-                self._device.pin(mapped)
-                self._pinned[number] = mapped
-            return self._pinned[number]
-
-    def page(self, ref: PageRef) -> memoryview:
-        return self.segment(ref.segment)[ref.offset : ref.offset + self._page_size]
-
-
-def _unpin(device: Device, pinned: dict[int, memoryview]) -> None:
-    for mapped in pinned.values():
-        device.unpin(mapped)
+            parent = self._young.get(value, self._old.get(value))
+        return NO_PARENT if parent is None else self.whole(parent)
 
 
 class Registration:
@@ -104,23 +106,38 @@ class Registration:
         self.device = device
         self.namespace = namespace
         self.names = BlockNames(namespace.name)
-        self._memory: tuple[int, PageMemory] | None = None
-        self._lock = threading.Lock()
 
-    def memory(self, client: PoolClient, epoch: int) -> PageMemory:
-        """The pool's memory for pages that were promised on the connection ``epoch``.
+    @property
+    def batch(self) -> int:
+        """How many pages are copied in one go."""
+        return max(self.device.batch_bytes // self.namespace.page_size, 1)
 
-        Raises:
-            StaleReference: that connection is gone.
-        """
-        with self._lock:
-            if self._memory is None or self._memory[0] != epoch:
-                segments = client.segments(epoch)
-                self._memory = (epoch, PageMemory(segments, self.device, self.namespace.page_size))
-            return self._memory[1]
 
-    def release_stale_memory(self, epoch: int) -> None:
-        """Unpin memory of other connections than ``epoch``: a node that starts again may need it."""
-        with self._lock:
-            if self._memory is not None and self._memory[0] != epoch:
-                self._memory = None
+class SegmentPins:
+    """Keeps the pool's memory, as far as this process has it mapped, known to the driver of the registered device."""
+
+    def __init__(self) -> None:
+        self._device: Device | None = None
+        self._mapped: dict[int, memoryview] = {}
+
+    def serve(self, device: Device) -> None:
+        """From now on for ``device``; the one before it lets go of all memory."""
+        before, self._device = self._device, device
+        for buffer in list(self._mapped.values()):
+            if before is not None:
+                before.unpin(buffer)
+            device.pin(buffer)
+
+    def abandon(self) -> None:
+        """In a forked child: what is pinned is so for the parent."""
+        self._device = None
+
+    def pin(self, buffer: memoryview) -> None:
+        self._mapped[id(buffer)] = buffer
+        if self._device is not None:
+            self._device.pin(buffer)
+
+    def unpin(self, buffer: memoryview) -> None:
+        self._mapped.pop(id(buffer), None)
+        if self._device is not None:
+            self._device.unpin(buffer)

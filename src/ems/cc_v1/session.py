@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from typing import TYPE_CHECKING
 
+from ems.cc_v1.cc_config import EmsConfig
 from ems.cc_v1.context_caching import ContextCaching
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of, invalid
 from ems.cc_v1.monitor import Monitor
-from ems.cc_v1.present import twice
-from ems.config import NodeConfig
+from ems.cc_v1.registration import SegmentPins
+from ems.config import NodeConfig, switched_on
 from ems.errors import ConfigError, EmsError
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.launcher import ensure_node
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ems.cc_v1.cc_config import EmsConfig
 
 CONNECT_SECONDS = 5.0
 """How long ``init`` waits for the node's greeting."""
@@ -36,47 +30,35 @@ START_EVERY = 10.0
 _log = logging.getLogger("ems.cc_v1")
 
 
-def node_of(config: EmsConfig) -> NodeConfig:
-    """The node that ``config`` means, and how to start it.
+def node_of(config: EmsConfig) -> tuple[NodeConfig, bool]:
+    """The node that ``config`` means, and whether it may be started: not if ``config`` or ``EMS_AUTOSTART`` forbids it.
 
-    Raises:
-        EmsException: EMS_INVALID_ARGUMENT, the environment's settings make no sense.
+    Raises EmsException: EMS_INVALID_ARGUMENT, the environment's settings make no sense.
     """
     try:
-        return config.node or NodeConfig(http_port=None, autostarted=True)
+        node = config.node or NodeConfig(http_port=None, autostarted=True)
+        return node, switched_on("EMS_AUTOSTART", default=True) and config.autostart
     except ConfigError as error:
         raise invalid(f"the node's settings in the environment make no sense: {error}") from error
-
-
-def may_start(config: EmsConfig) -> bool:
-    """Whether a node may be started: not if ``config`` or ``EMS_AUTOSTART`` forbids it.
-
-    Raises:
-        EmsException: EMS_INVALID_ARGUMENT, the variable is neither true nor false.
-    """
-    text = os.environ.get("EMS_AUTOSTART", "1").strip().lower()
-    if text not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
-        raise invalid(f"EMS_AUTOSTART is {text!r}, expected 1 or 0")
-    return config.autostart and text in ("1", "true", "yes", "on")
 
 
 class Session:
     """A live connection, after starting a node if none runs and that is allowed.
 
-    Raises:
-        EmsException: EMS_RECOVERD_ERROR, there is no node or it does not answer; EMS_INVALID_ARGUMENT;
-            another code, the node refuses this client.
+    Raises EmsException: EMS_RECOVERD_ERROR, there is no node or it does not answer; EMS_INVALID_ARGUMENT;
+    another code, the node refuses this client.
     """
 
     def __init__(self, config: EmsConfig) -> None:
         self.identity = config.identity()
-        self._node = node_of(config)
-        self._revives = may_start(config)
+        self._node, self._revives = node_of(config)
         if self._revives:
             _start(self._node)
         rank = config.cc_config_v1
         name = f"{rank.llm_engine} rank {rank.rank_id}"
-        lookups, pages = (PoolClient(self._node.socket, name, credentials=config.credentials) for _ in range(2))
+        self._pins = SegmentPins()
+        lookups = PoolClient(self._node.socket, name, credentials=config.credentials)
+        pages = PoolClient(self._node.socket, name, self._pins, credentials=config.credentials)
         self._clients = (lookups, pages)
         try:
             for client in self._clients:
@@ -88,7 +70,7 @@ class Session:
             raise EmsException(str(error), code) from error
         self._started_by_engine = bool(lookups.autostarted)
         self.monitor = Monitor(config.health, config.summary_seconds, self._check, self._revive, time.monotonic)
-        self.cc = ContextCaching(config, lookups, pages, self.monitor)
+        self.cc = ContextCaching(config, lookups, pages, self._pins, self.monitor)
         self.monitor.start()
 
     def close(self) -> None:
@@ -101,19 +83,20 @@ class Session:
     def abandon(self) -> None:
         """In a forked child: everything is the parent's, whose threads are not here."""
         self.cc.abandon()
+        self._pins.abandon()
         for client in self._clients:
             client.abandon()
 
     def _check(self) -> None:
         failure: EmsError | None = None
         for client in self._clients:
-            # Both, whatever the first one says: each notices for itself that its node was restarted.
+            # Both, whatever the first one says: each notices for itself that its node was restarted, and lets go of
+            # the memory of the one before.
             try:
-                twice(lambda client=client: client.stats(CHECK_SECONDS))  # type: ignore[misc]
+                client.stats(CHECK_SECONDS)
                 self._started_by_engine = bool(client.autostarted)
             except EmsError as error:
                 failure = error
-        self.cc.release_stale_memory()
         if failure is not None:
             raise failure
 
@@ -127,22 +110,13 @@ class Session:
             _start_quietly(self._node)
 
 
-def _start(node: NodeConfig) -> None:
-    try:
-        if ensure_node(node):
-            _log.info("EMS started a pool node on this host, its socket is %s", node.socket)
-    except EmsError as error:
-        raise EmsException(str(error), EmsErrorCode.EMS_RECOVERD_ERROR) from error
-
-
 class NodeProbe:
     """Whether it is worth calling ``init``, for a process that has no session.
 
     When an ``init`` failed for want of a node, looking also starts one in the background: nobody else would.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._config: EmsConfig | None = None
         self._answer = False
@@ -156,32 +130,41 @@ class NodeProbe:
 
     def look(self) -> bool:
         """Whether a node answers; cheap, never raises, and several callers do not wait for each other."""
-        if not self._lock.acquire(blocking=False):
-            return self._answer
-        try:
-            if self._clock() - self._looked >= PROBE_EVERY:
-                self._answer = self._look()
-                self._looked = self._clock()
-            return self._answer
-        except (EmsError, OSError):
-            return False
-        finally:
-            self._lock.release()
+        if self._lock.acquire(blocking=False):
+            try:
+                if time.monotonic() - self._looked >= PROBE_EVERY:
+                    self._answer = self._look()
+                    self._looked = time.monotonic()
+            except (EmsError, OSError):
+                self._answer = False
+            finally:
+                self._lock.release()
+        return self._answer
 
     def _look(self) -> bool:
-        node = node_of(self._config) if self._config else NodeConfig()
-        given = self._config.credentials if self._config else None
+        if self._config is None:
+            node, may_start, given = NodeConfig(), False, None
+        else:
+            (node, may_start), given = node_of(self._config), self._config.credentials
         client = PoolClient(node.socket, "health check", credentials=given)
         try:
             client.connect(PROBE_SECONDS)
             return True
         except EmsError:
-            if self._config and may_start(self._config) and self._clock() - self._started >= START_EVERY:
-                self._started = self._clock()
+            if may_start and time.monotonic() - self._started >= START_EVERY:
+                self._started = time.monotonic()
                 threading.Thread(target=_start_quietly, args=(node,), name="ems-start", daemon=True).start()
             return False
         finally:
             client.close()
+
+
+def _start(node: NodeConfig) -> None:
+    try:
+        if ensure_node(node):
+            _log.info("EMS started a pool node on this host, its socket is %s", node.socket)
+    except EmsError as error:
+        raise EmsException(str(error), EmsErrorCode.EMS_RECOVERD_ERROR) from error
 
 
 def _start_quietly(node: NodeConfig) -> None:

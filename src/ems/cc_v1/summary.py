@@ -7,14 +7,10 @@ nothing happened has no line, so an idle engine's log stays quiet.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
 
 MOST_SAMPLES = 1 << 16
 """Samples of each kind that count for one line; beyond, the oldest are left out."""

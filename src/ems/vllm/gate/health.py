@@ -13,7 +13,6 @@ from logging import Logger
 
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
-from ems.cc_v1.present import twice
 from ems.errors import EmsError, PoolNotTried, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.pool_client import PoolClient
 
@@ -44,7 +43,7 @@ class PoolHealth:
         self._client = client
 
         def check() -> None:
-            twice(lambda: client.stats(call_timeout))
+            client.stats(call_timeout)
 
         self._monitor = Monitor(rules, SUMMARY_SECONDS, check, start_node, time.monotonic, logger)
         self.add = self._monitor.add

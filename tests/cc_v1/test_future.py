@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException
+from ems.cc_v1.future import LEAST_CALL_SECONDS, CcFuture, CcResult
 from ems.cc_v1.summary import Kind
-from ems.cc_v1.transfer import LEAST_CALL_SECONDS, CcFuture, CcResult
 from ems.errors import PoolUnavailable
 from tests.kit.waiting import until
 

@@ -1,0 +1,218 @@
+"""Pages into engine memory, and engine memory into pages.
+
+What always holds of a load: a block counts as loaded only if its page was the right one before and after the copy,
+with the right bytes as far as these are checked; the pages stay where they are meanwhile, because a lease says so; the
+lease ends whatever happens.  And of a save: a page is committed only when all of its bytes are in place; slots that
+were promised are given back whatever happens; a block that somebody else stored or is storing counts as saved.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from ems.cc_v1.arguments import Blocks
+from ems.cc_v1.future import CcFuture
+from ems.cc_v1.registration import Registration
+from ems.errors import EmsError, NoSpace, StaleReference
+from ems.pool.checksum import page_checksum
+from ems.pool.client.answers import Reservation
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.layout import PageRef
+from ems.pool.pages import Outcome
+from ems.pool.segments.reader import PageReader
+
+LOOKUP_KEYS = 1 << 14
+"""Keys of one question to the pool; a prompt hardly has more."""
+TOKEN_COUNT = struct.Struct("<I")
+"""The note at the end of a page that has fewer tokens than a block: how many."""
+RESERVATION_BYTES = 64 << 20
+"""Bytes promised at a time: others can read the first pages before the last are copied."""
+COMMIT_SECONDS = 1.0
+"""Time for a commit or abort when the deadline is over: the copies are done, it would be a pity."""
+TOUCH_PATIENCE = 1.0
+"""How long saves wait in a row, all in all and in vain, for a node that is still touching its memory."""
+_TOUCH_PAUSE = 0.05
+_REFUSALS = {
+    Outcome.NO_SPACE: "all of the pool that this model may have is being read or written, enlarge it or save later",
+    Outcome.NOT_TOUCHED: "the node is still making its memory, save later",
+    Outcome.OVER_SHARE: "as much is being saved at a time as may be, save later",
+}
+_STORED = (Outcome.GRANTED, Outcome.PRESENT, Outcome.WRITING)
+
+
+class Transfers:
+    """Loads and saves for one registration, over one connection; saves come one after the other, and so do loads."""
+
+    def __init__(self, client: PoolClient, registration: Registration) -> None:
+        self.registration = registration
+        self._client = client
+        self._namespace = registration.namespace
+        self._names = registration.names
+        self._patience = TOUCH_PATIENCE
+
+    # Loads
+
+    def load(self, blocks: Blocks, future: CcFuture) -> None:
+        """Load leading ``blocks`` as far as the pool has them; ``future`` learns how many.
+
+        Raises PoolError: the pool failed; what was loaded by then counts.
+        """
+        while future.progress < len(blocks) and future.open:
+            span = range(future.progress, min(future.progress + LOOKUP_KEYS, len(blocks)))
+            self._load_run(blocks, span, [self._names.whole(blocks.hashes[i]) for i in span], future)
+            missing = future.progress
+            if missing < span.stop:
+                if not blocks.whole(missing) and future.open:
+                    beginning = self._names.beginning(blocks.hashes[missing])
+                    self._load_run(blocks, range(missing, missing + 1), [beginning], future)
+                if future.progress == missing:
+                    return
+
+    def _load_run(self, blocks: Blocks, span: range, keys: Sequence[bytes], future: CcFuture) -> None:
+        """Load leading blocks of ``span`` from the pages of ``keys``."""
+        hits = self._client.lookup(self._namespace, b"".join(keys), lease=True, timeout=future.remaining())
+        if hits.lease is None:
+            return
+        try:
+            reader = self._client.reader(self._namespace, hits.lease.epoch)
+            pages = list(zip(span, keys, hits.lease.refs, strict=False))
+            step = self.registration.batch
+            for begin in range(0, len(pages), step):
+                batch = pages[begin : begin + step]
+                good = self._load_batch(reader, blocks, batch, future)
+                future.advance(span.start + begin + good)
+                if good < len(batch):
+                    break
+            self._client.report(self._namespace, reader)
+        finally:
+            self._client.release(hits.lease)
+
+    def _load_batch(
+        self, reader: PageReader, blocks: Blocks, batch: Sequence[tuple[int, bytes, PageRef]], future: CcFuture
+    ) -> int:
+        """How many leading pages of ``batch``, each with its block's position and its key, were loaded."""
+        spans, places = [], []
+        for position, key, ref in batch:
+            page = reader.page(ref)
+            if not reader.holds(ref, key):
+                reader.suspect(ref, key)
+                break
+            if not self._enough(blocks, position, key, page):
+                break
+            spans.append(blocks.span(position))
+            places.append(page)
+        if not places:
+            return 0
+        plan = self.registration.rows.plan(spans, places, out=False)
+        with future.copying() as allowed:
+            if not allowed:
+                return 0
+            self.registration.device.copy(plan)
+            self.registration.device.synchronise()
+        copied = batch[: len(places)]
+        return next((n for n, (_, key, ref) in enumerate(copied) if not reader.sound(ref, key)), len(copied))
+
+    def _enough(self, blocks: Blocks, position: int, key: bytes, page: memoryview) -> bool:
+        if key == self._names.whole(blocks.hashes[position]):
+            return True
+        (tokens,) = TOKEN_COUNT.unpack_from(page, len(page) - TOKEN_COUNT.size)
+        return bool(blocks.offsets[position] <= tokens < blocks.block_size)
+
+    # Saves
+
+    def save(self, blocks: Blocks, future: CcFuture) -> None:
+        """Store leading ``blocks`` as far as the pool has room; ``future`` learns how many.
+
+        Raises NoSpace: the pool has no room, not even for the first of them.
+        Raises PoolError: the pool failed; what was stored by then counts.
+        """
+        while future.progress < len(blocks) and future.open:
+            stopped = self._save_some(blocks, future)
+            if stopped is None:
+                continue
+            if stopped != Outcome.NOT_TOUCHED or self._patience <= 0:
+                if not future.progress:
+                    raise NoSpace(f"none of {len(blocks)} blocks was stored: {_REFUSALS[stopped]}")
+                return
+            future.pause(_TOUCH_PAUSE)
+            self._patience -= _TOUCH_PAUSE
+
+    def _save_some(self, blocks: Blocks, future: CcFuture) -> Outcome | None:
+        """Store the next blocks; the outcome that stopped it, None when all of these were stored."""
+        names = self._names
+        start, hashes = future.progress, blocks.hashes
+        if not blocks.whole(start):
+            whole = names.whole(hashes[start])
+            if self._client.lookup(self._namespace, whole, timeout=future.remaining()).count:
+                future.advance(start + 1)
+                return None
+        span = range(start, self._end(blocks, start))
+        keys = [names.key(hashes[i], whole=blocks.whole(i)) for i in span]
+        parent = names.key(hashes[start - 1], whole=blocks.whole(start - 1)) if start else names.before(hashes[0])
+        reservation = self._client.reserve(self._namespace, parent, keys, future.remaining())
+        outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
+        leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
+        written = self._fill(reservation, [i for i in reservation.granted if i < leading], blocks, start, future)
+        if written:
+            self._patience = TOUCH_PATIENCE
+        lost = next((i for i in reservation.granted if i < leading and i not in written), leading)
+        future.advance(start + lost)
+        return outcomes[leading] if lost == leading and leading < len(outcomes) else None
+
+    def _end(self, blocks: Blocks, start: int) -> int:
+        """Where the next reservation ends: a block that lacks tokens is one of its own."""
+        if not blocks.whole(start):
+            return start + 1
+        limit = min(start + max(RESERVATION_BYTES // self._namespace.page_size, 1), len(blocks))
+        return next((i for i in range(start, limit) if not blocks.whole(i)), limit)
+
+    def _fill(
+        self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
+    ) -> dict[int, int]:
+        """Copy and commit the granted positions ``wanted``; those that were done.  All others are given back."""
+        try:
+            written = self._copy(reservation, wanted, blocks, start, future)
+            if written:
+                patience = max(future.remaining(), COMMIT_SECONDS)
+                self._client.commit(reservation, list(written), patience, list(written.values()))
+        except BaseException:
+            self._give_back(reservation)
+            raise
+        if len(written) < len(reservation.granted):
+            self._give_back(reservation)
+        return written
+
+    def _copy(
+        self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
+    ) -> dict[int, int]:
+        """Copy blocks into the slots of the positions ``wanted``; the checksums of those that were copied in time."""
+        if not wanted:
+            return {}
+        segments = self._client.segments(reservation.epoch)
+        step = self.registration.batch
+        written: dict[int, int] = {}
+        for begin in range(0, len(wanted), step):
+            batch = wanted[begin : begin + step]
+            pages = [segments.page(reservation.granted[i], self._namespace.page_size) for i in batch]
+            if self._client.epoch != reservation.epoch:
+                raise StaleReference("the connection to the pool was lost while blocks were copied")
+            plan = self.registration.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
+            with future.copying() as allowed:
+                if not allowed:
+                    break
+                self.registration.device.copy(plan)
+                self.registration.device.synchronise()
+            for i, page in zip(batch, pages, strict=True):
+                if not blocks.whole(start + i):
+                    TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
+            # Of the bytes as they lie in the slots, while they are in the processor's cache.
+            written.update(zip(batch, map(page_checksum, pages), strict=True))
+        return written
+
+    def _give_back(self, reservation: Reservation) -> None:
+        try:
+            self._client.abort(reservation, COMMIT_SECONDS)
+        except EmsError:
+            # The connection is gone, and the reservation with it; or all of it was committed.
+            return
