@@ -169,8 +169,8 @@ class TestInit:
     def test_a_node_that_hangs_is_not_waited_for_long(
         self, fragile_node: NodeProcess, calls_take_a_minute: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ems.cc_v1.session.CONNECT_SECONDS", 1.0)
-        monkeypatch.setattr("ems.cc_v1.session.PROBE_EVERY", 3600.0)
+        monkeypatch.setattr("ems.cc_v1.ems.CONNECT_SECONDS", 1.0)
+        monkeypatch.setattr("ems.cc_v1.ems.PROBE_EVERY", 3600.0)
         fragile_node.send(signal.SIGSTOP)
         begin = time.monotonic()
         assert init_code(config(node=fragile_node.config)) == EmsErrorCode.EMS_RECOVERD_ERROR
@@ -178,7 +178,7 @@ class TestInit:
         begin = time.monotonic()
         assert not Ems.check_health()
         assert time.monotonic() - begin < calls_take_a_minute
-        monkeypatch.setattr("ems.cc_v1.session.PROBE_SECONDS", 40.0)
+        monkeypatch.setattr("ems.cc_v1.ems.PROBE_SECONDS", 40.0)
         begin = time.monotonic()
         assert not Ems.check_health()
         assert time.monotonic() - begin < 20.0, "the node was asked again at once"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,7 +30,7 @@ def make() -> Iterator[Callable[..., Monitor]]:
         revive: Callable[[], None] = lambda: None,
         summary_seconds: float = 1000.0,
     ) -> Monitor:
-        made.append(Monitor(rules, summary_seconds, check, revive, time.monotonic))
+        made.append(Monitor(rules, summary_seconds, check, revive))
         made[-1].start()
         return made[-1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
@@ -43,16 +44,14 @@ class Monitor:
         summary_seconds: float,
         check: Callable[[], None],
         revive: Callable[[], None],
-        clock: Callable[[], float],
         logger: logging.Logger = _log,
     ) -> None:
         self._check = check
         self._revive = revive
-        self._clock = clock
         self._logger = logger
         self._lock = threading.Lock()
-        self._gate = HealthGate(rules, clock())
-        self._summary = Summary(summary_seconds, clock())
+        self._gate = HealthGate(rules, time.monotonic())
+        self._summary = Summary(summary_seconds, time.monotonic())
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -79,16 +78,16 @@ class Monitor:
         if self._stop.is_set():
             return
         with self._lock:
-            degraded = self._gate.failed(self._clock(), check=check)
+            degraded = self._gate.failed(time.monotonic(), check=check)
         if degraded:
             self._logger.warning("EMS pool is not used for now: %s", reason)
 
     def _run(self) -> None:
-        while not self._stop.wait(max(min(self._gate.next_check, self._summary.next_line) - self._clock(), 0)):
-            if self._clock() >= self._gate.next_check:
+        while not self._stop.wait(max(min(self._gate.next_check, self._summary.next_line) - time.monotonic(), 0)):
+            if time.monotonic() >= self._gate.next_check:
                 self._look()
             with self._lock:
-                line = self._summary.line(self._clock())
+                line = self._summary.line(time.monotonic())
             if line is not None:
                 self._logger.info("EMS: %s", line)
 
@@ -108,6 +107,6 @@ class Monitor:
             self._failed(repr(error), check=True)
         else:
             with self._lock:
-                recovered = not self._stop.is_set() and self._gate.passed(self._clock())
+                recovered = not self._stop.is_set() and self._gate.passed(time.monotonic())
             if recovered:
                 self._logger.info("EMS pool is used again")

@@ -58,8 +58,8 @@ class Summary:
         samples, self._samples = self._samples, _no_samples()
         if not any(samples.values()):
             return None
-        transfers = ", ".join(_transfers(kind, samples[kind]) for kind in (Kind.LOAD, Kind.SAVE))
-        return f"{transfers}, {_lookups(samples[Kind.LOOKUP])}"
+        parts = [_transfers(kind, samples[kind]) for kind in (Kind.LOAD, Kind.SAVE)]
+        return ", ".join([*parts, _lookups(samples[Kind.LOOKUP])])
 
 
 def _no_samples() -> dict[Kind, deque[Sample]]:

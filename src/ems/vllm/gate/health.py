@@ -7,7 +7,6 @@ it any more until it has recovered, and asking :attr:`PoolHealth.usable` costs n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from logging import Logger
 
@@ -45,7 +44,7 @@ class PoolHealth:
         def check() -> None:
             client.stats(call_timeout)
 
-        self._monitor = Monitor(rules, SUMMARY_SECONDS, check, start_node, time.monotonic, logger)
+        self._monitor = Monitor(rules, SUMMARY_SECONDS, check, start_node, logger)
         self.add = self._monitor.add
         """Takes a sample for the summary line."""
         self._monitor.start()
