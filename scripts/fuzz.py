@@ -41,7 +41,7 @@ with atheris.instrument_imports(include=["ems"]):
     from ems.pool.node import pool_node as nodes
     from ems.pool.node.connection import Connection
     from ems.pool.node.pool_node import Node
-    from ems.pool.protocol import coding, framing, messages
+    from ems.pool.protocol import coding, messages
     from ems.pool.tenants import registry as tenancy
     from ems.pool.tenants import store
     from ems.pool.tenants.gate import Principal
@@ -137,7 +137,7 @@ class SimulatedClient:
         self.connection = Connection(node, its, client_id, target.now)
         node.clients.connections[client_id] = self.connection
         self._sock = its
-        self._reader = framing.FrameReader()
+        self._reader = coding.FrameReader()
         if principal is not None:
             self.connection._version = 1
             self.connection._let_in(principal, b"")
@@ -200,6 +200,11 @@ def tail_of(fdp: Any) -> Tail | None:
     return Tail(key_of(fdp), bytes(fdp.ConsumeBytes(fdp.ConsumeIntInRange(0, 16))))
 
 
+def tails_of(fdp: Any) -> dict[int, Tail]:
+    found = ((fdp.ConsumeIntInRange(-1, 12), tail_of(fdp)) for _ in range(fdp.ConsumeIntInRange(0, 2)))
+    return {position: tail for position, tail in found if tail is not None}
+
+
 def number_of(fdp: Any, known: list[int]) -> int:
     if known and fdp.ConsumeBool():
         return known[int(fdp.ConsumeIntInRange(0, len(known) - 1))]
@@ -211,7 +216,7 @@ def message_of(fdp: Any, known: dict[str, list[int]]) -> messages.Message:
     held, leases = known["reservations"], known["leases"]
     makers: list[Callable[[], messages.Message]] = [
         lambda: messages.Open("n" * fdp.ConsumeIntInRange(0, 3), (0, 64, PAGE, PAGE + 64)[fdp.ConsumeIntInRange(0, 3)]),
-        lambda: messages.Reserve(fdp.ConsumeIntInRange(-1, 3), key_of(fdp), keys_of(fdp), tail_of(fdp)),
+        lambda: messages.Reserve(fdp.ConsumeIntInRange(-1, 3), key_of(fdp), keys_of(fdp), tails_of(fdp)),
         lambda: messages.Commit(number_of(fdp, held), [number_of(fdp, [0])] if fdp.ConsumeBool() else None),
         lambda: messages.Abort(number_of(fdp, held)),
         lambda: messages.Lookup(fdp.ConsumeIntInRange(-1, 3), keys_of(fdp), fdp.ConsumeBool(), tail_of(fdp)),
@@ -219,7 +224,7 @@ def message_of(fdp: Any, known: dict[str, list[int]]) -> messages.Message:
         messages.Stats,
         lambda: messages.Attach(fdp.ConsumeIntInRange(-1, 6)),
         lambda: messages.Changes(fdp.ConsumeIntInRange(-1, 9), ["n" * fdp.ConsumeIntInRange(0, 3)]),
-        lambda: messages.Hello(1, fdp.ConsumeIntInRange(0, 2), "f", 1, [], "ann", bytes(16)),
+        lambda: messages.Hello(1, fdp.ConsumeIntInRange(0, 2), "f", 1, False, "ann", bytes(16)),
         lambda: messages.Prove(fdp.ConsumeBytes(32)),
     ]
     chosen = int(fdp.ConsumeIntInRange(0, len(makers) - 1))
@@ -243,7 +248,7 @@ def words(deed: int, fdp: Any, known: dict[str, list[int]]) -> bytes:
     if deed == 2:
         return bytes(fdp.ConsumeBytes(64))
     if deed == 3:
-        return framing.frame(fdp.ConsumeBytes(64))
+        return coding.frame(fdp.ConsumeBytes(64))
     frame = bytearray(coding.encode(message_of(fdp, known)))
     if deed == 4:
         frame[4 + fdp.ConsumeIntInRange(0, len(frame) - 5)] ^= 1 << fdp.ConsumeIntInRange(0, 7)

@@ -131,7 +131,7 @@ class SimulatedClient:
         self.pid = writer.pid
         self.uid = os.geteuid()
         self.client = self.party = "test"
-        self.features = frozenset({"reasons", "tiers"})
+        self.administers = False
         self.greeted = True
         self.maps = Maps(node, client_id)
         self.writing: list[Writing] = []

@@ -16,7 +16,7 @@ import msgspec
 
 from ems.errors import Unauthorised
 from ems.pool.core.shares import Quota
-from ems.pool.protocol import coding, greeting, messages
+from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as registries
 from ems.pool.tenants import scram, store
 from ems.pool.tenants.gate import Pending, Principal
@@ -107,9 +107,7 @@ class Tenants:
 
     def greet(self, client: SimulatedClient) -> bool:
         """Greet the node as the tenant of a seat; whether it let the seat in."""
-        hello = messages.Hello(
-            1, 1, "history", os.getpid(), sorted(client.features), access_id=client.tenant, nonce=_NONCE
-        )
+        hello = messages.Hello(1, 1, "history", os.getpid(), access_id=client.tenant, nonce=_NONCE)
         try:
             pending = client.node.tenancy.gate.greet(hello, coding.body(hello), client.peer, client.node.clock())
             assert isinstance(pending, Pending)
@@ -127,7 +125,7 @@ class Tenants:
 
 def greet_as_administrator(client: SimulatedClient) -> None:
     """Greet the node as its own user who administers it."""
-    hello = messages.Hello(1, 1, "history", os.getpid(), [greeting.ADMINISTERS])
+    hello = messages.Hello(1, 1, "history", os.getpid(), administers=True)
     principal = client.node.tenancy.gate.greet(hello, coding.body(hello), client.peer, client.node.clock())
     assert isinstance(principal, Principal)
     client.node.clients.welcome(client.client_id, principal, 1, b"")

@@ -25,7 +25,9 @@ def reserved(world: World, a: int, b: int, c: int) -> Writing | None:
     keys, parent, tail = run_of(c)
     for key in keys:
         world.meaning[key] = (PATHS[c % len(PATHS)], tail if tail is not None and key == tail.key else None)
-    granted = ask(world, client, messages.Reserve(number, parent, b"".join(keys), tail), messages.Granted)
+    tails = None if tail is None else {len(keys) - 1: tail}
+    request = messages.Reserve(number, parent, b"".join(keys), tails)
+    granted = ask(world, client, request, messages.Granted)
     if granted is None:
         return None
     refs = iter(unpack_refs(granted.refs))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ems.pool.protocol import coding, messages
-from ems.pool.protocol.framing import FrameReader
+from ems.pool.protocol.coding import FrameReader
 
 PATIENCE = 20.0
 

@@ -23,7 +23,6 @@ from tests.kit.tiny_tokenizer import write_tokenizer
 from tests.pool.brain import chain, key
 from tests.pool.conftest import MakeClient, MakeNode
 from tests.pool.stored_pages import store_unwritten
-from tests.pool.wire import wire
 
 pytestmark = pytest.mark.process
 
@@ -403,11 +402,3 @@ def test_a_pool_becomes_smaller_and_larger_under_its_readers(client: PoolClient,
 )
 def test_mistakes_are_one_sentence(ems: Ems, tokens: tuple[str, ...], status: int) -> None:
     ems(*tokens, status=status)
-
-
-def test_an_old_client_is_told_no_reasons(node: NodeProcess) -> None:
-    from ems.pool.protocol import messages
-
-    with wire(node.socket) as old:
-        number = old.open("old", PAGE)
-        assert old.ask(messages.Lookup(number, key("x"))) == messages.Hits(0, 0, 0, b"")

@@ -25,11 +25,10 @@ from ems.errors import (
 )
 from ems.pool.client import pool_client
 from ems.pool.client.answers import NO_TAIL, Namespace
-from ems.pool.client.frames import receive_frames
-from ems.pool.client.introduction import Introduction
+from ems.pool.client.introduction import Introduction, receive_frames
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
-from ems.pool.protocol import coding, framing, messages
+from ems.pool.protocol import coding, messages
 from ems.pool.tenants.credentials import Credentials
 from tests.kit.waiting import until
 from tests.pool.brain import chain
@@ -42,7 +41,7 @@ NONSENSE = {
     "garbage": struct.pack(">I", 3) + b"abc",
     "another message": coding.encode(messages.Done()),
     "a request": coding.encode(messages.Stats()),
-    "too much": struct.pack(">I", framing.MAX_FRAME + 1),
+    "too much": struct.pack(">I", coding.MAX_FRAME + 1),
 }
 
 

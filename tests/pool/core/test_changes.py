@@ -6,14 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.errors import PoolRefused
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.core import changes
 from ems.pool.core.changes import ASKED_SECONDS, ChangeLog
 from ems.pool.keys import NO_PARENT
-from ems.pool.protocol import greeting
-from ems.pool.protocol.changes import FROM_NOW, ChangeRun
+from ems.pool.protocol.messages import FROM_NOW, ChangeRun
 from tests.e2e.engines import running_node, wait_for
 from tests.pool.brain import PAGE, chain, core_of, key, save
 
@@ -138,14 +136,3 @@ def _answers(client: PoolClient) -> bool:
     except ConnectionError:
         return False
     return True
-
-
-def test_a_node_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer to a message that it does not know would be the end of the connection."""
-    with running_node("--size", "1MB") as node:
-        client = PoolClient(node.socket, "reader")
-        monkeypatch.setattr(greeting, "TELLS_CHANGES", "something newer")
-        with pytest.raises(PoolRefused, match="does not tell"):
-            client.changes(None, ["a"])
-        assert client.connected
-        client.close()

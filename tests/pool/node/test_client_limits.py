@@ -18,7 +18,7 @@ from ems.config import MIB
 from ems.errors import PoolRefused
 from ems.pool.node import client_limits
 from ems.pool.node.client_limits import GREETING_SHARE, MAX_CLIENTS, ClientLimits, room_for_clients
-from ems.pool.protocol import coding, framing, messages
+from ems.pool.protocol import coding, messages
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.wire import wire
@@ -130,7 +130,7 @@ def test_half_frames_are_bounded_together_and_others_go_on() -> None:
         client.connect()
         process = psutil.Process(node.pid)
         before = process.memory_info().rss
-        half = struct.pack(">I", framing.MAX_FRAME) + bytes(2 * MIB)
+        half = struct.pack(">I", coding.MAX_FRAME) + bytes(2 * MIB)
         for _ in range(150):
             one = stack.enter_context(wire(node.socket))
             with contextlib.suppress(OSError):
@@ -182,5 +182,5 @@ def test_more_clients_than_there_is_room_for_are_told_so() -> None:
         assert "connections of user" in refused.reason
         assert "expected at most" in refused.reason
         administrator = stack.enter_context(wire(node.socket, greeted=False))
-        answer = administrator.ask(messages.Hello(1, 1, "ems status", os.getpid(), ["admin"]))
+        answer = administrator.ask(messages.Hello(1, 1, "ems status", os.getpid(), administers=True))
         assert isinstance(answer, messages.Welcome), "who looks after the node comes in"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ems.pool.node.connection import Connection
-from ems.pool.protocol import coding, framing, messages
-from ems.pool.protocol.framing import FrameReader
+from ems.pool.protocol import coding, messages
+from ems.pool.protocol.coding import FrameReader
 from ems.pool.protocol.greeting import FRAME_SECONDS, GREETING_SECONDS
 from ems.pool.tenants.gate import Peer, Pending, Principal
 
@@ -142,7 +142,7 @@ async def test_a_frame_that_is_begun_has_to_end_in_time(
     connection.on_readable()
     for at in (103.0, 109.0):  # coming in drops does not help
         service.time = at
-        mine.sendall((framing.MAX_FRAME).to_bytes(4, "big"))
+        mine.sendall((coding.MAX_FRAME).to_bytes(4, "big"))
         connection.on_readable()
     assert service.pins == [4, 8]
     connection.check_deadlines(103.0 + FRAME_SECONDS - 0.01)
@@ -224,7 +224,7 @@ async def test_what_was_asked_before_nonsense_is_answered_before_the_end(
     connection = Connection(cast("Node", Registrar()), its, 7, now=100.0)
     mine.sendall(coding.encode(messages.Hello(1, 1, "test", os.getpid())))
     stats = coding.encode(messages.Stats())
-    mine.sendall(stats + stats + framing.frame(b"nonsense") + stats)
+    mine.sendall(stats + stats + coding.frame(b"nonsense") + stats)
     connection.on_readable()
     kinds = [type(answer) for answer in received(mine)]
     assert kinds == [messages.Welcome, messages.Figures, messages.Figures, messages.Refused]

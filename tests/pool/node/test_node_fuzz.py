@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.protocol import coding, framing, greeting, limits, messages
+from ems.pool.protocol import coding, limits, messages
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain
@@ -44,7 +44,7 @@ MESSAGES = st.one_of(
         messages.Hello, numbers, numbers, names, numbers, st.lists(names, max_size=2), names, st.binary(max_size=17)
     ),
     st.just(messages.Hello(1, 1, "good", os.getpid())),
-    st.just(messages.Hello(1, 1, "asked", 1, [], "ann", bytes(16))),
+    st.just(messages.Hello(1, 1, "asked", 1, False, "ann", bytes(16))),
     st.builds(messages.Prove, st.binary(min_size=30, max_size=33)),
     st.builds(messages.Open, names, st.sampled_from([0, -1, 64, PAGE, 2**40, 2**62])),
     st.builds(messages.Attach, numbers),
@@ -72,7 +72,7 @@ PIECES = st.one_of(
     MESSAGES.map(coding.encode),
     mutated(),
     st.binary(max_size=64),
-    st.binary(max_size=64).map(framing.frame),
+    st.binary(max_size=64).map(coding.frame),
     st.sampled_from([0, 1, 4096, 4097, 1 << 22, (1 << 22) + 1, 2**31, 2**32 - 1]).map(
         lambda size: struct.pack(">I", size)
     ),
@@ -133,7 +133,7 @@ def test_any_bytes_in_any_order(bystander: Bystander, data: st.DataObject) -> No
     wire.sock.settimeout(0.01)
     try:
         if data.draw(st.booleans()):
-            wire.send(messages.Hello(1, 1, "raw", os.getpid(), data.draw(st.sampled_from([[], ["admin"]]))))
+            wire.send(messages.Hello(1, 1, "raw", os.getpid(), data.draw(st.booleans())))
         # Drawn before anything is sent: when the node closes is not hypothesis' to know.
         pieces = data.draw(st.lists(PIECES, max_size=8))
         cuts = [data.draw(st.integers(0, len(piece))) for piece in pieces]
@@ -158,7 +158,7 @@ def test_whoever_is_not_let_in_learns_nothing(bystander: Bystander, sent: list[m
         with contextlib.suppress(OSError, TimeoutError):
             wire.send(*sent)
             while (answer := wire.answer()) is not None:
-                welcomed = isinstance(sent[0], messages.Hello) and (is_open or greeting.ADMINISTERS in sent[0].features)
+                welcomed = isinstance(sent[0], messages.Hello) and (is_open or sent[0].administers)
                 assert welcomed or isinstance(answer, messages.Challenge | messages.Refused), answer
     finally:
         wire.sock.close()

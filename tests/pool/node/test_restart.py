@@ -21,7 +21,6 @@ from ems.pool.keys import Tail
 from ems.pool.layout import FORMAT_VERSION
 from ems.pool.node import restart
 from ems.pool.node.restart import KeptOpen, Restart, check, kept_open
-from ems.pool.protocol import coding, framing, messages
 from ems.pool.protocol.acts import Drain, Pin, Resize
 from ems.pool.segments.side_file import Pins, SideFile
 from tests.kit.node import NodeProcess
@@ -200,18 +199,6 @@ def test_without_a_node_there_is_nothing_to_upgrade(node: NodeProcess) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "no pool node answers" in done.stderr
-
-
-@pytest.mark.process
-def test_the_hand_over_of_earlier_releases_is_refused(node: NodeProcess, make_client: MakeClient) -> None:
-    client = make_client(node)
-    client.connect()
-    with client.turn(5.0) as turn:
-        assert not turn.connection.has("hands-over")
-        turn.connection.sock.sendall(framing.frame(b"\x94\xa8TakeOver\1\1\xa39.9"))
-        answer = coding.decode_answer(turn.connection.sock.recv(1 << 16)[4:])
-    assert isinstance(answer, messages.Refused)
-    assert "TakeOver" in answer.reason
 
 
 # Whether the installed release can start

@@ -26,7 +26,7 @@ from ems.pool.node.rounds import AT_ONCE, ROUND
 from ems.pool.node.turns import Farewell, Turns
 from ems.pool.pages import Outcome
 from ems.pool.protocol import coding, messages
-from ems.pool.protocol.framing import FrameReader
+from ems.pool.protocol.coding import FrameReader
 from tests.pool.brain import chain
 from tests.pool.wrong_core import wrong_core
 

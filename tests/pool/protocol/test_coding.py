@@ -16,9 +16,8 @@ from ems.errors import ProtocolError
 from ems.pool.core.changes import CAPACITY
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
-from ems.pool.protocol import coding, framing, limits, messages, refusals
-from ems.pool.protocol.changes import ChangeRun
-from ems.pool.protocol.messages import Message
+from ems.pool.protocol import coding, limits, messages
+from ems.pool.protocol.messages import ChangeRun, Message
 
 U32 = st.integers(0, 2**32 - 1)
 TAILS = st.none() | st.builds(
@@ -30,10 +29,10 @@ KEYS = st.integers(0, 40).flatmap(lambda count: st.binary(min_size=KEY_BYTES * c
 NAMES = st.text(max_size=20)
 
 REQUESTS: st.SearchStrategy[Any] = st.one_of(
-    st.builds(messages.Hello, U32, U32, NAMES, U32, st.lists(NAMES, max_size=3)),
+    st.builds(messages.Hello, U32, U32, NAMES, U32, st.booleans()),
     st.builds(messages.Open, NAMES, U32),
     st.builds(messages.Attach, U32),
-    st.builds(messages.Reserve, U32, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), KEYS, TAILS),
+    st.builds(messages.Reserve, U32, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), KEYS),
     st.builds(messages.Commit, U32, st.none() | st.lists(U32, max_size=9)),
     st.builds(messages.Abort, U32),
     st.builds(messages.Lookup, U32, KEYS, st.booleans(), TAILS),
@@ -49,7 +48,7 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
     ),
 )
 ANSWERS: st.SearchStrategy[Any] = st.one_of(
-    st.builds(messages.Welcome, U32, NAMES, NAMES, st.booleans(), U32, st.lists(NAMES, max_size=3), NAMES, U32),
+    st.builds(messages.Welcome, U32, NAMES, NAMES, st.booleans(), U32, NAMES, U32),
     st.builds(messages.Opened, U32),
     st.builds(messages.SegmentAttached, U32, U32),
     st.builds(messages.Granted, U32, st.binary(max_size=40), st.binary(max_size=40)),
@@ -146,26 +145,26 @@ def test_limits_hold_on_both_ends() -> None:
     largest = messages.Reserve(2**32, bytes(16), bytes(16 * most))
     assert coding.decode_request(body_of(largest)) == largest
     longest = {position: Tail(bytes(16), bytes(1024)) for position in range(limits.MAX_TAIL_BYTES // 1056)}
-    with_tails = messages.Reserve(2**32, bytes(16), bytes(16 * most), None, longest)
-    assert len(coding.encode(with_tails)) < framing.MAX_FRAME
+    with_tails = messages.Reserve(2**32, bytes(16), bytes(16 * most), longest)
+    assert len(coding.encode(with_tails)) < coding.MAX_FRAME
     assert coding.decode_request(body_of(with_tails)) == with_tails
-    assert len(coding.encode(messages.Granted(2**32, bytes(most), bytes(20 * most)))) < framing.MAX_FRAME
+    assert len(coding.encode(messages.Granted(2**32, bytes(most), bytes(20 * most)))) < coding.MAX_FRAME
     each_for_itself = messages.Changed(2**62, lost=False, runs=[ChangeRun(2**31, True, bytes(16))] * CAPACITY)
-    assert len(coding.encode(each_for_itself)) < framing.MAX_FRAME
+    assert len(coding.encode(each_for_itself)) < coding.MAX_FRAME
     for message in (
         messages.Lookup(1, bytes(16 * (most + 1))),
         messages.Lookup(1, bytes(17)),
         messages.Reserve(1, bytes(16), bytes(16 * (most + 1))),
         messages.Reserve(1, bytes(15), bytes(16)),
-        messages.Reserve(1, bytes(16), bytes(16), None, {1: Tail(bytes(16), bytes(4))}),
-        messages.Reserve(1, bytes(16), bytes(16), None, {-1: Tail(bytes(16), bytes(4))}),
-        messages.Reserve(1, bytes(16), bytes(16), None, {0: Tail(bytes(16), bytes(5))}),
+        messages.Reserve(1, bytes(16), bytes(16), {1: Tail(bytes(16), bytes(4))}),
+        messages.Reserve(1, bytes(16), bytes(16), {-1: Tail(bytes(16), bytes(4))}),
+        messages.Reserve(1, bytes(16), bytes(16), {0: Tail(bytes(16), bytes(5))}),
         messages.Commit(1, [0] * (most + 1)),
         messages.Changes(0, [""] * (most + 1)),
     ):
         with pytest.raises(ProtocolError, match=r"(?i)expected"):
             coding.decode_request(body_of(message))
-        with pytest.raises(ProtocolError, match="expected"):
+        with pytest.raises(ProtocolError, match=r"(?i)expected"):
             coding.encode_request(message)
 
 
@@ -176,9 +175,9 @@ def test_the_page_on_the_wire_names_every_field_of_every_message() -> None:
         fields = [field.name for field in msgspec.structs.fields(message)]
         named = re.findall(r"(?:^|, )(\w+)(?=:| = nil)", rows[message.__name__].split("; ")[0])
         assert named == fields, message.__name__
-    assert f"| {framing.MAX_GREETING:,}" in page
+    assert f"| {coding.MAX_GREETING:,}" in page
     assert coding.encode(messages.Release(42)).hex(" ") in " ".join(page.replace("│", " ").split()).lower()
-    assert all(f"| `{code}` |" in page for code in refusals.REFUSALS)
+    assert all(f"| `{code}` |" in page for code in coding.REFUSALS)
 
 
 @pytest.mark.parametrize(

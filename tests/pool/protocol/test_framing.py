@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import ProtocolError
-from ems.pool.protocol.framing import FrameReader
+from ems.pool.protocol.coding import FrameReader
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(0, 400), max_size=12))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ems.errors import EmsError, NoSpace, PoolRefused, ProtocolError, StaleReference, Unauthorised, VersionMismatch
-from ems.pool.protocol import refusals
+from ems.pool.protocol import coding
 from ems.pool.protocol.messages import Refused
 
 
@@ -15,12 +15,12 @@ from ems.pool.protocol.messages import Refused
     ids=lambda e: e.__name__,
 )
 def test_a_refusal_is_the_same_error_on_the_other_side(error: type[EmsError]) -> None:
-    message = refusals.refusal(error("because of this"))
+    message = coding.refusal(error("because of this"))
     with pytest.raises(error, match="because of this") as caught:
-        refusals.raise_refusal(message)
+        coding.raise_refusal(message)
     assert type(caught.value) is error
 
 
 def test_a_refusal_of_a_later_version_is_still_a_refusal() -> None:
     with pytest.raises(PoolRefused, match="quota"):
-        refusals.raise_refusal(Refused("quota-of-the-future", "quota"))
+        coding.raise_refusal(Refused("quota-of-the-future", "quota"))

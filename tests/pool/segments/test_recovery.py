@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,7 +66,6 @@ def start(home: Path, now: list[float], **changes: object) -> Node:
         return Node(NodeConfig(**values), clock=lambda: now[0])  # type: ignore[arg-type]
 
     node = asyncio.run(make())
-    node.clients.connections[1] = SimpleNamespace(features=())  # type: ignore[assignment]
     for number, size in enumerate(node.arena.sizes):
         os.posix_fallocate(node.arena.descriptor(number), 0, size)
         node.arena.touched[number] = size
@@ -126,7 +124,8 @@ def save(node: Node, name: str, keys: list[bytes], parent: bytes = NO_PARENT, ta
     """Store pages; how many were granted."""
     size = NAMES[name]
     number = open_namespace(node, name)
-    granted = node.answer(1, messages.Reserve(number, parent, b"".join(keys), tail))
+    tails = None if tail is None else {len(keys) - 1: tail}
+    granted = node.answer(1, messages.Reserve(number, parent, b"".join(keys), tails))
     assert isinstance(granted, messages.Granted)
     wanted = [at for at, outcome in enumerate(granted.outcomes) if outcome == 0]
     refs = unpack_refs(granted.refs)
@@ -168,7 +167,8 @@ class Restarts(RuleBasedStateMachine):
         listed = Tail(parent, path.encode().ljust(8, b"\0")) if tail else None
         if listed is not None:
             keys[-1] = listed.key
-        granted = self.node.answer(1, messages.Reserve(number, parent, b"".join(keys), listed))
+        tails = None if listed is None else {len(keys) - 1: listed}
+        granted = self.node.answer(1, messages.Reserve(number, parent, b"".join(keys), tails))
         assert isinstance(granted, messages.Granted)
         wanted = {at: keys[at] for at, outcome in enumerate(granted.outcomes) if outcome == 0}
         if wanted:

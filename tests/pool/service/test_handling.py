@@ -56,9 +56,6 @@ class Surroundings:
         self.handler = RequestHandler(self.core, self.storing, self, self)
         self.namespace = self.core.open_namespace("m", PAGE)
 
-    def features(self, _client_id: int) -> frozenset[str]:
-        return frozenset({"reasons"})
-
     def request_filter(self, _client_id: int, _request: messages.Request) -> None:
         return None
 
@@ -202,19 +199,19 @@ def test_a_refusal_is_an_error_of_the_request_alone(node: Surroundings) -> None:
     assert wrong_core(node.core) == []
 
 
-@pytest.mark.parametrize("keys", [b"", b"a" * 16, bytes(Tail(b"d" * 16, b"1234").key) + b"a" * 16])
+@pytest.mark.parametrize("keys", [b"a" * 16, bytes(Tail(b"d" * 16, b"1234").key) + b"a" * 16])
 def test_a_tail_that_is_not_the_last_key_is_refused_in_one_sentence(keys: bytes) -> None:
     node = Surroundings()
     tail = Tail(b"d" * 16, b"1234")
     with pytest.raises(PoolRefused, match=r"^the key is .*, expected .*, the hash of its tail's"):
-        node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), keys, tail))
+        node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), keys, {len(keys) // 16 - 1: tail}))
     assert node.core.pages() == 0
 
 
 def test_every_page_with_a_tail_is_found_by_its_tokens(node: Surroundings) -> None:
     tails = [Tail(bytes([number]) * 16, bytes([number, 0, 0, 0] * 4)) for number in range(3)]
     keys = b"".join(tail.key for tail in tails)
-    request = messages.Reserve(node.namespace, bytes(NO_PARENT), keys, tails[2], {0: tails[0], 1: tails[1]})
+    request = messages.Reserve(node.namespace, bytes(NO_PARENT), keys, dict(enumerate(tails)))
     assert node.ask(messages.Commit(node.ask(request).reservation, None)) == messages.Done(3)
     for tail in tails:
         asked = Tail(tail.directory, tail.tokens[:8] + b"else" * 2)
@@ -224,9 +221,8 @@ def test_every_page_with_a_tail_is_found_by_its_tokens(node: Surroundings) -> No
 
 def test_a_tail_in_the_middle_that_is_not_its_key_is_refused_before_anything_is_stored(node: Surroundings) -> None:
     good, wrong = Tail(b"d" * 16, b"1234"), Tail(b"d" * 16, b"5678")
-    request = messages.Reserve(
-        node.namespace, bytes(NO_PARENT), good.key + b"a" * 16 + b"b" * 16, None, {0: good, 1: wrong}
-    )
+    keys = good.key + b"a" * 16 + b"b" * 16
+    request = messages.Reserve(node.namespace, bytes(NO_PARENT), keys, {0: good, 1: wrong})
     with pytest.raises(PoolRefused, match=r"^the key is .*, expected .*, the hash of its tail's"):
         node.ask(request)
     assert node.ask(messages.Reserve(node.namespace, bytes(NO_PARENT), good.key)).outcomes == b"\0"

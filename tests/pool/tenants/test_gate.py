@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ems.errors import ProtocolError, Unauthorised
-from ems.pool.protocol import coding, greeting, messages
+from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram
 from ems.pool.tenants.credentials import Credentials
@@ -22,9 +22,9 @@ def gate_of(registry: Registry | None) -> Gate:
     return Gate(registry, NODE_USER, lambda count: b"n" * count)
 
 
-def hello(who: Credentials, *features: str) -> tuple[messages.Hello, bytes]:
+def hello(who: Credentials, *, administers: bool = False) -> tuple[messages.Hello, bytes]:
     nonce = bytes(16) if who.name else b""
-    message = messages.Hello(1, 1, "engine", 1, list(features), who.name, nonce)
+    message = messages.Hello(1, 1, "engine", 1, administers, who.name, nonce)
     return message, coding.body(message)
 
 
@@ -88,7 +88,7 @@ def test_a_proof_of_another_length_is_none(length: int) -> None:
 
 def test_only_the_nodes_own_user_administers_and_stores_nothing() -> None:
     gate = gate_of(registry_of(ANN))
-    asked = hello(Credentials(), greeting.ADMINISTERS)
+    asked = hello(Credentials(), administers=True)
     for uid in (NODE_USER, 0):
         assert gate.greet(*asked, Peer(1, uid), 0.0) == Principal(administers=True, stores=False)
     with pytest.raises(Unauthorised):

@@ -140,7 +140,7 @@ def test_a_client_that_is_refused_does_not_ask_again_and_again(
 
 
 def test_before_the_proof_nothing_is_answered(place: TenantNode) -> None:
-    hello = messages.Hello(1, 1, "raw", 1, [], "ann", bytes(16))
+    hello = messages.Hello(1, 1, "raw", 1, False, "ann", bytes(16))
     for message in (messages.Stats(), messages.Lookup(0, b""), messages.Open("a", 4096), messages.Attach(0)):
         with wire(place.node.socket, greeted=False) as one:
             one.send(message)
@@ -161,7 +161,7 @@ def test_before_the_proof_nothing_is_answered(place: TenantNode) -> None:
 
 def test_a_proof_cannot_be_used_twice(place: TenantNode) -> None:
     """The node's nonce is new each time, so what was overheard proves nothing."""
-    hello = messages.Hello(1, 1, "raw", 1, [], "ann", bytes(16))
+    hello = messages.Hello(1, 1, "raw", 1, False, "ann", bytes(16))
     asked = []
     for _ in range(2):
         with wire(place.node.socket, greeted=False) as one:
@@ -353,7 +353,7 @@ def test_an_impostor_that_knows_no_key_is_found_out(tmp_path: Path) -> None:
         peer, _ = listener.accept()
         with peer:
             peer.recv(4096)
-            peer.sendall(coding.encode(messages.Challenge(bytes(16), bytes(16), 4096)))
+            peer.sendall(coding.encode(messages.Challenge(bytes(16), bytes(16), 4096, 0)))
             peer.recv(4096)
             peer.sendall(coding.encode(messages.Welcome(1, "x", "1", False, 0)))
             peer.recv(4096)

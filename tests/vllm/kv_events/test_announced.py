@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.protocol.changes import ChangeRun
+from ems.pool.protocol.messages import ChangeRun
 from ems.vllm.kv_events import announced
 from ems.vllm.kv_events.announced import Announced, Block, BlockEvent, Page, Removed, Stored
 

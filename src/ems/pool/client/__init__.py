@@ -1,6 +1,6 @@
 """The side of an engine: how a process talks to the node of its host.
 
 Brains: ``answers`` (what a client names and is given, as plain data), ``retry`` (when a lost node is tried again).
-Shells: ``introduction`` (reaches a node, greets, proves who this is), ``frames`` (one frame off a socket), ``line``
-(the connection, which mends itself), ``segments`` (the node's memory, mapped), ``pool_client`` (every verb).
+Shells: ``introduction`` (reaches a node, greets, proves who this is), ``line`` (the connection, which mends itself),
+``segments`` (the node's memory, mapped), ``pool_client`` (every verb).
 """

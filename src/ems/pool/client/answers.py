@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ems.pool.layout import PageRef, unpack_refs
-from ems.pool.protocol.changes import ChangeRun
+from ems.pool.protocol.messages import ChangeRun
 from ems.pool.reasons.words import Reason
 
 

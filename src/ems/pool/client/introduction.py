@@ -11,20 +11,37 @@ import hmac
 import os
 import socket
 import struct
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ems.errors import EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
-from ems.pool.client.frames import receive_frame
 from ems.pool.client.retry import ConnectionEnded
 from ems.pool.ownership import foreign_owner, is_foreign, peer_of, stranger
-from ems.pool.protocol import coding, framing, greeting, messages, refusals
+from ems.pool.protocol import coding, greeting, messages
 from ems.pool.tenants import scram
 from ems.pool.tenants.credentials import Credentials
 from ems.pool.writer import INSTANCE_BYTES
 
-_FEATURES = [greeting.TELLS_REASONS, greeting.TELLS_TIERS, greeting.SERVES_TENANTS, greeting.NAMES_USER]
-"""What this client understands of what nodes tell."""
+_READ_SIZE = 64 << 10
+"""Bytes read at a time; a larger buffer costs a system call more to be made."""
 _TIMEVAL = struct.Struct("@ll")
+
+
+def receive_frames(sock: socket.socket, deadline: float, descriptors: list[int] | None = None) -> Iterator[bytes]:
+    """The bodies of the frames that come, one by one; what came behind the last one that was taken is lost."""
+    reader = coding.FrameReader()
+    while True:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        if descriptors is None:
+            data = sock.recv(_READ_SIZE)
+        else:
+            data, received, _, _ = socket.recv_fds(sock, _READ_SIZE, 4)
+            descriptors += received
+        if not data:
+            raise ConnectionResetError("the node closed the connection")
+        reader.feed(data)
+        yield from reader.frames()
 
 
 class Introduction:
@@ -35,7 +52,7 @@ class Introduction:
         self._name = name
         self._credentials = credentials
         self._instance = os.urandom(INSTANCE_BYTES)
-        self._features = [*_FEATURES, *([greeting.ADMINISTERS] if administers else [])]
+        self._administers = administers
 
     def reach(self, now: float, deadline: float) -> tuple[socket.socket, messages.Welcome, str]:
         """A socket to the node, its welcome, and the tenant that it is for; empty on an open node.
@@ -74,22 +91,22 @@ class Introduction:
         given = self._credentials
         nonce = os.urandom(greeting.NONCE_BYTES) if given.name else b""
         versions = (greeting.OLDEST_VERSION, greeting.NEWEST_VERSION)
-        hello = messages.Hello(*versions, self._name, os.getpid(), self._features, given.name, nonce, self._instance)
+        hello = messages.Hello(*versions, self._name, os.getpid(), self._administers, given.name, nonce, self._instance)
         sent = coding.body(hello)
-        sock.sendall(framing.frame(sent))
-        body = receive_frame(sock, deadline)
+        sock.sendall(coding.frame(sent))
+        body = next(receive_frames(sock, deadline))
         answer = coding.decode_answer(body)
         if isinstance(answer, messages.Challenge):
             self._refuse_a_go_between(sock, answer)
             proof = scram.prove(given.access_key, answer.salt, answer.iterations, scram.transcript(sent, body))
             sock.sendall(coding.encode(messages.Prove(proof.proof)))
-            answer = coding.decode_answer(receive_frame(sock, deadline))
+            answer = coding.decode_answer(next(receive_frames(sock, deadline)))
             if isinstance(answer, messages.Welcome) and not hmac.compare_digest(answer.signature, proof.signature):
                 raise Unauthorised(f"the node on {self.path} does not know this access key, it may be an impostor")
         elif isinstance(answer, messages.Welcome):
             self._refuse(owner, may_prove=False)
         if isinstance(answer, messages.Refused):
-            refusals.raise_refusal(answer)
+            coding.raise_refusal(answer)
         if not isinstance(answer, messages.Welcome):
             raise ProtocolError(f"the node answered the greeting with {type(answer).__name__}")
         return answer
@@ -105,5 +122,7 @@ class Introduction:
         """
         listener = peer_of(sock)[1]
         if is_foreign(listener) and listener != challenge.user:
-            node = f"runs as user {challenge.user}" if challenge.user >= 0 else "does not say as whom it runs"
-            raise Unauthorised(f"user {listener} listens on {self.path}, but the node {node}: it may be an impostor")
+            raise Unauthorised(
+                f"user {listener} listens on {self.path}, but the node runs as user {challenge.user}: it may be an "
+                "impostor"
+            )

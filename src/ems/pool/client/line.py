@@ -28,11 +28,10 @@ from ems.errors import (
     Unauthorised,
 )
 from ems.pool.client.answers import Namespace
-from ems.pool.client.frames import receive_frames
-from ems.pool.client.introduction import Introduction
+from ems.pool.client.introduction import Introduction, receive_frames
 from ems.pool.client.retry import ConnectionEnded, Retry
 from ems.pool.client.segments import NoPins, Pins, SegmentMap
-from ems.pool.protocol import coding, greeting, messages, refusals
+from ems.pool.protocol import coding, messages
 
 CALL_SECONDS = 5.0
 """Deadline of a call that names none."""
@@ -60,11 +59,6 @@ class Connection:
         self.segments = segments
         self.namespaces: dict[Namespace, int] = {}
         self.described: set[str] = set()
-        self.tells_reasons = greeting.TELLS_REASONS in welcome.features
-        self.tells_tiers = greeting.TELLS_TIERS in welcome.features
-
-    def has(self, feature: str) -> bool:
-        return feature in self.welcome.features
 
 
 class Turn:
@@ -219,7 +213,7 @@ class Line:
         except OSError as error:
             self.drop()
             if answers and isinstance(answers[-1], messages.Refused):
-                refusals.raise_refusal(answers[-1])  # the node said why before it went
+                coding.raise_refusal(answers[-1])  # the node said why before it went
             raise ConnectionEnded(f"the pool node went away: {error.strerror or error}") from error
         except BaseException:
             # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
@@ -233,7 +227,7 @@ class Line:
             if isinstance(answer, messages.Refused):
                 if answer.code == "unauthorised" or len(answers) > 1:
                     self.drop()  # the node has ended it; or nobody learns of the leases in the other answers
-                refusals.raise_refusal(answer)
+                coding.raise_refusal(answer)
             if not isinstance(answer, expected):
                 self.drop()
                 raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")

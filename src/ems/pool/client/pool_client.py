@@ -35,10 +35,10 @@ from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import unpack_refs
 from ems.pool.names import qualified
 from ems.pool.ownership import peer_of
-from ems.pool.protocol import greeting, limits, messages
-from ems.pool.protocol.acts import Acts, Upgrade
-from ems.pool.protocol.changes import FROM_NOW
+from ems.pool.protocol import limits, messages
+from ems.pool.protocol.acts import Acts
 from ems.pool.protocol.limits import MAX_TAIL_BYTES, TAIL_FRAME_BYTES
+from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import PageReader
 from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
@@ -158,7 +158,7 @@ class PoolClient(Line):
 
     def _describe(self, turn: Turn, name: str) -> None:
         facts = self._facts.get(name)
-        if facts is not None and turn.connection.tells_reasons and name not in turn.connection.described:
+        if facts is not None and name not in turn.connection.described:
             turn.ask(messages.Describe(name, dict(facts)), messages.Done)
             turn.connection.described.add(name)
 
@@ -179,7 +179,8 @@ class PoolClient(Line):
         """
 
         def look(turn: Turn) -> Hits:
-            return _asked(turn, self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute))
+            asked = self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute)
+            return _hits(turn.connection, turn.ask(asked, messages.Hits))
 
         return self.call(timeout, look)
 
@@ -200,7 +201,7 @@ class PoolClient(Line):
         def look(turn: Turn) -> tuple[Hits, TailHit]:
             asked = self._lookup(turn, namespace, keys, lease=lease_keys, request=request, compute=compute)
             if not isinstance(asked, messages.Lookup):
-                return _asked(turn, asked), NO_TAIL
+                return _hits(turn.connection, turn.ask(asked, messages.Hits)), NO_TAIL
             both = turn.ask_all([asked, messages.Lookup(asked.namespace, b"", lease_tail, tail)], messages.Hits)
             return _hits(turn.connection, both[0]), _tail_hit(turn.connection, both[1])
 
@@ -208,27 +209,22 @@ class PoolClient(Line):
 
     def _lookup(
         self, turn: Turn, namespace: Namespace, keys: bytes, *, lease: bool, request: str, compute: float
-    ) -> messages.Lookup | messages.Miss | None:
-        """What to ask the node for; None: it has nothing in ``namespace`` and does not want to know of it."""
-        connection, number = turn.connection, self._opened(turn, namespace)
-        if number is not None:
-            micros = min(round(compute * 1e6), _MOST_MICROS) if connection.tells_tiers else 0
-            return messages.Lookup(
-                number, keys, lease, None, request[: limits.MAX_ID] if connection.tells_reasons else "", micros
-            )
-        if connection.tells_reasons:
-            return messages.Miss(namespace.name, len(keys) // KEY_BYTES, request[: limits.MAX_ID])
-        return None
+    ) -> messages.Lookup | messages.Miss:
+        """What to ask the node for, or to tell it where it has nothing in ``namespace``."""
+        number, request = self._opened(turn, namespace), request[: limits.MAX_ID]
+        if number is None:
+            return messages.Miss(namespace.name, len(keys) // KEY_BYTES, request)
+        return messages.Lookup(number, keys, lease, None, request, min(round(compute * 1e6), _MOST_MICROS))
 
     def prefetch(self, namespace: Namespace, keys: bytes, timeout: float | None = None) -> int:
         """Have ``keys``, which will be needed soon, brought up from tiers below memory.
 
-        Returns how many leading ones are in memory or on their way there; 0 from a node of an earlier release.
+        Returns how many leading ones are in memory or on their way there.
         """
 
         def ask(turn: Turn) -> int:
             number = self._opened(turn, namespace)
-            if number is None or not turn.connection.tells_tiers:
+            if number is None:
                 return 0
             return turn.ask(messages.Prefetch(number, keys), messages.Done).count
 
@@ -238,7 +234,6 @@ class PoolClient(Line):
         """Why ``keys`` (16 bytes each, joined) of the namespace ``name`` are there or not; counts nothing."""
 
         def ask(turn: Turn) -> messages.Explained:
-            _refuse_older(turn, greeting.TELLS_REASONS, "does not tell why pages are missing")
             self._describe(turn, name)
             return turn.ask(messages.Explain(name, keys), messages.Explained)
 
@@ -264,13 +259,13 @@ class PoolClient(Line):
     def announce(self, namespace: Namespace, keys: bytes, timeout: float | None = None) -> Announcement | None:
         """A request waits and will ask for ``keys`` (16 bytes each, joined): they stay while anything else can leave.
 
-        None where this means nothing: nobody stored anything in ``namespace``, or the node is of an earlier release.
-        What was announced ends by :meth:`withdraw`, with the connection, or after some time.
+        None where this means nothing, because nobody stored anything in ``namespace``.  What was announced ends by
+        :meth:`withdraw`, with the connection, or after some time.
         """
 
         def ask(turn: Turn) -> Announcement | None:
             number = self._opened(turn, namespace)
-            if number is None or not turn.connection.has(greeting.TAKES_ANNOUNCEMENTS):
+            if number is None:
                 return None
             answer = turn.ask(messages.Announce(number, keys), messages.Announced)
             return Announcement(turn.connection.epoch, answer.announcement)
@@ -291,8 +286,7 @@ class PoolClient(Line):
         """Ask for slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
 
         ``tails`` has one for each of them, or none at all: pages with one are found by their tokens too.  Where these
-        are more than one request has room for, those of the first pages are not; towards an older node only that of
-        the last one is.
+        are more than one request has room for, those of the first pages are not.
         """
         if tails and len(tails) != len(keys):
             raise ValueError(f"{len(tails)} tails for {len(keys)} keys, expected one for each or none")
@@ -305,9 +299,7 @@ class PoolClient(Line):
                 )
             self._tell_what_is_written(turn)
             self._promised.asked()
-            many = turn.connection.has(greeting.LISTS_TAILS)
-            last = tails[-1] if tails and not many else None
-            request = messages.Reserve(number, parent, b"".join(keys), last, _fitting(tails) if many else None)
+            request = messages.Reserve(number, parent, b"".join(keys), _fitting(tails))
             answer = turn.ask(request, messages.Granted)
             positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
             refs = unpack_refs(answer.refs)
@@ -324,7 +316,7 @@ class PoolClient(Line):
     def _tell_what_is_written(self, turn: Turn) -> None:
         """On another connection, or after a commit or abort that failed: which slots this client still writes into."""
         news = self._promised.news(turn.connection.epoch)
-        if news is not None and turn.connection.has(greeting.AWAITS_WRITERS):
+        if news is not None:
             refs, mark = news
             turn.ask(messages.StillWriting(refs), messages.Done)
             self._promised.was_told(mark)
@@ -343,7 +335,7 @@ class PoolClient(Line):
         Raises StaleReference: the reservation ended with its connection; nothing was published.
         """
         if reservation.granted:
-            raw = struct.pack(f"<{len(checksums)}I", *checksums) if self._has(greeting.KEEPS_CHECKSUMS) else b""
+            raw = struct.pack(f"<{len(checksums)}I", *checksums)
             if raw and positions is None:
                 positions = sorted(reservation.granted)
             request = messages.Commit(reservation.number, positions, raw)
@@ -358,7 +350,7 @@ class PoolClient(Line):
     def report(self, namespace: Namespace, reader: PageReader, timeout: float | None = None) -> int:
         """Tell the node of pages that ``reader`` found corrupt; how many the node took out of the pool for that."""
         corrupt, reader.corrupt = reader.corrupt[: limits.MAX_CORRUPT], []
-        if not corrupt or not self._has(greeting.KEEPS_CHECKSUMS):
+        if not corrupt:
             return 0
 
         def ask(turn: Turn) -> int:
@@ -369,10 +361,6 @@ class PoolClient(Line):
             return turn.ask(messages.Corrupt(number, keys, refs), messages.Done).count
 
         return self.call(timeout, ask)
-
-    def _has(self, feature: str) -> bool:
-        connection = self.connection
-        return connection is not None and connection.has(feature)
 
     def abort(self, reservation: Reservation, timeout: float | None = None) -> None:
         """Give back what of a reservation was not committed; no call when none were granted.
@@ -399,10 +387,6 @@ class PoolClient(Line):
         """Let the node do ``act``; what it did, or would do with ``dry_run``, as plain figures."""
 
         def ask(turn: Turn) -> dict[str, Any]:
-            _refuse_older(turn, greeting.DOES_ACTS, "cannot be administered")
-            if isinstance(act, Upgrade):
-                how = "stop it with 'ems stop' and start the new one; its pages stay"
-                _refuse_older(turn, greeting.RESTARTS, "cannot restart itself", how)
             return turn.ask(messages.Administer(act, dry_run), messages.Reported).report
 
         return self.call(timeout, ask, again=False)
@@ -413,7 +397,6 @@ class PoolClient(Line):
         """What was stored and removed in ``namespaces`` since an earlier answer; None begins now and tells nothing."""
 
         def ask(turn: Turn) -> PoolChanges:
-            _refuse_older(turn, greeting.TELLS_CHANGES, "does not tell what it stores and removes")
             node = turn.connection.welcome.node
             known = since is not None and since.node == node
             sequence = since.sequence if since is not None and known else FROM_NOW
@@ -441,10 +424,6 @@ class PoolClient(Line):
         return PageReader(connection.segments.segment, name, namespace.page_size, trust, first)
 
 
-def _asked(turn: Turn, asked: messages.Lookup | messages.Miss | None) -> Hits:
-    return Hits(0, 0, None) if asked is None else _hits(turn.connection, turn.ask(asked, messages.Hits))
-
-
 def _hits(connection: Connection, answer: messages.Hits) -> Hits:
     return Hits(answer.count, answer.pending, _held(connection, answer), Reason.of_code(answer.code), answer.below)
 
@@ -469,9 +448,3 @@ def _tail_hit(connection: Connection, answer: messages.Hits) -> TailHit:
 
 def _held(connection: Connection, answer: messages.Hits) -> Lease | None:
     return Lease(connection.welcome.node, connection.epoch, answer.lease, answer.refs) if answer.lease else None
-
-
-def _refuse_older(turn: Turn, feature: str, what: str, how: str = "restart it with this release") -> None:
-    """Refuse a call for which the node would have to have ``feature``."""
-    if not turn.connection.has(feature):
-        raise PoolRefused(f"the pool node (release {turn.connection.welcome.release}) {what}, {how}")

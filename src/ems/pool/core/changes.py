@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 
-from ems.pool.protocol.changes import FROM_NOW, ChangeRun
+from ems.pool.protocol.messages import FROM_NOW, ChangeRun
 
 CAPACITY = 65536
 """Changes that are remembered; one page of a block is one."""

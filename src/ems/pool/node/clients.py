@@ -10,7 +10,7 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import structlog
@@ -148,18 +148,6 @@ class Clients:
             self._node.config.autostarted,
             # A tenant has some of the segments only, and learns of them page by page.
             0 if principal.tenant else len(self._node.arena.sizes),
-            [
-                greeting.TELLS_CHANGES,
-                greeting.TELLS_REASONS,
-                greeting.KEEPS_CHECKSUMS,
-                greeting.RESTARTS,
-                greeting.TAKES_ANNOUNCEMENTS,
-                greeting.DOES_ACTS,
-                greeting.TELLS_TIERS,
-                greeting.SERVES_TENANTS,
-                greeting.AWAITS_WRITERS,
-                greeting.LISTS_TAILS,
-            ],
             self._node.config.verify,
             self._node.trusted_from,
             signature,
@@ -169,7 +157,7 @@ class Clients:
         connection = self.connections[client_id]
         if principal.tenant:
             return f"tenant {principal.tenant}"
-        looks_after = principal.administers and greeting.ADMINISTERS in connection.features
+        looks_after = principal.administers and connection.administers
         return "administrators" if looks_after else f"user {connection.uid}"
 
     def end_unwelcome(self) -> None:
@@ -198,9 +186,6 @@ class Clients:
     @property
     def restarting(self) -> bool:
         return self._node.restart.waits
-
-    def features(self, client_id: int) -> Container[str]:
-        return self.connections[client_id].features
 
     def who(self, client_id: int) -> dict[str, object]:
         """What is known of the owner of a lease: its process, what it calls itself, its tenant."""

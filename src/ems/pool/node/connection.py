@@ -23,7 +23,7 @@ from ems.errors import EmsError, ProtocolError
 from ems.pool.keys import KEY_BYTES
 from ems.pool.node.applier import Steps
 from ems.pool.ownership import peer_of
-from ems.pool.protocol import coding, framing, greeting, messages, refusals
+from ems.pool.protocol import coding, greeting, messages
 from ems.pool.service.handling import MOST_AT_ONCE, STEP
 from ems.pool.tenants.gate import Peer, Pending, Principal
 
@@ -60,7 +60,7 @@ class Connection:
         """When the frame must be whole that has come in part."""
         self._kept = 0
         """Bytes that the node was told are kept for the client."""
-        self._reader = framing.FrameReader(framing.MAX_GREETING)
+        self._reader = coding.FrameReader(coding.MAX_GREETING)
         self.greeted = False
         self._steps: AnswerSteps | None = None
         """What is left of a request that was begun."""
@@ -82,8 +82,8 @@ class Connection:
         self.client = "unknown"
         self.instance = b""
         """A random number by which the client knows what it was promised on other connections, if it has one."""
-        self.features: frozenset[str] = frozenset()
-        """What the client says that it understands."""
+        self.administers = False
+        """Whether the client says that it looks after the node."""
         self.principal = Principal(administers=False, stores=False)
         """Whom the connection belongs to; nobody before the greeting is over."""
 
@@ -211,7 +211,7 @@ class Connection:
             raise ProtocolError("a second Hello on one connection")
         self.client = hello.client
         self.instance = hello.instance
-        self.features = frozenset(hello.features)
+        self.administers = hello.administers
         self._version = greeting.negotiate(hello.oldest, hello.newest)
         outcome = self._node.tenancy.gate.greet(hello, body, self.peer, self._node.clock())
         if isinstance(outcome, Pending):
@@ -232,7 +232,7 @@ class Connection:
         welcome = self._node.clients.welcome(self._owner, principal, self._version, signature)
         self.greeted = True
         self.principal = principal
-        self._reader.limit = framing.MAX_FRAME
+        self._reader.limit = coding.MAX_FRAME
         self.send(coding.encode(welcome))
 
     def check_deadlines(self, now: float) -> None:
@@ -244,7 +244,7 @@ class Connection:
 
     def refuse(self, error: EmsError) -> None:
         self._send_held()
-        self.send(coding.encode(refusals.refusal(error)), hold=False)
+        self.send(coding.encode(coding.refusal(error)), hold=False)
         self.close(str(error))
 
     def send(self, data: bytes, *, hold: bool = True) -> None:
@@ -331,7 +331,7 @@ class Connection:
         self._node.loop.remove_writer(self._sock)
         self._sock.close()
         steps, self._steps = self._steps, None
-        self._reader = framing.FrameReader()
+        self._reader = coding.FrameReader()
         if steps is not None:
             steps.close()
         self._node.clients.forget(self._owner, reason)
@@ -341,4 +341,4 @@ def _refusal(error: EmsError) -> messages.Refused:
     """The answer to a request that is refused.  Raises ProtocolError: it ends its connection instead."""
     if isinstance(error, ProtocolError):
         raise error
-    return refusals.refusal(error)
+    return coding.refusal(error)

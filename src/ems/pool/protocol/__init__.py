@@ -7,12 +7,9 @@ then on the client asks and the node answers in order, one answer a request; ``R
 none.  ``SegmentAttached`` carries one file descriptor beside its bytes.
 
 Versions: both sides name the oldest and newest they speak, the newest common one is used.  A later version
-may add fields at the end of the greeting and of its answers, which an earlier one ignores.  Other messages grow at
-their end too, by fields with a default: such a field is used only towards a side that has named its feature in the
-greeting, and is left out where it has its default (``coding.encode`` sees to that).
+may add fields at the end of the greeting and of its answers, which an earlier one ignores.
 
-``messages`` (every message), ``greeting`` (versions and features), ``limits`` (how much a request has room
-for), ``checks`` (what has to add up), ``coding``
-(messages and bytes), ``framing`` (bytes and the stream), ``refusals`` (errors that cross the wire).  Brains only:
+``messages`` (every message), ``acts`` (what administrators ask), ``greeting`` (versions), ``limits`` (how much a
+request has room for), ``checks`` (what has to add up), ``coding`` (messages, frames, errors and bytes).  Brains only:
 sockets are the client's and the node's.
 """

@@ -19,7 +19,7 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 
 
 class Act(msgspec.Struct, frozen=True, tag=str.lower, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all acts.  What has its default is not sent, so that an older node need not know of it."""
+    """Base of all acts.  What has its default is not sent."""
 
 
 class List(Act, frozen=True):

@@ -1,14 +1,9 @@
-"""What a request has to keep to beyond its types and bounds: what has to add up, and what both sides check.
-
-A client looks before it sends: it is told of its mistake before that costs it the connection.
-"""
+"""What a request has to keep to beyond its types and bounds: what has to add up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-from msgspec import inspect
 
 from ems.errors import ProtocolError
 from ems.pool.keys import KEY_BYTES, Tail
@@ -28,29 +23,6 @@ from ems.pool.protocol.messages import (
     Reserve,
     StillWriting,
 )
-
-
-def _bound(kind: inspect.Type) -> int | None:
-    if isinstance(kind, inspect.UnionType):
-        return next((most for one in kind.types if (most := _bound(one)) is not None), None)
-    return getattr(kind, "max_length", None)
-
-
-def _bounds(kind: type) -> list[tuple[str, int]]:
-    described = inspect.type_info(kind)
-    assert isinstance(described, inspect.StructType)
-    return [(field.name, most) for field in described.fields if (most := _bound(field.type)) is not None]
-
-
-_BOUNDS = {kind: _bounds(kind) for kind in Request.__args__}
-
-
-def refuse_oversized(message: Request) -> None:
-    """See that no field of a request is larger than its bound, as whoever decodes it does."""
-    for name, most in _BOUNDS[type(message)]:
-        value = getattr(message, name)
-        if value is not None and len(value) > most:
-            raise ProtocolError(f"{name} of {type(message).__name__} is {len(value)} long, expected at most {most}")
 
 
 def check_request(message: Request) -> None:
@@ -100,7 +72,7 @@ def _check_corrupt(message: Corrupt) -> None:
         )
 
 
-def _check_tail(message: Lookup | Reserve) -> None:
+def _check_tail(message: Lookup) -> None:
     if message.tail is not None:
         _refuse_strange(message.tail)
 
@@ -121,7 +93,7 @@ def _refuse_strange(tail: Tail) -> None:
 _CHECKS: dict[type, tuple[Callable[[Any], None], ...]] = {
     Hello: (_check_hello,),
     Lookup: (_check_keys, _check_tail),
-    Reserve: (_check_keys, _check_tail, _check_tails, _check_parent),
+    Reserve: (_check_keys, _check_tails, _check_parent),
     Explain: (_check_keys,),
     Prefetch: (_check_keys,),
     Announce: (_check_keys,),

@@ -23,8 +23,6 @@ MAX_CORRUPT = 64
 """Most pages of one :class:`Corrupt`: the node looks at the bytes of each."""
 MAX_TEXT = 1024
 """Characters of what a client calls itself, and of the longest text in an act."""
-MAX_FEATURES = 64
-"""Most features of a greeting, and characters of each."""
 MAX_NAMESPACES_ASKED = 4096
 """Most namespaces whose changes are asked for in one request: as many as a node has."""
 MAX_CREDENTIAL = 128

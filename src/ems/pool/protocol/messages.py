@@ -1,8 +1,7 @@
 """Every message of the wire: what clients ask and what the node answers.
 
-Many keys travel as one byte string of 16 bytes each, many references as one of 20 bytes each.  A message grows at its
-end, by fields with a default, used only towards a side that has named their feature (``greeting``).  Whatever a
-request has room for has a bound (``limits``).
+Many keys travel as one byte string of 16 bytes each, many references as one of 20 bytes each.  Whatever a request has
+room for has a bound (``limits``).
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from ems.pool.facts import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.acts import Acts
-from ems.pool.protocol.changes import ChangeRun
 from ems.pool.protocol.limits import (
     CHECKSUM_BYTES,
     MAX_CORRUPT,
     MAX_CREDENTIAL,
-    MAX_FEATURES,
     MAX_ID,
     MAX_KEY_BYTES,
     MAX_KEYS,
@@ -35,9 +32,12 @@ Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 RequestId = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
 Fact = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
-Feature = Annotated[str, msgspec.Meta(max_length=MAX_FEATURES)]
 AccessId = Annotated[str, msgspec.Meta(max_length=MAX_CREDENTIAL)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL)]
+
+
+FROM_NOW = -1
+"""Where a client begins that wants to know of no changes before."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False):
-    """Greeting: protocol versions spoken, who is speaking, features wished for.
+    """Greeting: protocol versions spoken, who is speaking, and whether to look after the node and not to store.
 
     ``access_id`` and ``nonce`` (random) are those of a client with an access key.
     """
@@ -57,7 +57,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     newest: int
     client: Text
     pid: int
-    features: Annotated[list[Feature], msgspec.Meta(max_length=MAX_FEATURES)] = []
+    administers: bool = False
     access_id: AccessId = ""
     nonce: Secret = b""
     instance: Annotated[bytes, msgspec.Meta(max_length=INSTANCE_BYTES)] = b""
@@ -89,14 +89,12 @@ class Attach(Message, frozen=True):
 class Reserve(Message, frozen=True):
     """Promise slots for consecutive ``keys`` after ``parent``; answered by :class:`Granted`.
 
-    The keys at the positions of ``tails`` are those of pages to be found by their tokens too.  ``tail`` is that of the
-    last key; a node that lists more than one takes it in ``tails`` as well.
+    The keys at the positions of ``tails`` are those of pages to be found by their tokens too.
     """
 
     namespace: int
     parent: Key
     keys: Keys
-    tail: Tail | None = None
     tails: Annotated[dict[int, Tail], msgspec.Meta(max_length=MAX_KEYS)] | None = None
 
 
@@ -153,7 +151,10 @@ class Stats(Message, frozen=True):
 
 
 class Changes(Message, frozen=True):
-    """What was stored and removed in ``namespaces`` after ``sequence`` (-1: from now on).  Answer: :class:`Changed`."""
+    """What was stored and removed in ``namespaces`` after ``sequence`` or :data:`FROM_NOW` on.
+
+    Answered by :class:`Changed`.
+    """
 
     sequence: int
     namespaces: Annotated[list[Name], msgspec.Meta(max_length=MAX_NAMESPACES_ASKED)]
@@ -243,7 +244,6 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     release: str
     autostarted: bool
     segments: int
-    features: list[str] = []
     verify: str = ""
     trusted_from: int = 0
     signature: bytes = b""
@@ -256,7 +256,7 @@ class Challenge(Message, frozen=True):
     nonce: bytes
     salt: bytes
     iterations: int
-    user: int = -1
+    user: int
     """The user that the node runs as, so that nobody can pass on its words as his own."""
 
 
@@ -307,6 +307,17 @@ class Figures(Message, frozen=True):
     """The node's figures by name."""
 
     figures: dict[str, Any]
+
+
+class ChangeRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Changes of one kind in a row: pages of ``keys`` were stored, or removed.
+
+    ``namespace`` is a position in the list of those that were asked for: a name a run would be too much.
+    """
+
+    namespace: int
+    stored: bool
+    keys: bytes
 
 
 class Changed(Message, frozen=True):

@@ -7,7 +7,7 @@ what takes long pauses after each step of bounded work, and may find things chan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from ems.pool.keys import KEY_BYTES, Tail, cut, split_keys
 from ems.pool.layout import REF_BYTES, unpack_refs
 from ems.pool.names import refuse_marked
 from ems.pool.pages import Outcome, packed_refs
-from ems.pool.protocol import greeting, messages
+from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Follow, List, Show, Upgrade
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.verify import LOOKED_AT_ONCE
@@ -74,8 +74,6 @@ class Clients(Protocol):
 
     @property
     def restarting(self) -> bool: ...
-
-    def features(self, client_id: int) -> Container[str]: ...
 
     def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None: ...
 
@@ -162,7 +160,7 @@ class RequestHandler:
         promoting = 0
         if len(found.pages) < asked:
             promoting = self._below.looked_up(request.namespace, keys, len(found.pages), request.compute / 1e6)
-        return self._hits(client_id, request, found, promoting)
+        return self._hits(request, found, promoting)
 
     def _look_long(self, client_id: int, request: messages.Lookup, asked: int) -> Work[messages.Answer | None]:
         ns, promoting = request.namespace, 0
@@ -176,9 +174,9 @@ class RequestHandler:
                 len(found.pages),
                 lambda keys, start: self._below.looked_up(ns, keys, start, request.compute / 1e6),
             )
-        return self._hits(client_id, request, found, promoting)
+        return self._hits(request, found, promoting)
 
-    def _hits(self, client_id: int, request: messages.Lookup, found: Found, promoting: int) -> messages.Hits:
+    def _hits(self, request: messages.Lookup, found: Found, promoting: int) -> messages.Hits:
         """The answer: what is there, how many keys behind it come up from tiers, why the next one is missing."""
         count, code = len(found.pages), found.code
         name, page_size = self._core.named(request.namespace) if code or found.lease else ("", 0)
@@ -188,18 +186,13 @@ class RequestHandler:
             code = code if better is None else self._core.reasons.revise(code, better.code, request.request)
         if found.lease:
             self.measured.loaded_bytes.observe(count * page_size)
-        code = code if code and self._tells(client_id, greeting.TELLS_REASONS) else 0
-        below = promoting if promoting and self._tells(client_id, greeting.TELLS_TIERS) else 0
-        return messages.Hits(count, found.pending, found.lease, found.refs, b"", code, below)
+        return messages.Hits(count, found.pending, found.lease, found.refs, b"", code, promoting)
 
     def _lookup_tail(self, client_id: int, namespace: int, tail: Tail, *, lease: bool) -> messages.Hits:
         shared, held = self._core.reading.lookup_tail(client_id, namespace, tail, lease=lease)
-        comes = self._below.looked_up_tail(namespace, tail, shared) and self._tells(client_id, greeting.TELLS_TIERS)
+        comes = self._below.looked_up_tail(namespace, tail, shared)
         key = held.pages[0].key if held.pages else b""
         return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, int(comes))
-
-    def _tells(self, client_id: int, feature: str) -> bool:
-        return feature in self._clients.features(client_id)
 
     def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> Work[messages.Done]:
         return messages.Done((yield from self._prefetch_some(request.namespace, request.keys)))
@@ -311,14 +304,11 @@ class RequestHandler:
 
     def _tails(self, request: messages.Reserve, keys: list[bytes]) -> Work[list[Tail | None]]:
         """The tails of all ``keys``, none at all when no key has one; each is looked at before anything is stored."""
-        given = dict(request.tails or {})
-        if request.tail is not None:
-            given[len(keys) - 1] = request.tail
+        given = request.tails or {}
         for count, (position, tail) in enumerate(given.items()):
             if count and count % STEP == 0:
                 yield PAUSE
-            key = keys[position] if keys else b""
-            self._core.writing.refuse_unfit_tail(request.namespace, key, tail)
+            self._core.writing.refuse_unfit_tail(request.namespace, keys[position], tail)
         return [given.get(position) for position in range(len(keys))] if given else []
 
     def _corrupt(self, _client_id: int, request: messages.Corrupt, _now: float) -> Work[messages.Done]:

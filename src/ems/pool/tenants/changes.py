@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ems.pool.core.changes import ChangeLog
 from ems.pool.names import tenant_of
-from ems.pool.protocol.changes import ChangeRun
+from ems.pool.protocol.messages import ChangeRun
 
 
 class TenantChanges(ChangeLog):

@@ -86,7 +86,7 @@ class Gate:
         registry = self._registry
         if registry is None:
             return Principal(administers=own)
-        if own and greeting.ADMINISTERS in hello.features:
+        if own and hello.administers:
             return Principal(administers=True, stores=False)
         if not hello.access_id or not hello.nonce or not self._limiter.allows(peer, now):
             raise self._refusal()
@@ -94,7 +94,7 @@ class Gate:
             self._random(greeting.NONCE_BYTES),
             registry.salt_for(hello.access_id),
             registry.iterations,
-            self._uid if greeting.NAMES_USER in hello.features else -1,
+            self._uid,
         )
         return Pending(hello.access_id, challenge, scram.transcript(body, coding.body(challenge)))
 

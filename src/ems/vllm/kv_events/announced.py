@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 import msgspec
 
 from ems.pool.keys import KEY_BYTES
-from ems.pool.protocol.changes import ChangeRun
+from ems.pool.protocol.messages import ChangeRun
 
 MOST_CHUNKS = 65536
 """Chunks that are followed at a time."""
