@@ -38,7 +38,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ems.bench.latency import Latency, summarise
+from ems.bench.ttft_report import Latency, summarise
 from tests.kit.node import NodeProcess
 from tests.kit.process import free_port
 from tests.kit.tiny_model import make_model

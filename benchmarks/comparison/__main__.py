@@ -28,7 +28,7 @@ from benchmarks.comparison.procedure import (
     in_three_steps,
 )
 from benchmarks.comparison.report import Entry, Report, notes, table, verdict_table, verdicts
-from ems.bench.latency import Latency
+from ems.bench.ttft_report import Latency
 from ems.errors import EmsError
 from tests.kit.engine import EngineOptions, VllmServer
 from tests.kit.tiny_model import make_model

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.comparison.pairs import Comparison
 from benchmarks.comparison.procedure import Findings, Sizes
-from ems.bench.latency import Latency
+from ems.bench.ttft_report import Latency
 
 MIB = 1 << 20
 

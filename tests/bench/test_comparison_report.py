@@ -9,8 +9,7 @@ from rich.console import Console
 from benchmarks.comparison.pairs import compare
 from benchmarks.comparison.procedure import Findings, Sizes, ThreeSteps, Turns, Warm
 from benchmarks.comparison.report import Entry, Report, Verdict, notes, table, verdict_table, verdicts
-from ems.bench.latency import summarise
-from ems.bench.ttft_report import Outcome, Pass, evaluate
+from ems.bench.ttft_report import Outcome, Pass, evaluate, summarise
 
 SIZES = Sizes(requests=2, pairs=1)
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.bench.latency import summarise
+from ems.bench.ttft_report import summarise
 
 
 def test_known_samples() -> None:

@@ -21,6 +21,7 @@ import signal
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
@@ -30,7 +31,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ems.bench.stopwatch import timed
 from ems.config import MIB, NodeConfig, format_size
 from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
 from ems.pool.checksum import page_checksum
@@ -44,6 +44,7 @@ from ems.pool.protocol.acts import Clear, Follow, List
 from ems.pool.segments.touch import warm
 from ems.pool.segments.verify import Verify
 from ems.pool.tenants.credentials import from_environment
+from ems.tables import Table
 from ems.transfers.memcpy import memcpy_all
 from ems.transfers.plan import Piece, PieceTable, Rows, numbers
 
@@ -221,12 +222,12 @@ class Bench:
         taken: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds + 1):
             keys = [os.urandom(KEY_BYTES) for _ in range(count)]
-            taken["memcpy"].append(timed(engine.memcpy))
+            taken["memcpy"].append(_seconds(engine.memcpy))
             taken["memcpy_to_slots"].append(self._copy_to_slots(namespace, engine, keys))
-            taken["save"].append(timed(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
+            taken["save"].append(_seconds(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
             taken["memcpy_from_slots"].append(self._copy_from_slots(namespace, engine, keys, batch))
             for name, policy in checks.items():
-                taken[name].append(timed(partial(self._load, namespace, engine, keys, batch, policy)))
+                taken[name].append(_seconds(partial(self._load, namespace, engine, keys, batch, policy)))
         # The first round warms engine memory and page tables.
         seconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
         moved = page_bytes * count / 1e9
@@ -247,7 +248,7 @@ class Bench:
             raise NoSpace(_TOO_SMALL)
         segments = self._client.segments(reserved.epoch)
         pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
-        seconds = timed(lambda: engine.plain_out(pages))
+        seconds = _seconds(lambda: engine.plain_out(pages))
         self._client.abort(reserved)
         return seconds
 
@@ -262,7 +263,7 @@ class Bench:
             segments = self._client.segments(hits.lease.epoch)
             pages += [segments.page(ref, namespace.page_size) for ref in hits.lease.refs]
             leases.append(hits.lease)
-        seconds = timed(lambda: engine.plain_in(pages))
+        seconds = _seconds(lambda: engine.plain_in(pages))
         for lease in leases:
             self._client.release(lease)
         return seconds
@@ -319,8 +320,7 @@ class Bench:
                 raise NoSpace(f"only {hits.count} of {keys} keys of this run are in the pool, use a larger pool")
             if hits.lease is not None:
                 self._client.release(hits.lease)
-        cuts = statistics.quantiles(taken, n=100, method="inclusive") if repeats > 1 else [taken[0]] * 99
-        return LookupLatency(keys, lease, *(round(cuts[at - 1] * 1e6, 1) for at in (50, 90, 99)))
+        return LookupLatency(keys, lease, *(round(1e6 * float(cut), 1) for cut in np.percentile(taken, (50, 90, 99))))
 
 
 class Engine:
@@ -370,3 +370,35 @@ def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolRepo
             if socket:  # also after Ctrl-C; a node of its own goes with all that it has
                 bench.clear()
     return PoolReport(bandwidth, lookups)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    return timeit.timeit(work, number=1)
+
+
+def tables(report: PoolReport) -> list[Table]:
+    """How the figures are shown."""
+    bandwidth, checks = [], []
+    for row in report.bandwidth:
+        size = format_size(row.page_bytes)
+        save, load = f"{row.save_share:.0%}", f"{row.load_share:.0%}"
+        to_slots, from_slots = _gigabytes(row.memcpy_to_slots, row.save), _gigabytes(row.memcpy_from_slots, row.load)
+        bandwidth.append((size, *_gigabytes(row.memcpy), *to_slots, save, *from_slots, load))
+        sampled, checked = f"{row.sampled_share:.0%}", f"{row.checked_share:.0%}"
+        loads = _gigabytes(row.load_unchecked, row.load_sampled)
+        checks.append((size, *loads, sampled, *_gigabytes(row.load_checked), checked))
+    lookups = [
+        (str(row.keys), "yes" if row.lease else "no", f"{row.p50:.0f}", f"{row.p90:.0f}", f"{row.p99:.0f}")
+        for row in report.lookups
+    ]
+    columns = ("page", "memcpy", "to slots", "save", "share", "from slots", "load", "share")
+    title = "Loads with checksums, as a share of loads without"
+    return [
+        Table(columns, bandwidth, "Bandwidth in GB/s"),
+        Table(("page", "no page", "sampled", "share", "every page", "share"), checks, title),
+        Table(("keys", "lease", "p50", "p90", "p99"), lookups, "Lookup in µs"),
+    ]
+
+
+def _gigabytes(*speeds: float) -> list[str]:
+    return [f"{speed:.2f}" for speed in speeds]

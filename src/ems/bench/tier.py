@@ -10,6 +10,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ems.bench.stopwatch import timed
 from ems.config import MIB, format_size
 from ems.errors import ConfigError
 from ems.pool.keys import NO_PARENT
@@ -82,16 +82,16 @@ def _round(config: TierConfig, total: int, page: int) -> tuple[float, float, flo
             make_key(home / "seal.key")
             config = msgspec.structs.replace(config, seal_key=home / "seal.key")
         data = np.random.default_rng(7).integers(0, 256, total, dtype=np.uint8).data
-        plain_write = total / timed(lambda: _write_plain(home / "plain", data, config.batch))
-        tier_write = total / timed(lambda: _write_tier(config, home / "tier", data, page))
+        plain_write = total / timeit.timeit(lambda: _write_plain(home / "plain", data, config.batch), number=1)
+        tier_write = total / timeit.timeit(lambda: _write_tier(config, home / "tier", data, page), number=1)
         into = memoryview(bytearray(total))
         _sync(home, forget=True)
-        plain_read = total / timed(lambda: _read_plain(home / "plain", into, config.batch))
+        plain_read = total / timeit.timeit(lambda: _read_plain(home / "plain", into, config.batch), number=1)
         _sync(home, forget=True)
         into[:] = bytes(total)
         tier = open_tier(msgspec.structs.replace(config, place=str(home / "tier")))
         tier.maintain()
-        tier_read = total / timed(lambda: _read_tier(tier.load, config.readers, into, page))
+        tier_read = total / timeit.timeit(lambda: _read_tier(tier.load, config.readers, into, page), number=1)
         if into != data:
             raise ConfigError("what was read is not what was written, the disk cannot be trusted")
         return plain_write, tier_write, plain_read, tier_read

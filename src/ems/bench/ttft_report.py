@@ -9,8 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
-from ems.bench.latency import Latency, summarise
 from ems.errors import ConfigError
 from ems.tables import Table
 
@@ -48,6 +48,33 @@ def parse_token_ids(text: str) -> tuple[int, int]:
     if not (dash and first.isdecimal() and last.isdecimal()):
         raise ConfigError(f"--token-ids is {text!r}, expected FIRST-LAST such as 300-999")
     return int(first), int(last)
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples in short, all in seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p99: float
+    least: float
+    most: float
+
+
+def summarise(samples: Sequence[float]) -> Latency:
+    """Sum up at least one sample; percentiles lie between samples where need be."""
+    if not samples:
+        raise ValueError("no samples to sum up")
+    values = np.asarray(samples, np.float64)
+    p50, p99 = np.percentile(values, [50, 99])
+    return Latency(
+        count=len(samples),
+        mean=float(values.mean()),
+        p50=float(p50),
+        p99=float(p99),
+        least=float(values.min()),
+        most=float(values.max()),
+    )
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,9 +71,9 @@ GROUPS = {
         "Measure the pool and what it gains.",
         {
             "pool": ("bench:pool", "Throughput and latency of the pool beside plain memcpy."),
-            "tier": ("bench_tier:tier", "A directory tier beside plain I/O on the same disk."),
+            "tier": ("bench:tier", "A directory tier beside plain I/O on the same disk."),
             "ttft": ("bench:ttft", "Time to first token in three steps on two servers."),
-            "trace": ("bench_trace:trace", "Replay a trace: which policy hits how often."),
+            "trace": ("bench:trace", "Replay a trace: which policy hits how often."),
         },
     ),
 }

@@ -1,24 +1,54 @@
-"""``ems bench``: the verbs that measure. Only arguments and output are here; measuring is in ``ems.bench``."""
+"""``ems bench``: the verbs that measure.  Arguments, progress and output are here; measuring is in ``ems.bench``."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ems.bench import pool as of_pool
+from ems.bench import tier as of_tier
+from ems.bench import ttft as of_ttft
 from ems.bench.completions import base_url
-from ems.bench.pool import PoolPlan
-from ems.bench.pool import measure as measure_pool
-from ems.bench.pool_report import tables as pool_tables
-from ems.bench.ttft import measure
-from ems.bench.ttft_report import Plan, parse_token_ids, table
+from ems.bench.trace.compare import TracePlan, compare, refuse_plot, table, tier_table
+from ems.bench.trace.compare import plot as draw
+from ems.bench.trace.traffic import KINDS, made_trace, read_trace
+from ems.bench.ttft_report import Plan, parse_token_ids
+from ems.bench.ttft_report import table as ttft_table
 from ems.cli.options import Format, Seconds, parse_counts
-from ems.cli.progress import Bars
 from ems.cli.shown import note, present
-from ems.config import default_socket, parse_size
+from ems.config import POLICIES, PolicyName, default_socket, format_size, parse_size
+from ems.errors import ConfigError
+from ems.pool.tiers.settings import parse_tier
+from ems.tables import Table
+
+MADE = "made:"
+"""Before the kind of a trace that is made up."""
+
+
+@contextmanager
+def progress_bars() -> Iterator[of_ttft.Progress]:
+    """Shows what it is told, on stderr: bars on a terminal, else one line as each pass begins."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def tell(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+                if bars.disable:
+                    note(name.strip())
+            bars.update(tasks[name], completed=done)
+
+        yield tell
 
 
 def ttft(
@@ -81,19 +111,19 @@ def ttft(
         last_token_id=last_id,
     )
     urls = (base_url("URL1", url1), base_url("URL2", url2))
-    with Bars() as bars:
+    with progress_bars() as tell:
         report = asyncio.run(
-            measure(
+            of_ttft.measure(
                 urls,
                 plan,
                 model=model,
                 api_key=api_key,
                 timeout=timeout,
                 socket=socket or default_socket(),
-                progress=bars.tell,
+                progress=tell,
             )
         )
-    present(report, table(report), output)
+    present(report, ttft_table(report), output)
     return 1 if report.failed else 0
 
 
@@ -121,11 +151,107 @@ def pool(
     lookups
         Lookups of each number of keys.
     """
-    plan = PoolPlan(
+    plan = of_pool.PoolPlan(
         pages=tuple(parse_size(part, name="--pages") for part in pages.split(",")),
         keys=parse_counts(keys, "--keys"),
         rounds=rounds,
         lookups=lookups,
     )
-    report = measure_pool(plan, socket, note)
-    present(report, pool_tables(report), output)
+    report = of_pool.measure(plan, socket, note)
+    present(report, of_pool.tables(report), output)
+
+
+def tier(
+    tier: str, /, *, total: str = "512MB", page: list[str] | None = None, rounds: int = 5, output: Format = "table"
+) -> None:
+    """Measure how fast a directory tier writes and reads, beside plain sequential I/O of the same bytes.
+
+    Parameters
+    ----------
+    tier
+        The tier as 'ems node --tier' takes it; what is written goes into a folder below it and is removed.
+    total
+        Bytes that each round writes and reads.
+    page
+        Bytes of a page; may be repeated.
+    rounds
+        Rounds for each page size; medians are shown.
+    """
+    sizes = [parse_size(one, name="--page") for one in page] if page else list(of_tier.DEFAULT_PAGES)
+    plan = of_tier.TierPlan(parse_size(total, name="--total"), sizes, rounds)
+    rows = of_tier.measure(parse_tier(tier), plan, note)
+    cells = [
+        (
+            format_size(row.page_bytes),
+            *_speeds(row.plain_write, row.tier_write, row.write_share),
+            *_speeds(row.plain_read, row.tier_read, row.read_share),
+        )
+        for row in rows
+    ]
+    columns = ("page", "plain write", "tier write", "share", "plain read", "tier read", "share")
+    present({"items": rows}, Table(columns, cells, "Bandwidth in GB/s"), output)
+
+
+def _speeds(plain: float, tier: float, share: float) -> tuple[str, ...]:
+    return f"{plain / 1e9:.2f}", f"{tier / 1e9:.2f}", f"{share:.0%}"
+
+
+def trace(
+    file: str,
+    /,
+    *,
+    policy: str = ",".join(POLICIES),
+    capacity: str = "5000,10000",
+    look_ahead: int = 0,
+    tier: float = 0,
+    requests: int = 4000,
+    plot: Path | None = None,
+    output: Format = "table",
+) -> None:
+    """Replay a trace of prompts through the pool's brain: which policy hits how often at which size.
+
+    No bytes are moved and time is that of the trace. A hit is a block that is present with its whole prefix.
+
+    Parameters
+    ----------
+    file
+        JSON lines with timestamp (ms) and hash_ids; or made: and conversations, documents, shifting, scans or loop.
+    policy
+        Policies, separated by commas.
+    capacity
+        Sizes of the pool in blocks, separated by commas.
+    look_ahead
+        Length of the queue of waiting requests, which are announced to the pool.
+    tier
+        Blocks a second that a tier below memory brings up for announced requests; 0 means there is none.
+    requests
+        Requests of made-up traffic.
+    plot
+        Draw hits over sizes into this file (.svg, .png or .pdf).
+    """
+    if requests < 1:
+        raise ConfigError(f"--requests is {requests}, expected 1 or more")
+    if plot is not None:
+        refuse_plot(plot)
+    plan = TracePlan(_policies(policy), parse_counts(capacity, "--capacity"), look_ahead, tier)
+    if file.startswith(MADE):
+        kind = file.removeprefix(MADE)
+        if kind not in KINDS:
+            raise ConfigError(f"there is no made-up traffic called {kind!r}, expected one of {', '.join(KINDS)}")
+        read = made_trace(kind, requests)
+    else:
+        read = read_trace(Path(file))
+    with progress_bars() as tell:
+        found = compare(read, plan, tell)
+    if plot is not None:
+        draw(found, plot)
+    present(found, list(filter(None, (table(found), tier_table(found)))), output)
+
+
+def _policies(text: str) -> tuple[PolicyName, ...]:
+    known: dict[str, PolicyName] = {name: name for name in POLICIES}
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no policy called {name!r}, expected some of {', '.join(POLICIES)}")
+    return tuple(known[name] for name in names)

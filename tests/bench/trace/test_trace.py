@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ems.bench.trace.belady import optimal_hits
-from ems.bench.trace.compare import TracePlan, compare
-from ems.bench.trace.files import TraceRequest, block_key, read_trace
-from ems.bench.trace.made import KINDS, made_trace
-from ems.bench.trace.replay import pool_of, replay
-from ems.bench.trace.report import plot, table, tier_table
+from ems.bench.trace.compare import TracePlan, compare, plot, table, tier_table
+from ems.bench.trace.replay import optimal_hits, pool_of, replay
 from ems.bench.trace.residence import Tier, residence
+from ems.bench.trace.traffic import KINDS, TraceRequest, block_key, made_trace, read_trace
 from ems.cli import run
 from ems.config import POLICIES, PolicyName
 from ems.errors import ConfigError
@@ -182,11 +179,11 @@ def test_a_comparison_has_every_policy_and_the_optimum(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_said_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ems.cli.bench_trace.compare", lambda *_: pytest.fail("it computes"))
-    monkeypatch.setattr("ems.bench.trace.report.find_spec", lambda _: None)
+    monkeypatch.setattr("ems.cli.bench.compare", lambda *_: pytest.fail("it computes"))
+    monkeypatch.setattr("ems.bench.trace.compare.find_spec", lambda _: None)
     assert run(["bench", "trace", "made:loop", "--plot", str(tmp_path / "hits.svg")]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
-    monkeypatch.setattr("ems.bench.trace.report.find_spec", lambda _: "there")
+    monkeypatch.setattr("ems.bench.trace.compare.find_spec", lambda _: "there")
     for path in (tmp_path / "hits", tmp_path / "none" / "hits.svg"):
         assert run(["bench", "trace", "made:loop", "--plot", str(path)]) == 2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from ems.bench.trace.made import made_trace
 from ems.bench.trace.replay import replay
+from ems.bench.trace.traffic import made_trace
 from ems.config import POLICIES, PolicyName
 from tests.pool.brain import chain, key
 from tests.pool.policy.small_index import CAPACITY, CHAINS, REF, Small, steps

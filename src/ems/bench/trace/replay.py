@@ -6,12 +6,13 @@ in a node, at its own pace: virtual time comes from the trace.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ems.bench.trace.files import TraceRequest
+from ems.bench.trace.traffic import TraceRequest
 from ems.config import PolicyName
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT
@@ -109,3 +110,33 @@ def replay(
         if progress is not None and number % 256 == 0:
             progress(number)
     return Replayed(blocks, hits)
+
+
+def optimal_hits(requests: Sequence[TraceRequest], capacity: int) -> int:
+    """The most hits that any policy could have reached: Belady's optimum, which knows the future.
+
+    The block whose next use is farthest leaves first, a block that was just computed among them (bypass).
+    """
+    uses = [key for request in requests for key in request.keys]
+    never = len(uses)
+    upcoming = [never] * len(uses)
+    seen: dict[bytes, int] = {}
+    for at in range(len(uses) - 1, -1, -1):
+        upcoming[at] = seen.get(uses[at], never)
+        seen[uses[at]] = at
+    present: dict[bytes, int] = {}
+    farthest: list[tuple[int, bytes]] = []
+    hits = at = 0
+    for request in requests:
+        whole = True
+        for key in request.keys:
+            whole = whole and key in present
+            hits += whole
+            present[key] = upcoming[at]
+            heapq.heappush(farthest, (-upcoming[at], key))
+            at += 1
+        while len(present) > capacity:
+            then, key = heapq.heappop(farthest)
+            if present.get(key) == -then:
+                del present[key]
+    return hits

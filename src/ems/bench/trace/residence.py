@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ems.bench.trace.files import TraceRequest
 from ems.bench.trace.replay import OWNER, pool_of, serve
+from ems.bench.trace.traffic import TraceRequest
 from ems.config import PolicyName
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT
