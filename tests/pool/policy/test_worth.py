@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ems.pool.policy.history import EDGES, FOLLOWED, OLDEST, SPAN_OF_AGE, ReuseHistory
-from ems.pool.policy.memory import MOST_USES, UseMemory
-from ems.pool.policy.worth import worth_by_age
+from ems.pool.policy.reuse import EDGES, FOLLOWED, MOST_USES, OLDEST, SPAN_OF_AGE, ReuseHistory, UseMemory, worth_by_age
 from tests.pool.brain import key
 
 SPANS = len(EDGES)

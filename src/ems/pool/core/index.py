@@ -13,7 +13,7 @@ from itertools import chain, islice, takewhile
 
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.pages import Page
-from ems.pool.policy.lru import Lru
+from ems.pool.policy.queue import Lru
 from ems.pool.policy.seam import Policy
 
 _NOWHERE = b""

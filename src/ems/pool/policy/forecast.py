@@ -1,10 +1,11 @@
 """The default: the page leaves whose slot is expected to bring the fewest uses, as learned from this very load.
 
-Pages fall into classes by how often they were used, also before they left and came back.  Those used once are told
-apart by what they hang on, and by whether anything hangs on them.  :mod:`ems.pool.policy.history` learns how long pages
-of each class take to be used again, and :mod:`ems.pool.policy.worth` what keeping them is worth at each age.  So pages
-used once leave before proven ones where that pays, a loop longer than the pool keeps a part of it, and where nothing is
-known yet the oldest leave first.
+Pages fall into classes by how often they were used, also before they left and came back.  Of those used once, all that
+is known is where they hang: behind a prompt that only few have used, as the next turn of a conversation does, or behind
+nothing or something that everybody uses; and whether they are the end of what was stored, which the next turn rarely
+repeats to the token.  :mod:`ems.pool.policy.reuse` learns how long pages of each class take to be used again, and what
+keeping them is worth at each age.  So pages used once leave before proven ones where that pays, a loop longer than the
+pool keeps a part of it, and where nothing is known yet the oldest leave first.
 
 Pages of one class that were touched in the same epoch form a group.  What always holds: within a group a suffix is
 older than its prefix; what a group is worth changes with the epoch only, and each group with pages that may leave is in
@@ -16,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
-from ems.pool.policy.history import EPOCHS_OF_CAPACITY, OLDEST, SPAN_OF_AGE, ReuseHistory
-from ems.pool.policy.kinds import KIND_OF_USES, KINDS, kind_of, kind_of_new
-from ems.pool.policy.memory import MOST_USES, UseMemory
+from ems.pool.pages import Page
 from ems.pool.policy.queue import PageQueue
-from ems.pool.policy.worth import worth_by_age
-
-if TYPE_CHECKING:
-    from ems.pool.pages import Page
+from ems.pool.policy.reuse import (
+    EPOCHS_OF_CAPACITY,
+    MOST_USES,
+    OLDEST,
+    SPAN_OF_AGE,
+    ReuseHistory,
+    UseMemory,
+    worth_by_age,
+)
 
 REMEMBERED = 8
 """Entries of the memory of uses for each page of the capacity."""
@@ -37,6 +40,14 @@ KEEP = 0.99
 """What an observation still counts after each look."""
 REBASE = 1.5
 """Factor by which the capacity must change before the length of an epoch does; what was learned is lost then."""
+
+BEGUN, BEGUN_END, GOES_ON, GOES_ON_END = range(4)
+"""Used once: what begins a prompt or hangs on what all share, and what goes on from what few used; the ends of both."""
+KINDS = 8
+"""Those, and uses of 2 or 3, 4 to 7, 8 to 15, and more."""
+FEW = 7
+"""Uses of what is not shared by everybody."""
+KIND_OF_USES = [min(uses.bit_length() + 2, KINDS - 1) for uses in range(MOST_USES + 1)]
 
 
 class Group(PageQueue):
@@ -52,6 +63,26 @@ class Group(PageQueue):
         """Whether it is in the heap."""
         self.outer = outer
         self.inner: Group | None = None
+
+
+def kind_of(page: Page) -> int:
+    """The class of a page that has one, after it was used or something was hung on it."""
+    if page.uses > 1:
+        return KIND_OF_USES[page.uses]
+    kind: int = page.place.kind
+    return kind & ~1 if page.suffixes is not None else kind
+
+
+def kind_of_new(page: Page) -> int:
+    """The class of a page that came just now; what it hangs on has its class already."""
+    if page.uses > 1:
+        return KIND_OF_USES[page.uses]
+    end = page.suffixes is None
+    parent = page.parent
+    if parent is None or parent.place is None:
+        return BEGUN + end
+    goes_on = parent.uses <= FEW if parent.uses > 1 else parent.place.kind >= GOES_ON
+    return (GOES_ON if goes_on else BEGUN) + end
 
 
 class Forecast:

@@ -1,15 +1,14 @@
-"""A queue of pages, linked through the pages themselves: no memory of its own, every step O(1).
+"""A queue of pages, of which policies are made, and LRU, which is one such queue.
 
-Policies are made of such queues.  What always holds: a page is in one queue at most.
+It is linked through the pages themselves: no memory of its own, every step O(1).  What always holds: a page is in one
+queue at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ems.pool.pages import Page
+from ems.pool.pages import Page
 
 
 class PageQueue:
@@ -103,3 +102,40 @@ class PageQueue:
             self._newest.newer = oldest
         self._newest = newest
         self.count += count
+
+
+class Lru:
+    """Least recently used first: what most caches do, and what others are measured by."""
+
+    def __init__(self) -> None:
+        self._queue = PageQueue()
+
+    def resize(self, capacity: int) -> None:
+        """Capacity means nothing to it."""
+
+    def add(self, pages: list[Page]) -> None:
+        for page in reversed(pages):
+            self._queue.add(page)
+
+    def use(self, pages: list[Page]) -> None:
+        self._queue.touch_all(pages)
+
+    refresh = use
+
+    def spare(self, page: Page) -> None:
+        self._queue.touch(page)
+
+    def ready(self, page: Page) -> None:
+        """It stands where it stood."""
+
+    def remove(self, page: Page) -> None:
+        self._queue.remove(page)
+
+    def first(self) -> Page | None:
+        return self._queue.oldest
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._queue)
+
+    def __len__(self) -> int:
+        return self._queue.count

@@ -9,16 +9,13 @@ left is bounded by the capacity.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ems.config import PolicyName
-from ems.pool.policy.arc import Arc
+from ems.pool.pages import Page
 from ems.pool.policy.forecast import Forecast
-from ems.pool.policy.lru import Lru
-from ems.pool.policy.s3fifo import S3Fifo
-
-if TYPE_CHECKING:
-    from ems.pool.pages import Page
+from ems.pool.policy.queue import Lru
+from ems.pool.policy.scan_resistant import Arc, S3Fifo
 
 
 class Policy(Protocol):
