@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState, header_offset, unpack_header
 from tests.faults.world import World
+from tests.pool.segment_memory import map_segment
 
 FIELDS = (24, 40, 48, 52, 56)
 """Where in a header the key of the block before, the stamp, the length, the checksum and the flags begin."""
@@ -14,7 +15,7 @@ def slots(world: World, wanted: SlotState | None = None) -> list[tuple[int, int]
     found = []
     for segment in world.node.core.slots.segments:
         if segment.geometry is not None:
-            mapped = world.node.arena.mapped(segment.number)
+            mapped = map_segment(world.node.arena, segment.number)
             states = [unpack_header(mapped, header_offset(slot)).state for slot in range(segment.geometry.slot_count)]
             found += [(segment.number, slot) for slot, state in enumerate(states) if wanted in (None, state)]
     return found
@@ -22,7 +23,7 @@ def slots(world: World, wanted: SlotState | None = None) -> list[tuple[int, int]
 
 def flip(world: World, segment: int, offset: int, bit: int) -> None:
     """Flip one bit as bad memory does: nobody's write."""
-    mapped = world.node.arena.mapped(segment)
+    mapped = map_segment(world.node.arena, segment)
     mapped[offset] ^= 1 << bit % 8
     mapped.release()
 

@@ -57,7 +57,7 @@ def granting(world: World, node: HistoryNode, namespace: int, keys: list[bytes])
 
 def see_grant(world: World, ref: PageRef, size: int) -> None:
     """A slot was promised into which nobody else may write any more."""
-    file = identity(world.node.arena.descriptor(ref.segment))
+    file = identity(world.node.arena._files[ref.segment].descriptor)
     for late in world.late:
         overlaps = late.ref.offset < ref.offset + size and ref.offset < late.ref.offset + late.size
         if late.file == file and overlaps and not late.loose:

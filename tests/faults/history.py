@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from ems.config import POLICIES
-from ems.pool.segments.verify import Verify
+from ems.pool.segments.reader import Verify
 from tests.faults import invariants, lifecycle
 from tests.faults.points import Crash
 from tests.faults.settings import Settings, Violation

@@ -59,7 +59,7 @@ def _begin(world: World, kept_open: KeptOpen | None = None) -> None:
         break
     node.clients.listener = Listener(node.config.socket, None if kept_open is None else kept_open.listener)
     for number, size in enumerate(node.arena.sizes):
-        os.posix_fallocate(node.arena.descriptor(number), 0, size)
+        os.posix_fallocate(node.arena._files[number].descriptor, 0, size)
         node.arena.touched[number] = size
         node.core.slots.touch(number, size)
     node.core.slots.touching_ended()

@@ -145,7 +145,9 @@ class HistoryNode(CrashingNode):
             if client_id < 0:
                 refs = [PageRef.unpack(page.ref) for page in reserved.granted]
                 size = reserved.page_size
-                self._into[client_id] = [(ref, size, identity(self.arena.descriptor(ref.segment))) for ref in refs]
+                self._into[client_id] = [
+                    (ref, size, identity(self.arena._files[ref.segment].descriptor)) for ref in refs
+                ]
 
         return see
 

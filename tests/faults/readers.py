@@ -5,8 +5,7 @@ from __future__ import annotations
 from ems.pool.layout import PageRef, unpack_refs
 from ems.pool.names import own_name
 from ems.pool.protocol import messages
-from ems.pool.segments.reader import PageReader
-from ems.pool.segments.verify import Trust, Verify
+from ems.pool.segments.reader import PageReader, Trust, Verify
 from tests.faults.asking import PATHS, ask, name_of, opened_namespace, run_of, seat_of, tell
 from tests.faults.settings import Violation, block_key, called, content, size_of
 from tests.faults.simulated_clients import Reading, SimulatedClient

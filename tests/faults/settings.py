@@ -9,7 +9,7 @@ import msgspec
 
 from ems.config import PolicyName
 from ems.pool.names import own_name, qualified
-from ems.pool.segments.verify import Verify
+from ems.pool.segments.reader import Verify
 
 SMALL, LARGE = 512, 2048
 NAMESPACES = {"small": SMALL, "other": SMALL, "large": LARGE}

@@ -37,7 +37,7 @@ class Maps:
         replaced = known is not None and known[: len(MAGIC)] != MAGIC and number < len(self.node.arena.sizes)
         if known is None or replaced:
             self.node.answer(self.client_id, messages.Attach(number))  # refused where it is another's
-            descriptor = self.node.arena.descriptor(number)
+            descriptor = self.node.arena._files[number].descriptor
             self._files[number] = identity(descriptor)
             known = self._maps[number] = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
         return known
@@ -53,7 +53,7 @@ class Maps:
 
     def shares(self, node: Node, number: int) -> bool:
         """Whether what is mapped is the segment that ``node`` uses now."""
-        return self._files.get(number) == identity(node.arena.descriptor(number))
+        return self._files.get(number) == identity(node.arena._files[number].descriptor)
 
     @property
     def files(self) -> Iterable[Identity]:

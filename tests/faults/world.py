@@ -36,6 +36,7 @@ from tests.faults.settings import (
 )
 from tests.faults.simulated_clients import GONE, Identity, Late, SimulatedClient
 from tests.faults.times import Times, Turns
+from tests.pool.segment_memory import map_segment
 
 if TYPE_CHECKING:
     from ems.pool.core.writing import Reserved
@@ -250,7 +251,7 @@ class World:
             self.committed[known] = page.ref
             self.counts["page promoted"] += 1
             ref = PageRef.unpack(page.ref)
-            raw = node.arena.mapped(ref.segment)[ref.offset : ref.offset + size_of(known[0])]
+            raw = map_segment(node.arena, ref.segment)[ref.offset : ref.offset + size_of(known[0])]
             if known in self.never_summed and raw != content(*known):
                 # It was damaged in memory before it went down, and nobody could know.
                 self.hurt[ref[:3]] = self.life
@@ -275,7 +276,7 @@ class World:
     def heal(self) -> None:
         """Forget the damage of descriptions that were written anew."""
         for number in list(self.hurt_segments):
-            raw = bytes(self.node.arena.mapped(number)[:HEADERS_OFFSET])
+            raw = bytes(map_segment(self.node.arena, number)[:HEADERS_OFFSET])
             if not isinstance(unpack_description(raw, SEGMENT), str):
                 self.hurt_segments.discard(number)
 

@@ -41,8 +41,8 @@ from ems.pool.names import own_name
 from ems.pool.node.launcher import ensure_node
 from ems.pool.processes import process_lives
 from ems.pool.protocol.acts import Clear, Follow, List
+from ems.pool.segments.reader import Verify
 from ems.pool.segments.touch import warm
-from ems.pool.segments.verify import Verify
 from ems.pool.tenants.credentials import from_environment
 from ems.tables import Table
 from ems.transfers.memcpy import memcpy_all

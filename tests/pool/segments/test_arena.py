@@ -59,7 +59,7 @@ def arena(home: Path) -> Iterator[Arena]:
 
 
 def header(arena: Arena, segment: int, slot: int) -> tuple[int, int, bytes, int]:
-    found = unpack_header(os.pread(arena.descriptor(segment), 1 << 20, 0), header_offset(slot))
+    found = unpack_header(os.pread(arena._files[segment].descriptor, 1 << 20, 0), header_offset(slot))
     return found.state, found.generation, found.key, found.length
 
 
@@ -72,10 +72,10 @@ def assigned(segment: int, page_size: int, name: str = "a") -> Assigned:
 
 def test_a_segment_describes_itself(arena: Arena) -> None:
     arena.headers.describe(assigned(1, 8192, "model"))
-    raw = os.pread(arena.descriptor(1), HEADERS_OFFSET, 0)
+    raw = os.pread(arena._files[1].descriptor, HEADERS_OFFSET, 0)
     assert unpack_description(raw, MIB) == Description(1, "model", NODE_ID, carve(MIB, 8192), 1, 1)
     arena.headers.describe(assigned(1, 4096, "model"))
-    assert carving_of(memoryview(os.pread(arena.descriptor(1), HEADERS_OFFSET, 0))) == 2
+    assert carving_of(memoryview(os.pread(arena._files[1].descriptor, HEADERS_OFFSET, 0))) == 2
 
 
 def test_a_header_says_writing_before_it_says_present(arena: Arena) -> None:
@@ -116,7 +116,7 @@ def test_touching_tells_its_progress_in_steps(home: Path) -> None:
     told: list[tuple[int, int]] = []
     assert arena.prefault(lambda segment, touched: told.append((segment, touched)), threading.Event()) is None
     assert told == [(0, TOUCH_STEP), (0, 10 * MIB), (1, TOUCH_STEP), (1, 10 * MIB)]
-    allocated = os.fstat(arena.descriptor(1)).st_blocks * 512
+    allocated = os.fstat(arena._files[1].descriptor).st_blocks * 512
     assert allocated >= 10 * MIB
     arena.close()
 
@@ -171,7 +171,7 @@ def test_touching_ends_where_memory_does(home: Path, monkeypatch: pytest.MonkeyP
 def test_memory_is_allocated_also_where_it_is_not_to_be_touched(home: Path) -> None:
     arena = Arena(config(home, prefault=False), NODE_ID)
     arena.prefault(lambda *_: None, threading.Event())
-    assert os.fstat(arena.descriptor(0)).st_blocks * 512 >= 2 * MIB
+    assert os.fstat(arena._files[0].descriptor).st_blocks * 512 >= 2 * MIB
     arena.close()
 
 
@@ -250,7 +250,7 @@ def test_a_start_that_is_refused_takes_nothing_of_what_an_earlier_node_left(
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
     earlier = Arena(config(home, segment_size=MIB), NODE_ID)
-    os.pwrite(earlier.descriptor(1), b"page", 0)
+    os.pwrite(earlier._files[1].descriptor, b"page", 0)
     earlier.close()
     before = sorted(home.rglob("*"))
     monkeypatch.setattr(os, "ftruncate", refuse)
@@ -281,7 +281,7 @@ def test_memory_that_was_being_given_back_when_the_node_ended_is_touched_again(h
     arena = Arena(settings, NODE_ID)
     arena.adopt(recover(arena.images()))
     arena.prefault(lambda *_: None, threading.Event())
-    assert os.fstat(arena.descriptor(0)).st_blocks * 512 == whole
+    assert os.fstat(arena._files[0].descriptor).st_blocks * 512 == whole
     arena.close()
 
 
@@ -289,14 +289,14 @@ def test_memory_is_not_given_back_where_no_file_can_take_its_place(home: Path, m
     """The next node must find who may still write into it."""
     arena = Arena(config(home, size=TOUCH_STEP, segment_size=TOUCH_STEP), NODE_ID)
     arena.prefault(lambda *_: None, threading.Event())
-    os.pwrite(arena.descriptor(0), b"who writes", 0)
+    os.pwrite(arena._files[0].descriptor, b"who writes", 0)
     monkeypatch.setattr(Arena, "_new_file", full)
     with pytest.raises(OSError, match="No space left"):
         arena.give_up(0, 0, TOUCH_STEP)
-    assert os.pread(arena.descriptor(0), 10, 0) == b"who writes"
+    assert os.pread(arena._files[0].descriptor, 10, 0) == b"who writes"
     monkeypatch.undo()
     arena.give_up(0, 0, TOUCH_STEP)
-    assert os.fstat(arena.descriptor(0)).st_blocks == 0
+    assert os.fstat(arena._files[0].descriptor).st_blocks == 0
     assert arena.given_up == {0}
     arena.close()
 

@@ -138,7 +138,6 @@ def test_what_a_node_left_that_was_killed_while_it_began_is_its_own(home: Path) 
     Arena(config(home), NODE_ID).close()
     for name in ("tails", "pins.new"):
         (folder / name).touch(mode=0o600)
-    (folder / "node.lock").write_bytes(b"4711\n")  # of an earlier release
     (folder / "marks").write_bytes((folder / "marks").read_bytes()[:12])
     Arena(config(home), NODE_ID).close(keep=False)
     assert not folder.exists()

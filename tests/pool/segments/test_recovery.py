@@ -36,11 +36,11 @@ from ems.pool.layout import (
 )
 from ems.pool.node.pool_node import Node
 from ems.pool.protocol import messages
-from ems.pool.segments.reader import PageReader
+from ems.pool.segments.reader import PageReader, Trust, Verify
 from ems.pool.segments.recovery import MOST, Recovered, SegmentImage, header_checksums, recover
-from ems.pool.segments.verify import Trust, Verify
 from tests.kit.headers import write_header
 from tests.pool.brain import chain, key, segment_for, tails_of
+from tests.pool.segment_memory import map_segment
 from tests.pool.wrong_core import wrong_core
 
 SMALL, LARGE = 4096, 16384
@@ -67,7 +67,7 @@ def start(home: Path, now: list[float], **changes: object) -> Node:
 
     node = asyncio.run(make())
     for number, size in enumerate(node.arena.sizes):
-        os.posix_fallocate(node.arena.descriptor(number), 0, size)
+        os.posix_fallocate(node.arena._files[number].descriptor, 0, size)
         node.arena.touched[number] = size
         node.core.slots.touch(number, size)
     node.core.slots.touching_ended()
@@ -90,7 +90,7 @@ def pages_of(node: Node) -> dict[tuple[str, bytes], bytes]:
 
 def bytes_at(node: Node, packed: bytes, size: int) -> bytes:
     ref = PageRef.unpack(packed)
-    return bytes(node.arena.mapped(ref.segment)[ref.offset : ref.offset + size])
+    return bytes(map_segment(node.arena, ref.segment)[ref.offset : ref.offset + size])
 
 
 def order_of(node: Node, name: str) -> list[bytes]:
@@ -101,7 +101,7 @@ def order_of(node: Node, name: str) -> list[bytes]:
 def write(node: Node, packed: bytes, data: bytes) -> int:
     """Copy a page to its slot; its checksum."""
     ref = PageRef.unpack(packed)
-    node.arena.mapped(ref.segment)[ref.offset : ref.offset + len(data)] = data
+    map_segment(node.arena, ref.segment)[ref.offset : ref.offset + len(data)] = data
     return page_checksum(memoryview(data))
 
 
@@ -115,7 +115,7 @@ def sound(node: Node, name: str, packed: bytes, one: bytes) -> bool:
     """What a reader that checks says of a page."""
 
     def segment(number: int) -> memoryview:
-        return memoryview(bytes(node.arena.mapped(number)))
+        return memoryview(bytes(map_segment(node.arena, number)))
 
     return PageReader(segment, name, NAMES[name], Trust(Verify.ALWAYS)).sound(PageRef.unpack(packed), one)
 
@@ -215,7 +215,7 @@ class Restarts(RuleBasedStateMachine):
             space, page = data.draw(st.sampled_from(pages))
             ref = PageRef.unpack(page.ref)
             at = ref.offset + data.draw(st.integers(0, space.page_size - 1))
-            self.node.arena.mapped(ref.segment)[at] ^= 1 << data.draw(st.integers(0, 7))
+            map_segment(self.node.arena, ref.segment)[at] ^= 1 << data.draw(st.integers(0, 7))
 
     @rule()
     def report(self) -> None:
@@ -278,7 +278,7 @@ class Restarts(RuleBasedStateMachine):
         before = pages_of(self.node)
         at = header_offset(slot) + data.draw(st.integers(0, HEADER_BYTES - len(garbage)))
         if geometry:
-            self.node.arena.mapped(segment)[at : at + len(garbage)] = garbage
+            map_segment(self.node.arena, segment)[at : at + len(garbage)] = garbage
         self.end(range(len(self.node.arena.sizes)))
         self.node = start(self.home, self.now, size=0, segment_size=0)
         found = pages_of(self.node)
@@ -289,7 +289,7 @@ class Restarts(RuleBasedStateMachine):
     def crash_with_a_damaged_description(self, data: st.DataObject, at: int, bit: int) -> None:
         segment = data.draw(st.integers(0, len(self.node.arena.sizes) - 1))
         before = pages_of(self.node)
-        self.node.arena.mapped(segment)[at] ^= 1 << bit
+        map_segment(self.node.arena, segment)[at] ^= 1 << bit
         kept = self.end([number for number in range(len(self.node.arena.sizes)) if number != segment])
         self.node = start(self.home, self.now, size=0, segment_size=0)
         assert pages_of(self.node) == {one: data for one, data in before.items() if one in kept}
@@ -417,7 +417,7 @@ def test_segments_of_another_size_or_version_begin_anew(home: Path, capsys: pyte
     assert pages_of(again) == {}
     assert "do not fit a pool of segments of" in capsys.readouterr().out
     save(again, "small", chain("x", 1))
-    again.arena.mapped(0)[8] = 1
+    map_segment(again.arena, 0)[8] = 1
     again.arena.close()
     third = start(home, [0.0], size=0, segment_size=0)
     assert pages_of(third) == {}
@@ -450,7 +450,7 @@ def test_a_node_goes_on_whatever_stamp_a_client_wrote(home: Path, stamp: int) ->
     node = start(home, [0.0])
     save(node, "small", chain("x", 2))
     forged = PageRef.unpack(next(iter(node.core.namespaces[0].index)).ref)
-    mapped = node.arena.mapped(forged.segment)
+    mapped = map_segment(node.arena, forged.segment)
     header = unpack_header(memoryview(mapped), header_offset(forged.slot))
     write_header(mapped, forged.slot, header._replace(stamp=stamp))
     node.arena.close()

@@ -61,7 +61,7 @@ def start(home: Path, tenants: Path | None, segments: int = 2, segment: int = SE
 
 def touch(node: Node, number: int) -> None:
     size = node.arena.sizes[number]
-    os.posix_fallocate(node.arena.descriptor(number), 0, size)
+    os.posix_fallocate(node.arena._files[number].descriptor, 0, size)
     node.arena.touched[number] = size
     node.core.slots.touch(number, size)
 
@@ -79,7 +79,7 @@ def test_memory_that_clients_of_an_open_node_may_map_is_replaced_before_a_tenant
 ) -> None:
     node = start(home, None)
     assert reserve(node, "open", [key("x")]) == [Outcome.GRANTED]
-    inodes = {os.fstat(node.arena.descriptor(number)).st_ino for number in range(2)}
+    inodes = {os.fstat(node.arena._files[number].descriptor).st_ino for number in range(2)}
     node.close()
     node = start(home, tenants)
     try:
@@ -89,7 +89,7 @@ def test_memory_that_clients_of_an_open_node_may_map_is_replaced_before_a_tenant
                 touch(node, number)
         owned = [number for number in range(2) if node.core.segment_tenant(number) == "ann"]
         assert owned
-        assert not inodes & {os.fstat(node.arena.descriptor(number)).st_ino for number in owned}
+        assert not inodes & {os.fstat(node.arena._files[number].descriptor).st_ino for number in owned}
     finally:
         node.close()
 
@@ -112,7 +112,7 @@ def test_memory_that_was_given_up_is_replaced_before_another_tenant_has_it_after
     assert reserve(node, qualified("ann", "m"), [key("a")]) == [Outcome.GRANTED]
     assert reserve(node, qualified("bob", "m"), list(chain("b", 2))) == [Outcome.GRANTED] * 2
     (anns,) = [number for number in range(3) if node.core.segment_tenant(number) == "ann"]
-    inode = os.fstat(node.arena.descriptor(anns)).st_ino
+    inode = os.fstat(node.arena._files[anns].descriptor).st_ino
     resize(node, SEGMENT)
     assert anns in node.arena.given_up
     node.close()
@@ -124,7 +124,7 @@ def test_memory_that_was_given_up_is_replaced_before_another_tenant_has_it_after
             reserve(node, qualified("bob", "m"), [block])
             touched(node)
         assert node.core.segment_tenant(anns) == "bob"
-        assert os.fstat(node.arena.descriptor(anns)).st_ino != inode
+        assert os.fstat(node.arena._files[anns].descriptor).st_ino != inode
     finally:
         node.close()
 
@@ -154,7 +154,7 @@ def test_a_stamp_of_a_tenants_own_making_costs_nobody_else_a_page_where_no_marks
     node = start(home, tenants, 3)
     assert reserve(node, qualified("ann", "m"), [key("a")]) == [Outcome.GRANTED]
     (anns,) = [number for number in range(3) if node.core.segment_tenant(number) == "ann"]
-    descriptor = node.arena.descriptor(anns)
+    descriptor = node.arena._files[anns].descriptor
     for slot in range(2):
         at = header_offset(slot)
         header = unpack_header(os.pread(descriptor, HEADER_BYTES, at), 0)

@@ -18,6 +18,7 @@ from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
 from tests.kit.tiers import KEYS, key, page
+from tests.pool.segment_memory import map_segment
 from tests.pool.tiers.faulty_tier import FaultyTier
 
 NAME = "t/m/l"
@@ -81,7 +82,7 @@ class Bench:
 
     def memory(self, one: Page) -> memoryview:
         ref = PageRef.unpack(one.ref)
-        return self.node.arena.mapped(ref.segment)[ref.offset : ref.offset + PAGE]
+        return map_segment(self.node.arena, ref.segment)[ref.offset : ref.offset + PAGE]
 
     def nothing_is_held(self) -> bool:
         stats = self.node.core.stats()

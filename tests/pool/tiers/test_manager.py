@@ -17,6 +17,7 @@ from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageFlag, PageRef, header_offset
 from ems.pool.tiers.seam import KeyRun, Outcome, Wanted
 from tests.kit.tiers import key, page
+from tests.pool.segment_memory import map_segment
 from tests.pool.tiers.node_with_tier import NAME, PAGE, PATIENCE, Bench, chain, stored
 from tests.pool.wrong_core import wrong_core
 
@@ -303,7 +304,7 @@ async def test_a_page_whose_header_is_damaged_does_not_get_into_a_tier(
     done = one.node.applier.finish(committing)
     one.tier_manager.committed(one.namespace, done.pages)
     bytes_of_it[5] ^= 1
-    header = memoryview(one.node.arena.mapped(ref.segment))[header_offset(ref.slot) :]
+    header = memoryview(map_segment(one.node.arena, ref.segment))[header_offset(ref.slot) :]
     header[FLAGS_AT] ^= PageFlag.CHECKSUMMED
     monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
     await one.until(lambda: one.state.counts["pages_written"] + one.state.counts["write_corrupt"])

@@ -40,8 +40,7 @@ from ems.pool.protocol.acts import Acts
 from ems.pool.protocol.limits import MAX_TAIL_BYTES, TAIL_FRAME_BYTES
 from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.reasons.words import Reason
-from ems.pool.segments.reader import PageReader
-from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
+from ems.pool.segments.reader import SAMPLE, PageReader, Trust, Verify, policy_named
 from ems.pool.tenants.credentials import Credentials
 
 _MOST_MICROS = 10**12

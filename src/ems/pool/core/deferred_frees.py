@@ -9,16 +9,11 @@ a slot is given back once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Hashable, Iterable
 
+from ems.pool.core.slot_allocator import SlotAllocator
 from ems.pool.layout import PageRef
 from ems.pool.writer import Writer
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from ems.pool.core.slot_allocator import SlotAllocator
 
 REPLACE_SECONDS = 30.0
 """How long writers may take to say that they stopped before the memory of their slots is replaced."""

@@ -8,14 +8,11 @@ so that no pass looks at it again soon.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from ems.pool.core.index import Index
+from ems.pool.core.pins import PinSet
 from ems.pool.layout import refs_begin
-
-if TYPE_CHECKING:
-    from ems.pool.core.index import Index
-    from ems.pool.core.pins import PinSet
-    from ems.pool.pages import Page
+from ems.pool.pages import Page
 
 PATIENCE = 4096
 """Pages that one pass may find unwilling to leave before it gives up; the next pass begins behind them."""

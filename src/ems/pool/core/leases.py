@@ -12,15 +12,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from ems.errors import PoolRefused, StaleReference
-
-if TYPE_CHECKING:
-    from ems.pool.core.index import Index
-    from ems.pool.core.namespaces import NamespacePages
-    from ems.pool.pages import Page
-
+from ems.pool.core.index import Index
+from ems.pool.core.namespaces import NamespacePages
+from ems.pool.pages import Page
 
 MAX_LEASED_EACH = 1 << 21
 """Pages that the leases of one owner may promise, a page as often as it is promised (8 bytes each)."""

@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ems.errors import StaleReference
-
-if TYPE_CHECKING:
-    from ems.pool.core.namespaces import NamespacePages
-    from ems.pool.pages import Page
+from ems.pool.core.namespaces import NamespacePages
+from ems.pool.pages import Page
 
 
 class UncommittedLimits(msgspec.Struct, frozen=True):

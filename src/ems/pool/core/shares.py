@@ -15,16 +15,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ems.config import format_size, parse_size
 from ems.errors import ConfigError, QuotaExceeded
-
-if TYPE_CHECKING:
-    from ems.pool.core.namespaces import NamespacePages
-    from ems.pool.core.slot_allocator import Segment
+from ems.pool.core.namespaces import NamespacePages
+from ems.pool.core.slot_allocator import Segment
 
 IDLE_SECONDS = 10.0
 """How long a namespace must have rested before it can lose its last segment to a namespace that has none."""

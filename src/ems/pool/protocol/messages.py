@@ -235,7 +235,7 @@ class Administer(Message, frozen=True):
 class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     """The greeting was accepted: version to speak, the node's identity (new with each start), its segments.
 
-    ``verify`` says which loaded pages are to be checked (see :class:`ems.pool.segments.verify.Verify`); pages with a
+    ``verify`` says which loaded pages are to be checked (see :class:`ems.pool.segments.reader.Verify`); pages with a
     stamp below ``trusted_from`` always are.
     """
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Self
 
+_EVICTED = "the next block was evicted: "
+_REFUSED = "the next block was refused when it was to be stored: "
+
 
 class Reason(Enum):
     """The first thing that kept the rest of a prompt from being loaded: its word, its sentence, its number."""
@@ -28,43 +31,19 @@ class Reason(Enum):
     # Said by the node
     NEVER_STORED = "never_stored", "the next block was never stored, or left longer ago than the pool remembers", 1
     BEING_WRITTEN = "being_written", "the next block is still being written", 2
-    EVICTED_FULL = (
-        "evicted_full",
-        "the next block was evicted: its namespace was full and newer blocks needed the room",
-        3,
-    )
-    EVICTED_WATERMARK = (
-        "evicted_watermark",
-        "the next block was evicted: the pool was fuller than its high watermark",
-        4,
-    )
-    EVICTED_FOR_OTHERS = "evicted_for_others", "the next block was evicted: another namespace needed the memory", 5
-    EVICTED_QUOTA = "evicted_quota", "the next block was evicted: its tenant was above its quota", 6
-    EVICTED_RESIZE = "evicted_resize", "the next block was evicted: the pool was made smaller", 7
+    EVICTED_FULL = "evicted_full", _EVICTED + "its namespace was full and newer blocks needed the room", 3
+    EVICTED_WATERMARK = "evicted_watermark", _EVICTED + "the pool was fuller than its high watermark", 4
+    EVICTED_FOR_OTHERS = "evicted_for_others", _EVICTED + "another namespace needed the memory", 5
+    EVICTED_QUOTA = "evicted_quota", _EVICTED + "its tenant was above its quota", 6
+    EVICTED_RESIZE = "evicted_resize", _EVICTED + "the pool was made smaller", 7
     EXPIRED = "expired", "the next block was older than it was to become", 8
     CLEARED = "cleared", "the next block was cleared by an administrator", 9
     CHECKSUM = "checksum", "the next block was damaged and was taken out of the pool", 10
     UNFINISHED = "unfinished", "the next block was begun, but its writer gave up or left before it was whole", 11
-    REFUSED_NO_SPACE = (
-        "refused_no_space",
-        "the next block was refused when it was to be stored: nothing could make room for it",
-        12,
-    )
-    REFUSED_NOT_TOUCHED = (
-        "refused_not_touched",
-        "the next block was refused when it was to be stored: memory was not touched yet",
-        13,
-    )
-    REFUSED_DRAINING = (
-        "refused_draining",
-        "the next block was refused when it was to be stored: the node was being drained",
-        14,
-    )
-    REFUSED_SHARE = (
-        "refused_share",
-        "the next block was refused when it was to be stored: too many were reserved by its writer and not committed",
-        21,
-    )
+    REFUSED_NO_SPACE = "refused_no_space", _REFUSED + "nothing could make room for it", 12
+    REFUSED_NOT_TOUCHED = "refused_not_touched", _REFUSED + "memory was not touched yet", 13
+    REFUSED_DRAINING = "refused_draining", _REFUSED + "the node was being drained", 14
+    REFUSED_SHARE = "refused_share", _REFUSED + "too many were reserved by its writer and not committed", 21
     OTHER_LAYOUT = "other_layout", "the pool has this model only in another layout, which means other bytes", 15
     OTHER_TENANT = "other_tenant", "only another tenant has this", 16
     TIER_OFFLINE = "tier_offline", "the tier that has the next block does not answer", 17

@@ -14,26 +14,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ems.config import NodeConfig, format_size
 from ems.errors import ConfigError
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, Description, PageRef, header_offset, unpack_description
+from ems.pool.pages import Page
 from ems.pool.segments.folder import GIVEN_UP_NAME, SIZE_NAME, Folder, refuse_disk
 from ems.pool.segments.headers import Headers
-from ems.pool.segments.node_state import NodeStateFile
 from ems.pool.segments.plan import MAX_SEGMENTS, lay_out, plan_segments
-from ems.pool.segments.recovery import MAX_SLOTS, SegmentImage
+from ems.pool.segments.recovery import MAX_SLOTS, Recovered, SegmentImage
 from ems.pool.segments.segment_file import FileRange, SegmentFile
-from ems.pool.segments.side_file import SideFile
+from ems.pool.segments.side_file import NodeStateFile, SideFile
 from ems.pool.segments.tail_file import LEAST_BYTES, Listed, TailFile
 from ems.pool.segments.touch import TOUCH_STEP, yield_to_others
-
-if TYPE_CHECKING:
-    from ems.pool.pages import Page
-    from ems.pool.segments.recovery import Recovered
 
 TAILS_SHARE = 256
 """The file of tails has at most one in so many bytes of the pool, and twice that while it is written anew."""
@@ -75,17 +70,16 @@ class Arena:
             refuse_disk(config.directory)
         self._folder = Folder(config.directory, lock=lock)
         self._node_state = NodeStateFile(self._folder.marks)
-        self.headers = Headers(node_id, self._files, self._cover)
-        self._gone = SideFile(config.directory / GIVEN_UP_NAME, list[int], msgspec.json)
+        self.headers = Headers(node_id, self._files, self._node_state.cover)
         self._tails = self._tail_file()
         try:
             if config.fresh:
                 self._folder.remove_segments()
-                self._forget_marks()
-                self._gone = SideFile(config.directory / GIVEN_UP_NAME, list[int], msgspec.json)
+                self._node_state.forget()
             if config.fresh or (config.size and lock is None):  # a node that restarts has the size that it had
                 (config.directory / SIZE_NAME).unlink(missing_ok=True)
-            self._given_size = SideFile(config.directory / SIZE_NAME, list[int], msgspec.json)
+            self._gone = SideFile(config.directory / GIVEN_UP_NAME, list[int])
+            self._given_size = SideFile(config.directory / SIZE_NAME, list[int])
             """Bytes of a segment and their number, of a pool that was given another size while it ran."""
             found, cut = self._find()
             file_system = os.statvfs(config.directory)
@@ -99,9 +93,6 @@ class Arena:
         except BaseException:
             self.close()
             raise
-
-    def _cover(self, stamp: int, carving: int) -> None:
-        self._node_state.cover(stamp, carving)
 
     def _planned(self, config: NodeConfig, free: int, found: list[int]) -> list[int]:
         """Sizes of the segments, those among them that stay given up."""
@@ -177,7 +168,7 @@ class Arena:
         del self._files[fit:]
         self._folder.remove_segments(len(self._files))
         if not self._files:
-            self._forget_marks()
+            self._node_state.forget()
         self.found = set(range(len(self._files)))
         for file in self._files:
             self.headers.ends.append(HEADERS_OFFSET)
@@ -185,17 +176,12 @@ class Arena:
             self.touched.append(file.allocated())
         lost = sorted(cut & self.found)
         for number in lost:
-            self._replace(number)
+            self.renew(number)
         if lost:
             self.notes.append(
                 f"{len(lost)} segments, the first of them {lost[0]}, have files of another size than the node made, "
                 "their pages are gone"
             )
-
-    def _forget_marks(self) -> None:
-        """The file went with the segments of which it told; another is made."""
-        self._node_state.close()
-        self._node_state = NodeStateFile(self._folder.marks)
 
     def _complete(self) -> None:
         kept = len(self._files)
@@ -252,21 +238,11 @@ class Arena:
         self.headers.forget(recovered.stale)
         try:
             for unreadable in recovered.unreadable:
-                self._replace(unreadable.segment)
+                self.renew(unreadable.segment)
             self._node_state.cover(self.headers.stamp, self.headers.carving)
             return self._tails.read()
         except OSError as error:
             raise ConfigError(f"cannot make segments anew: {error.strerror or error}") from error
-
-    def _replace(self, number: int) -> None:
-        """A new file: whoever maps the old one is not to see what becomes of it."""
-        # By renaming, because a gap in the numbers would cost the segments behind it, should the node end in it.
-        new = self._folder.new_segment(number)
-        file = self._files[number] = self._file(self._new_file(new), self.sizes[number])
-        os.ftruncate(file.descriptor, file.size)
-        new.rename(self._folder.segment(number))
-        self.headers.ends[number], self.touched[number] = HEADERS_OFFSET, 0
-        self.found.discard(number)
 
     # What clients did to the files
 
@@ -312,7 +288,7 @@ class Arena:
         else:
             self._gone.replace([gone for gone in self._gone.value if gone != number])
             if self._files[number].hurt or not self._files[number].whole():
-                self._replace(number)
+                self.renew(number)
 
     def give_up(self, number: int, start: int, length: int) -> None:
         """Give memory of segment ``number`` back to the system; mappings of it stay, and read as zeros.
@@ -332,9 +308,6 @@ class Arena:
             with contextlib.suppress(OSError):  # the next start has the segment back, which costs nothing but memory
                 self._gone.replace(sorted({*self._gone.value, number}))
 
-    def descriptor(self, segment: int) -> int:
-        return self._files[segment].descriptor
-
     def opened(self, segment: int) -> int:
         """A descriptor of a segment's file to be passed to an engine, and closed then.
 
@@ -342,19 +315,13 @@ class Arena:
         """
         return self._files[segment].opened()
 
-    def mapped(self, segment: int) -> memoryview:
-        """All of a segment, mapped; only where nobody would cut its file."""
-        view = self._files[segment].view(0, self.sizes[segment])
-        if view is None:
-            raise ValueError(f"the file of segment {segment} is shorter than {self.sizes[segment]} bytes")
-        return view
-
     def renew(self, segment: int) -> Retired:
-        """Put fresh memory in place of a segment's; :meth:`refill` does the rest in another thread.
+        """Put a new file in place of a segment's; :meth:`refill` gives the old memory back, in another thread.
 
-        Whoever still maps the old memory finds no description there any more, and no page.
+        Whoever still maps the old one finds no description there any more, and no page.
         Raises OSError: there is no room for a file.
         """
+        # By renaming, because a gap in the numbers would cost the segments behind it, should the node end in it.
         path = self._folder.segment(segment)
         new = self._folder.segment(segment + MAX_SEGMENTS)  # a name of a segment, so that it is swept when left behind
         file = self._file(self._new_file(new), self.sizes[segment])
@@ -368,6 +335,7 @@ class Arena:
         retired.file.write(0, bytes(HEADERS_OFFSET))
         self._files[segment] = file
         self.headers.ends[segment], self.touched[segment] = HEADERS_OFFSET, 0
+        self.found.discard(segment)
         return retired
 
     def refill(self, retired: Retired, progress: Callable[[int, int], None], stop: threading.Event) -> str | None:

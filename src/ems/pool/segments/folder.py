@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ems.errors import ConfigError
 from ems.pool import layout
-from ems.pool.segments import node_state, side_file, tail_file
+from ems.pool.segments import side_file, tail_file
 from ems.pool.segments.plan import MAX_SEGMENTS
 
 LOG_NAME = "node.log"
@@ -44,7 +44,7 @@ _POLL_SECONDS = 0.05
 _LOCK_NAME = "node.lock"
 _TAILS_NAME = "tails"
 _MARKS_NAME = "marks"
-_SEGMENT = re.compile(r"segment-([0-9]{5})(\.new)?")
+_SEGMENT = re.compile(r"segment-([0-9]{5})")
 _SIDE_FILES = {
     _TAILS_NAME: tail_file.MAGIC,
     OWNERS_NAME: side_file.MAGIC,
@@ -96,7 +96,7 @@ def refuse_strangers(path: Path) -> None:
 
 def _is_marked(path: Path) -> bool:
     """Whether a node made ``path`` its own.  Marks that are damaged further behind say so as well."""
-    for name, magic in ((_MARKS_NAME, node_state.MAGIC), (SIZE_NAME, side_file.MAGIC)):
+    for name, magic in ((_MARKS_NAME, side_file.MARKS_MAGIC), (SIZE_NAME, side_file.MAGIC)):
         file = path / name
         if file.is_file() and _beginning(file).startswith(magic):
             return True
@@ -118,9 +118,8 @@ def _is_own(path: Path, *, marked: bool) -> bool:
         return marked and sound and int(segment[1]) < 2 * MAX_SEGMENTS
     if name in (_LOCK_NAME, LOG_NAME, _MARKS_NAME):
         # A node that was killed in between may have made the file and written nothing yet.
-        magic = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: node_state.MAGIC}[name]
-        before = marked and name == _LOCK_NAME and begins.strip().isdigit()  # an earlier release wrote no more
-        return begins.startswith(magic) or before or (private and not begins)
+        magic = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: side_file.MARKS_MAGIC}[name]
+        return begins.startswith(magic) or (private and not begins)
     known = _SIDE_FILES.get(name)
     # One that was damaged costs what is in it, never the start of the node.
     return marked and known is not None and (private or begins[: len(known)] == known[: len(begins)])
@@ -190,9 +189,6 @@ class Folder:
     def segment(self, number: int) -> Path:
         return self.path / f"segment-{number:05d}"
 
-    def new_segment(self, number: int) -> Path:
-        return self.path / f"segment-{number:05d}.new"
-
     def segments(self) -> int:
         """How many segments an earlier node left, as far as they are numbered without a gap."""
         count = 0
@@ -201,13 +197,13 @@ class Folder:
         return count
 
     def remove_segments(self, first: int = 0) -> None:
-        """Remove the segments from number ``first`` on, and those that are not whole; all with what belongs to them."""
+        """Remove the segments from number ``first`` on; all with what belongs to them."""
         marked = _is_marked(self.path)
         own = [entry for entry in self.path.iterdir() if _is_own(entry, marked=marked)]
         for entry in own:
             segment = _SEGMENT.fullmatch(entry.name)
             beside = not first and entry.name in _SIDE_FILES and entry.name != SIZE_NAME
-            goes = segment[2] or int(segment[1]) >= first if segment else beside
+            goes = int(segment[1]) >= first if segment else beside
             if goes:
                 entry.unlink(missing_ok=True)
         if not first:

@@ -2,13 +2,12 @@
 
 What always holds: only the node writes them; a segment's description is there only while all its headers mean what it
 says; no stamp and no carving is given twice, nor one that was not announced before
-(:mod:`ems.pool.segments.node_state`).
+(:mod:`ems.pool.segments.side_file`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT
@@ -26,12 +25,10 @@ from ems.pool.layout import (
     unpack_header,
     unpack_refs,
 )
+from ems.pool.pages import Assigned, Page
+from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.segments.segment_file import SegmentFile
-from ems.pool.segments.verify import LOOKED_AT_ONCE
-
-if TYPE_CHECKING:
-    from ems.pool.pages import Assigned, Page
-    from ems.pool.writer import Writer
+from ems.pool.writer import Writer
 
 _FREE = int(SlotState.FREE).to_bytes(4, "little")
 

@@ -24,7 +24,7 @@ from ems.pool.pages import Outcome, packed_refs
 from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Follow, List, Show, Upgrade
 from ems.pool.reasons.words import Reason
-from ems.pool.segments.verify import LOOKED_AT_ONCE
+from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.service.effects import PAUSE, Administer, Attach, QuarantineHeader, ShowFigures, VerifyPage, Work
 from ems.pool.service.measured import Measured
 from ems.pool.tiers.locations import revised, why

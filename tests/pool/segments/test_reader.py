@@ -16,8 +16,7 @@ from ems.pool.layout import (
     carve,
     pack_description,
 )
-from ems.pool.segments.reader import PageReader
-from ems.pool.segments.verify import SAMPLE, Trust, Verify, policy_named
+from ems.pool.segments.reader import SAMPLE, PageReader, Trust, Verify, policy_named
 from tests.kit.headers import write_header, write_state
 
 PAGE = 4096

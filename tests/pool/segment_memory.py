@@ -1,0 +1,12 @@
+"""Bytes of a node's segments, as tests look at them and damage them."""
+
+from __future__ import annotations
+
+from ems.pool.segments.arena import Arena
+
+
+def map_segment(arena: Arena, segment: int) -> memoryview:
+    """All of a segment, mapped; only where nobody cuts its file."""
+    view = arena._files[segment].view(0, arena.sizes[segment])
+    assert view is not None
+    return view
