@@ -68,11 +68,11 @@ class NodeStateFile:
     """What a node knows of its segments that nobody who maps them can change: the file ``path``, its marks.
 
     The size of their files, and how far the numbers that grow (stamps of pages, carvings of segments) have come at
-    most.  A client can write any number into its own segments: without a bound the next node would go on from there, and
-    the one after it would take the pages of everybody for damaged.  What always holds: no stamp and no carving is given
-    that is not below what the file says; the file is one page of shared memory that is written in place, so that it can
-    be written when memory is full too.  One that is not there or cannot be read says nothing: all numbers are possible
-    then.
+    most.  A client can write any number into its own segments: without a bound the next node would go on from there,
+    and the one after it would take the pages of everybody for damaged.  What always holds: no stamp and no carving is
+    given that is not below what the file says; the file is one page of shared memory that is written in place, so that
+    it can be written when memory is full too.  One that is not there or cannot be read says nothing: all numbers are
+    possible then.
     """
 
     def __init__(self, path: Path) -> None:
