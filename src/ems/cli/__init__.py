@@ -1,4 +1,4 @@
-"""The ``ems`` command: one file a verb, imported when the verb is called.
+"""The ``ems`` command; the file of a verb is imported when the verb is called.
 
 What always holds, whatever the verb does: data goes to stdout and everything else to stderr; a mistake in usage or in
 a setting is one sentence and exit status 2, another failure that EMS foresees is one sentence and exit status 1, Ctrl-C
@@ -31,18 +31,18 @@ VERBS = {
     "node": ("node:node", "Run the pool node of this host."),
     "status": ("status:status", "Show the pool at a glance."),
     "explain": ("explain:explain", "Say why a prompt, a request or a key was a miss."),
-    "list": ("listing:listing", "List what the pool holds: namespaces, models or tenants."),
+    "list": ("show:listing", "List what the pool holds: namespaces, models or tenants."),
     "show": ("show:show", "Show a namespace or a page."),
     "clear": ("clear:clear", "Take pages out of the pool: memory and tiers."),
     "pin": ("pin:pin", "Keep pages from being evicted."),
     "unpin": ("pin:unpin", "Let pinned pages be evicted again."),
     "warm": ("warm:warm", "Bring pages from a lower tier into memory."),
-    "drain": ("drain:drain", "Let the node take nothing new in, and stop it if wished."),
-    "resize": ("resize:resize", "Give the running pool another size."),
+    "drain": ("lifecycle:drain", "Let the node take nothing new in, and stop it if wished."),
+    "resize": ("lifecycle:resize", "Give the running pool another size."),
     "health": ("status:health", "Say what is well with the node and what is not."),
-    "stop": ("stop:stop", "Stop the pool node of this host."),
-    "upgrade": ("upgrade:upgrade", "Let the running node become the installed release."),
-    "completion": ("completion:completion", "Print the completion of a shell."),
+    "stop": ("lifecycle:stop", "Stop the pool node of this host."),
+    "upgrade": ("lifecycle:upgrade", "Let the running node become the installed release."),
+    "completion": ("usage:completion", "Print the completion of a shell."),
     "fsck": ("fsck:fsck", "Check a tier below memory and mend it."),
     "router": ("router:router", "Run the OpenAI-compatible router in front of prefill and decode servers."),
 }

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from ems.cli.shown import moment, note, present, print_json, table
-from ems.cli.tenancy import READING, WRITING, Reading, Writing, change, change_and_tell, tell
+from ems.cli.tenant import READING, WRITING, Reading, Writing, change, change_and_tell, tell
 from ems.config import parse_duration
 from ems.errors import ConfigError
 from ems.pool.tenants import registry as tenancy

@@ -1,4 +1,4 @@
-"""``ems show``: all that is known of a namespace or of a page."""
+"""``ems list`` and ``ems show``: what the pool holds, and all that is known of a namespace, a page or a request."""
 
 from __future__ import annotations
 
@@ -6,9 +6,35 @@ from typing import Any
 
 from ems.cli.acts import ask
 from ems.cli.options import ASKING, Asking
-from ems.cli.shown import age, present_facts
+from ems.cli.shown import age, present, present_facts, table
 from ems.config import format_size
-from ems.pool.protocol.acts import Show
+from ems.pool.administration.grouping import By, grouped
+from ems.pool.protocol.acts import List, Show
+
+
+def listing(*, by: By = "namespace", asked: Asking = ASKING) -> None:
+    """List what the pool holds, in memory and in the tiers below it.
+
+    Parameters
+    ----------
+    by
+        One line for each namespace, model or tenant.
+    """
+    rows = grouped(ask(asked.at, List())["namespaces"], by)
+    tiers = list(dict.fromkeys(tier["name"] for row in rows for tier in row["tiers"]))
+    figures = ("pages", "writing", "leases", "pinned")
+    rest = [(format_size(row["bytes"]), age(row["idle_seconds"])) for row in rows]
+    cells = [
+        (row[by], *(row[name] for name in figures), *more, *(_below(row["tiers"], tier) for tier in tiers))
+        for row, more in zip(rows, rest, strict=True)
+    ]
+    columns = (by.upper(), *map(str.upper, figures), "BYTES", "IDLE", *tiers)
+    present({"items": rows}, table(columns, cells), asked.output)
+
+
+def _below(tiers: list[dict[str, Any]], name: str) -> str:
+    held = next((tier for tier in tiers if tier["name"] == name), None)
+    return "0" if held is None else f"{held['pages']} ({format_size(held['bytes'])})"
 
 
 def show(what: str, /, *, asked: Asking = ASKING) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes in a command line, each in one sentence: what is wrong, what was expected, what to do."""
+"""Help for whoever types: the completion of shells, and mistakes in a command line, each in one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,21 @@ from cyclopts import (
 _EXPECTED: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the completion of a shell, for a file from which it reads such: ems completion bash > FILE.
+
+    Parameters
+    ----------
+    shell
+        Whose completion it is.
+    """
+    from ems.cli import build_app
+
+    print(build_app().generate_completion(shell=shell))
+
+
 def sentence(error: CycloptsError) -> str:
+    """What is wrong, what was expected, what to do."""
     if isinstance(error, UnknownCommandError):
         return _unknown_verb(error)
     verb = " ".join(("ems", *(error.command_chain or ())))
