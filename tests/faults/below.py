@@ -11,7 +11,6 @@ from functools import partial
 
 from ems.pool.tiers.codec import Compressor
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Tier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Clock, Tell
 from tests.faults.faulty_store import FaultyStore
@@ -65,6 +64,12 @@ class Workers:
             able += [partial(executors.end, one) for one in executors.can_end()]
         return able
 
+    def begin(self) -> None:
+        """Whichever thread has nothing to do begins what waits."""
+        for executors in self.executors:
+            while executors.can_begin():
+                executors.begin()
+
     @property
     def busy(self) -> bool:
         """Whether anything waits or is being done."""
@@ -96,7 +101,7 @@ class Below:
             for number, config in enumerate(self.configs)
         ]
 
-    def open(self) -> list[tuple[TierConfig, Tier]]:
+    def open(self) -> list[tuple[TierConfig, PackTier]]:
         """The tiers, for a process that begins."""
         return [(config, self.tier(number)) for number, config in enumerate(self.configs)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ems.errors import TierFailed
 from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Clear
-from ems.pool.tiers.seam import Stored
+from ems.pool.tiers.answers import Stored
 from tests.faults import administering, lifecycle, readers, writers
 from tests.faults.asking import PATHS, ask, name_of, opened_namespace, run_of, seat_of
 from tests.faults.faulty_store import FAULTS
@@ -107,7 +107,7 @@ def prefetch(world: World, a: int, b: int, c: int) -> None:
 
 
 def await_pages(world: World, a: int, b: int, c: int) -> None:
-    """A client is told that pages come up, and asks again until none do any more, while threads may rest."""
+    """A client is told that pages come up, and asks again until none do any more, while threads may hang."""
     client = seat_of(world, a)
     path = PATHS[c % len(PATHS)]
     keys = b"".join(block_key(path[: end + 1]) for end in range(len(path)))
@@ -123,6 +123,8 @@ def await_pages(world: World, a: int, b: int, c: int) -> None:
             return
         if b % 3:
             lifecycle.work(world, 10, patient=False)
+        else:
+            world.node.workers.begin()
         world.let_pass(0.5)
     if world.counts["page promoted"] == came:
         raise Violation("a client is told over and over to wait for pages that do not come")

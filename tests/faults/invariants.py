@@ -106,7 +106,7 @@ def _tiers_add_up(world: World) -> None:
     promoting: set[tuple[int, bytes]] = set()
     under_way = 0
     for state in tier_manager.states:
-        broken += wrong_queue(state.write_back) + wrong_catalogue(state.tier._catalogue)  # type: ignore[attr-defined]
+        broken += wrong_queue(state.write_back) + wrong_catalogue(state.tier._catalogue)
         waiting = [unit for units in state.write_back._waiting.values() for unit in units]
         units = [*waiting, *(unit for written in state.writes.values() for unit in written)]
         leases |= {unit.lease for unit in units}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ems.pool.node.restart import KeptOpen
     from ems.pool.pages import Page
     from ems.pool.service.effects import Work
-    from ems.pool.tiers.seam import Tier
+    from ems.pool.tiers.packs import PackTier
     from ems.pool.tiers.settings import TierConfig
 
 TOUCHED_AFTER = 0.15
@@ -124,7 +124,7 @@ class HistoryNode(CrashingNode):
     def wall(self) -> float:
         return self._times.wall()
 
-    def _open_tiers(self) -> list[tuple[TierConfig, Tier]]:
+    def _open_tiers(self) -> list[tuple[TierConfig, PackTier]]:
         return self._below.open()
 
     def _new_tier_manager(self) -> TierManager:
@@ -155,7 +155,7 @@ class HistoryNode(CrashingNode):
         """Where threads of tiers may write at this moment: the place, its size, the file."""
         for state in self.tier_manager.states:
             for job, (client_id, _) in state.fetches.items():
-                if job.started_at is not None and not job.done.is_set():
+                if job.started_at is not None and not job.done():
                     yield from self._into.get(client_id, ())
 
     def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None:

@@ -38,7 +38,6 @@ class StepExecutor(ThreadPool):
         self.counts: Counter[str] = Counter()
 
     def give(self, job: Job) -> None:
-        job.given_at = self.clock()
         self.waiting.append(job)
 
     def dismiss(self) -> None:
@@ -69,11 +68,11 @@ class StepExecutor(ThreadPool):
             self.counts["ended after it was given up"] += 1
         one.job.run(self._tell, self.clock)
         self.counts["work of a tier"] += 1
-        self.counts["work of a tier that failed"] += one.job.error is not None
+        self.counts["work of a tier that failed"] += one.job.exception() is not None
 
     def wait(self, job: Job, until: float) -> None:
         """Whoever waits lets the threads work, and waits no longer than it said."""
-        while not job.done.is_set():
+        while not job.done():
             for one in self.can_end():
                 self.end(one)
             if self.can_begin():
@@ -81,7 +80,7 @@ class StepExecutor(ThreadPool):
                 continue
             left = until - self.clock()
             due = min((one.due for one in self.running), default=inf)
-            if job.done.is_set() or left <= 0:
+            if job.done() or left <= 0:
                 return
             self._times.passed += min(max(due - self._times.passed, 0.0), left)
             if due == inf:

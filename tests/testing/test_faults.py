@@ -25,8 +25,8 @@ from ems.pool.segments.headers import Headers
 from ems.pool.segments.reader import PageReader
 from ems.pool.tenants import request_filter
 from ems.pool.tiers import packs
+from ems.pool.tiers.answers import ForgetResult
 from ems.pool.tiers.manager import TierManager
-from ems.pool.tiers.seam import ForgetResult
 from tests.faults import steps as kinds
 from tests.faults import writers
 from tests.faults.covered import uncovered

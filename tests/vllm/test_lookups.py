@@ -16,9 +16,9 @@ from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.reasons.words import Reason
+from ems.pool.tiers.answers import Stored
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Stored
 from ems.vllm.lookup_schedule import LookupAnswer, LookupJob
 from ems.vllm.lookups import Lookups
 from ems.vllm.planes import Plane

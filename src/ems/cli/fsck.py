@@ -7,7 +7,8 @@ import time
 from ems.cli.options import Flag, Format
 from ems.cli.shown import counted, note, print_json, say
 from ems.config import format_size
-from ems.pool.tiers.fsck import Finding, Report, check
+from ems.pool.tiers.fsck import Report, check
+from ems.pool.tiers.repair import Finding
 from ems.pool.tiers.settings import parse_tier
 
 EXIT_WRONG = 1

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 
 from ems.pool.keys import NO_PARENT
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Outcome, Stored, Wanted
 from ems.pool.tiers.blobs import Blob, Blobs
 from ems.pool.tiers.pack_seal import SealKeys
-from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Outcome, Stored, Tier, Wanted
+from ems.pool.tiers.packs import PackTier
 from tests.kit.tiers.places import PATIENCE, FaultyBlobs
 
 PAGE = 4096
@@ -42,14 +43,14 @@ def chain(name: str, length: int, size: int = PAGE) -> list[Stored]:
 
 
 def fetch(
-    tier: Tier, keys: Sequence[bytes], namespace: str = NAMESPACE, size: int = PAGE
+    tier: PackTier, keys: Sequence[bytes], namespace: str = NAMESPACE, size: int = PAGE
 ) -> list[tuple[Outcome, bytes]]:
     into = [memoryview(bytearray(size)) for _ in keys]
     outcomes = tier.load(namespace, [Wanted(one, where) for one, where in zip(keys, into, strict=True)])
     return [(outcome, bytes(where)) for outcome, where in zip(outcomes, into, strict=True)]
 
 
-def forget(tier: Tier, meant: ForgetRequest) -> ForgetResult:
+def forget(tier: PackTier, meant: ForgetRequest) -> ForgetResult:
     """Take out all that is ``meant``; the sum of what the calls say."""
     pages = size = 0
     deadline = time.monotonic() + PATIENCE
@@ -68,11 +69,11 @@ class TierBench:
         """The place of the running test."""
         raise NotImplementedError  # whoever inherits the suite names the place
 
-    def open(self, blobs: Blobs) -> Tier:
+    def open(self, blobs: Blobs) -> PackTier:
         """A tier in the place ``blobs``."""
         raise NotImplementedError  # whoever inherits the suite opens the kind of tier that is tested
 
-    def opened(self) -> tuple[Tier, FaultyBlobs]:
+    def opened(self) -> tuple[PackTier, FaultyBlobs]:
         """A tier that has looked around, and its place."""
         blobs = FaultyBlobs(self.blobs())
         tier = self.open(blobs)
@@ -87,12 +88,12 @@ class TierBench:
         assert self.blobs().read(blob.name, 0, [raw]) == blob.size
         return bytes(raw)
 
-    def expect(self, tier: Tier, pages: Sequence[Stored]) -> None:
+    def expect(self, tier: PackTier, pages: Sequence[Stored]) -> None:
         found = fetch(tier, [one.key for one in pages])
         assert [outcome for outcome, _ in found] == [Outcome.DONE] * len(pages)
         assert [raw for _, raw in found] == [bytes(one.payload) for one in pages]
 
-    def only_right(self, pages: Sequence[Stored], tier: Tier | None = None) -> int:
+    def only_right(self, pages: Sequence[Stored], tier: PackTier | None = None) -> int:
         """How many of ``pages`` come back; each that does has its bytes."""
         if tier is None:
             tier, _ = self.opened()

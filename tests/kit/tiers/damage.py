@@ -6,7 +6,7 @@ import hashlib
 import threading
 
 from ems.errors import TierFailed
-from ems.pool.tiers.seam import Outcome
+from ems.pool.tiers.answers import Outcome
 from tests.kit.tiers.bench import NAMESPACE, TierBench, chain, fetch, key
 from tests.kit.tiers.places import PATIENCE
 
@@ -57,7 +57,7 @@ class Damage(TierBench):
             lambda: tier.store(NAMESPACE, chain("b", 1)),
             lambda: fetch(tier, [pages[0].key]),
             tier.maintain,
-            lambda: tier.maintain(probe=True),
+            tier.probe,
         ):
             try:
                 call()
@@ -66,7 +66,7 @@ class Damage(TierBench):
             raise AssertionError("a place that fails was not noticed")
         assert tier.holds(NAMESPACE, [pages[0].key]) == 1
         blobs.failing = False
-        tier.maintain(probe=True)
+        tier.probe()
         self.expect(tier, pages)
 
     def test_a_full_place_says_so_and_keeps_what_it_has(self) -> None:

@@ -6,7 +6,7 @@ import threading
 
 from ems.errors import TierFailed
 from ems.pool.keys import Tail
-from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Outcome, Stored, StoredTail
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Outcome, Stored, StoredTail
 from tests.kit.tiers.bench import NAMESPACE, TierBench, chain, fetch, forget, key, page
 from tests.kit.tiers.places import PATIENCE
 

@@ -17,9 +17,9 @@ from ems.pool.segments import touch
 from ems.pool.segments.recovery import MOST
 from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.segments.side_file import CARVINGS_AHEAD, STAMPS_AHEAD, NodeStateFile
+from ems.pool.tiers.answers import Outcome
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.pass_through import Leaving, load, store
-from ems.pool.tiers.seam import Outcome
 from tests.kit.tiers import KEYS
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 

@@ -12,9 +12,9 @@ from ems.pool.keys import NO_PARENT
 from ems.pool.node.admin_runner import AdminRunner
 from ems.pool.protocol.acts import Acts, Follow
 from ems.pool.tenants.gate import Peer
+from ems.pool.tiers.answers import Stored
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Stored
 from tests.kit.tiers import KEYS, page
 from tests.pool.tiers.node_with_tier import NAME, Bench
 from tests.pool.wrong_core import wrong_core

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ems.errors import TierFailed
-from ems.pool.keys import Tail
-from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, Stored, StoredTail, Tier, Wanted
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Outcome, Stored, Wanted
+from ems.pool.tiers.packs import PackTier
 from tests.kit.tiers.places import PATIENCE
 
 
-class FaultyTier:
-    """A tier that does what ``tier`` does until it is told otherwise."""
+class FaultyTier(PackTier):
+    """A tier that works until it is told otherwise."""
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.delay = 0.0
         self.failing = False
         self.gate = threading.Event()
@@ -33,42 +33,22 @@ class FaultyTier:
         if self.failing:
             raise TierFailed("the test lets this tier fail")
 
-    def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
-        return self._tier.holds(namespace, keys)
-
-    def tails(self, namespace: str, keys: Sequence[bytes]) -> list[Tail | None]:
-        return self._tier.tails(namespace, keys)
-
-    def find_tail(self, namespace: str, tail: Tail) -> StoredTail | None:
-        return self._tier.find_tail(namespace, tail)
-
-    def namespaces(self) -> dict[str, Holding]:
-        return self._tier.namespaces()
-
-    def left_alone(self) -> set[str]:
-        return self._tier.left_alone()
-
-    def recent(self, namespace: str) -> Iterator[KeyRun]:
-        return self._tier.recent(namespace)
-
-    def forget(self, meant: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
+    def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
         self._begin()
-        return self._tier.forget(meant, dry_run=dry_run)
+        return super().forget(request, dry_run=dry_run)
 
     def store(self, namespace: str, pages: Sequence[Stored]) -> list[Outcome]:
         self._begin()
-        return self._tier.store(namespace, pages)
+        return super().store(namespace, pages)
 
     def load(self, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
         self._begin()
-        return self._tier.load(namespace, wanted)
+        return super().load(namespace, wanted)
 
-    def maintain(self, *, probe: bool = False) -> None:
+    def maintain(self) -> None:
         self._begin()
-        self._tier.maintain(probe=probe)
+        super().maintain()
 
-    def figures(self) -> dict[str, Any]:
-        return self._tier.figures()
-
-    def close(self) -> None:
-        self._tier.close()
+    def probe(self) -> None:
+        self._begin()
+        super().probe()

@@ -5,37 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ems.pool.checksum import crc32c
-from ems.pool.tiers.pack_format import PREAMBLE_BYTES, RECORD
-
-_SUMMED = RECORD.itemsize - 4
+from ems.pool.tiers.pack_format import DATA_ALIGN, PREAMBLE_BYTES, RECORD, head_bytes
 
 
 def forged(
     raw: bytes,
     *,
     preamble: Callable[[bytearray], None] = lambda _: None,
+    body: Callable[[list[Any]], None] = lambda _: None,
     records: Callable[[Any], None] = lambda _: None,
     data: Callable[[bytearray], None] = lambda _: None,
 ) -> bytes:
-    """The pack ``raw`` after changes to its preamble and name, its records and its bytes."""
-    made = bytearray(raw)
-    data(made)
-    name, count = int.from_bytes(raw[16:20], "little"), int.from_bytes(raw[24:32], "little")
-    head = bytearray(made[: PREAMBLE_BYTES + name])
-    preamble(head)
-    seed = crc32c(bytes(head[: PREAMBLE_BYTES - 4] + head[PREAMBLE_BYTES:]))
-    head[PREAMBLE_BYTES - 4 : PREAMBLE_BYTES] = seed.to_bytes(4, "little")
-    start, end = PREAMBLE_BYTES + name, PREAMBLE_BYTES + name + count * RECORD.itemsize
-    table = np.frombuffer(bytes(made[start:end]), dtype=RECORD).copy()
+    """The pack ``raw`` after changes to its preamble, its body (namespace, size of pages, time), records and bytes."""
+    size = head_bytes(raw)
+    begin = -(-size // DATA_ALIGN) * DATA_ALIGN
+    pages = bytearray(raw[begin : len(raw) - size])
+    data(pages)
+    fields = msgspec.msgpack.decode(raw[PREAMBLE_BYTES:size])
+    body(fields)
+    table = np.frombuffer(fields[3], dtype=RECORD).copy()
     records(table)
     for record in table:
         offset, stored = int(record["offset"]), int(record["stored"])
-        record["stored_sum"] = crc32c(bytes(made[offset : offset + stored])) if stored < len(made) else 0
+        record["stored_sum"] = crc32c(bytes(pages[offset : offset + stored])) if stored < len(raw) else 0
         record["page_sum"] = record["stored_sum"]
-        record["own_sum"] = crc32c(record.tobytes()[:_SUMMED], seed)
-    made[:start], made[start:end] = head, table.tobytes()
-    made[-start:] = head[PREAMBLE_BYTES:] + head[:PREAMBLE_BYTES]
-    return bytes(made)
+    fields[3] = table.tobytes()
+    made = msgspec.msgpack.encode(fields)
+    head = bytearray(raw[: PREAMBLE_BYTES - 4])
+    head[16:20] = len(made).to_bytes(4, "little")
+    preamble(head)
+    head += crc32c(bytes(head) + made).to_bytes(4, "little")
+    return bytes(head + made).ljust(begin, b"\0") + pages + made + head

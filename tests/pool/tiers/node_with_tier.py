@@ -15,7 +15,6 @@ from ems.pool.node.pool_node import Node
 from ems.pool.pages import Page
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.manager import TierManager
-from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
 from tests.kit.tiers import KEYS, key, page
 from tests.pool.segment_memory import map_segment
@@ -39,7 +38,7 @@ class Bench:
         )
         self.node = Node(config)
         self.folder = folder / "tier"
-        self.tier = FaultyTier(PackTier("dir", FolderBlobs(self.folder), KEYS))
+        self.tier = FaultyTier("dir", FolderBlobs(self.folder), KEYS)
         self.config = TierConfig(kind="dir", place=str(self.folder), **settings)  # type: ignore[arg-type]
         self.node.tier_manager = self.tier_manager = TierManager(self.node, [(self.config, self.tier)])
         self.state = self.tier_manager.states[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ems.pool.tiers.seam import Outcome
+from ems.pool.tiers.answers import Outcome
 from tests.kit.tiers import NAMESPACE, PAGE, TierConformance, chain, fetch, key
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ems.pool.keys import Tail
-from ems.pool.tiers.pack_format import RECORD, Head, build_head
+from ems.pool.tiers.pack_format import RECORD, Head, build_head, pack_name
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.tiers import KEYS
 
@@ -19,9 +19,14 @@ def packed(
     size: int = 10,
     tails: Mapping[int, Tail] | None = None,
     keys: SealKeys = KEYS,
-) -> tuple[bytes, bytes, Head]:
-    """What is in front of and behind ``pages``, of which key and parent are given, and what it says."""
+) -> Head:
+    """The head of a pack of ``pages``, of which key and parent are given."""
     seal = keys.new_pack(namespace)
     assert seal is not None
-    rows = [(key, parent, 0, size, size, 0, at, at, bytes(12), bytes(16), 0) for at, (key, parent) in enumerate(pages)]
+    rows = [(key, parent, 0, size, 0, at, at, bytes(12), bytes(16)) for at, (key, parent) in enumerate(pages)]
     return build_head(namespace, size, 12.5, np.array(rows, dtype=RECORD), tails or {}, seal)
+
+
+def named(namespace: str = "t/m/l") -> str:
+    """What a pack of ``namespace`` may be called."""
+    return pack_name(namespace, 12.5, "0" * 16)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ems.pool.keys import Tail
+from ems.pool.tiers.answers import KeyRun
 from ems.pool.tiers.catalogue import MAX_TAILS, Catalogue, Pack, decode_packs, encode_packs
 from ems.pool.tiers.pack_format import Head, Malformed, parse_head
-from ems.pool.tiers.seam import KeyRun
 from tests.kit.tiers import KEYS, key
-from tests.pool.tiers.packed import packed
+from tests.pool.tiers.packed import named, packed
 from tests.pool.wrong import wrong_catalogue
 
 NAMESPACE = "t/m/l"
@@ -26,8 +26,8 @@ def head(
     before = [parent, *names[:-1]]
     pages = [(key(name), key(last) if last else bytes(16)) for name, last in zip(names, before, strict=True)]
     # The key of a page that is not full is a hash of its tokens; here it is a name.
-    begin, _, made = packed(pages, namespace=namespace, size=size)
-    assert parse_head(begin, KEYS).records.tobytes() == made.records.tobytes()
+    made = packed(pages, namespace=namespace, size=size)
+    assert parse_head(made.raw, named(namespace), KEYS).records.tobytes() == made.records.tobytes()
     listed = {names.index(name): tail for name, tail in (tails or {}).items()}
     return msgspec.structs.replace(made, tails=listed)
 
@@ -179,12 +179,13 @@ def test_what_was_written_down_says_what_was_known_and_what_is_damaged_nothing()
     assert list(found) == ["1"]
     size, used_at, kept = found["1"]
     assert (size, used_at) == (10, 5.0)
-    assert parse_head(kept, KEYS).records["key"].tolist() == [key("a"), key("b")]
+    assert parse_head(kept, named(), KEYS).records["key"].tolist() == [key("a"), key("b")]
     for place in range(0, len(raw), 7):
         damaged = decode_packs(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
         for *_, one in (damaged or {}).values():
             with suppress(Malformed):
-                assert one == kept or parse_head(one, KEYS).damaged
+                parse_head(one, named(), KEYS)
+                assert one == kept
     assert decode_packs(raw[:-1]) is None
     assert decode_packs(raw.replace(b"\xa11", b"\xa1\xb0", 1)) is None, "no text"
     assert decode_packs(b"") is None

@@ -14,12 +14,13 @@ from ems.errors import PoolRefused
 from ems.pool.administration.passes import PATIENCE
 from ems.pool.administration.service import MAX_RUNNING
 from ems.pool.protocol.acts import Clear, Pin
+from ems.pool.tiers.answers import Stored
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.pack_seal import SealKeys
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Stored
 from tests.kit.tiers import KEYS, key, page
 from tests.pool.tiers.administered import OTHER, Administered, administered, below
+from tests.pool.tiers.faulty_tier import FaultyTier
 from tests.pool.tiers.node_with_tier import NAME, PAGE, chain, stored
 
 
@@ -109,7 +110,7 @@ async def test_only_what_is_old_in_both_is_cleared(bench: Callable[..., Administ
     await one.until(lambda: one.in_tier(young) == 4)
     for path in one.folder.glob("*/*.pack"):
         os.utime(path, (1, 1))
-    one.tier._tier = PackTier("dir", FolderBlobs(one.folder), KEYS)
+    one.state.tier = one.tier = FaultyTier("dir", FolderBlobs(one.folder), KEYS)
     core = one.node.core
     for number, name in enumerate((*old, *young)):
         page_of = core.page(one.namespace, name)

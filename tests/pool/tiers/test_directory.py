@@ -9,12 +9,12 @@ import pytest
 
 from ems.errors import ConfigError, TierFailed
 from ems.pool.names import qualified
+from ems.pool.tiers.answers import Outcome
 from ems.pool.tiers.blobs import Blobs
 from ems.pool.tiers.codec import Compressor
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Outcome, Tier
 from tests.kit.tiers import KEYS, NAMESPACE, PAGE, chain, fetch, key
 from tests.pool.mounts import tmpfs
 from tests.pool.tiers.pack_damage import PackConformance
@@ -28,7 +28,7 @@ class TestFolder(PackConformance):
     def blobs(self) -> Blobs:
         return FolderBlobs(self.folder)
 
-    def open(self, blobs: Blobs) -> Tier:
+    def open(self, blobs: Blobs) -> PackTier:
         return PackTier("dir", blobs, KEYS)
 
 
@@ -44,7 +44,7 @@ class TestEncryptedAndCompressedFolder(TestFolder):
         self.secret.write_bytes(b"a secret of thirty-two bytes or so")
         self.secret.chmod(0o600)
 
-    def open(self, blobs: Blobs) -> Tier:
+    def open(self, blobs: Blobs) -> PackTier:
         return PackTier("dir", blobs, read_keys(self.secret, encrypts=True), compressor=Compressor(2))
 
 

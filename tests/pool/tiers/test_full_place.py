@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from ems.errors import TierFailed
-from ems.pool.tiers.packs import SNAPSHOT_SECONDS, PackTier
-from ems.pool.tiers.seam import Outcome
+from ems.pool.tiers.answers import Outcome
+from ems.pool.tiers.pack_store import SNAPSHOT_SECONDS
+from ems.pool.tiers.packs import PackTier
 from tests.kit.tiers import KEYS, NAMESPACE, chain, fetch
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 
@@ -33,7 +34,9 @@ class Small(MemoryBlobs):
 
 @pytest.fixture
 def blobs() -> Small:
-    return Small(4 * (8192 + 139))
+    made = MemoryBlobs()
+    PackTier("one", made, KEYS).store(NAMESPACE, chain("0", 1))
+    return Small(4 * sum(map(len, made.contents.values())))
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def tier(blobs: Small, now: list[float]) -> PackTier:
 
 
 def test_a_probe_of_a_full_place_finds_that_it_works(tier: PackTier, blobs: Small) -> None:
-    tier.maintain(probe=True)
+    tier.probe()
     assert tier.figures()["pages"] == 3
     assert len(blobs.contents) == 3, "the probe is gone"
 
@@ -90,14 +93,14 @@ def test_a_full_place_that_was_misread_makes_room_once_it_is_read_right(tier: Pa
     next_life.maintain()
     assert next_life.figures()["unreadable"] == 4
     with pytest.raises(TierFailed):
-        next_life.maintain(probe=True)
+        next_life.probe()
     blobs.contents.update(right)
-    next_life.maintain(probe=True)
+    next_life.probe()
     assert next_life.figures()["pages"] == 3
 
 
 def test_a_full_place_that_was_never_read_makes_room(tier: PackTier, blobs: Small) -> None:
     del tier
     next_life = PackTier("full", blobs, KEYS)
-    next_life.maintain(probe=True)
+    next_life.probe()
     assert next_life.figures()["pages"] == 3

@@ -15,7 +15,8 @@ import pytest_asyncio
 from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageFlag, PageRef, header_offset
-from ems.pool.tiers.seam import KeyRun, Outcome, Wanted
+from ems.pool.tiers.answers import KeyRun, Outcome, Wanted
+from ems.pool.tiers.packs import PackTier
 from tests.kit.tiers import key, page
 from tests.pool.segment_memory import map_segment
 from tests.pool.tiers.node_with_tier import NAME, PAGE, PATIENCE, Bench, chain, stored
@@ -328,12 +329,12 @@ async def test_a_fetch_that_finds_only_some_may_end_after_a_segment_of_the_other
     await one.until(one.nothing_is_held)
     strange: list[object] = []
     one.node.loop.set_exception_handler(lambda _loop, context: strange.append(context))
-    load = one.tier._tier.load
+    load = PackTier.load
 
-    def first(namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
-        return [*load(namespace, wanted[:1]), *[Outcome.MISSING] * (len(wanted) - 1)]
+    def first(tier: PackTier, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
+        return [*load(tier, namespace, wanted[:1]), *[Outcome.MISSING] * (len(wanted) - 1)]
 
-    monkeypatch.setattr(one.tier._tier, "load", first)
+    monkeypatch.setattr(PackTier, "load", first)
     one.tier.gate.clear()
     one.look(keys)
     await one.until(lambda: one.state.fetches)
@@ -352,14 +353,14 @@ async def test_a_fetch_that_ends_leaves_the_keys_of_another_on_their_way(
     one, keys, go_on = bench(), chain("a", 8), threading.Event()
     await stored(one, keys)
     one.forget()
-    load = one.tier._tier.load
+    load = PackTier.load
 
-    def late(namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
+    def late(tier: PackTier, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
         if wanted[0].key == keys[0]:
             assert go_on.wait(PATIENCE)
-        return load(namespace, wanted)
+        return load(tier, namespace, wanted)
 
-    monkeypatch.setattr(one.tier._tier, "load", late)
+    monkeypatch.setattr(PackTier, "load", late)
     one.look(keys[:4])
     await one.until(lambda: one.state.fetches)
     assert one.tier_manager.bring(0, one.namespace, KeyRun(bytes(NO_PARENT), keys))

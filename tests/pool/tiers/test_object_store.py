@@ -11,10 +11,10 @@ from contextlib import suppress
 import pytest
 
 from ems.errors import ConfigError, TierFailed
+from ems.pool.tiers.answers import Outcome
 from ems.pool.tiers.blobs import Blobs, Gone
 from ems.pool.tiers.object_store import BucketBlobs
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Outcome, Tier
 from ems.pool.tiers.settings import TierConfig
 from tests.kit.tiers import KEYS, NAMESPACE, chain, fetch
 from tests.pool.tiers.lying import LyingProxy, Mood, lying_proxy
@@ -59,7 +59,7 @@ class TestBucket(PackConformance):
     def blobs(self) -> Blobs:
         return BucketBlobs(self.config)
 
-    def open(self, blobs: Blobs) -> Tier:
+    def open(self, blobs: Blobs) -> PackTier:
         return PackTier("s3", blobs, KEYS)
 
 
@@ -96,7 +96,7 @@ def test_a_server_that_lies_or_fails_never_serves_a_wrong_byte(proxy: LyingProxy
             assert fetch(tier, [page.key])[0][0] is Outcome.CORRUPT
     assert time.monotonic() - begin < 20, "a time-out did not hold"
     proxy.mood = "honest"
-    tier.maintain(probe=True)
+    tier.probe()
     tier.maintain()
     assert fetch(tier, [page.key for page in pages]) == [(Outcome.DONE, bytes(page.payload)) for page in pages]
 

@@ -17,15 +17,14 @@ from ems.pool.tiers.pack_format import (
     RECORD,
     Head,
     Malformed,
+    find_head,
     head_bytes,
     parse_head,
-    with_right_preamble,
 )
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.tiers import KEYS, key
-from tests.pool.tiers.packed import packed
+from tests.pool.tiers.packed import named, packed
 
-NAME = len("t/m/l")
 OTHERS = SealKeys(b"the secret of somebody else", encrypts=False)
 
 
@@ -42,12 +41,16 @@ def tails(count: int) -> dict[int, Tail]:
     return {n: tail(n) for n in range(1, count, 3)}
 
 
-def built(count: int = 5) -> tuple[bytes, bytes, Head]:
+def built(count: int = 5) -> Head:
     return packed(pages(count), tails=tails(count))
 
 
-def head(count: int = 5) -> bytes:
-    return built(count)[0]
+def whole(made: Head) -> bytes:
+    return b"".join(made.around([bytes(10)] * len(made.records)))
+
+
+def found_in(raw: bytes, keys: SealKeys | None = KEYS) -> tuple[Head, bool]:
+    return find_head(lambda offset, count: raw[offset : offset + count], len(raw), named(), keys)
 
 
 def test_crc_is_castagnoli() -> None:
@@ -57,26 +60,27 @@ def test_crc_is_castagnoli() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5, 300])
 def test_what_was_built_is_read(count: int) -> None:
-    raw = head(count)
-    assert len(raw) % DATA_ALIGN == 0
+    raw = whole(built(count))
     assert head_bytes(raw[:PREAMBLE_BYTES]) <= len(raw)
-    found = parse_head(raw, KEYS)
+    found, right = found_in(raw)
+    assert right
     assert (found.namespace, found.page_size, found.stored_at) == ("t/m/l", 10, 12.5)
     assert found.seal is not None
-    assert not found.damaged
     assert found.records["key"].tolist() == [one for one, _ in pages(count)]
     assert found.records["parent"].tolist() == [parent for _, parent in pages(count)]
     assert found.tails == tails(count)
     places = found.records["offset"].tolist()
-    assert places[:1] == [len(raw)][:count]
+    assert places[:1] == [0][:count]
     assert all(b - a == 10 for a, b in pairwise(places))
-    assert found.total == len(raw) + 10 * count + NAME + PREAMBLE_BYTES
+    assert found.data % DATA_ALIGN == 0
+    assert raw[found.data : found.data + 10 * count] == bytes(10 * count)
+    assert found.total == len(raw)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_what_was_built_says_what_is_read_later(count: int) -> None:
-    raw, _, said = built(count)
-    found = parse_head(raw, KEYS)
+    said = built(count)
+    found = parse_head(said.raw, named(), KEYS)
     assert said.records.tobytes() == found.records.tobytes()
     assert found.seal is not None
     assert said.raw == found.raw
@@ -86,75 +90,70 @@ def test_what_was_built_says_what_is_read_later(count: int) -> None:
 
 @pytest.mark.parametrize("keys", [None, OTHERS, SealKeys(b"a secret that all nodes of the tier have", encrypts=True)])
 def test_without_the_key_a_head_is_read_and_not_believed(keys: SealKeys | None) -> None:
-    found = parse_head(head(), keys)
+    found = parse_head(built().raw, named(), keys)
     assert found.seal is None
     assert found.tails == {}
-    assert not found.damaged
     assert len(found.records) == 5
 
 
-@given(st.data())
-def test_a_changed_byte_costs_its_record_or_all_but_is_never_believed(data: st.DataObject) -> None:
-    raw = bytearray(head())
-    size = head_bytes(raw)
-    place = data.draw(st.integers(0, size - 1))
-    raw[place] ^= 1 << data.draw(st.integers(0, 7))
-    try:
-        found = parse_head(bytes(raw), KEYS)
-    except Malformed:
-        return
-    assert found.damaged
-    right = dict(pages(5))
-    for position, record in enumerate(found.records):
-        name = record["key"].tobytes()
-        assert record["parent"].tobytes() == right[name]
-        assert int(record["stored"]) == 10
-        if position in found.tails:
-            assert found.tails[position].key == name
+@given(st.data(), st.integers(0, 7))
+def test_a_changed_byte_of_a_head_is_never_believed(data: st.DataObject, bit: int) -> None:
+    raw = bytearray(built().raw)
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << bit
+    with pytest.raises(Malformed):
+        parse_head(bytes(raw), named(), KEYS)
 
 
-@given(st.integers(0, PREAMBLE_BYTES + NAME - 1), st.integers(0, 7), st.booleans())
-def test_a_damaged_preamble_is_read_from_the_other_end(place: int, bit: int, last: bool) -> None:
-    begin, end, made = built()
-    raw = bytearray(begin + bytes(50) + end)
-    assert with_right_preamble(bytes(raw)) == (bytes(raw), True)
-    raw[place - len(end) if last else place] ^= 1 << bit
-    mended, whole = with_right_preamble(bytes(raw))
-    assert not whole
-    assert parse_head(mended, KEYS).raw == made.raw
+@given(st.data(), st.integers(0, 7), st.booleans())
+def test_a_damaged_head_is_read_from_the_other_end(data: st.DataObject, bit: int, last: bool) -> None:
+    made = built()
+    raw = bytearray(whole(made))
+    place = data.draw(st.integers(0, len(made.raw) - 1))
+    raw[place - len(made.raw) if last else place] ^= 1 << bit
+    found, right = found_in(bytes(raw))
+    assert found.raw == made.raw
+    assert right == last
+    assert bytes(raw).endswith(made.last) != last
 
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(Malformed):
-        parse_head(with_right_preamble(raw)[0], KEYS)
+        found_in(raw)
 
 
 @given(st.integers(0, 900))
 def test_a_cut_head_is_refused(size: int) -> None:
-    raw = head()
-    if size < head_bytes(raw):
+    raw = built().raw
+    if size < len(raw):
         with pytest.raises(Malformed):
-            parse_head(raw[:size], KEYS)
+            found_in(raw[:size])
+
+
+def test_a_pack_that_was_cut_is_not_whole() -> None:
+    made = built()
+    found, right = found_in(whole(made)[: made.data + 25])
+    assert found.raw == made.raw
+    assert not right
 
 
 def test_records_of_another_pack_prove_nothing() -> None:
-    one, other = bytearray(head()), packed(pages(5), namespace="t/m/other")[0]
-    start, length = PREAMBLE_BYTES + NAME, RECORD.itemsize * 5
-    other_start = PREAMBLE_BYTES + len("t/m/other")
-    one[start : start + length] = other[other_start : other_start + length]
-    assert len(parse_head(bytes(one), KEYS).records) == 0
+    one, other = built(), packed(pages(5)[::-1])
+    table, others = one.records.tobytes(), other.records.tobytes()
+    assert len(table) == 5 * RECORD.itemsize
+    raw = one.raw.replace(table, others)
+    before, body = raw[: PREAMBLE_BYTES - 4], raw[PREAMBLE_BYTES:]
+    raw = before + crc32c(before + body).to_bytes(4, "little") + body
+    assert parse_head(raw, named(), KEYS).seal is None
 
 
-def test_a_tail_under_the_key_of_another_page_is_left_out() -> None:
-    raw = packed(pages(5), tails={0: tail(1), 1: tail(1)})[0]
-    found = parse_head(raw, KEYS)
-    assert found.tails == {1: tail(1)}
-    assert found.damaged == 1
+def test_a_head_under_the_name_of_another_namespace_is_refused() -> None:
+    with pytest.raises(Malformed, match="another namespace"):
+        parse_head(built().raw, named("t/m/other"), KEYS)
 
 
 def test_a_later_format_is_named() -> None:
-    raw = bytearray(head())
+    raw = bytearray(built().raw)
     raw[8] = 9
     with pytest.raises(Malformed, match="format version 9"):
-        parse_head(bytes(raw), KEYS)
+        found_in(bytes(raw))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ems.pool.keys import NO_PARENT
+from ems.pool.tiers.answers import ForgetRequest, Outcome, Stored
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import ForgetRequest, Outcome, Stored
 from tests.kit.tiers import KEYS, fetch, forget, key, page
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from ems.pool.tiers.answers import ForgetRequest
 from ems.pool.tiers.blobs import Blob
 from ems.pool.tiers.forgetting import PORTION_SECONDS
-from ems.pool.tiers.packs import SCAN_SECONDS, PackTier
-from ems.pool.tiers.seam import ForgetRequest
+from ems.pool.tiers.pack_store import SCAN_SECONDS
+from ems.pool.tiers.packs import PackTier
 from tests.kit.tiers import KEYS, NAMESPACE, chain
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 

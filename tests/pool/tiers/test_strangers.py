@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
+from ems.pool.tiers.answers import Outcome
 from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.seam import Outcome
 from ems.pool.tiers.settings import parse_tier
 from tests.kit.tiers import NAMESPACE, PAGE, chain, fetch, key
 from tests.pool.tiers.forging import forged
@@ -171,24 +170,30 @@ def forgeries() -> dict[str, dict[str, Any]]:
 
         return change
 
+    def field(place: int, value: Any) -> Callable[[list[Any]], None]:
+        def change(body: list[Any]) -> None:
+            body[place] = value
+
+        return change
+
     fields = ("key", "parent", "offset", "nonce", "tag")
     return {
         **{f"{field}s swapped": {"records": swap(field)} for field in fields},
-        "another page's bytes": {"data": at(8192, bytes(PAGE))},
+        "another page's bytes": {"data": at(PAGE, bytes(PAGE))},
         "a codec": {"records": put("codec", 1)},
         "an unknown codec": {"records": put("codec", 77)},
         "half a page": {"records": put("stored", PAGE // 2)},
         "a page without end": {"records": put("stored", 1 << 62)},
         "a place without end": {"records": put("offset", (1 << 64) - 1)},
-        "another length": {"records": put("length", PAGE * 2)},
         "encrypted": {"preamble": at(12, b"\1")},
-        "many records": {"preamble": at(24, (65536).to_bytes(8, "little"))},
-        "other sizes": {"preamble": at(32, (PAGE * 2).to_bytes(8, "little"))},
-        "no time at all": {"preamble": at(48, struct.pack("<d", math.nan))},
-        "a far time": {"preamble": at(48, struct.pack("<d", math.inf))},
-        "another salt": {"preamble": at(56, bytes(32))},
-        "a name that is no text": {"preamble": at(120, b"\xff\xfe")},
-        "another tenant's name": {"preamble": at(120, b"TENANT")},
+        "a body without end": {"preamble": at(16, b"\xff\xff\xff\xff")},
+        "another salt": {"preamble": at(20, bytes(32))},
+        "other sizes": {"body": field(1, PAGE * 2)},
+        "no size": {"body": field(1, -1)},
+        "no time at all": {"body": field(2, math.nan)},
+        "a far time": {"body": field(2, math.inf)},
+        "a name that is no text": {"body": field(0, b"\xff\xfe")},
+        "another tenant's name": {"body": field(0, NAMESPACE.upper())},
     }
 
 

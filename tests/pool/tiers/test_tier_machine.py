@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ems.errors import TierFailed
 from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.tiers.answers import ForgetRequest, Outcome, Stored
 from ems.pool.tiers.codec import Compressor
 from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.repair import Quarantine, mend
-from ems.pool.tiers.seam import ForgetRequest, Outcome, Stored
 from tests.kit.tiers import FaultyBlobs, fetch, forget, key, page
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 from tests.pool.wrong import wrong_catalogue
@@ -116,7 +116,7 @@ class Histories(RuleBasedStateMachine):
     @rule(node=st.integers(0, 1), probe=st.booleans())
     def maintain(self, node: int, probe: bool) -> None:
         try:
-            self.nodes[node].maintain(probe=probe)
+            (self.nodes[node].probe if probe else self.nodes[node].maintain)()
         except TierFailed:
             assert self.faults.failing or self.faults.full or lies(self.faults)
 

@@ -1,4 +1,4 @@
-"""A tier whose threads hang is not tried out before they are back, and what nobody begins counts as hung."""
+"""A tier whose threads hang is not tried out before they are back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ems.pool.movement.promotion import Portion
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
@@ -31,17 +32,12 @@ def state(tmp_path: Path) -> Iterator[TierState]:
         crew.dismiss()
 
 
-def job(*, started: float | None = None, given: float | None = None) -> Job:
-    one = Job(lambda: None, lambda _: None)
-    one.given_at, one.started_at = given, started
-    return one
-
-
 def hangs(state: TierState, *, reading: bool) -> Job:
     """A job of ``state`` that was begun at 0 and is given up at 11."""
-    late = job(given=0.0, started=0.0)
+    late = Job(lambda: None, lambda _: None)
+    assert late.begin(0.0)
     if reading:
-        state.fetches[late] = None
+        state.fetches[late] = (-2, Portion(0, 0, bytes(16), (), 0))
     else:
         state.writes[late] = []
     assert state.hung(11.0) == [late]
@@ -68,21 +64,6 @@ def test_good_probes_open_only_the_direction_whose_threads_are_back(state: TierS
         state.keep(LONG + turn * 1e3)
         probe = state._keeping
         assert probe is not None
-        assert probe.done.wait(10)
-        state._kept(probe)
+        probe.result(10)
+        state._tried(probe)
     assert (state.reading.open, state.writing.open) == (False, True)
-
-
-def test_a_job_that_no_thread_begins_hangs_from_when_it_was_given(state: TierState) -> None:
-    waits = job(given=100.0)
-    state.fetches[waits] = None
-    assert state.hung(109.0) == []
-    assert state.hung(111.0) == [waits]
-
-
-def test_jobs_that_wait_behind_others_that_end_do_not_hang(state: TierState) -> None:
-    waits = job(given=100.0)
-    state.fetches[waits] = None
-    state.moved(108.0)
-    assert state.hung(111.0) == []
-    assert state.hung(119.0) == [waits]

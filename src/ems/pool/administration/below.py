@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from ems.pool.pages import Page
-from ems.pool.tiers.seam import ForgetRequest, ForgetResult, Holding, KeyRun
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun
 
 
 class Errand(Protocol):

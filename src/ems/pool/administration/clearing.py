@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ems.pool.administration.below import Errand, Tiers
 from ems.pool.administration.passes import Clearing
-from ems.pool.tiers.seam import ForgetRequest, ForgetResult
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

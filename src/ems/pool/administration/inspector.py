@@ -16,7 +16,7 @@ from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import PageRef
 from ems.pool.reasons.words import Reason
-from ems.pool.tiers.seam import Holding
+from ems.pool.tiers.answers import Holding
 
 Report = dict[str, Any]
 

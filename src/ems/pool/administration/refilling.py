@@ -16,7 +16,7 @@ from ems.errors import EmsError
 from ems.pool.administration.below import Tiers
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT
-from ems.pool.tiers.seam import KeyRun
+from ems.pool.tiers.answers import KeyRun
 
 STEP = 512
 """Keys that one step looks at, about a millisecond's work."""

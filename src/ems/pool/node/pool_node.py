@@ -52,7 +52,7 @@ from ems.version import __version__
 if TYPE_CHECKING:
     from ems.config import NodeConfig
     from ems.pool.keys import Tail
-    from ems.pool.tiers.seam import Tier
+    from ems.pool.tiers.packs import PackTier
     from ems.pool.tiers.settings import TierConfig
 
 TICK_SECONDS = 1.0
@@ -136,7 +136,7 @@ class Node:
     def _new_tier_manager(self) -> TierManager:
         return TierManager(self, self._open_tiers(), self.clock)
 
-    def _open_tiers(self) -> list[tuple[TierConfig, Tier]]:
+    def _open_tiers(self) -> list[tuple[TierConfig, PackTier]]:
         try:
             return [(one, open_tier(one)) for one in map(parse_tier, self.config.tiers)]
         except BaseException:

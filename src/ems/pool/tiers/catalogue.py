@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from ems.pool.keys import Tail
-from ems.pool.tiers.pack_format import Head, Record, Records
-from ems.pool.tiers.seam import Holding, KeyRun
+from ems.pool.tiers.answers import Holding, KeyRun
+from ems.pool.tiers.pack_format import Head, Record
 
 MAX_TAILS = 32
 """Tails that one directory lists; the oldest leaves the list first."""
@@ -29,22 +29,15 @@ CATALOGUE = "ems-catalogue.bin"
 CATALOGUE_MAGIC = b"EMSCAT02"
 
 
-class Pack:
+class Pack(msgspec.Struct, eq=False):
     """One pack as the catalogue knows it."""
 
-    __slots__ = ("head", "keys", "name", "number", "size", "used_at")
-
-    def __init__(self, number: int, name: str, size: int, head: Head, used_at: float) -> None:
-        self.number = number
-        self.name = name
-        self.size = size
-        self.head = head
-        self.used_at = used_at
-        self.keys: list[bytes] = head.records["key"].tolist()
-
-    @property
-    def records(self) -> Records:
-        return self.head.records  # type: ignore[no-any-return]
+    number: int
+    name: str
+    size: int
+    head: Head
+    used_at: float
+    keys: list[bytes]
 
 
 class PackLocation(msgspec.Struct, frozen=True):
@@ -56,7 +49,7 @@ class PackLocation(msgspec.Struct, frozen=True):
     @property
     def record(self) -> Record:
         """What its pack says of the page; made anew each time."""
-        return Record(*self.pack.records[self.position].item())
+        return Record(*self.pack.head.records[self.position].item())
 
 
 class _Namespace(msgspec.Struct):
@@ -68,6 +61,9 @@ class _Namespace(msgspec.Struct):
     packs: dict[int, Pack] = {}
     size: int = 0
     used_at: float = 0.0
+
+
+_NOTHING = _Namespace(0)
 
 
 class Catalogue:
@@ -87,9 +83,12 @@ class Catalogue:
     def __iter__(self) -> Iterator[Pack]:
         return iter(list(self._packs.values()))
 
+    def _of(self, namespace: str) -> _Namespace:
+        return self._namespaces.get(namespace, _NOTHING)
+
     def page_size(self, namespace: str) -> int:
-        known = self._namespaces.get(namespace)
-        return 0 if known is None else known.page_size
+        """Bytes of a page of ``namespace``, 0 where there is none."""
+        return self._of(namespace).page_size
 
     def holdings(self, now: float) -> dict[str, Holding]:
         return {
@@ -99,14 +98,11 @@ class Catalogue:
 
     def packs_of(self, namespace: str) -> list[Pack]:
         """The packs of ``namespace``, that which was known first in front."""
-        known = self._namespaces.get(namespace)
-        return [] if known is None else list(known.packs.values())
+        return list(self._of(namespace).packs.values())
 
     def found_in(self, pack: Pack) -> list[bytes]:
-        known = self._namespaces.get(pack.head.namespace)
-        if known is None:
-            return []
-        base, pages = pack.number << _POSITION_BITS, known.pages
+        """The keys that are found in ``pack``, not in another one."""
+        base, pages = pack.number << _POSITION_BITS, self._of(pack.head.namespace).pages
         return [key for position, key in enumerate(pack.keys) if pages.get(key) == base | position]
 
     def add(self, name: str, size: int, head: Head, used_at: float) -> Pack | None:
@@ -119,7 +115,7 @@ class Catalogue:
         namespace = self._namespaces.setdefault(head.namespace, _Namespace(head.page_size))
         if namespace.page_size != head.page_size:
             return None
-        pack = Pack(self._next, name, size, head, used_at)
+        pack = Pack(self._next, name, size, head, used_at, head.records["key"].tolist())
         self._next += 1
         self._packs[pack.number] = self._by_name[name] = pack
         namespace.packs[pack.number] = pack
@@ -158,30 +154,27 @@ class Catalogue:
 
     def _forget(self, pack: Pack, position: int) -> None:
         """The page is no more at ``position`` of ``pack``; it is found elsewhere from now on, if it is anywhere."""
-        namespace = self._namespaces[pack.head.namespace]
-        key = pack.keys[position]
-        number = pack.number << _POSITION_BITS | position
-        others = namespace.elsewhere.pop(key, [])
-        if namespace.pages.get(key) != number:
-            left = [other for other in others if other != number]
-            if left:
-                namespace.elsewhere[key] = left
+        namespace, key = self._namespaces[pack.head.namespace], pack.keys[position]
+        if (first := namespace.pages.get(key)) is None:
             return
-        tail, new = pack.head.tails.get(position), None
-        if others:
-            other = self._packs[others[0] >> _POSITION_BITS]
-            new = other.head.tails.get(others[0] & _POSITION_MASK)
-            namespace.pages[key] = others[0]
-            if others[1:]:
-                namespace.elsewhere[key] = others[1:]
+        number = pack.number << _POSITION_BITS | position
+        left = [one for one in (first, *namespace.elsewhere.pop(key, ())) if one != number]
+        if left:
+            namespace.pages[key] = left[0]
         else:
             del namespace.pages[key]
             self.pages -= 1
+        if left[1:]:
+            namespace.elsewhere[key] = left[1:]
         # The same page has the same tail wherever it is, which keeps its place in the list.
+        tail, new = self._tail_at(first), self._tail_at(left[0]) if left else None
         if tail is not None and tail != new:
             _unlist(namespace, tail)
         if new is not None and tail != new:
             _list(namespace, new)
+
+    def _tail_at(self, number: int) -> Tail | None:
+        return self._packs[number >> _POSITION_BITS].head.tails.get(number & _POSITION_MASK)
 
     def drop(self, place: PackLocation) -> None:
         """The page at ``place`` turned out to be bad."""
@@ -189,8 +182,8 @@ class Catalogue:
             self._forget(place.pack, place.position)
 
     def find(self, namespace: str, key: bytes) -> PackLocation | None:
-        known = self._namespaces.get(namespace)
-        while known is not None and (number := known.pages.get(key)) is not None:
+        pages = self._of(namespace).pages
+        while (number := pages.get(key)) is not None:
             pack = self._packs.get(number >> _POSITION_BITS)
             if pack is not None:
                 return PackLocation(pack, number & _POSITION_MASK)
@@ -198,14 +191,8 @@ class Catalogue:
         return None
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
-        known = self._namespaces.get(namespace)
-        if known is None:
-            return 0
-        pages = known.pages
-        for count, key in enumerate(keys):
-            if key not in pages:
-                return count
-        return len(keys)
+        pages = self._of(namespace).pages
+        return next((count for count, key in enumerate(keys) if key not in pages), len(keys))
 
     def tail(self, namespace: str, key: bytes) -> Tail | None:
         """The tokens of the page of ``key``, if it is to be found by them."""
@@ -214,10 +201,8 @@ class Catalogue:
 
     def find_tail(self, namespace: str, tail: Tail) -> Tail | None:
         """The tail that shares most leading tokens with ``tail``, None when none shares any."""
-        known = self._namespaces.get(namespace)
-        if known is None:
-            return None
-        shares = [(one.common(tail.tokens), one) for one in known.tails.get(tail.directory, ())]
+        listed = self._of(namespace).tails.get(tail.directory, ())
+        shares = [(one.common(tail.tokens), one) for one in listed]
         shared, best = max(shares, key=lambda pair: pair[0], default=(0, None))
         return best if shared else None
 
@@ -230,9 +215,10 @@ class Catalogue:
                 break
             at.used_at = max(at.used_at, now)
             used.append(at)
-            if (namespace := self._namespaces.get(at.head.namespace)) is not None:
+            if at.number in self._packs:
+                namespace = self._namespaces[at.head.namespace]
                 namespace.used_at = max(namespace.used_at, at.used_at)
-            before = self.find(at.head.namespace, at.records["parent"][0].tobytes())
+            before = self.find(at.head.namespace, at.head.records["parent"][0].tobytes())
             at = before.pack if before is not None else None
         return used
 
@@ -297,7 +283,7 @@ def _list(namespace: _Namespace, tail: Tail) -> None:
 
 def encode_packs(packs: Iterable[Pack]) -> list[bytes]:
     """The bytes in which ``packs`` are written down: their names, sizes and last uses, and their heads as they are."""
-    kept = [(pack.name, pack.size, pack.used_at, pack.head.raw) for pack in packs if not pack.head.damaged]
+    kept = [(pack.name, pack.size, pack.used_at, pack.head.raw) for pack in packs]
     return [CATALOGUE_MAGIC, msgspec.msgpack.encode(kept)]
 
 

@@ -7,15 +7,12 @@ again by this node, and goes as soon as the place works.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
-from ems.pool.tiers.blobs import Blobs, Gone, read_whole
-from ems.pool.tiers.catalogue import Catalogue, Pack
-from ems.pool.tiers.pack_format import Malformed
-from ems.pool.tiers.pack_seal import SealKeys
-from ems.pool.tiers.repair import Put, Quarantine, inspect, with_only
-from ems.pool.tiers.seam import ForgetRequest, ForgetResult
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult
+from ems.pool.tiers.blobs import Gone, read_whole
+from ems.pool.tiers.catalogue import Pack
+from ems.pool.tiers.pack_format import Head, Malformed
+from ems.pool.tiers.pack_store import PackStore
+from ems.pool.tiers.repair import inspect, with_only
 
 PORTION_SECONDS = 1.0
 """How long one call goes on, which gets something done however slow the place is; a pack goes whole."""
@@ -23,118 +20,91 @@ AT_ONCE = 64
 """Packs that are removed in one go."""
 
 
-class Forgetting:
-    """What is being taken out of the tier whose packs are in ``blobs`` and whose catalogue ``lock`` guards.
+def count(store: PackStore, request: ForgetRequest) -> ForgetResult:
+    """What ``request`` means of ``store``."""
+    pages = size = 0
+    fewer = _fewer(store, request)
+    # What is also in a pack that is passed over is found there afterwards.
+    others: set[bytes] = set()
+    if request.unused_for:
+        going = {pack.number for pack, _ in fewer}
+        others.update(*(one.keys for one in store.catalogue.packs_of(request.namespace) if one.number not in going))
+    for pack, staying in fewer:
+        pages += sum(key not in staying and key not in others for key in store.catalogue.found_in(pack))
+        leaving = [position for position, key in enumerate(pack.keys) if key not in staying]
+        size += int(pack.head.records["stored"][leaving].sum()) if staying else pack.size
+    return ForgetResult(pages, size, left=store.left_alone_of(request.namespace))
 
-    ``put`` writes a blob, for which it makes room where the place is full.
+
+def forget(store: PackStore, request: ForgetRequest) -> ForgetResult:
+    """Take out of ``store`` what of ``request`` can be done in a portion's time."""
+    if store.unread or not store.scanned:
+        store.look()
+    store.snapshot_soon()
+    until = store.clock() + PORTION_SECONDS
+    fewer = _fewer(store, request)
+    gone = [_let_go(store, pack) for pack, staying in fewer if not staying]
+    remove(store, until)
+    store.quarantine.clear(request.namespace, store.clock() - request.unused_for)
+    parts = [(pack, staying) for pack, staying in fewer if staying]
+    while parts:
+        gone.append(_shrink(store, *parts.pop()))
+        if store.clock() >= until:
+            break
+    remove(store, until)
+    pages, size = (sum(column) for column in zip((0, 0), *gone, strict=True))
+    more = bool(parts or store.leaving or store.unread)
+    return ForgetResult(pages, size, more=more, left=store.left_alone_of(request.namespace))
+
+
+def remove(store: PackStore, until: float) -> None:
+    """Remove what is forgotten, some of it whatever the time; what fails stays to be removed."""
+    while store.leaving:
+        names = sorted(store.leaving)[:AT_ONCE]
+        store.blobs.delete(names)
+        store.leaving.difference_update(names)
+        if store.clock() >= until:
+            break
+
+
+def _fewer(store: PackStore, request: ForgetRequest) -> list[tuple[Pack, set[bytes]]]:
+    """The packs that have something of what is meant, and the keys of each that stay: mostly none."""
+    oldest, spared = store.clock() - request.unused_for, frozenset(request.spared)
+    fewer = []
+    for pack in store.catalogue.packs_of(request.namespace):
+        if request.unused_for and pack.used_at > oldest:
+            continue
+        # What is found in another pack need not stay in this one.
+        staying = set(spared.intersection(store.catalogue.found_in(pack))) if spared else set()
+        if len(staying) < len(pack.keys) or not pack.keys:
+            fewer.append((pack, staying))
+    return fewer
+
+
+def _let_go(store: PackStore, pack: Pack, instead: str = "", head: Head | None = None) -> tuple[int, int]:
+    """Forget ``pack``, which is to be removed; how many pages are not found any more, and how many bytes go.
+
+    With a ``head`` the pack ``instead`` has what stays of it.
     """
+    with store.lock:
+        before = store.catalogue.pages
+        store.leaving.add(pack.name)
+        store.catalogue.remove(pack.name)
+        if head is not None:
+            store.catalogue.add(instead, head.total, head, pack.used_at)
+        return before - store.catalogue.pages, max(pack.size - (0 if head is None else head.total), 0)
 
-    def __init__(
-        self,
-        blobs: Blobs,
-        put: Put,
-        catalogue: Catalogue,
-        lock: threading.Lock,
-        keys: SealKeys,
-        quarantine: Quarantine,
-        clock: Callable[[], float],
-    ) -> None:
-        self._blobs = blobs
-        self._put = put
-        self._catalogue = catalogue
-        self._lock = lock
-        self._keys = keys
-        self._quarantine = quarantine
-        self._clock = clock
-        self._leaving: dict[str, int] = {}
-        """Packs that are forgotten and still to be removed, with their sizes."""
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._leaving
-
-    def count(self, request: ForgetRequest) -> ForgetResult:
-        pages = size = 0
-        fewer = self._fewer(request)
-        # What is also in a pack that is passed over is found there afterwards.
-        others: set[bytes] = set()
-        if request.unused_for:
-            going_packs = {pack.number for pack, _ in fewer}
-            for pack in self._catalogue.packs_of(request.namespace):
-                if pack.number not in going_packs:
-                    others.update(pack.keys)
-        for pack, staying in fewer:
-            pages += sum(key not in staying and key not in others for key in self._catalogue.found_in(pack))
-            going = [position for position, key in enumerate(pack.keys) if key not in staying]
-            size += int(pack.records["stored"][going].sum()) if staying else pack.size
-        return ForgetResult(pages, size)
-
-    def forget(self, request: ForgetRequest) -> ForgetResult:
-        until = self._clock() + PORTION_SECONDS
-        parts: list[tuple[Pack, set[bytes]]] = []
-        pages = size = 0
-        for pack, staying in self._fewer(request):
-            if staying:
-                parts.append((pack, staying))
-            else:
-                pages += self._let_go(pack)
-                size += pack.size
-        self.remove(until)
-        self._quarantine.clear(request.namespace, self._clock() - request.unused_for)
-        while parts:
-            fewer = self._shrink(*parts.pop())
-            pages, size = pages + fewer[0], size + fewer[1]
-            if self._clock() >= until:
-                break
-        self.remove(until)
-        return ForgetResult(pages, size, more=bool(parts or self._leaving))
-
-    def remove(self, until: float) -> None:
-        """Remove what is forgotten, some of it whatever the time; what fails stays to be removed."""
-        while self._leaving:
-            names = list(self._leaving)[:AT_ONCE]
-            self._blobs.delete(names)
-            for name in names:
-                self._leaving.pop(name, None)
-            if self._clock() >= until:
-                break
-
-    def _fewer(self, request: ForgetRequest) -> list[tuple[Pack, set[bytes]]]:
-        """The packs that have something of what is meant, and the keys of each that stay: mostly none."""
-        spared = request.spared if isinstance(request.spared, frozenset | set) else frozenset(request.spared)
-        oldest = self._clock() - request.unused_for
-        fewer = []
-        for pack in self._catalogue.packs_of(request.namespace):
-            if request.unused_for and pack.used_at > oldest:
-                continue
-            # What is found in another pack need not stay in this one.
-            staying = spared.intersection(self._catalogue.found_in(pack)) if spared else set()
-            if len(staying) < len(pack.keys) or not pack.keys:
-                fewer.append((pack, set(staying)))
-        return fewer
-
-    def _let_go(self, pack: Pack) -> int:
-        """Forget ``pack``, which is to be removed; how many pages are not found any more."""
-        with self._lock:
-            before = self._catalogue.pages
-            self._leaving[pack.name] = pack.size
-            self._catalogue.remove(pack.name)
-            return before - self._catalogue.pages
-
-    def _shrink(self, pack: Pack, staying: set[bytes]) -> tuple[int, int]:
-        """Write ``pack`` anew with the pages ``staying`` only; how many pages and bytes are gone."""
-        try:
-            raw = read_whole(self._blobs, pack.name)
-            head, good, _ = inspect(raw, pack.name, self._keys)
-        except (Gone, Malformed):
-            return self._let_go(pack), pack.size
-        kept = [at for at in good if head.records["key"][at].tobytes() in staying]
-        if head.seal is None or not kept:
-            return self._let_go(pack), pack.size
-        name, parts, new = with_only(head, kept, raw)
-        self._put(name, parts)
-        with self._lock:
-            before = self._catalogue.pages
-            self._leaving[pack.name] = pack.size
-            self._catalogue.remove(pack.name)
-            self._catalogue.add(name, new.total, new, pack.used_at)
-            return before - self._catalogue.pages, max(pack.size - new.total, 0)
+def _shrink(store: PackStore, pack: Pack, staying: set[bytes]) -> tuple[int, int]:
+    """Write ``pack`` anew with the pages ``staying`` only; how many pages and bytes are gone."""
+    try:
+        raw = read_whole(store.blobs, pack.name)
+        head, good, _ = inspect(raw, pack.name, store.keys)
+    except (Gone, Malformed):
+        return _let_go(store, pack)
+    kept = [at for at in good if head.records["key"][at].tobytes() in staying]
+    if head.seal is None or not kept:
+        return _let_go(store, pack)
+    name, parts, new = with_only(head, kept, raw)
+    store.put(name, parts)
+    return _let_go(store, pack, name, new)

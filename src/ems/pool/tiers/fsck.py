@@ -16,26 +16,12 @@ from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
 from ems.pool.tiers.catalogue import CATALOGUE, CATALOGUE_MAGIC, decode_packs
 from ems.pool.tiers.opening import open_blobs, open_keys
 from ems.pool.tiers.pack_format import PACK_NAME
-from ems.pool.tiers.pack_seal import SealKeys
-from ems.pool.tiers.packs import PROBE_BYTES, PROBE_NAME, UNFINISHED_SECONDS
-from ems.pool.tiers.repair import QUARANTINE, Quarantine, mend
+from ems.pool.tiers.pack_store import PROBE_BYTES, PROBE_NAME, UNFINISHED_SECONDS
+from ems.pool.tiers.repair import QUARANTINE, Finding, Quarantine, mend
 from ems.pool.tiers.settings import TierConfig
 
 MAX_NAMED = 100
 """Foreign blobs that are named; more are only counted."""
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """Something that is wrong with one blob.
-
-    ``kind`` is that of :class:`~ems.pool.tiers.repair.Verdict`, or ``not_believed``.
-    """
-
-    blob: str
-    kind: str
-    reason: str
-    good_pages: int = 0
-    bad_pages: int = 0
 
 
 class Report(msgspec.Struct):
@@ -47,6 +33,7 @@ class Report(msgspec.Struct):
     pages: int = 0
     bytes: int = 0
     findings: list[Finding] = []
+    """What is wrong, or was."""
     unchecked: int = 0
     """Packs whose checksums are right and whose seals could not be checked, for want of their key."""
     quarantined: list[str] = []
@@ -62,9 +49,7 @@ class Report(msgspec.Struct):
         return sum(finding.kind != "mended" for finding in self.findings)
 
 
-def check(
-    config: TierConfig, now: float, *, dry_run: bool, progress: Callable[[int], None], blobs: Blobs | None = None
-) -> Report:
+def check(config: TierConfig, now: float, *, dry_run: bool, progress: Callable[[int], None]) -> Report:
     """Check the tier of ``config``; ``progress`` is told the packs done so far.
 
     Raises:
@@ -74,7 +59,7 @@ def check(
     if config.kind == "dir" and not Path(config.place).is_dir():
         # A check must not make the folder that it was told to check.
         raise ConfigError(f"{config.place} is no folder, name the folder of a tier")
-    place, keys = blobs or open_blobs(config), open_keys(config, make=False)
+    place, keys = open_blobs(config), open_keys(config, make=False)
     report, quarantine = Report(config.name, dry_run), Quarantine(place, config.size)
     listed = list(place.blobs())
     quarantine.know(listed)
@@ -83,15 +68,21 @@ def check(
         if blob.refused:
             report.findings.append(Finding(blob.name, "not_believed", blob.refused))
         elif PACK_NAME.fullmatch(blob.name) and blob.size:
-            _check_pack(place, blob, keys, quarantine, report)
+            finding = mend(place, blob.name, keys, quarantine, dry_run=dry_run)
+            report.packs += 1
+            report.pages += finding.good_pages
+            report.bytes += blob.size
+            report.unchecked += finding.kind == "unchecked"
+            report.findings += [finding] if finding.reason else []
             progress(report.packs)
         elif blob.name == CATALOGUE and _is_damaged_catalogue(place):
             report.findings.append(Finding(CATALOGUE, "damaged" if dry_run else "mended", "it is damaged"))
             leftovers.append(blob.name)
-        elif now - blob.modified >= UNFINISHED_SECONDS and _is_leftover(blob):
-            report.leftovers += 1
-            leftovers.append(blob.name)
-        elif not (blob.name == CATALOGUE or blob.name.startswith(QUARANTINE) or _is_leftover(blob)):
+        elif _is_leftover(blob):
+            if now - blob.modified >= UNFINISHED_SECONDS:
+                report.leftovers += 1
+                leftovers.append(blob.name)
+        elif blob.name != CATALOGUE and not blob.name.startswith(QUARANTINE):
             report.foreign += 1
             report.foreign_names += [blob.name] if report.foreign <= MAX_NAMED else []
     if not dry_run:
@@ -99,16 +90,6 @@ def check(
         report.leftovers += place.sweep(now - UNFINISHED_SECONDS)
     report.quarantined = quarantine.names
     return report
-
-
-def _check_pack(place: Blobs, blob: Blob, keys: SealKeys | None, quarantine: Quarantine, report: Report) -> None:
-    verdict = mend(place, blob.name, keys, quarantine, dry_run=report.dry_run)
-    report.packs += 1
-    report.pages += verdict.good
-    report.bytes += blob.size
-    report.unchecked += verdict.kind == "unchecked"
-    if verdict.reason:
-        report.findings.append(Finding(blob.name, verdict.kind, verdict.reason, verdict.good, verdict.bad))
 
 
 def _is_leftover(blob: Blob) -> bool:

@@ -29,8 +29,9 @@ from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
 from ems.pool.pages import Page
 from ems.pool.segments.arena import Arena
+from ems.pool.tiers.answers import ForgetRequest, Holding, KeyRun, Outcome
+from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.pass_through import Leaving, load, store
-from ems.pool.tiers.seam import ForgetRequest, Holding, KeyRun, Outcome, Tier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
 from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_left_alone
@@ -82,7 +83,7 @@ class TierManager:
     def __init__(
         self,
         host: TierHost,
-        tiers: Sequence[tuple[TierConfig, Tier]],
+        tiers: Sequence[tuple[TierConfig, PackTier]],
         clock: Callable[[], float] = time.monotonic,
         crew: NewThreadPool = ThreadPool,
     ) -> None:
@@ -243,20 +244,13 @@ class TierManager:
                 self._write(state, units)
 
     def _hangs(self, state: TierState, job: Job, now: float) -> None:
-        if job not in state.fetches and job not in state.writes:
-            return  # it was called off a moment ago, because of one that hangs before it
         job.abandoned = True
-        unbegun = job.call_off()
         if job in state.writes:
-            if unbegun:
-                self._let_go(state, state.writes.pop(job))
             self._cut_writing(state, f"a write took longer than {state.config.timeout:.0f} s", now)
             return
         client_id, portion = state.fetches[job]
-        if unbegun:
-            del state.fetches[job]
         # Its thread may still write into the slots, so they rest until it comes back, however late.
-        self._host.core.disconnect(client_id, now, alive=not unbegun)
+        self._host.core.disconnect(client_id, now, alive=True)
         self._ended(client_id, portion)
         self._cut_reading(state, f"a read took longer than {state.config.timeout:.0f} s", now)
 
@@ -308,9 +302,8 @@ class TierManager:
             self._host.core.deferred.stopped(writer_of(client_id))
             return
         self._ended(client_id, portion)
-        state.moved(now)
-        outcomes: list[Outcome] = job.result[0] if job.result else []
-        checksums: list[int] = job.result[1] if job.result else []
+        failure = job.exception()
+        outcomes, checksums = ([], []) if failure is not None else job.result()
         good = {
             position: checksum
             for position, outcome, checksum in zip(positions, outcomes, checksums, strict=False)
@@ -329,15 +322,15 @@ class TierManager:
         state.counts["pages_fetched"] += len(good)
         state.counts["fetch_misses"] += outcomes.count(Outcome.MISSING)
         state.counts["fetch_corrupt"] += outcomes.count(Outcome.CORRUPT)
-        if job.error is not None:
-            self._cut_reading(state, error_text(job.error), now)
+        if failure is not None:
+            self._cut_reading(state, error_text(failure), now)
         self._pump_soon()
 
     def _cut_reading(self, state: TierState, reason: str, now: float) -> None:
         state.cut(state.reading, reason, now)
         self._promotions.cut(state.number)
         for job, (client_id, portion) in list(state.fetches.items()):
-            if not job.abandoned and job.call_off():
+            if not job.abandoned and job.cancel():
                 del state.fetches[job]
                 self._ended(client_id, portion)
                 self._host.core.disconnect(client_id, now, alive=False)
@@ -404,13 +397,14 @@ class TierManager:
         if self._closed:
             return
         self._let_go(state, units)
-        if job.error is not None:
+        if failure := job.exception():
             state.counts["write_failures"] += sum(len(unit.keys) for unit in units)
-            self._cut_writing(state, error_text(job.error), self._clock())
+            self._cut_writing(state, error_text(failure), self._clock())
         else:
-            state.counts["pages_written"] += job.result.count(Outcome.DONE)
-            state.counts["write_corrupt"] += job.result.count(Outcome.CORRUPT)
-            state.pre_eviction.refused(ref for ref, outcome in zip(refs, job.result, strict=True) if outcome in REFUSED)
+            outcomes = job.result()
+            state.counts["pages_written"] += outcomes.count(Outcome.DONE)
+            state.counts["write_corrupt"] += outcomes.count(Outcome.CORRUPT)
+            state.pre_eviction.refused(ref for ref, outcome in zip(refs, outcomes, strict=True) if outcome in REFUSED)
         self._pump_soon()
 
     def _let_go(self, state: TierState, units: list[Unit]) -> None:
@@ -494,11 +488,8 @@ class TierManager:
 
     def figures(self) -> list[dict[str, Any]]:
         now = self._clock()
-        return [
-            state.figures(now)
-            | {"waiting_bytes": self._promotions.waiting(state.number), "fetching": len(state.fetches)}
-            for state in self.states
-        ]
+        waiting = self._promotions.waiting
+        return [state.figures(now) | {"waiting_bytes": waiting(state.number)} for state in self.states]
 
     def close(self) -> None:
         """Write what waits, for a bounded time, and let go of everything."""
@@ -511,11 +502,11 @@ class TierManager:
                 self._write(state, units)
             jobs += [(state, job) for job in state.writes]
             for fetch in state.fetches:
-                fetch.call_off()
+                fetch.cancel()
         self._closed = True
         for state, job in jobs:
             state.writers.wait(job, until)
         for state in self.states:
             state.close(until)
-        if any(not job.done.is_set() for _, job in jobs):
+        if not all(job.done() for _, job in jobs):
             _log.warning("a tier did not take all pages before the node stopped")

@@ -2,18 +2,18 @@
 
 ::
 
-    0          120     120+n        head - tails    head      data, a multiple of 4096
-    | preamble | name  | records    | tails         | zeros   | page 0 | page 1 | ... | name | preamble |
+    0          84     84+n    a multiple of 4096
+    | preamble | body | zeros | page 0 | page 1 | ... | body | preamble |
 
-The preamble has magic, format version, counts, the size of pages, a salt, a seal over itself and the name of the
-namespace (:mod:`ems.pool.tiers.pack_seal`), and a checksum of both.  Preamble and name stand at the end once more, so
-that damage to either costs no page.  A record has key, parent, place, lengths, codec, the checksums of the page and of
-what is stored, nonce and tag, and a checksum of itself that depends on the preamble's: it proves nothing within another
-pack.  Tails (the tokens of pages that are not full) are sealed in one piece.  All numbers are little-endian, all
-checksums CRC-32C.
+Preamble and body are the head.  The preamble has magic, format version, size of the body, a salt, a seal
+(:mod:`ems.pool.tiers.pack_seal`) over itself and the body, and a checksum of all that.  The body (MessagePack) has the
+namespace, the size of its pages, the time, a record for each page, and the tails (tokens of pages that are not full),
+sealed in one piece.  A record has key, parent, place behind the head, codec, the checksums of the page and of what is
+stored, nonce and tag.  The head stands at the end once more, so that damage to either costs no page.  All numbers are
+little-endian, all checksums CRC-32C.
 
-What always holds: whatever :func:`parse_head` hands out was written by :func:`build_head`, as far as checksums tell;
-what does not match its checksum is left out and counted.  Only :func:`open_page` tells who wrote a page.
+What always holds: a head whose checksum is wrong is none; what a head with a :attr:`~Head.seal` says was said by a node
+that has the tier's secret; only :func:`open_page` tells who wrote a page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,10 +30,7 @@ from numpy.typing import NDArray
 
 from ems.pool.checksum import crc32c
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.tiers.pack_seal import PackSeal
-
-if TYPE_CHECKING:
-    from ems.pool.tiers.pack_seal import SealKeys
+from ems.pool.tiers.pack_seal import NONCE_BYTES, TAG_BYTES, PackSeal, SealKeys
 
 MAGIC = b"EMSPACK1"
 FORMAT_VERSION = 2
@@ -46,66 +43,85 @@ PACK_NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{12}-[0-9a-f]{16}\.pack")
 _ENCRYPTED = 1
 _TAILS = b"tails"
 
-_SAID = struct.Struct("<8sIIIIQQQd32s")
-_PROOF = struct.Struct("<12s16sI")
+_SAID = struct.Struct("<8sIII32s")
+_PROOF = struct.Struct(f"<{NONCE_BYTES}s{TAG_BYTES}sI")
 PREAMBLE_BYTES = _SAID.size + _PROOF.size
 RECORD = np.dtype([
     ("key", f"V{KEY_BYTES}"),
     ("parent", f"V{KEY_BYTES}"),
     ("offset", "<u8"),
     ("stored", "<u8"),
-    ("length", "<u8"),
     ("codec", "<u4"),
     ("page_sum", "<u4"),
     ("stored_sum", "<u4"),
-    ("nonce", "V12"),
-    ("tag", "V16"),
-    ("own_sum", "<u4"),
+    ("nonce", f"V{NONCE_BYTES}"),
+    ("tag", f"V{TAG_BYTES}"),
 ])  # fmt: skip
-_SUMMED = RECORD.itemsize - 4
 
 Records = NDArray[np.void]
 Buffer = bytes | bytearray | memoryview
 
 
 class Record(NamedTuple):
-    """One element of :data:`RECORD`."""
+    """One element of :data:`RECORD`; ``offset`` counts from the first page, ``stored`` are bytes."""
 
     key: bytes
     parent: bytes
     offset: int
     stored: int
-    length: int
     codec: int
     page_sum: int
     stored_sum: int
     nonce: bytes
     tag: bytes
-    own_sum: int
 
 
 class Malformed(ValueError):
     """These bytes are no pack of this format; the text says why."""
 
 
+class _Body(msgspec.Struct, array_like=True, frozen=True):
+    namespace: str
+    page_size: int
+    stored_at: float
+    records: bytes
+    tails: bytes
+    """Nonce, tag and what is sealed; empty when there are none."""
+
+
 class Head(msgspec.Struct, frozen=True):
-    """What a pack says of itself.  ``damaged`` records and pieces of tails were left out."""
+    """What a pack says of itself."""
 
     namespace: str
     page_size: int
     stored_at: float
-    total: int
-    """Bytes of the whole pack."""
     records: Any
-    """Array of :data:`RECORD`, only those that match their checksums."""
+    """Array of :data:`RECORD`."""
     tails: dict[int, Tail]
     """By position in ``records``; none without ``seal``."""
-    damaged: int
     seal: PackSeal | None
     """None when it was sealed with another key than those at hand."""
     encrypted: bool
     raw: bytes
-    """All of it, without the zeros."""
+
+    @property
+    def data(self) -> int:
+        """Where the first page is."""
+        return -(-len(self.raw) // DATA_ALIGN) * DATA_ALIGN
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole pack."""
+        return self.data + int(self.records["stored"].sum()) + len(self.raw)
+
+    @property
+    def last(self) -> bytes:
+        """How it stands at the end of the pack."""
+        return self.raw[PREAMBLE_BYTES:] + self.raw[:PREAMBLE_BYTES]
+
+    def around(self, pages: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+        """The parts of the whole pack: ``pages`` between the head and the head once more."""
+        return [self.raw, bytes(self.data - len(self.raw)), *pages, self.last]
 
 
 def folder_of(namespace: str) -> str:
@@ -127,40 +143,21 @@ def open_page(head: Head, record: Record, stored: Buffer) -> Buffer | None:
     """The page that ``stored`` holds, as it was before it was encrypted; None when it is not what was sealed."""
     if head.seal is None:
         return None
-    names = page_names(head.namespace, record.key, record.parent, record.length, record.codec)
+    names = page_names(head.namespace, record.key, record.parent, head.page_size, record.codec)
     return head.seal.open(stored, record.nonce, record.tag, names)
 
 
 def build_head(
     namespace: str, page_size: int, stored_at: float, records: Records, tails: Mapping[int, Tail], seal: PackSeal
-) -> tuple[bytes, bytes, Head]:
-    """The bytes before and behind the pages of a pack, and what they say.
-
-    The pages follow in the order of ``records``, whose offsets and own checksums are filled in here.
-    """
-    name = namespace.encode()
-    sealed = b""
-    if tails:
-        nonce, tag, stored = seal.seal(msgspec.msgpack.encode(dict(tails)), _TAILS)
-        sealed = nonce + tag + bytes(stored)
-    size = PREAMBLE_BYTES + len(name) + records.nbytes + len(sealed)
-    data = -(-size // DATA_ALIGN) * DATA_ALIGN
-    total = data + int(records["stored"].sum()) + len(name) + PREAMBLE_BYTES
-    counts = (len(name), len(sealed), len(records), page_size, total, stored_at)
-    said = _SAID.pack(MAGIC, FORMAT_VERSION, _ENCRYPTED * seal.encrypts, *counts, seal.salt)
-    nonce, tag, _ = seal.seal(b"", said + name)
-    seed = crc32c(said + nonce + tag + name)
-    preamble = said + _PROOF.pack(nonce, tag, seed)
-    records["offset"] = data + np.cumsum(records["stored"]) - records["stored"]
-    records["own_sum"] = _own_sums(records.tobytes(), seed)
-    raw = b"".join([preamble, name, records.tobytes(), sealed])
-    head = Head(namespace, page_size, stored_at, total, records, dict(tails), 0, seal, seal.encrypts, raw)
-    return raw + bytes(data - size), name + preamble, head
-
-
-def _own_sums(table: Buffer, seed: int) -> list[int]:
-    view = memoryview(table)
-    return [crc32c(view[start : start + _SUMMED], seed) for start in range(0, len(view), RECORD.itemsize)]
+) -> Head:
+    """The head of a pack whose pages follow in the order of ``records``; their places are filled in here."""
+    records["offset"] = np.cumsum(records["stored"]) - records["stored"]
+    sealed = b"".join(seal.seal(msgspec.msgpack.encode(dict(tails)), _TAILS)) if tails else b""
+    body = msgspec.msgpack.encode(_Body(namespace, page_size, stored_at, records.tobytes(), sealed))
+    said = _SAID.pack(MAGIC, FORMAT_VERSION, _ENCRYPTED * seal.encrypts, len(body), seal.salt)
+    nonce, tag, _ = seal.seal(b"", said + body)
+    raw = said + _PROOF.pack(nonce, tag, crc32c(said + nonce + tag + body)) + body
+    return Head(namespace, page_size, stored_at, records, dict(tails), seal, seal.encrypts, raw)
 
 
 def head_bytes(start: Buffer) -> int:
@@ -171,103 +168,69 @@ def head_bytes(start: Buffer) -> int:
     """
     if len(start) < PREAMBLE_BYTES:
         raise Malformed(f"{len(start)} bytes, expected a pack of at least {PREAMBLE_BYTES}")
-    magic, version, _, name, tails, count, *_ = _SAID.unpack_from(start)
+    magic, version, _, body, _ = _SAID.unpack_from(start)
     if magic != MAGIC:
         raise Malformed("it does not begin like a pack")
     if version != FORMAT_VERSION:
         raise Malformed(f"format version {version}, this release reads {FORMAT_VERSION}")
-    size = PREAMBLE_BYTES + name + count * RECORD.itemsize + tails
-    if count > MAX_RECORDS or size > MAX_HEAD:
-        raise Malformed("its preamble is damaged")
-    return int(size)
+    if body > MAX_HEAD:
+        raise Malformed("its head is damaged")
+    return PREAMBLE_BYTES + int(body)
 
 
-def parse_head(raw: Buffer, keys: SealKeys | None) -> Head:
-    """What the head ``raw`` (at least :func:`head_bytes`) says.
+def parse_head(raw: Buffer, name: str, keys: SealKeys | None) -> Head:
+    """What the head ``raw`` (at least :func:`head_bytes`) says of the pack that is called ``name``.
 
     Raises:
-        Malformed: it is no head, or not whole, or its preamble is damaged.
+        Malformed: it is no head, or not whole, or damaged, or that of another namespace.
     """
     size = head_bytes(raw)
     if len(raw) < size:
         raise Malformed(f"{len(raw)} bytes of a head of {size}, the rest is missing")
     raw = bytes(raw[:size])
-    _, _, flags, name_size, tails_size, count, page_size, total, stored_at, salt = _SAID.unpack_from(raw)
-    nonce, tag, seed = _PROOF.unpack_from(raw, _SAID.size)
-    start = PREAMBLE_BYTES + name_size
-    name = raw[PREAMBLE_BYTES:start]
-    if crc32c(raw[: PREAMBLE_BYTES - 4] + name) != seed:
-        raise Malformed("its preamble is damaged")
+    _, _, flags, _, salt = _SAID.unpack_from(raw)
+    nonce, tag, checksum = _PROOF.unpack_from(raw, _SAID.size)
+    if crc32c(raw[: PREAMBLE_BYTES - 4] + raw[PREAMBLE_BYTES:]) != checksum:
+        raise Malformed("its head is damaged")
     try:
-        namespace = name.decode()
-    except UnicodeDecodeError as error:
-        raise Malformed("the name of its namespace is no text") from error
+        body = msgspec.msgpack.decode(raw[PREAMBLE_BYTES:], type=_Body)
+        records = np.frombuffer(body.records, dtype=RECORD)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Malformed("its head makes no sense") from error
+    if not name.startswith(f"{folder_of(body.namespace)}/"):
+        raise Malformed("it is the pack of another namespace than its name says")
     encrypted = bool(flags & _ENCRYPTED)
-    seal = keys.pack(namespace, salt) if keys is not None and keys.encrypts == encrypted else None
-    if seal is not None and seal.open(b"", nonce, tag, raw[: _SAID.size] + name) is None:
+    seal = keys.pack(body.namespace, salt) if keys is not None and keys.encrypts == encrypted else None
+    if seal is not None and seal.open(b"", nonce, tag, raw[: _SAID.size] + raw[PREAMBLE_BYTES:]) is None:
         seal = None
-    table = raw[start : start + count * RECORD.itemsize]
-    records = np.frombuffer(table, dtype=RECORD)
-    right = records["own_sum"] == np.array(_own_sums(table, seed), dtype="<u4")
-    tails, whole = _parse_tails(raw[size - tails_size :], seal) if tails_size else ({}, True)
-    damaged = count - int(right.sum()) + (not whole)
-    if not right.all():
-        records, tails = _only(right, records, tails)
-    # A page whose tokens are not those that its key stands for would be found and be wrong.
-    strange = [at for at, tail in tails.items() if at >= len(records) or tail.key != records["key"][at].tobytes()]
-    for at in strange:
-        del tails[at]
-    return Head(namespace, page_size, stored_at, total, records, tails, damaged + len(strange), seal, encrypted, raw)
+    tails = {} if seal is None else _open_tails(body.tails, seal)
+    return Head(body.namespace, body.page_size, body.stored_at, records, tails, seal, encrypted, raw)
 
 
-def _parse_tails(raw: bytes, seal: PackSeal | None) -> tuple[dict[int, Tail], bool]:
-    """Tails by position, and whether they are whole, as far as that can be told."""
-    if seal is None:
-        return {}, True
-    opened = seal.open(raw[28:], raw[:12], raw[12:28], _TAILS)
-    try:
-        return ({}, False) if opened is None else (msgspec.msgpack.decode(opened, type=dict[int, Tail]), True)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return {}, False
+def _open_tails(raw: bytes, seal: PackSeal) -> dict[int, Tail]:
+    nonce, tag, sealed = raw[:NONCE_BYTES], raw[NONCE_BYTES:][:TAG_BYTES], raw[NONCE_BYTES + TAG_BYTES :]
+    opened = seal.open(sealed, nonce, tag, _TAILS) if raw else None
+    return {} if opened is None else msgspec.msgpack.decode(opened, type=dict[int, Tail])
 
 
-def _only(kept: Any, records: Records, tails: Mapping[int, Tail]) -> tuple[Records, dict[int, Tail]]:
-    """The ``records`` that are ``kept``, by an array of booleans, and their tails."""
-    new = np.cumsum(kept) - 1
-    return records[kept], {int(new[at]): tail for at, tail in tails.items() if at < len(kept) and kept[at]}
+def find_head(read: Callable[[int, int], bytes], size: int, name: str, keys: SealKeys | None) -> tuple[Head, bool]:
+    """The head of the pack ``name`` of ``size`` bytes, and whether it stands in front and agrees with the size.
 
-
-def fitting(head: Head, name: str, size: int) -> Head:
-    """``head`` as that of the blob ``name`` of ``size`` bytes: without pages that do not lie in it.
+    ``read(offset, count)`` gets bytes of the pack, fewer at its end.
 
     Raises:
-        Malformed: it is the head of another blob.
+        Malformed: neither what is in front nor what is at the end is a head, with what is wrong with the first.
     """
-    if not name.startswith(f"{folder_of(head.namespace)}/"):
-        raise Malformed("it is the pack of another namespace than its name says")
-    records = head.records
-    fit = (records["length"] == head.page_size) & (records["offset"] <= size) & (records["stored"] <= size)
-    fit &= records["offset"] + records["stored"] <= size
-    if fit.all() and size == head.total:
-        return head
-    damaged = head.damaged + max(len(records) - int(fit.sum()), 1)
-    records, tails = _only(fit, records, head.tails)
-    return msgspec.structs.replace(head, records=records, tails=tails, damaged=damaged)
-
-
-def with_right_preamble(raw: bytes) -> tuple[bytes, bool]:
-    """The pack ``raw`` with its preamble in front that is right, if either is; and whether both are."""
-    ends = [_with_preamble(raw, 0), _with_preamble(raw, len(raw) - PREAMBLE_BYTES)]
-    right = next((end for end in ends if end), b"")
-    return right + raw[len(right) :], all(ends) and ends[0] == ends[1]
-
-
-def _with_preamble(raw: bytes, at: int) -> bytes:
-    """The preamble at ``at`` and the name beside it; nothing when it does not match its checksum."""
-    preamble = raw[max(at, 0) : max(at, 0) + PREAMBLE_BYTES]
-    if len(preamble) < PREAMBLE_BYTES:
-        return b""
-    size = _SAID.unpack_from(preamble)[3]
-    name = raw[PREAMBLE_BYTES : PREAMBLE_BYTES + size] if not at else raw[max(at - size, 0) : at]
-    seed = _PROOF.unpack_from(preamble, _SAID.size)[-1]
-    return preamble + name if crc32c(preamble[:-4] + name) == seed else b""
+    try:
+        start = read(0, FIRST_READ)
+        if (more := head_bytes(start) - len(start)) > 0:
+            start += read(len(start), more)
+        head = parse_head(start, name, keys)
+    except Malformed as error:
+        last = read(max(size - PREAMBLE_BYTES, 0), PREAMBLE_BYTES)
+        try:
+            length = head_bytes(last)
+            return parse_head(last + read(max(size - length, 0), length - PREAMBLE_BYTES), name, keys), False
+        except Malformed:
+            raise error from None
+    return head, head.total == size

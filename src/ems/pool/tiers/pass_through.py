@@ -16,7 +16,8 @@ import msgspec
 from ems.pool.checksum import crc32c
 from ems.pool.keys import Tail
 from ems.pool.segments.segment_file import FileRange
-from ems.pool.tiers.seam import Outcome, Stored, Tier, Wanted
+from ems.pool.tiers.answers import Outcome, Stored, Wanted
+from ems.pool.tiers.packs import PackTier
 
 _own = threading.local()
 
@@ -53,7 +54,7 @@ def _views(places: Sequence[FileRange]) -> list[tuple[memoryview, bool]]:
     return found
 
 
-def store(tier: Tier, namespace: str, pages: Sequence[Leaving]) -> list[Outcome]:
+def store(tier: PackTier, namespace: str, pages: Sequence[Leaving]) -> list[Outcome]:
     """Have ``tier`` keep ``pages``; blocks."""
     outcomes = [Outcome.MISSING] * len(pages)
     ready: dict[int, Stored] = {}
@@ -67,7 +68,7 @@ def store(tier: Tier, namespace: str, pages: Sequence[Leaving]) -> list[Outcome]
     return outcomes
 
 
-def load(tier: Tier, namespace: str, wanted: Sequence[tuple[bytes, FileRange]]) -> tuple[list[Outcome], list[int]]:
+def load(tier: PackTier, namespace: str, wanted: Sequence[tuple[bytes, FileRange]]) -> tuple[list[Outcome], list[int]]:
     """Fetch pages by their keys: outcomes, and the checksums that readers of memory hold the pages against; blocks."""
     views = _views([place for _, place in wanted])
     outcomes = tier.load(namespace, [Wanted(key, into) for (key, _), (into, _) in zip(wanted, views, strict=True)])

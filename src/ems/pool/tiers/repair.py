@@ -21,12 +21,10 @@ from ems.pool.tiers.pack_format import (
     Malformed,
     Record,
     build_head,
-    fitting,
+    find_head,
     folder_of,
     open_page,
     pack_name,
-    parse_head,
-    with_right_preamble,
 )
 from ems.pool.tiers.pack_seal import SealKeys
 
@@ -40,18 +38,19 @@ QUARANTINE_SHARE = 4
 """And no more than one in so many bytes of a tier with a size."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """What a pack turned out to be.
+class Finding(msgspec.Struct, frozen=True):
+    """What a blob turned out to be, and the ``reason`` if something is wrong with it.
 
-    ``unchecked``: its checksums are right, and there is no key for its seals.  Only what was ``mended`` was changed:
-    its good pages are in the blob ``now`` (None: there are none), and the pack as it was is in the quarantine.
+    ``unchecked``: a pack whose checksums are right, and for whose seals there is no key.  ``not_believed``: others may
+    have written it.  Only what was ``mended`` was changed: its good pages are in a new pack, and the pack as it was is
+    in the quarantine.
     """
 
-    kind: Literal["good", "unchecked", "mended", "damaged", "other_key", "unreadable", "gone"]
-    now: Blob | None = None
-    good: int = 0
-    bad: int = 0
+    blob: str
+    kind: Literal["good", "unchecked", "mended", "damaged", "other_key", "unreadable", "not_believed", "gone"]
     reason: str = ""
+    good_pages: int = 0
+    bad_pages: int = 0
 
 
 class Quarantine:
@@ -107,15 +106,17 @@ def inspect(raw: bytes, name: str, keys: SealKeys | None) -> tuple[Head, list[in
     Raises:
         Malformed: it is no pack of this format, or not the one that ``name`` says.
     """
-    raw, whole = with_right_preamble(raw)
-    head = fitting(parse_head(raw, keys), name, len(raw))
-    view, good = memoryview(raw), []
+    head, whole = find_head(lambda offset, count: raw[offset : offset + count], len(raw), name, keys)
+    view, good = memoryview(raw)[head.data :], []
     for position, record in enumerate(map(Record._make, head.records.tolist())):
         stored = view[record.offset : record.offset + record.stored]
         if crc32c(stored) == record.stored_sum and (head.seal is None or open_page(head, record, stored) is not None):
             good.append(position)
-    bad, damaged = len(head.records) - len(good), head.damaged + (not whole)
-    return head, good, f"{_counted(bad, 'bad page')}, {_counted(damaged, 'damaged record')}" if bad or damaged else ""
+    bad = len(head.records) - len(good)
+    reasons = [f"{bad} bad page{'s' if bad > 1 else ''}"] if bad else []
+    if not whole or not raw.endswith(head.last):
+        reasons.append("its head or its end is damaged")
+    return head, good, ", ".join(reasons)
 
 
 def mend(
@@ -126,7 +127,7 @@ def mend(
     *,
     dry_run: bool = False,
     put: Put | None = None,
-) -> Verdict:
+) -> Finding:
     """Look at the pack ``name``; if it is damaged, put its good pages into a new one and set it aside.
 
     ``put`` writes the new one, where that takes more than ``blobs`` do on their own.
@@ -138,37 +139,30 @@ def mend(
         raw = read_whole(blobs, name)
         head, good, reason = inspect(raw, name, keys)
     except Gone:
-        return Verdict("gone")
+        return Finding(name, "gone")
     except Malformed as error:
-        return Verdict("unreadable", reason=str(error))
-    blob, bad = Blob(name, len(raw), 0.0), max(len(head.records) - len(good), 1) if reason else 0
-    if head.seal is None:
-        if keys is not None and keys.should_open(head.namespace, encrypted=head.encrypted):
-            reason = "it was sealed with another key" + (f"; {reason}" if reason else "")
-            return Verdict("other_key", blob, len(good), bad, reason)
-        return Verdict("damaged" if reason else "unchecked", blob, len(good), bad, reason)
-    if not reason or dry_run:
-        return Verdict("damaged" if reason else "good", blob, len(good), bad, reason)
-    mended = None
+        return Finding(name, "unreadable", str(error))
+    pages = (len(good), len(head.records) - len(good))
+    if head.seal is None and keys is not None and keys.should_open(head.namespace, encrypted=head.encrypted):
+        return Finding(name, "other_key", ", ".join(filter(None, ["it was sealed with another key", reason])), *pages)
+    if not reason:
+        return Finding(name, "unchecked" if head.seal is None else "good", "", *pages)
+    if head.seal is None or dry_run:
+        return Finding(name, "damaged", reason, *pages)
     if good:
-        fresh, parts, new = with_only(head, good, raw)
+        fresh, parts, _ = with_only(head, good, raw)
         (put or blobs.put)(fresh, parts)
-        mended = Blob(fresh, new.total, 0.0)
     with suppress(Gone):  # room was made for the new one
-        quarantine.take(blob)
-    return Verdict("mended", mended, len(good), bad, reason)
+        quarantine.take(Blob(name, len(raw), 0.0))
+    return Finding(name, "mended", reason, *pages)
 
 
 def with_only(head: Head, good: list[int], raw: bytes) -> tuple[str, list[bytes | memoryview], Head]:
     """The name, the parts and the head of a new pack that has only the pages at the positions ``good`` of ``raw``."""
     assert head.seal is not None
-    view, records = memoryview(raw), head.records[good]
+    view, records = memoryview(raw)[head.data :], head.records[good]
     places = zip(records["offset"].tolist(), records["stored"].tolist(), strict=True)
     parts = [view[offset : offset + stored] for offset, stored in places]
     tails = {new: head.tails[old] for new, old in enumerate(good) if old in head.tails}
-    begin, end, new = build_head(head.namespace, head.page_size, head.stored_at, records, tails, head.seal)
-    return pack_name(head.namespace, head.stored_at, secrets.token_hex(8)), [begin, *parts, end], new
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    new = build_head(head.namespace, head.page_size, head.stored_at, records, tails, head.seal)
+    return pack_name(head.namespace, head.stored_at, secrets.token_hex(8)), new.around(parts), new

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 Tell = Callable[[Callable[[], None]], None]
@@ -17,33 +18,24 @@ Tell = Callable[[Callable[[], None]], None]
 Clock = Callable[[], float]
 
 
-class Job:
-    """One piece of work: ``work`` is done on a thread, ``ended(result, error)`` is told on the loop's."""
+class Job(Future[Any]):
+    """One piece of work: ``work`` is done on a thread, ``ended(job)`` is told on the loop's.
+
+    :meth:`cancel` sees to it that it is never begun, unless it was.
+    """
 
     def __init__(self, work: Callable[[], Any], ended: Callable[[Job], None]) -> None:
+        super().__init__()
         self._work = work
         self._ended = ended
-        self._lock = threading.Lock()
-        self._claimed = False
-        self.given_at: float | None = None
-        """When a crew got it."""
         self.started_at: float | None = None
         self.seconds = 0.0
-        self.result: Any = None
-        self.error: Exception | None = None
         self.abandoned = False
         """Whether nobody waits for its end any more; for the loop alone."""
-        self.done = threading.Event()
-
-    def call_off(self) -> bool:
-        """See to it that it is never begun; False when it was begun already."""
-        with self._lock:
-            mine, self._claimed = not self._claimed, True
-        return mine
 
     def begin(self, now: float) -> bool:
-        """It is this thread's from now on; False when it was called off, or is another's."""
-        if not self.call_off():
+        """It is this thread's from now on; False when it was called off."""
+        if not self.set_running_or_notify_cancel():
             return False
         self.started_at = now
         return True
@@ -52,12 +44,15 @@ class Job:
         """Do it on this thread, which has begun it."""
         assert self.started_at is not None
         try:
-            self.result = self._work()
+            self.set_result(self._work())
         except Exception as error:  # noqa: BLE001 - root of what this thread does: the loop decides what it means
-            self.error = error
+            self.set_exception(error)
         self.seconds = clock() - self.started_at
-        self.done.set()
         tell(lambda: self._ended(self))
+
+    def runs_for(self, now: float) -> float:
+        """How many seconds a thread is busy with it."""
+        return 0.0 if self.started_at is None or self.done() else now - self.started_at
 
 
 class ThreadPool:
@@ -72,12 +67,11 @@ class ThreadPool:
             thread.start()
 
     def give(self, job: Job) -> None:
-        job.given_at = self._clock()
         self._jobs.put(job)
 
     def wait(self, job: Job, until: float) -> None:
         """Hold this thread up until ``job`` is done, or until then."""
-        job.done.wait(max(until - self._clock(), 0))
+        wait([job], max(until - self._clock(), 0))
 
     def dismiss(self) -> None:
         """No more jobs come; threads end when they have done what was given."""

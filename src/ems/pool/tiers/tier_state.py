@@ -17,9 +17,11 @@ import structlog
 from ems.errors import TierFailed
 from ems.pool.movement.gate import Gate
 from ems.pool.movement.pre_eviction import PreEvictionWalk
+from ems.pool.movement.promotion import Portion
 from ems.pool.movement.speed import TierSpeed
 from ems.pool.movement.write_back import Unit, WriteBackQueue
-from ems.pool.tiers.seam import ForgetResult, Tier
+from ems.pool.tiers.answers import ForgetResult
+from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Clock, Job, NewThreadPool, Tell, ThreadPool
 
@@ -27,6 +29,10 @@ KEEPER_PATIENCE = 6
 """A look at what is there may take so many times the time-out of a read."""
 IDLE_FACTOR = 6
 """Without misses a tier is looked at so much more rarely."""
+_COUNTS = (
+    *("pages_written", "pages_fetched", "fetch_misses", "fetch_corrupt"),
+    *("write_failures", "write_corrupt", "hung", "not_offered"),
+)
 
 _log = structlog.get_logger("ems.tier")
 
@@ -43,15 +49,14 @@ class Errand:
 
     def outcome(self) -> ForgetResult | str | None:
         """What it did, or why it did not do it; None while it is under way."""
-        job = self._job
-        if job is None:
+        if self._job is None:
             return self._refused
-        if job.abandoned:
+        if self._job.abandoned:
             return "it hangs and is left alone"
-        if not job.done.is_set():
+        if not self._job.done():
             return None
-        done: ForgetResult | None = job.result
-        return error_text(job.error) if done is None else done
+        result: ForgetResult | str = error_text(self._job.exception()) or self._job.result()
+        return result
 
 
 class TierState:
@@ -61,7 +66,7 @@ class TierState:
         self,
         number: int,
         config: TierConfig,
-        tier: Tier,
+        tier: PackTier,
         tell: Tell,
         clock: Clock = time.monotonic,
         crew: NewThreadPool = ThreadPool,
@@ -77,19 +82,7 @@ class TierState:
         self.speed = TierSpeed(config.readers)
         self.missed = False
         """Whether something was asked for since the last look that was not there."""
-        self.counts = dict.fromkeys(
-            (
-                "pages_written",
-                "pages_fetched",
-                "fetch_misses",
-                "fetch_corrupt",
-                "write_failures",
-                "write_corrupt",
-                "hung",
-                "not_offered",
-            ),
-            0,
-        )
+        self.counts = dict.fromkeys(_COUNTS, 0)
         self.most_writers = 1 if config.kind == "dir" else min(config.readers, 4)
         self.readers = crew("ems-tier-read", config.readers, tell, clock)
         self.writers = crew("ems-tier-write", self.most_writers, tell, clock)
@@ -99,9 +92,8 @@ class TierState:
         """What the keeper is to do besides, in order."""
         self._probed: list[Gate] = []
         """The directions that are being tried out."""
-        self._moved_at = 0.0
         self._next_look = 0.0
-        self.fetches: dict[Job, Any] = {}
+        self.fetches: dict[Job, tuple[int, Portion]] = {}
         self.writes: dict[Job, list[Unit]] = {}
 
     # Health
@@ -114,34 +106,22 @@ class TierState:
             )
 
     def hung(self, now: float) -> list[Job]:
-        """Jobs that take longer than the tier may, or are not even begun; they count as failures."""
-        limit = self.config.timeout
-        late = [
-            job
-            for job in (*self.fetches, *self.writes)
-            if not job.abandoned and max(_runs_for(job, now), self._waits_for(job, now)) > limit
-        ]
-        keeping = self._keeping
-        if keeping is not None and not keeping.abandoned and _runs_for(keeping, now) > KEEPER_PATIENCE * limit:
+        """Jobs that take longer than the tier may, which count as failures."""
+        limit, keeping = self.config.timeout, self._keeping
+        late = [job for job in (*self.fetches, *self.writes) if not job.abandoned and job.runs_for(now) > limit]
+        if keeping is not None and not keeping.abandoned and keeping.runs_for(now) > KEEPER_PATIENCE * limit:
             keeping.abandoned = True
             self.counts["hung"] += 1
-            for gate in (self.reading, self.writing):
-                self.cut(gate, "a look at what is there hangs", now)
+            self._cut_all("a look at what is there hangs", now)
             for chore in self._chores:
-                chore.abandoned = chore.call_off()
+                chore.abandoned = chore.cancel()
             self._chores.clear()
         self.counts["hung"] += len(late)
         return late
 
-    def _waits_for(self, job: Job, now: float) -> float:
-        """How long no thread has begun ``job``, nor ended what was given before it."""
-        if job.given_at is None or job.started_at is not None or job.done.is_set():
-            return 0.0
-        return now - (max(job.given_at, self._moved_at) if job in self.fetches else job.given_at)
-
-    def moved(self, now: float) -> None:
-        """A fetch ended in time: its thread goes on with what waits."""
-        self._moved_at = now
+    def _cut_all(self, reason: str, now: float) -> None:
+        for gate in (self.reading, self.writing):
+            self.cut(gate, reason, now)
 
     # Keeping order
 
@@ -150,19 +130,23 @@ class TierState:
         if self._keeping is not None:
             return
         if self._chores:
-            self._keeping = self._chores.popleft()
-            self._keeper.give(self._keeping)
+            self._give(self._chores.popleft())
         elif self.reading.open and self.writing.open:
             if now >= self._next_look:
-                self._give([])
+                self._give(Job(self.tier.maintain, self._looked))
         elif due := [
             gate
             for gate, jobs in ((self.reading, self.fetches), (self.writing, self.writes))
             if gate.probe_due(now) and not any(job.abandoned for job in jobs)
         ]:
-            self._give(due)
+            self._probed = due
+            self._give(Job(self.tier.probe, self._tried))
 
-    def errand(self, work: Callable[[Tier], ForgetResult], *, writes: bool = False) -> Errand:
+    def _give(self, job: Job) -> None:
+        self._keeping = job
+        self._keeper.give(job)
+
+    def errand(self, work: Callable[[PackTier], ForgetResult], *, writes: bool = False) -> Errand:
         """Have the keeper do ``work`` as soon as it is free; when that fails or hangs, nothing is written for a while.
 
         A tier that does not work is given none, and one that is only read none that ``writes``.
@@ -179,37 +163,32 @@ class TierState:
 
     def _did_chore(self, chore: Job) -> None:
         now = self._clock()
-        self._keeping = None
-        if chore.error is not None:
-            self.cut(self.writing, error_text(chore.error), now)
+        if reason := self._kept(chore):
+            self.cut(self.writing, reason, now)
         self.keep(now)
 
     def look_soon(self) -> None:
         self._next_look = self._clock()
 
-    def _give(self, probed: list[Gate]) -> None:
-        self._probed = probed
-        self._keeping = Job(lambda: self.tier.maintain(probe=bool(probed)), self._kept)
-        self._keeper.give(self._keeping)
-
-    def _kept(self, job: Job) -> None:
-        now = self._clock()
+    def _kept(self, job: Job) -> str:
+        """The keeper ended ``job``; what was wrong.  What took too long counts as failed, whatever came of it."""
         self._keeping = None
-        # What took too long counts as failed, whatever came of it.
-        reason = "a look at what is there took too long" if job.abandoned else error_text(job.error)
-        if self._probed:
-            for gate in self._probed:
-                if gate.probed(reason, now):
-                    _log.info("a tier works again", tier=self.config.name, direction=gate.direction)
-            return
+        return "a look at what is there took too long" if job.abandoned else error_text(job.exception())
+
+    def _tried(self, job: Job) -> None:
+        reason, now = self._kept(job), self._clock()
+        for gate in self._probed:
+            if gate.probed(reason, now):
+                _log.info("a tier works again", tier=self.config.name, direction=gate.direction)
+
+    def _looked(self, job: Job) -> None:
+        reason, now = self._kept(job), self._clock()
         if reason:
-            for gate in (self.reading, self.writing):
-                self.cut(gate, reason, now)
+            self._cut_all(reason, now)
             return
-        scanned = self.tier.figures().get("scanned", True)
         pause = self.config.refresh_seconds * (1 if self.missed else IDLE_FACTOR)
         self.missed = False
-        self._next_look = now + pause if scanned else now
+        self._next_look = now + pause if self.tier.scanned else now
 
     def miss(self, now: float) -> None:
         """Something was asked for that the tier does not know: another node may have written it."""
@@ -236,6 +215,7 @@ class TierState:
             "cuts": self.reading.cuts + self.writing.cuts,
             "queued_bytes": self.write_back.size,
             "pages_dropped": self.write_back.dropped,
+            "fetching": len(self.fetches),
             "fetches_too_dear": self.speed.reluctance.refused,
             "fetch_seconds": line.fixed if line is not None else 0.0,
             "fetch_bytes_per_second": 1 / line.per_unit if line is not None and line.per_unit > 0 else 0.0,
@@ -244,19 +224,15 @@ class TierState:
         }
 
     def close(self, until: float) -> None:
-        job = Job(self.tier.close, lambda _: None)
         if self.writing.open and self._keeping is None:
+            job = Job(self.tier.close, lambda _: None)
             self._keeper.give(job)
             self._keeper.wait(job, until)
         for crew in (self.readers, self.writers, self._keeper):
             crew.dismiss()
 
 
-def _runs_for(job: Job, now: float) -> float:
-    return 0.0 if job.started_at is None or job.done.is_set() else now - job.started_at
-
-
-def error_text(error: Exception | None) -> str:
+def error_text(error: BaseException | None) -> str:
     """What went wrong, in a sentence; empty when nothing did."""
     if error is None:
         return ""
@@ -270,7 +246,7 @@ def why_left_alone(gate: Gate) -> str:
     return "" if gate.open else f"it is left alone because it does not work: {gate.reason}"
 
 
-def look(tier: Tier) -> ForgetResult:
+def look(tier: PackTier) -> ForgetResult:
     """Have ``tier`` see what is there; with ``more`` it has not seen all yet."""
     tier.maintain()
-    return ForgetResult(more=not tier.figures().get("scanned", True))
+    return ForgetResult(more=not tier.scanned)

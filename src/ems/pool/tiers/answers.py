@@ -1,0 +1,95 @@
+"""What a tier below memory is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import IntEnum
+
+import msgspec
+
+from ems.pool.keys import Tail
+
+
+class Outcome(IntEnum):
+    """What became of one page that was to be stored or loaded."""
+
+    DONE = 0
+    PRESENT = 1
+    """To be stored, and there already."""
+    MISSING = 2
+    CORRUPT = 3
+    """Its bytes or its header do not match their checksums."""
+    WRONG_SIZE = 4
+    WRONG_KEY = 5
+    """It is encrypted, or would have to be, with a key that this node does not have."""
+    NO_ROOM = 6
+    """To be stored, and larger than all that the tier may take."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A page to be stored: its names and its bytes, which stay as they are until the call returns.
+
+    With a ``checksum`` the bytes are held against it first: what is wrong in memory does not get into a tier.
+    """
+
+    key: bytes
+    parent: bytes
+    tail: Tail | None
+    payload: memoryview
+    checksum: int | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A page to be loaded ``into`` memory of exactly its size; what is there after a failure is undefined."""
+
+    key: bytes
+    into: memoryview
+
+
+class StoredTail(msgspec.Struct, frozen=True):
+    """A page that is not full, as a tier knows it: its tokens, and the key of the block before."""
+
+    tail: Tail
+    parent: bytes
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What a tier has of one namespace: the bytes of a page, how many pages, and the bytes that these take there.
+
+    ``idle_seconds`` is how long none of them was stored or loaded.
+    """
+
+    page_size: int
+    pages: int
+    bytes: int
+    idle_seconds: float
+
+
+class ForgetRequest(msgspec.Struct, frozen=True):
+    """Pages that are to leave a tier: those of ``namespace`` that nobody stored or loaded for ``unused_for`` seconds.
+
+    With 0 seconds that is all of them.  The keys ``spared`` stay, whatever their age.
+    """
+
+    namespace: str
+    unused_for: float = 0.0
+    spared: Collection[bytes] = frozenset()
+
+
+class ForgetResult(msgspec.Struct, frozen=True):
+    """What one call took out, or would take out; ``more`` says that there is more of it to be done.
+
+    ``left`` packs of the namespace stay, because this node does not understand them.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    more: bool = False
+    left: int = 0
+
+
+class KeyRun(msgspec.Struct, frozen=True):
+    """Keys of consecutive blocks; the first comes after the block ``parent``."""
+
+    parent: bytes
+    keys: list[bytes]

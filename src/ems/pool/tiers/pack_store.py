@@ -1,0 +1,379 @@
+"""The packs in a place, and what this node knows of them: which come and go, which leave for others, which are damaged.
+
+What always holds: the catalogue is what this node has seen itself; a pack that vanished or turned out bad costs its
+pages and nothing else; what this node does not understand, or was sealed with another key, it neither changes nor
+removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import structlog
+
+from ems.errors import TierFailed
+from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
+from ems.pool.tiers.catalogue import (
+    CATALOGUE,
+    CATALOGUE_MAGIC,
+    Catalogue,
+    Pack,
+    PackLocation,
+    decode_packs,
+    encode_packs,
+)
+from ems.pool.tiers.pack_format import PACK_NAME, Head, Malformed, find_head, folder_of, pack_name, parse_head
+from ems.pool.tiers.pack_seal import SealKeys
+from ems.pool.tiers.repair import QUARANTINE, Quarantine, mend
+
+SCAN_SECONDS = 2.0
+"""How long one look learns of new packs before it goes on in the next; listing them does not count."""
+UNFINISHED_SECONDS = 600.0
+"""What a writer has not finished for so long was left by one that died."""
+SNAPSHOT_SECONDS = 600.0
+TOUCH_SECONDS = 60.0
+"""A blob's use is noted at most this often."""
+PROBE_BYTES = 4096
+PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}")
+UNFIT = {
+    "wrong_key": "packs were sealed with another key and are left alone; all nodes of a tier need the same",
+    "unreadable": "blobs that are named like packs are none of this format and are left alone; 'ems fsck' says more",
+    "not_believed": "files that others than this node's user may have written are left alone",
+}
+"""Why a blob is not learned of, and what is said of that."""
+
+_log = structlog.get_logger("ems.tier")
+
+
+class _Unfit(NamedTuple):
+    """A blob that is not learned of, nor read again while it has this size; ``namespace`` is what it claims."""
+
+    size: int
+    why: str
+    namespace: str = ""
+
+
+class PackStore:
+    """The packs in ``blobs``, sealed with ``keys``, of the tier ``name``.  Calls from several threads.
+
+    ``limit`` is how many bytes they may take (0: what they take and ``default_share`` of what is free; no limit when
+    that is 0 too), ``ttl`` after how many seconds without use one leaves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        blobs: Blobs,
+        keys: SealKeys,
+        *,
+        limit: int,
+        ttl: float,
+        default_share: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.blobs = blobs
+        self.keys = keys
+        self.clock = clock
+        self.catalogue = Catalogue()
+        self.lock = threading.Lock()
+        """Around changes of the catalogue; nobody does I/O while holding it."""
+        self.quarantine = Quarantine(blobs, limit)
+        self.leaving: set[str] = set()
+        """Packs that an administrator cleared and that are still to be removed: they are not learned again."""
+        self.scanned = False
+        """Whether all was seen once."""
+        self.unread = 0
+        """Packs that were seen and not yet learned."""
+        self._name = name
+        self._limit = limit
+        self._ttl = ttl
+        self._default_share = default_share
+        self._unfit: dict[str, _Unfit] = {}
+        self._warned: set[str] = set()
+        self._suspects: set[str] = set()
+        self._last_seen: dict[str, tuple[int, float, bytes]] | None = None
+        """What the last node wrote down, until all was seen."""
+        self._next_snapshot = clock() + SNAPSHOT_SECONDS
+        self._next_sweep = clock()
+        self._changed = False
+        self._left = {"expired_packs": 0, "evicted_packs": 0}
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "bytes": self.catalogue.bytes,
+            "limit": self._limit,
+            "pages": self.catalogue.pages,
+            "packs": len(self.catalogue),
+            "scanned": self.scanned,
+            "quarantined_bytes": self.quarantine.bytes,
+            **dict.fromkeys(UNFIT, 0),
+            **Counter(unfit.why for unfit in list(self._unfit.values())),
+            **self._left,
+        }
+
+    def left_alone(self) -> set[str]:
+        return {unfit.namespace for unfit in list(self._unfit.values()) if unfit.namespace}
+
+    def left_alone_of(self, namespace: str) -> int:
+        """How many packs of ``namespace`` this node does not understand."""
+        folder = folder_of(namespace)
+        return sum(name.startswith(folder) for name in list(self._unfit))
+
+    # Writing
+
+    def write(self, head: Head, pages: Sequence[bytes | memoryview]) -> bool:
+        """Write a new pack, for which others make room; False when it is larger than all that there may be."""
+        if self._limit and head.total > self._limit:
+            return False
+        self._make_room(head.total)
+        name = pack_name(head.namespace, head.stored_at, secrets.token_hex(8))
+        self.put(name, head.around(pages))
+        with self.lock:
+            self.catalogue.add(name, head.total, head, head.stored_at)
+            self._changed = True
+        return True
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Write a blob; where the place is full, packs that were not used for longest give way to it."""
+        try:
+            self.blobs.put(name, parts)
+        except TierFailed as error:
+            if not _is_full(error):
+                raise
+            with self.lock:
+                leaving = self.catalogue.to_leave(max(self.catalogue.bytes - 2 * sum(map(len, parts)), 0))
+            if not leaving:
+                raise
+            self._leave(leaving, "evicted_packs")
+            self.blobs.put(name, parts)
+
+    def _make_room(self, size: int) -> None:
+        most = self._limit - size - self.quarantine.bytes
+        if self._limit and self.catalogue.bytes > most:
+            with self.lock:
+                leaving = self.catalogue.to_leave(most)
+            self._leave(leaving, "evicted_packs")
+
+    def _leave(self, packs: Sequence[Pack], count: str) -> None:
+        if packs:
+            with self.lock:
+                for pack in packs:
+                    self.catalogue.remove(pack.name)
+                self._left[count] += len(packs)
+                self._changed = True
+            self.blobs.delete([pack.name for pack in packs])
+
+    # Reading
+
+    def read(self, pack: Pack, offset: int, into: Sequence[memoryview]) -> int:
+        """Fill ``into`` from ``offset`` behind the head of ``pack``; how many bytes there were, -1 when it is gone."""
+        try:
+            return self.blobs.read(pack.name, pack.head.data + offset, into)
+        except Gone:
+            with self.lock:
+                self.catalogue.remove(pack.name)
+            return -1
+
+    def bad(self, place: PackLocation) -> None:
+        """The page at ``place`` is not what it should be."""
+        with self.lock:
+            self.catalogue.drop(place)
+            first = place.pack.name not in self._suspects
+            self._suspects.add(place.pack.name)
+        if first:
+            _log.warning("a page of a tier is damaged and was dropped", tier=self._name, pack=place.pack.name)
+
+    def used(self, pack: Pack) -> None:
+        """Pages of ``pack`` were loaded."""
+        now = self.clock()
+        late = now - pack.used_at >= TOUCH_SECONDS
+        with self.lock:
+            used = self.catalogue.use(pack, now)
+            self._changed = True
+        if late:
+            for one in used:
+                self.blobs.touch(one.name)
+
+    # Keeping order
+
+    def maintain(self) -> None:
+        """Mend what turned out bad, look what is there, make room, remove what is too old, write down what is known."""
+        self._mend_suspects()
+        self.look()
+        now = self.clock()
+        with self.lock:
+            expired = self.catalogue.too_old(now, self._ttl)
+        self._leave(expired, "expired_packs")
+        self._make_room(0)
+        if now >= self._next_sweep:
+            self._next_sweep = now + UNFINISHED_SECONDS
+            if left := self.blobs.sweep(now - UNFINISHED_SECONDS):
+                _log.info("what dead writers left was removed", tier=self._name, pieces=left)
+        if now >= self._next_snapshot:
+            self.write_snapshot()
+
+    def probe(self) -> None:
+        """Find out whether the place works.
+
+        Raises:
+            TierFailed: it does not.
+        """
+        name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
+        try:
+            self.put(name, [content])
+        except TierFailed as error:
+            if not _is_full(error):
+                raise
+            # It may be full of packs that were never read, or misread while the place was not well: these can give way.
+            self._unfit = {}
+            self.look()
+            self.put(name, [content])
+        try:
+            found = self._bytes(name, 0, PROBE_BYTES)
+        except Gone:
+            found = b""
+        self.blobs.delete([name])
+        if found != content:
+            raise TierFailed("what was written for a test is not what was read back")
+
+    def look(self) -> None:
+        """Learn of packs that came and went; what one look does not get done is left to the next."""
+        if self._last_seen is None:
+            self._last_seen = self._read_snapshot()
+        now = self.clock()
+        known = {pack.name: pack for pack in self.catalogue}
+        unfit, self._unfit = self._unfit, {}
+        aside: list[Blob] = []
+        spent, unread = 0.0, 0
+        for blob in self.blobs.blobs():
+            if blob.name.startswith(QUARANTINE):
+                aside.append(blob)
+            pack = known.get(blob.name)
+            if pack is not None and pack.size == blob.size and not blob.refused:
+                pack.used_at = max(pack.used_at, blob.modified)
+                del known[blob.name]
+            elif not self._is_news(blob, unfit.get(blob.name)):
+                continue
+            elif spent >= SCAN_SECONDS:
+                unread += 1
+            else:
+                begun = self.clock()
+                self._learn(blob, now)
+                spent += self.clock() - begun
+        with self.lock:
+            for name in known:
+                self.catalogue.remove(name)
+        self.quarantine.know(aside)
+        self._warn()
+        self.unread = unread
+        if not unread and not self.scanned:
+            self.scanned, self._last_seen = True, {}
+            free = self.blobs.room() if self._default_share and not self._limit else None
+            if free is not None:
+                self._limit = self.catalogue.bytes + int(self._default_share * free)
+
+    def _is_news(self, blob: Blob, before: _Unfit | None) -> bool:
+        """Whether ``blob``, which was unfit ``before``, is to be learned of; why not is noted."""
+        is_pack = PACK_NAME.fullmatch(blob.name) is not None
+        if blob.refused and (is_pack or blob.name == CATALOGUE):
+            self._unfit[blob.name] = _Unfit(blob.size, "not_believed")
+        elif before is not None and before.size == blob.size and before.why != "not_believed":
+            self._unfit[blob.name] = before
+        else:
+            return is_pack and blob.name not in self.leaving
+        return False
+
+    def _warn(self) -> None:
+        """Say once what is not learned of, and why."""
+        for name, unfit in sorted(self._unfit.items()):
+            if unfit.why not in self._warned:
+                self._warned.add(unfit.why)
+                _log.warning(UNFIT[unfit.why], tier=self._name, first=name, number=self.figures()[unfit.why])
+
+    def _learn(self, blob: Blob, now: float) -> None:
+        try:
+            head, used_at, whole = self._head(blob)
+        except Gone:
+            return
+        except Malformed:
+            self._unfit[blob.name] = _Unfit(blob.size, "unreadable")
+            return
+        if head.seal is None:
+            self._unfit[blob.name] = _Unfit(blob.size, "wrong_key", head.namespace)
+            return
+        if not whole:
+            self._suspects.add(blob.name)
+        with self.lock:
+            if self.catalogue.add(blob.name, blob.size, head, min(used_at, now)) is None:
+                self._unfit[blob.name] = _Unfit(blob.size, "unreadable", head.namespace)
+            self._changed = True
+
+    def _head(self, blob: Blob) -> tuple[Head, float, bool]:
+        """The head of the pack ``blob``, when it was used, and whether it is whole as far as can be seen.
+
+        Raises:
+            Gone: the blob vanished.
+            Malformed: it is no pack of this format.
+        """
+        size, used_at, raw = (self._last_seen or {}).get(blob.name, (-1, 0.0, b""))
+        if size == blob.size:
+            try:
+                head = parse_head(raw, blob.name, self.keys)
+                return head, max(blob.modified, used_at), head.total == size
+            except Malformed:
+                pass  # what was written down is damaged, the pack itself need not be
+        head, whole = find_head(
+            lambda offset, count: self._bytes(blob.name, offset, min(count, blob.size)), blob.size, blob.name, self.keys
+        )
+        return head, blob.modified, whole
+
+    def _bytes(self, name: str, offset: int, count: int) -> bytes:
+        found = bytearray(count)
+        return bytes(memoryview(found)[: self.blobs.read(name, offset, [memoryview(found)])])
+
+    def _mend_suspects(self) -> None:
+        # Not those that come meanwhile: of a place that lies every pack looks bad, the mended ones as well.
+        for name in sorted(self._suspects):
+            self._suspects.discard(name)
+            if name not in self.leaving:
+                finding = mend(self.blobs, name, self.keys, self.quarantine, put=self.put)
+                with self.lock:
+                    self.catalogue.remove(name)
+                if finding.kind == "mended":
+                    _log.warning("a damaged pack was set aside", tier=self._name, pack=name, reason=finding.reason)
+
+    # The catalogue of the last start
+
+    def _read_snapshot(self) -> dict[str, tuple[int, float, bytes]]:
+        try:
+            return decode_packs(read_whole(self.blobs, CATALOGUE)) or {}
+        except (Gone, TierFailed):
+            return {}
+
+    def snapshot_soon(self) -> None:
+        """What is written down has tokens of packs that leave: have it written anew when order is kept next."""
+        self._changed, self._next_snapshot = True, self.clock()
+
+    def write_snapshot(self) -> None:
+        """Write down what the next start can use, if that is new."""
+        if not self._changed:
+            return
+        self._changed = False
+        self._next_snapshot = self.clock() + SNAPSHOT_SECONDS
+        try:
+            strange = self._bytes(CATALOGUE, 0, len(CATALOGUE_MAGIC)) not in {CATALOGUE_MAGIC, b""}
+        except Gone:
+            strange = CATALOGUE in self._unfit
+        if not strange:  # neither of somebody else nor of a later release
+            self.put(CATALOGUE, encode_packs(self.catalogue))
+
+
+def _is_full(error: TierFailed) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}
