@@ -29,7 +29,7 @@ def smallest(kind: inspect.Type) -> Any:
         case inspect.StrType():
             return ""
         case inspect.BytesType():
-            return b""
+            return bytes(kind.min_length or 0)
         case inspect.ListType():
             return []
         case inspect.DictType():

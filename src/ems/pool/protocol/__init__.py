@@ -10,6 +10,6 @@ Versions: both sides name the oldest and newest they speak, the newest common on
 may add fields at the end of the greeting and of its answers, which an earlier one ignores.
 
 ``messages`` (every message), ``acts`` (what administrators ask), ``greeting`` (versions), ``limits`` (how much a
-request has room for), ``checks`` (what has to add up), ``coding`` (messages, frames, errors and bytes).  Brains only:
-sockets are the client's and the node's.
+request has room for), ``coding`` (messages, frames, errors and bytes; what has to add up).  Brains only: sockets are
+the client's and the node's.
 """

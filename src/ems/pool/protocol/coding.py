@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from ems.errors import (
-    EmsError,
-    NoSpace,
-    PoolRefused,
-    PoolRestarting,
-    ProtocolError,
-    QuotaExceeded,
-    StaleReference,
-    Unauthorised,
-    VersionMismatch,
-)
-from ems.pool.protocol.checks import check_request
+from ems import errors
+from ems.errors import EmsError, PoolRefused, ProtocolError
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import REF_BYTES
+from ems.pool.protocol import messages
+from ems.pool.protocol.limits import CHECKSUM_BYTES, TOKEN_BYTES
 from ems.pool.protocol.messages import Answer, Message, Refused, Request
 
 MAX_FRAME = 4 << 20
@@ -29,16 +23,17 @@ MAX_GREETING = 4096
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_NAMES_KEYS = (messages.Lookup, messages.Reserve, messages.Explain, messages.Prefetch, messages.Announce)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 REFUSALS: dict[str, type[EmsError]] = {
     "protocol": ProtocolError,
-    "version": VersionMismatch,
-    "unauthorised": Unauthorised,
-    "quota": QuotaExceeded,
-    "no-space": NoSpace,
-    "stale": StaleReference,
-    "restarting": PoolRestarting,
+    "version": errors.VersionMismatch,
+    "unauthorised": errors.Unauthorised,
+    "quota": errors.QuotaExceeded,
+    "no-space": errors.NoSpace,
+    "stale": errors.StaleReference,
+    "restarting": errors.PoolRestarting,
     "refused": PoolRefused,
 }
 """Code on the wire and the error that it stands for, most special first."""
@@ -69,8 +64,45 @@ def decode_request(body: bytes | bytearray | memoryview) -> Request:
         message = _request_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a request of the EMS protocol: {error}") from error
-    check_request(message)
+    _refuse_what_does_not_add_up(message)
     return message
+
+
+def _refuse_what_does_not_add_up(message: Request) -> None:
+    """See that a request keeps to more than the types and bounds of its fields."""
+    if isinstance(message, _NAMES_KEYS) and len(message.keys) % KEY_BYTES:
+        raise ProtocolError(f"{len(message.keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
+    if isinstance(message, messages.Lookup) and message.tail is not None:
+        _refuse_strange(message.tail)
+    elif isinstance(message, messages.Reserve):
+        _refuse_strange_tails(message.tails or {}, len(message.keys) // KEY_BYTES)
+    elif isinstance(message, messages.StillWriting) and len(message.refs) % REF_BYTES:
+        raise ProtocolError(f"{len(message.refs)} bytes of references, expected a multiple of {REF_BYTES}")
+    elif isinstance(message, messages.Commit) and message.checksums:
+        count = len(message.positions or ())
+        if len(message.checksums) != CHECKSUM_BYTES * count:
+            raise ProtocolError(
+                f"{len(message.checksums)} bytes of checksums for {count} positions, expected {CHECKSUM_BYTES} each"
+            )
+    elif isinstance(message, messages.Corrupt):
+        count = len(message.keys) // KEY_BYTES
+        if not count or len(message.keys) % KEY_BYTES or len(message.refs) != count * REF_BYTES:
+            raise ProtocolError(
+                f"{len(message.keys)} bytes of keys and {len(message.refs)} of references to corrupt pages, expected "
+                f"at least one page with {KEY_BYTES} and {REF_BYTES} bytes each"
+            )
+
+
+def _refuse_strange_tails(tails: Mapping[int, Tail], keys: int) -> None:
+    for position, tail in tails.items():
+        if not 0 <= position < keys:
+            raise ProtocolError(f"a tail of key {position}, expected 0 to {keys - 1}")
+        _refuse_strange(tail)
+
+
+def _refuse_strange(tail: Tail) -> None:
+    if len(tail.directory) != KEY_BYTES or not tail.tokens or len(tail.tokens) % TOKEN_BYTES:
+        raise ProtocolError(f"a tail of {len(tail.tokens)} bytes, expected {TOKEN_BYTES} a token in a named directory")
 
 
 def decode_answer(body: bytes | bytearray | memoryview) -> Answer:

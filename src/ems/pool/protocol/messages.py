@@ -13,27 +13,17 @@ import msgspec
 from ems.pool.facts import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
-from ems.pool.protocol.acts import Acts
-from ems.pool.protocol.limits import (
-    CHECKSUM_BYTES,
-    MAX_CORRUPT,
-    MAX_CREDENTIAL,
-    MAX_ID,
-    MAX_KEY_BYTES,
-    MAX_KEYS,
-    MAX_NAMESPACES_ASKED,
-    MAX_TEXT,
-)
+from ems.pool.protocol import limits
+from ems.pool.protocol.acts import Acts, Keys, Text
+from ems.pool.protocol.greeting import PROOF_BYTES
 from ems.pool.writer import INSTANCE_BYTES
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-Key = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
-Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
-Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-RequestId = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+RequestId = Annotated[str, msgspec.Meta(max_length=limits.MAX_ID)]
 Fact = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
-AccessId = Annotated[str, msgspec.Meta(max_length=MAX_CREDENTIAL)]
-Secret = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL)]
+AccessId = Annotated[str, msgspec.Meta(max_length=limits.MAX_CREDENTIAL)]
+Secret = Annotated[bytes, msgspec.Meta(max_length=limits.MAX_CREDENTIAL)]
 
 
 FROM_NOW = -1
@@ -67,7 +57,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 class Prove(Message, frozen=True):
     """The client's proof that it knows its access key; answered by :class:`Welcome`."""
 
-    proof: Secret
+    proof: Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 
 
 class Open(Message, frozen=True):
@@ -95,7 +85,7 @@ class Reserve(Message, frozen=True):
     namespace: int
     parent: Key
     keys: Keys
-    tails: Annotated[dict[int, Tail], msgspec.Meta(max_length=MAX_KEYS)] | None = None
+    tails: Annotated[dict[int, Tail], msgspec.Meta(max_length=limits.MAX_KEYS)] | None = None
 
 
 class Commit(Message, frozen=True):
@@ -105,8 +95,8 @@ class Commit(Message, frozen=True):
     """
 
     reservation: int
-    positions: Annotated[list[int], msgspec.Meta(max_length=MAX_KEYS)] | None = None
-    checksums: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * CHECKSUM_BYTES)] = b""
+    positions: Annotated[list[int], msgspec.Meta(max_length=limits.MAX_KEYS)] | None = None
+    checksums: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_KEYS * limits.CHECKSUM_BYTES)] = b""
 
 
 class StillWriting(Message, frozen=True):
@@ -115,7 +105,7 @@ class StillWriting(Message, frozen=True):
     Reservations that expired are among them.  Answered by :class:`Done` with how many slots are free for that.
     """
 
-    refs: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * REF_BYTES)]
+    refs: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_KEYS * REF_BYTES)]
 
 
 class Abort(Message, frozen=True):
@@ -157,7 +147,7 @@ class Changes(Message, frozen=True):
     """
 
     sequence: int
-    namespaces: Annotated[list[Name], msgspec.Meta(max_length=MAX_NAMESPACES_ASKED)]
+    namespaces: Annotated[list[Name], msgspec.Meta(max_length=limits.MAX_NAMESPACES_ASKED)]
 
 
 class Corrupt(Message, frozen=True):
@@ -167,8 +157,8 @@ class Corrupt(Message, frozen=True):
     """
 
     namespace: int
-    keys: Annotated[bytes, msgspec.Meta(max_length=MAX_CORRUPT * KEY_BYTES)]
-    refs: Annotated[bytes, msgspec.Meta(max_length=MAX_CORRUPT * REF_BYTES)]
+    keys: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_CORRUPT * KEY_BYTES)]
+    refs: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_CORRUPT * REF_BYTES)]
 
 
 class Prefetch(Message, frozen=True):
@@ -195,7 +185,7 @@ class Miss(Message, frozen=True):
     """A lookup of ``keys`` keys was wanted in the namespace ``name``, which is not there; answered by :class:`Hits`."""
 
     name: Name
-    keys: int
+    keys: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_KEYS)]
     request: RequestId = ""
 
 
