@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from ems.errors import PoolRefused
-from ems.pool.administration.below import Tiers
 from ems.pool.administration.service import MAX_RUNNING, AdminService
 from ems.pool.protocol.acts import Clear, Resize
+from ems.pool.tiers.manager import TierManager
 from tests.pool.brain import PAGE, chain, core_of, save, segment_for
 from tests.pool.wrong_core import wrong_core
 
@@ -53,7 +53,7 @@ class Doors:
 
 def test_what_is_refused_for_want_of_passes_has_begun_nothing() -> None:
     core, doors = core_of(2, 2), Doors()
-    service = AdminService(core, tiers=cast("Tiers", doors))
+    service = AdminService(core, tiers=cast("TierManager", doors))
     ns = core.open_namespace("a", PAGE)
     save(core, ns, chain("x", 1))
     core.reading.lookup(1, ns, chain("x", 1), lease=True)

@@ -13,7 +13,7 @@ import pytest
 from ems.pool.administration.service import AdminService
 from ems.pool.http.app import build_app
 from ems.pool.protocol.acts import List, Show
-from ems.pool.service.measured import Measured
+from ems.pool.service.handling import Measured
 from tests.pool.brain import PAGE, chain, core_of, save
 
 if TYPE_CHECKING:

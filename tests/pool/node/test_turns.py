@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from ems.config import NodeConfig
 from ems.pool.node.connection import Connection
 from ems.pool.node.pool_node import Node
-from ems.pool.node.rounds import AT_ONCE, ROUND
-from ems.pool.node.turns import Farewell, Turns
+from ems.pool.node.rounds import AT_ONCE, ROUND, Farewell, Turns
 from ems.pool.pages import Outcome
 from ems.pool.protocol import coding, messages
 from ems.pool.protocol.coding import FrameReader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType, GeneratorType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -15,10 +15,8 @@ from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageFlag, carve
 from ems.pool.pages import Outcome
 from ems.pool.protocol import messages
-from ems.pool.protocol.acts import Clear, List
+from ems.pool.protocol.acts import Acts, Clear, List
 from ems.pool.service.effects import (
-    Administer,
-    Attach,
     ClearHeaders,
     DescribeSegment,
     Effect,
@@ -27,12 +25,12 @@ from ems.pool.service.effects import (
     Pause,
     Publish,
     QuarantineHeader,
-    ShowFigures,
     VerifyPage,
     Work,
 )
 from ems.pool.service.handling import STEP, RequestHandler
 from ems.pool.service.storing import Storing
+from ems.pool.tiers.manager import TierManager
 from tests.pool.brain import PAGE, chain, core_of, save
 from tests.pool.wrong_core import wrong_core
 
@@ -50,14 +48,23 @@ class Surroundings:
 
     def __init__(self, core: PoolCore | None = None) -> None:
         self.seen: list[Effect] = []
-        self.answers: dict[type[Effect], Any] = {NoteTenant: True, VerifyPage: False, Attach: SIZE}
+        self.answers: dict[type[Effect], Any] = {NoteTenant: True, VerifyPage: False}
         self.core = core or core_of(*[carve(SIZE, PAGE).slot_count] * 2)
         self.storing = Storing(self.core)
-        self.handler = RequestHandler(self.core, self.storing, self, self)
+        self.handler = RequestHandler(self.core, self.storing, cast("TierManager", self), self)
         self.namespace = self.core.open_namespace("m", PAGE)
 
     def request_filter(self, _client_id: int, _request: messages.Request) -> None:
         return None
+
+    def segment_size(self, _segment: int) -> int:
+        return SIZE
+
+    def figures(self, *, own: bool) -> dict[str, Any]:
+        return {"own": own}
+
+    def administer(self, client_id: int, act: Acts, *, dry_run: bool) -> dict[str, Any]:
+        return {"did": (client_id, act, dry_run)}
 
     def page_size(self, _name: str) -> int:
         return 0
@@ -171,11 +178,9 @@ def test_a_lookup_has_no_effect(node: Surroundings) -> None:
 
 
 def test_what_the_shell_knows_is_asked_of_it(node: Surroundings) -> None:
-    node.answers |= {ShowFigures: {"pid": 7}, Administer: {"done": True}}
-    assert node.ask(messages.Stats()) == messages.Figures({"pid": 7})
+    assert node.ask(messages.Stats()) == messages.Figures({"own": False})
     assert node.ask(messages.Attach(1)) == messages.SegmentAttached(1, SIZE)
-    assert node.ask(messages.Administer(List())) == messages.Reported({"done": True})
-    assert node.seen == [Administer(1, List(), dry_run=False)]
+    assert node.ask(messages.Administer(List())) == messages.Reported({"did": (1, List(), False)})
 
 
 def test_nothing_new_is_begun_when_the_node_is_about_to_restart(node: Surroundings) -> None:

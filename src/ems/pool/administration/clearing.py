@@ -12,7 +12,6 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ems.pool.administration.below import Errand, Tiers
 from ems.pool.administration.passes import Clearing
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
     from ems.pool.core.namespaces import NamespacePages
     from ems.pool.pages import Page
+    from ems.pool.tiers.manager import TierManager
+    from ems.pool.tiers.tier_state import Errand
 
 STEP = 2048
 """Pages whose keys are noted in one step; less than a millisecond's work."""
@@ -67,7 +68,7 @@ class DeepClearing:
         self,
         memory: Clearing,
         namespaces: Iterable[NamespacePages],
-        tiers: Tiers,
+        tiers: TierManager,
         matches: Callable[[str], bool],
         unused_for: float,
         unmatched: Callable[[], str],

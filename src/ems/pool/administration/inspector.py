@@ -6,10 +6,9 @@ of tiers is what the node knows of them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ems.errors import PoolRefused
-from ems.pool.administration.below import Tiers
 from ems.pool.administration.selection import model_of, tenant_of
 from ems.pool.core.namespaces import NamespacePages
 from ems.pool.core.pool_core import PoolCore
@@ -18,13 +17,16 @@ from ems.pool.layout import PageRef
 from ems.pool.reasons.words import Reason
 from ems.pool.tiers.answers import Holding
 
+if TYPE_CHECKING:
+    from ems.pool.tiers.manager import TierManager
+
 Report = dict[str, Any]
 
 
 class Inspector:
     """Looks into ``core`` and the tiers, where there are any."""
 
-    def __init__(self, core: PoolCore, tiers: Tiers | None) -> None:
+    def __init__(self, core: PoolCore, tiers: TierManager | None) -> None:
         self._core = core
         self._tiers = tiers
 

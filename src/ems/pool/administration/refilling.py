@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ems.config import MIB
 from ems.errors import EmsError
-from ems.pool.administration.below import Tiers
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT
 from ems.pool.tiers.answers import KeyRun
+
+if TYPE_CHECKING:
+    from ems.pool.tiers.manager import TierManager
 
 STEP = 512
 """Keys that one step looks at, about a millisecond's work."""
@@ -60,7 +62,7 @@ class _Space:
 class Refilling:
     """Brings up the namespaces ``names``, at most ``limit`` bytes (0: any); with ``dry_run`` it only counts."""
 
-    def __init__(self, core: PoolCore, tiers: Tiers, names: Sequence[str], limit: int, *, dry_run: bool) -> None:
+    def __init__(self, core: PoolCore, tiers: TierManager, names: Sequence[str], limit: int, *, dry_run: bool) -> None:
         self._core = core
         self._tiers = tiers
         self._limit = limit

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ems.config import format_size
 from ems.errors import ConfigError, PoolRefused, StaleReference
-from ems.pool.administration.below import Tiers
 from ems.pool.administration.clearing import DeepClearing
 from ems.pool.administration.inspector import Inspector
 from ems.pool.administration.passes import Clearing
@@ -39,6 +38,9 @@ from ems.pool.protocol.acts import (
     check_act,
 )
 from ems.pool.segments.plan import MAX_SEGMENTS
+
+if TYPE_CHECKING:
+    from ems.pool.tiers.manager import TierManager
 
 MAX_JOBS = 64
 """Passes that are remembered after their end."""
@@ -69,7 +71,7 @@ class AdminService:
         self,
         core: PoolCore,
         free_bytes: Callable[[], int] = lambda: 1 << 62,
-        tiers: Tiers | None = None,
+        tiers: TierManager | None = None,
         who: Callable[[int], Report] = lambda _: {},
     ) -> None:
         self._who = who
@@ -204,7 +206,7 @@ class AdminService:
         until = (now + act.seconds if act.seconds else inf) if act.pinned else None
         return self._begin(Pinning(self._core, namespace, keys, until, dry_run=dry_run), now)
 
-    def _below(self) -> Tiers:
+    def _below(self) -> TierManager:
         if self._tiers is None:
             raise PoolRefused("this node has no tier below memory from which pages could be brought, give it a --tier")
         return self._tiers

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from ems.pool.layout import FORMAT_VERSION
 from ems.pool.protocol import greeting
 from ems.pool.reasons.words import Reason
-from ems.pool.service.measured import Measured
+from ems.pool.service.handling import Measured
 
 Figures = Callable[[], Mapping[str, Any]]
 

@@ -10,22 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from ems.errors import ProtocolError, StaleReference
 from ems.pool.pages import packed_refs
-from ems.pool.service.effects import (
-    Attach,
-    ClearHeaders,
-    DescribeSegment,
-    Effect,
-    MarkWriting,
-    NoteTenant,
-    Pause,
-    Publish,
-    QuarantineHeader,
-    ReplaceMemory,
-    VerifyPage,
-    Work,
-)
+from ems.pool.service import effects
+from ems.pool.service.effects import Effect, Work
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
@@ -42,16 +29,10 @@ _log = structlog.get_logger("ems.node")
 
 
 class Applier:
-    """``does`` are effects that somebody else does, by their type; ``writer`` is who writes for a client."""
+    """``writer`` is who writes for a client."""
 
     def __init__(
-        self,
-        core: PoolCore,
-        arena: Arena,
-        memory: Memory,
-        tenancy: Tenancy,
-        writer: Callable[[int], Writer],
-        does: dict[type[Effect], Callable[[Any], Any]],
+        self, core: PoolCore, arena: Arena, memory: Memory, tenancy: Tenancy, writer: Callable[[int], Writer]
     ) -> None:
         self._core = core
         self._arena = arena
@@ -59,15 +40,13 @@ class Applier:
         self._tenancy = tenancy
         self._writer = writer
         self._does: dict[type[Effect], Callable[[Any], Any]] = {
-            ClearHeaders: lambda effect: arena.headers.forget(effect.slots),
-            ReplaceMemory: lambda effect: memory.renew(effect.segment),
-            NoteTenant: self._note_tenant,
-            DescribeSegment: self._describe,
-            MarkWriting: self._mark_writing,
-            Publish: self._publish,
-            QuarantineHeader: lambda effect: arena.headers.quarantine(effect.ref, effect.key),
-            Attach: self._attach,
-            **does,
+            effects.ClearHeaders: lambda effect: arena.headers.forget(effect.slots),
+            effects.ReplaceMemory: lambda effect: memory.renew(effect.segment),
+            effects.NoteTenant: self._note_tenant,
+            effects.DescribeSegment: self._describe,
+            effects.MarkWriting: self._mark_writing,
+            effects.Publish: self._publish,
+            effects.QuarantineHeader: lambda effect: arena.headers.quarantine(effect.ref, effect.key),
         }
 
     def begin(self, work: Work[Result]) -> Result | Steps[Result]:
@@ -95,10 +74,10 @@ class Applier:
         """Do ``effect`` and the rest of ``work``, a step at a time."""
         result: Any
         while True:
-            if isinstance(effect, Pause):
+            if isinstance(effect, effects.Pause):
                 yield
                 result = None
-            elif isinstance(effect, VerifyPage):
+            elif isinstance(effect, effects.VerifyPage):
                 result = yield from self._arena.headers.look_at(effect.ref, effect.key, effect.length)
             else:
                 result = self._does[type(effect)](effect)
@@ -107,7 +86,7 @@ class Applier:
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
 
-    def _note_tenant(self, effect: NoteTenant) -> bool:
+    def _note_tenant(self, effect: effects.NoteTenant) -> bool:
         try:
             self._tenancy.assigned(effect.segment, effect.namespace)
         except OSError as error:
@@ -115,25 +94,17 @@ class Applier:
             return False
         return True
 
-    def _describe(self, effect: DescribeSegment) -> None:
+    def _describe(self, effect: effects.DescribeSegment) -> None:
         if effect.assigned.segment not in self._memory.lost:
             self._arena.headers.describe(effect.assigned)
 
-    def _mark_writing(self, effect: MarkWriting) -> None:
+    def _mark_writing(self, effect: effects.MarkWriting) -> None:
         writer = self._writer(effect.client_id)
         self._arena.headers.begin_writing(effect.pages, packed_refs(effect.pages), effect.page_size, writer)
 
-    def _publish(self, effect: Publish) -> None:
+    def _publish(self, effect: effects.Publish) -> None:
         done = effect.done
         self._arena.headers.publish(done.pages, done.page_size, effect.checksums, effect.flags)
         for page in done.pages:
             if page.tail is not None:
                 self._arena.keep_tail(done.namespace, page, self._core.has_tail)
-
-    def _attach(self, effect: Attach) -> int:
-        count = len(self._arena.sizes)
-        if not 0 <= effect.segment < count:
-            raise ProtocolError(f"segment {effect.segment} does not exist, expected 0 to {count - 1}")
-        if effect.segment in self._memory.lost:
-            raise StaleReference(f"segment {effect.segment} has no memory, look again")
-        return self._arena.sizes[effect.segment]

@@ -11,14 +11,14 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from ems.errors import PoolRefused
+from ems.errors import PoolRefused, ProtocolError, StaleReference
 from ems.pool.node.client_limits import ClientLimits, room_for_clients, too_many_greetings, too_much_kept
 from ems.pool.node.connection import Connection
-from ems.pool.node.turns import Farewell
+from ems.pool.node.rounds import Farewell
 from ems.pool.protocol import greeting, messages
 from ems.pool.tenants.gate import Principal, refusal
 from ems.version import __version__
@@ -26,6 +26,7 @@ from ems.version import __version__
 if TYPE_CHECKING:
     from ems.pool.node.listener import Listener
     from ems.pool.node.pool_node import Node
+    from ems.pool.protocol.acts import Acts
     from ems.pool.tenants.request_filter import TenantRequestFilter
 
 ACCEPTED_AT_ONCE = 32
@@ -186,6 +187,28 @@ class Clients:
     @property
     def restarting(self) -> bool:
         return self._node.restart.waits
+
+    def segment_size(self, segment: int) -> int:
+        """The size of a segment whose file a client asks for.
+
+        Raises:
+            ProtocolError: there is none.
+            StaleReference: it has no memory now.
+        """
+        sizes = self._node.arena.sizes
+        if not 0 <= segment < len(sizes):
+            raise ProtocolError(f"segment {segment} does not exist, expected 0 to {len(sizes) - 1}")
+        if segment in self._node.memory.lost:
+            raise StaleReference(f"segment {segment} has no memory, look again")
+        return sizes[segment]
+
+    def figures(self, *, own: bool) -> dict[str, Any]:
+        """The figures of the node; with ``own`` those only that say what node it is."""
+        return self._node.own_figures() if own else self._node.figures()
+
+    def administer(self, client_id: int, act: Acts, *, dry_run: bool) -> dict[str, Any]:
+        """Do ``act`` for the administrator ``client_id``; fails as :meth:`AdminRunner.do` does."""
+        return self._node.admin.do(self.connections[client_id].peer, act, dry_run=dry_run)
 
     def who(self, client_id: int) -> dict[str, object]:
         """What is known of the owner of a lease: its process, what it calls itself, its tenant."""

@@ -1,7 +1,9 @@
-"""The memory of a node's segments: touched in a thread, replaced before another tenant has it, tried again if need be.
+"""The memory of a node's segments: touched in a thread, replaced before another tenant has it or where it was spoilt.
 
 What always holds: segments are touched one after the other, in the order in which that was asked for; nobody is given a
-slot in memory that was another tenant's (:attr:`Memory.lost`).
+slot in memory that was another tenant's (:attr:`Memory.lost`).  What a client did to a segment's file costs the pages
+in it and nothing else, and is said once: a file that was cut, or from which memory was taken, is set aside with its
+pages, and the segment begins anew in another; one that was made longer is cut back, and keeps its pages.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class Memory:
         self._host = host
         self.lost: set[int] = set()
         """Segments whose memory cannot be replaced for now."""
+        self._longer: set[int] = set()
+        """Segments of which it was said that a client made their file longer."""
         self._stop = threading.Event()
         self._prefaulter: threading.Thread | None = None
         self._touching = 0
@@ -84,6 +88,41 @@ class Memory:
         if not self._touching:
             for segment in sorted(self.lost):
                 self.renew(segment)
+
+    def look_after(self) -> None:
+        """Replace what clients spoilt; where memory is still being touched, once that is over."""
+        slots = self._host.core.slots
+        for number in self._host.arena.cut_back():
+            if number not in self._longer:
+                self._longer.add(number)
+                tenant = self._tenant(number)
+                _log.warning("a client made a segment's file longer, it is cut back", segment=number, tenant=tenant)
+        for number in filter(self._set_aside, self._host.arena.hurt()):
+            if slots.settled(slots.segments[number]):
+                self._host.applier.finish(self._host.storing.spoilt(number))
+            else:
+                self.lost.add(number)
+                self._host.core.reclaimer.lose(number)
+
+    def _tenant(self, number: int) -> str:
+        tenant = self._host.core.segment_tenant(number)
+        return (self._host.core.slots.segments[number].tenant if tenant is None else tenant) or ""
+
+    def _set_aside(self, number: int) -> bool:
+        """Drop what lay in a segment whose file is not whole; whether its memory is to be replaced."""
+        segment = self._host.core.slots.segments[number]
+        if not segment.size or self._host.core.slots.is_lost(number):
+            return False
+        tenant, pages = self._tenant(number), self._host.core.damage.drop_segment(number)
+        if segment.closing:
+            return False  # it is being given up, and its file is looked at when it comes back
+        _log.error(
+            "a segment's file was cut by a client, its pages are gone and it begins anew",
+            segment=number,
+            tenant=tenant,
+            pages=pages,
+        )
+        return True
 
     def _touch(self, work: Touching) -> None:
         self._touching += 1

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -31,14 +31,12 @@ from ems.pool.node.listener import Listener, refuse_if_taken
 from ems.pool.node.memory import Memory
 from ems.pool.node.restart import KeptOpen, Restart
 from ems.pool.node.rounds import Rounds
-from ems.pool.node.segment_watcher import SegmentWatcher
 from ems.pool.processes import may_write, writer_at
 from ems.pool.protocol import messages
 from ems.pool.segments.arena import Arena
 from ems.pool.segments.folder import PINS_NAME
 from ems.pool.segments.recovery import recover
 from ems.pool.segments.side_file import Pins, SideFile
-from ems.pool.service.effects import Administer, Effect, ShowFigures
 from ems.pool.service.handling import RequestHandler
 from ems.pool.service.storing import Storing
 from ems.pool.tenants.registry import Registry
@@ -100,17 +98,10 @@ class Node:
         self._own_process = writer_at(os.getpid(), bytes(INSTANCE_BYTES))
         self._ticker: asyncio.TimerHandle | None = None
         self.storing = self._new_storing()
-        self._segment_watcher = SegmentWatcher(self.core, self.arena)
         self.tier_manager = self._new_tier_manager()
         self.admin = AdminRunner(self)
         self.handler = RequestHandler(self.core, self.storing, self.tier_manager, self.clients)
-        does: dict[type[Effect], Callable[[Any], Any]] = {
-            Administer: lambda effect: self.admin.do(
-                self.clients.connections[effect.client_id].peer, effect.act, dry_run=effect.dry_run
-            ),
-            ShowFigures: lambda effect: self._node_figures() if effect.own else self.figures(),
-        }
-        self.applier = Applier(self.core, self.arena, self.memory, self.tenancy, self._writer, does)
+        self.applier = Applier(self.core, self.arena, self.memory, self.tenancy, self._writer)
         self.restart = Restart(self._held, self._hindered)
         self._recover()
 
@@ -246,15 +237,6 @@ class Node:
         self.arena.keep_size(max(sizes), len(sizes))
         self.tenancy.apply_quotas(self.core)
 
-    def _look_after_segments(self) -> None:
-        """Replace what clients spoilt; where memory is still being touched, once that is over."""
-        for segment in self._segment_watcher.look():
-            if self.core.slots.settled(self.core.slots.segments[segment]):
-                self.applier.finish(self.storing.spoilt(segment))
-            else:
-                self.memory.lost.add(segment)
-                self.core.reclaimer.lose(segment)
-
     def _look_for_the_dead(self) -> None:
         living: dict[Hashable, bool] = {}
         for writer in self.core.deferred.writers:
@@ -276,7 +258,7 @@ class Node:
             connection.check_deadlines(now)
         self.clients.end_unwelcome()
         self._look_for_the_dead()
-        self._look_after_segments()
+        self.memory.look_after()
         self.memory.renew_lost()
         self.applier.finish(self.storing.tick(now))
 
@@ -361,7 +343,8 @@ class Node:
         work = self.storing.commit(client_id, reservation, sorted(checksums), checksums, PageFlag.FROM_BELOW)
         self.applier.finish(work)
 
-    def _node_figures(self) -> dict[str, object]:
+    def own_figures(self) -> dict[str, object]:
+        """Those that only say what node it is."""
         return {
             "node": self.node_id.hex(),
             "release": __version__,
@@ -372,7 +355,7 @@ class Node:
 
     def figures(self) -> dict[str, object]:
         return {
-            **self._node_figures(),
+            **self.own_figures(),
             "restart": self.restart.figures(),
             "tenants": self.tenancy.figures(),
             "clients": sum(connection.greeted for connection in self.clients.connections.values()),

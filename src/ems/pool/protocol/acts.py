@@ -108,6 +108,8 @@ Acts = List | Show | Pin | Clear | Warm | Refill | Drain | Resize | CancelResize
 
 
 def check_act(act: Acts) -> None:
+    if isinstance(act, Show) and len(act.what) > MAX_TEXT:
+        raise PoolRefused(f"{len(act.what)} characters are to be shown, expected at most {MAX_TEXT}")
     if isinstance(act, Pin | Warm) and len(act.keys) % KEY_BYTES:
         raise PoolRefused(f"{len(act.keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
     if isinstance(act, Clear):
@@ -120,11 +122,15 @@ def check_act(act: Acts) -> None:
         if act.older_than is not None and not act.older_than >= 0:
             raise PoolRefused(f"clear was given an age of {act.older_than} s, expected 0 or more")
     if isinstance(act, Refill):
-        if all(one is None for one in (act.tenant, act.model, act.namespace)):
-            raise PoolRefused("warm was told nothing to bring up, name a namespace, a model or a tenant")
-        if act.limit < 0:
-            raise PoolRefused(f"warm was given a limit of {act.limit} bytes, expected 0 (none) or more")
+        _check_refill(act)
     if isinstance(act, Resize) and act.size <= 0:
         raise PoolRefused(f"the pool was to have {act.size} bytes, expected a positive number")
     if isinstance(act, Pin) and not act.seconds >= 0:
         raise PoolRefused(f"a pin was to last {act.seconds} s, expected 0 (for a day) or more")
+
+
+def _check_refill(act: Refill) -> None:
+    if all(one is None for one in (act.tenant, act.model, act.namespace)):
+        raise PoolRefused("warm was told nothing to bring up, name a namespace, a model or a tenant")
+    if act.limit < 0:
+        raise PoolRefused(f"warm was given a limit of {act.limit} bytes, expected 0 (none) or more")

@@ -13,7 +13,6 @@ import msgspec
 from ems.pool.core.writing import Committed
 from ems.pool.layout import PageFlag, PageRef
 from ems.pool.pages import Assigned, Page
-from ems.pool.protocol.acts import Acts
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -78,26 +77,6 @@ class QuarantineHeader(Effect, frozen=True):
 
     ref: PageRef
     key: bytes
-
-
-class Attach(Effect, frozen=True):
-    """Answers the size of a segment whose file a client asks for, or refuses."""
-
-    segment: int
-
-
-class Administer(Effect, frozen=True):
-    """Do what an administrator asks for; answers its report, or refuses."""
-
-    client_id: int
-    act: Acts
-    dry_run: bool
-
-
-class ShowFigures(Effect, frozen=True):
-    """Answers the figures of the node; with ``own`` those only that say what node it is."""
-
-    own: bool
 
 
 PAUSE = Pause()

@@ -7,7 +7,7 @@ what takes long pauses after each step of bounded work, and may find things chan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,17 +16,17 @@ import numpy as np
 import structlog
 
 from ems.errors import PoolRestarting, StaleReference
+from ems.histogram import Histogram
 from ems.pool.core.writing import Begun
 from ems.pool.keys import KEY_BYTES, Tail, cut, split_keys
 from ems.pool.layout import REF_BYTES, unpack_refs
 from ems.pool.names import refuse_marked
 from ems.pool.pages import Outcome, packed_refs
 from ems.pool.protocol import messages
-from ems.pool.protocol.acts import Follow, List, Show, Upgrade
+from ems.pool.protocol.acts import Acts, Follow, List, Show, Upgrade
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import LOOKED_AT_ONCE
-from ems.pool.service.effects import PAUSE, Administer, Attach, QuarantineHeader, ShowFigures, VerifyPage, Work
-from ems.pool.service.measured import Measured
+from ems.pool.service.effects import PAUSE, QuarantineHeader, VerifyPage, Work
 from ems.pool.tiers.locations import revised, why
 
 if TYPE_CHECKING:
@@ -35,11 +35,15 @@ if TYPE_CHECKING:
     from ems.pool.pages import Page
     from ems.pool.service.storing import Storing
     from ems.pool.tenants.request_filter import TenantRequestFilter
+    from ems.pool.tiers.manager import TierManager
 
 STEP = 256
 """Work of one step, in keys: that of a request which takes longer is done in steps."""
 MOST_AT_ONCE = 16 * STEP
 """Work that a request of any length may be before it goes in steps."""
+SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2, 1e-1, 1.0)
+BYTES = tuple(float(4**power) for power in range(6, 17))
+"""From 4 KiB to 4 GiB."""
 _GRANTED, _NO_SPACE = bytes([Outcome.GRANTED]), bytes([Outcome.NO_SPACE])
 _REFUSALS = (Outcome.NO_SPACE, Outcome.NOT_TOUCHED, Outcome.OVER_SHARE)
 _GAP = bytes([Reason.GAP.code])
@@ -49,25 +53,8 @@ _Verb = Callable[[int, Any, float], "messages.Answer | Work[Any] | None"]
 _log = structlog.get_logger("ems.node")
 
 
-class Below(Protocol):
-    """What is asked of the tiers below memory; their carrier says what each of it means."""
-
-    @property
-    def states(self) -> Sequence[Any]: ...
-
-    def page_size(self, name: str) -> int: ...
-
-    def committed(self, namespace: int, pages: Sequence[Page]) -> None: ...
-
-    def looked_up(self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0) -> int: ...
-
-    def looked_up_tail(self, namespace: int, tail: Tail, shared: int) -> bool: ...
-
-    def prefetch(self, namespace: int, keys: list[bytes]) -> int: ...
-
-
-class Clients(Protocol):
-    """What is to be known of the clients."""
+class Host(Protocol):
+    """What the rest of the node knows and does at once; ``Clients`` there says what each of it means."""
 
     @property
     def open(self) -> bool: ...
@@ -75,17 +62,32 @@ class Clients(Protocol):
     @property
     def restarting(self) -> bool: ...
 
+    def segment_size(self, segment: int) -> int: ...
+
+    def figures(self, *, own: bool) -> dict[str, Any]: ...
+
+    def administer(self, client_id: int, act: Acts, *, dry_run: bool) -> dict[str, Any]: ...
+
     def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None: ...
+
+
+class Measured:
+    """Histograms of one node: seconds of each of ``verbs``, bytes of each commit and of each lookup with a lease."""
+
+    def __init__(self, verbs: Iterable[type]) -> None:
+        self.seconds = {verb: Histogram(SECONDS) for verb in verbs}
+        self.saved_bytes = Histogram(BYTES)
+        self.loaded_bytes = Histogram(BYTES)
 
 
 class RequestHandler:
     """Every verb of a greeted client."""
 
-    def __init__(self, core: PoolCore, storing: Storing, below: Below, clients: Clients) -> None:
+    def __init__(self, core: PoolCore, storing: Storing, below: TierManager, host: Host) -> None:
         self._core = core
         self._storing = storing
         self._below = below
-        self._clients = clients
+        self._host = host
         self._verbs: dict[type, _Verb] = {
             messages.Lookup: self._lookup,
             messages.Release: self._release,
@@ -118,9 +120,9 @@ class RequestHandler:
         Raises:
             EmsError: it is refused, with the reason; so may the work.
         """
-        mine = self._clients.request_filter(client_id, request)
+        mine = self._host.request_filter(client_id, request)
         inner = request if mine is None else mine.inward(request)
-        if self._clients.restarting and _begins_something(inner):
+        if self._host.restarting and _begins_something(inner):
             raise PoolRestarting("the node restarts for an upgrade, ask again in a second")
         if mine is not None:
             return self._handle_tenants(mine, client_id, request, inner, now)
@@ -131,8 +133,7 @@ class RequestHandler:
     ) -> Work[messages.Answer | None]:
         self._refuse_foreign(mine, inner)
         if isinstance(inner, messages.Stats):
-            figures = yield ShowFigures(own=True)
-            return messages.Figures({**figures, **mine.figures(self._core.rows(mine.numbers))})
+            return messages.Figures({**self._host.figures(own=True), **mine.figures(self._core.rows(mine.numbers))})
         answer = self._verbs[type(inner)](client_id, inner, now)
         if isinstance(answer, GeneratorType):
             answer = yield from answer
@@ -215,7 +216,7 @@ class RequestHandler:
         return messages.Done(self._core.deferred.stopped(self._core.writer(client_id), still))
 
     def _open(self, _client_id: int, request: messages.Open, _now: float) -> messages.Opened:
-        if self._clients.open:
+        if self._host.open:
             refuse_marked(request.name)
         # A tier below memory may have pages of a namespace that nobody has stored anything in since the start.
         size = request.page_size
@@ -225,12 +226,11 @@ class RequestHandler:
             number = self._core.open_namespace(request.name, size) if size else -1
         return messages.Opened(number)
 
-    def _attach(self, _client_id: int, request: messages.Attach, _now: float) -> Work[messages.Answer]:
-        size = yield Attach(request.segment)
-        return messages.SegmentAttached(request.segment, size)
+    def _attach(self, _client_id: int, request: messages.Attach, _now: float) -> messages.SegmentAttached:
+        return messages.SegmentAttached(request.segment, self._host.segment_size(request.segment))
 
-    def _stats(self, _client_id: int, _request: messages.Stats, _now: float) -> Work[messages.Answer]:
-        return messages.Figures((yield ShowFigures(own=False)))
+    def _stats(self, _client_id: int, _request: messages.Stats, _now: float) -> messages.Figures:
+        return messages.Figures(self._host.figures(own=False))
 
     def _changes(self, _client_id: int, request: messages.Changes, now: float) -> messages.Changed:
         return messages.Changed(*self._core.changes.since(request.sequence, request.namespaces, now))
@@ -278,8 +278,8 @@ class RequestHandler:
             yield PAUSE
             self._core.announcements.settle_some()
 
-    def _administer(self, client_id: int, request: messages.Administer, _now: float) -> Work[messages.Answer]:
-        return messages.Reported((yield Administer(client_id, request.act, request.dry_run)))
+    def _administer(self, client_id: int, request: messages.Administer, _now: float) -> messages.Reported:
+        return messages.Reported(self._host.administer(client_id, request.act, dry_run=request.dry_run))
 
     def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Work[messages.Granted]:
         keys, parent = split_keys(request.keys), request.parent

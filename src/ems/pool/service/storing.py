@@ -14,15 +14,8 @@ import structlog
 from ems.pool.core.writing import Begun, Committed, Reserved
 from ems.pool.layout import PageFlag
 from ems.pool.pages import Outcome
-from ems.pool.service.effects import (
-    ClearHeaders,
-    DescribeSegment,
-    MarkWriting,
-    NoteTenant,
-    Publish,
-    ReplaceMemory,
-    Work,
-)
+from ems.pool.service import effects
+from ems.pool.service.effects import Work
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
@@ -55,15 +48,15 @@ class Storing:
         unnoted: list[int] = []
         for assigned in reserved.assigned:
             if assigned.renewed:
-                yield ReplaceMemory(assigned.segment)
-            elif not (yield NoteTenant(assigned.segment, assigned.namespace)):
+                yield effects.ReplaceMemory(assigned.segment)
+            elif not (yield effects.NoteTenant(assigned.segment, assigned.namespace)):
                 unnoted.append(assigned.segment)
                 continue
-            yield DescribeSegment(assigned)
+            yield effects.DescribeSegment(assigned)
         if unnoted:
             return self._take_back(client_id, reserved, unnoted)
         if reserved.granted:
-            yield MarkWriting(reserved.granted, reserved.page_size, client_id)
+            yield effects.MarkWriting(reserved.granted, reserved.page_size, client_id)
         return reserved
 
     def _take_back(self, client_id: int, reserved: Reserved, unnoted: list[int]) -> Reserved:
@@ -85,26 +78,26 @@ class Storing:
     ) -> Work[Committed]:
         """Publish the pages at ``positions`` (all, when None), whose ``checksums`` are by position."""
         done = self._core.writing.commit(client_id, reservation, positions)
-        yield Publish(done, None if checksums is None else [checksums[one] for one in done.positions], flags)
+        yield effects.Publish(done, None if checksums is None else [checksums[one] for one in done.positions], flags)
         return done
 
     def clear(self) -> Work[None]:
         """Slots that came free vouch for nothing any more."""
         freed = self._core.slots.freed()
         if freed:
-            yield ClearHeaders(freed)
+            yield effects.ClearHeaders(freed)
 
     def tick(self, now: float) -> Work[None]:
         self._core.tick(now)
         segment = self._core.reclaimer.replace(now)
         if segment is not None:
             _log.warning("writers that were cut off go on, a segment's memory is replaced", segment=segment)
-            yield ReplaceMemory(segment)
+            yield effects.ReplaceMemory(segment)
         for segment in self._core.reclaimer.shrink():
-            yield ReplaceMemory(segment)
+            yield effects.ReplaceMemory(segment)
         yield from self.clear()
 
     def spoilt(self, segment: int) -> Work[None]:
         """A segment, none of whose slots is out, is not what it was any more."""
         self._core.reclaimer.renew(self._core.slots.segments[segment])
-        yield ReplaceMemory(segment)
+        yield effects.ReplaceMemory(segment)
