@@ -150,7 +150,7 @@ def _looked_up(client: PoolClient, namespace: Namespace, keys: bytes) -> tuple[f
 def _save(rows: PlaneRows, chain: KeyChain, block: int, page_blocks: int) -> float:
     """Seconds in which the worker's main thread reads what is to be saved and makes the list of its pages."""
     end = min(SAVED_TOKENS // (block * page_blocks), len(chain))
-    save = Save("request", 0, NO_PARENT, chain.tails(0, end), [list(range(end * page_blocks))])
+    save = Save(1, "request", 0, NO_PARENT, chain.tails(0, end), [list(range(end * page_blocks))])
     told = pickle.dumps(StepMetadata(saves=[save]), pickle.HIGHEST_PROTOCOL)
     seconds = []
     for _ in range(TIMES):

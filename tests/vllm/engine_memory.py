@@ -17,7 +17,7 @@ from ems.vllm.pages import PlaneRows
 from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Load, LoadPart, Save
 from ems.vllm.saves import Saver
-from tests.e2e.engines import Node, first, wait_for
+from tests.e2e.engines import Node, first
 
 LAYERS, BLOCKS, TOKENS = 3, 16, 4
 
@@ -28,15 +28,13 @@ logger = logging.getLogger("test")
 class Engine:
     """An engine's memory, a client, and the threads that copy."""
 
-    window = 0
-
     def __init__(self, node: Node, name: str) -> None:
         generator = torch.Generator().manual_seed(hash(name) % 1000)
         shape = (BLOCKS, 2, TOKENS, 16)
         self.tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
         layers = tuple(f"layers.{number}" for number in range(LAYERS))
         self.rows = PlaneRows(
-            LocalPlane(0, Plane("default/model/layout", window=self.window), layers, Portion(), (2,) * LAYERS),
+            LocalPlane(0, Plane("default/model/layout"), layers, Portion(), (2,) * LAYERS),
             [[tensor] for tensor in self.tensors],
         )
         self.namespace = self.rows.namespace
@@ -50,9 +48,9 @@ class Engine:
 
     def save(self, chain: KeyChain, blocks: list[int], start: int = 0) -> None:
         tails = chain.tails(start, start + len(blocks))
-        batch = self.saver.start([Save("save", start, chain.parent(start), tails, [blocks])])
+        batch = self.saver.start([Save(1, "save", start, chain.parent(start), tails, [blocks])])
         batch.computed(self.device.mark())
-        wait_for(lambda: not self.saver.busy("save"), "the blocks are copied")
+        first(self.saver.take_over, "the blocks are copied")
 
     def lease(self, chain: KeyChain) -> Lease:
         found = self.client.lookup(self.namespace, chain.packed(0, len(chain)), lease=True)

@@ -14,7 +14,7 @@ from ems.vllm.pages import plane_rows
 from ems.vllm.planes import Plane, portion
 from ems.vllm.requests import Load, Save
 from ems.vllm.saves import Saver
-from tests.e2e.engines import Node, first, wait_for
+from tests.e2e.engines import Node, first
 
 BLOCKS, BLOCK, WIDTH = 8, 4, 16
 
@@ -69,7 +69,7 @@ class Ranks:
                 batch.computed_layer(name, None)
             batch.computed(None)
         for saver in self.savers:
-            wait_for(lambda saver=saver: not saver.busy("r"), "the blocks are copied")  # type: ignore[misc]
+            first(saver.take_over, "the blocks are copied")
 
     def load(self, load: Load, *, in_step: bool = False) -> None:
         for loader in self.loaders:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.core.block_pool import BlockPool
+
 from ems.pool.client.answers import Namespace
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import Plane
@@ -64,8 +66,16 @@ def empty_step() -> Any:
     )
 
 
+def engine_blocks(count: int = 64) -> BlockPool:
+    return BlockPool(num_gpu_blocks=count, enable_caching=True, hash_block_size=BLOCK)
+
+
 class Side(SchedulerSide):
-    """A scheduler side that can be asked until it knows."""
+    """A scheduler side of an engine with blocks, that can be asked until it knows."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.bind(engine_blocks())
 
     def matched(self, one: Any, local: int = 0) -> tuple[int, bool]:
         answers: list[tuple[int, bool]] = []

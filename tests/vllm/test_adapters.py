@@ -335,18 +335,14 @@ def test_pages_that_other_weights_computed_are_neither_stored_nor_loaded(
     worker.register({"layers.0": torch.zeros((MODEL.num_blocks, 2, BLOCK, 16), dtype=torch.bfloat16)})
     stored = node.counters["pages_committed"]
     load = Load("s", "node", [], adapter=named)
-    worker.begin(
-        StepMetadata(
-            [load], [Save("r", 0, NO_PARENT, [Tail(bytes(16), b"k" * 4)], [[1]], adapter=named)], awaited={"r"}
-        )
-    )
+    worker.begin(StepMetadata([load], [Save(1, "r", 0, NO_PARENT, [Tail(bytes(16), b"k" * 4)], [[1]], adapter=named)]))
     worker.start_loads()
     worker.computed()
 
     def ended() -> bool:
         worker.results()
         report = worker.take_report()
-        return report is not None and "r" in report.saved
+        return report is not None and 1 in report.saved
 
     wait_for(ended, "the save has ended")
     assert [load.broken for load in loads] == [changed]

@@ -76,7 +76,7 @@ class Engine:
         self.chain = KeyChain(name, BLOCK)
         self.chain.extend(list(range(PAGES * BLOCK)))
         before = node.counters["pages_committed"]
-        self.step(saves=[Save("saved", 0, self.chain.parent(0), self.chain.tails(0, PAGES), [[1, 2, 3]])])
+        self.step(saves=[Save(1, "saved", 0, self.chain.parent(0), self.chain.tails(0, PAGES), [[1, 2, 3]])])
         wait_for(lambda: node.counters["pages_committed"] == before + PAGES, "the pages are stored")
         for cache in self.caches.values():
             cache.zero_()

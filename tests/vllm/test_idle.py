@@ -15,7 +15,7 @@ from ems.vllm.idle import IdleSide
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.planes import Plane, Portion
-from ems.vllm.requests import Load, LoadPart
+from ems.vllm.requests import Load, LoadPart, Save
 from ems.vllm.scheduler import SchedulerSide
 from ems.vllm.worker import WorkerSide
 
@@ -53,14 +53,15 @@ def test_a_load_that_cannot_be_tried_has_failed(tmp_path: Path, groups: int) -> 
     worker = make_worker(tmp_path, "serve_without", groups)
     worker.register(WRONG)
     load = Load("r", "node", [LoadPart(0, [3, 4], bytes(32), bytes(40))])
-    worker.begin(StepMetadata(loads=[load], awaited={"ended"}))
+    save = Save(7, "r", 0, bytes(16), [], [[]])
+    worker.begin(StepMetadata(loads=[load], saves=[save]))
     worker.computed()
     received, failed = worker.results()
     report = worker.take_report()
 
     assert received == {"r"}
     assert report is not None
-    assert report.saved == {"ended": 1}
+    assert report.saved == {7: 1}
     assert failed == (set() if groups == 1 else {"r"})
     assert worker.take_invalid_blocks() == ({3, 4} if groups == 1 else set())
     worker.end()

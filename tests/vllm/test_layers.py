@@ -44,7 +44,7 @@ def prompt() -> Prompt:
 
 def save() -> Save:
     chain = prompt().chain
-    return Save("r", 0, chain.parent(0), chain.tails(0, len(chain)), [[1, 2]])
+    return Save(1, "r", 0, chain.parent(0), chain.tails(0, len(chain)), [[1, 2]])
 
 
 def layer_of(ranks: Ranks, plan: CopyPlan) -> int:
@@ -110,7 +110,7 @@ def test_a_save_that_is_called_off_between_layers_leaves_nothing(ranks: Ranks, n
     batch = ranks.savers[0].start([save()])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     batch.computed_layer(LAYERS[0], None)
-    ranks.savers[0].cancel("r")
+    ranks.savers[0].finish(0.0)
     for name in LAYERS[1:]:
         batch.computed_layer(name, None)
     batch.computed(None)

@@ -13,7 +13,7 @@ from ems.pool.layout import Header, PageRef, SlotState
 from ems.transfers.device import CpuDevice
 from ems.transfers.plan import CopyPlan
 from ems.vllm.requests import Save
-from tests.e2e.engines import Node, running_node, wait_for
+from tests.e2e.engines import Node, first, running_node, wait_for
 from tests.kit.headers import write_header
 from tests.vllm.engine_memory import Engine, chain_of, equal, present
 
@@ -54,31 +54,31 @@ def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: t
     """A decode that arrives early can tell that waiting pays."""
     one, two = engines
     chain = chain_of(2)
-    batch = one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])])
+    batch = one.saver.start([Save(1, "save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])])
 
     def seen() -> tuple[int, int]:
         found = two.client.lookup(two.namespace, chain.packed(0, 2))
         return found.count, found.pending
 
     wait_for(lambda: seen() == (0, 2), "the pages are reserved")
-    assert one.saver.busy("save")
+    assert one.saver.take_over() == []
     batch.computed(None)
     wait_for(lambda: seen() == (2, 0), "the pages are committed")
-    assert not one.saver.busy("save")
+    assert one.saver.take_over() == [1]
 
 
 def test_a_cancelled_save_copies_nothing_and_leaves_nothing(engines: tuple[Engine, Engine], node: Node) -> None:
     """The engine takes the blocks away before the step: what follows in them must not be stored under the old name."""
     one, two = engines
     chain = chain_of(3)
-    batch = one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 3), [[0, 1, 2]])])
+    batch = one.saver.start([Save(1, "save", 0, NO_PARENT, chain.tails(0, 3), [[0, 1, 2]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
-    one.saver.cancel("save")
+    one.saver.finish(0.0)
     for tensor in one.tensors:
         tensor.zero_()
     batch.computed(None)
 
-    wait_for(lambda: not one.saver.busy("save"), "the save ends")
+    first(one.saver.take_over, "the save ends")
     wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")
     assert present(two, chain) == 0
 
@@ -97,9 +97,9 @@ def test_cancelling_waits_for_the_copy_that_runs(
 
     monkeypatch.setattr(CpuDevice, "copy", slow)
     chain = chain_of(2)
-    one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])]).computed(None)
+    one.saver.start([Save(1, "save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])]).computed(None)
     assert began.wait(10)
-    cancelling = threading.Thread(target=one.saver.cancel, args=("save",))
+    cancelling = threading.Thread(target=one.saver.finish, args=(0.0,))
     cancelling.start()
     cancelling.join(0.1)
     assert cancelling.is_alive()
@@ -107,7 +107,7 @@ def test_cancelling_waits_for_the_copy_that_runs(
     go_on.set()
     cancelling.join(10)
     assert not cancelling.is_alive()
-    wait_for(lambda: not one.saver.busy("save"), "the save ends")
+    first(one.saver.take_over, "the save ends")
 
 
 def rewrite_header(engine: Engine, ref: PageRef, state: SlotState, generation: int, key: bytes) -> None:
@@ -173,7 +173,7 @@ def test_a_dead_node_fails_loads_and_saves_without_hanging(engines: tuple[Engine
 def test_an_idle_engine_says_at_once_where_it_stopped_to_write(engines: tuple[Engine, Engine], node: Node) -> None:
     """Its node was killed within a save; nobody gets those slots until it says that no copy runs any more."""
     one, _ = engines
-    batch = one.saver.start([Save("save", 0, NO_PARENT, chain_of(2).tails(0, 2), [[0, 1]])])
+    batch = one.saver.start([Save(1, "save", 0, NO_PARENT, chain_of(2).tails(0, 2), [[0, 1]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     node.kill()
     node.start()
@@ -244,13 +244,13 @@ def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine,
     """Its slots may belong to somebody else by now."""
     one, two = engines
     chain = chain_of(2)
-    batch = one.saver.start([Save("save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])])
+    batch = one.saver.start([Save(1, "save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     one.client.drop()
     one.client.connect()
     batch.computed(None)
 
-    wait_for(lambda: not one.saver.busy("save"), "the save ends")
+    first(one.saver.take_over, "the save ends")
     assert present(two, chain) == 0
     assert node.stats()["slots_resting"] == 2
 
@@ -271,30 +271,3 @@ def test_a_process_that_holds_its_share_stores_no_more(engines: tuple[Engine, En
     one.save(chain_of(2), [0, 1])
 
     assert node.counters["refused_share"] >= 2
-
-
-class WindowedEngine(Engine):
-    """An engine that drops blocks of running requests."""
-
-    window = 8
-
-
-@pytest.mark.parametrize("ended", [False, True], ids=["running", "ended"])
-def test_blocks_that_leave_a_window_are_copied_no_more_once_the_next_step_begins(
-    node: Node, monkeypatch: pytest.MonkeyPatch, *, ended: bool
-) -> None:
-    """The engine gives them to others; those of a request that has ended it keeps."""
-    engine = WindowedEngine(node, "windowed")
-    monkeypatch.setattr("ems.vllm.saves.WINDOW_SECONDS", 0.0)
-    chain = chain_of(2)
-    try:
-        save = Save("save", 0, NO_PARENT, chain.tails(0, 2), [[1, 2]], ended=ended)
-        batch = engine.saver.start([save])
-        wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
-        engine.saver.leave_windows()
-        batch.computed(None)
-        wait_for(lambda: not engine.saver.busy("save"), "the save ends")
-        wait_for(lambda: node.stats()["reservations"] == 0, "the reservation ends")
-        assert present(engine, chain) == (2 if ended else 0)
-    finally:
-        engine.close()

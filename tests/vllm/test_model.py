@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.config import ParallelConfig
 from vllm.config.load import LoadConfig
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -190,6 +191,18 @@ def test_ways_to_run_that_are_not_served_are_refused_by_name(folder: Path) -> No
         describe(make_config(folder, decode_context_parallel_size=2), make_groups(make_spec()), SETTINGS)
     with pytest.raises(ConfigError, match="2 KV cache groups"):
         describe(make_config(folder, pipeline_parallel_size=2), make_groups(make_spec(), sliding()), SETTINGS)
+
+
+def test_cascade_attention_is_refused_where_the_engine_counts_references(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until 0.31 it takes a block with as many references as requests for one that they share."""
+    config = make_config(folder)
+    config.model_config.disable_cascade_attn = False
+    assert describe(config, make_groups(make_spec()), SETTINGS).planes
+    monkeypatch.setattr(FullAttentionManager, "get_num_common_prefix_blocks", lambda _: 0, raising=False)
+    with pytest.raises(ConfigError, match="--no-disable-cascade-attn"):
+        describe(config, make_groups(make_spec()), SETTINGS)
 
 
 SIZES = {"tensor_parallel_size": 4, "data_parallel_size": 2, "data_parallel_size_local": 1}

@@ -131,7 +131,7 @@ def tails(count: int) -> list[Tail]:
 def test_blocks_that_the_engine_dropped_are_neither_loaded_nor_stored() -> None:
     tensors = [[torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)] for _ in NAMES]
     windowed, full = PlaneRows(local(window=8), tensors), PlaneRows(local(), tensors)
-    save = Save("r", 0, bytes(16), tails(3), [[0, 2, 3]])
+    save = Save(1, "r", 0, bytes(16), tails(3), [[0, 2, 3]])
 
     assert [stored.part.blocks for stored in windowed.stored(save)[1]] == [[2], [2], [3], [3]]
     assert [stored.part.blocks for stored in full.stored(save)[1]] == [[0], [0], [2], [2], [3], [3]]
@@ -142,7 +142,7 @@ def test_blocks_that_the_engine_dropped_are_neither_loaded_nor_stored() -> None:
 
 def test_pages_of_several_blocks_may_begin_and_end_within_them() -> None:
     rows = PlaneRows(local(), [[torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)] for _ in NAMES], 3)
-    _, stored = rows.stored(Save("r", 0, bytes(16), tails(2), [[3, 1, 2, 0]], partial=True))
+    _, stored = rows.stored(Save(1, "r", 0, bytes(16), tails(2), [[3, 1, 2, 0]], partial=True))
     assert [page.part for page in stored] == [
         PageBlocks([3, 1, 2], 1),
         PageBlocks([3, 1, 2], 0),
@@ -194,7 +194,7 @@ def test_blocks_of_two_sizes_have_the_same_pages(order: TokenOrder) -> None:
 
 def test_only_the_first_shard_of_the_first_plane_is_found_by_its_tokens() -> None:
     tensors = [[torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)] for _ in NAMES]
-    save = Save("r", 4, b"p" * 16, tails(2), [[1, 2]], partial=True)
+    save = Save(1, "r", 4, b"p" * 16, tails(2), [[1, 2]], partial=True)
 
     def found_by(rows: PlaneRows) -> list[Tail]:
         return [page.tail for page in rows.stored(save)[1] if page.tail is not None]

@@ -45,7 +45,7 @@ def test_pages_serve_any_number_of_ranks(
     tail = chain.tail(full, tokens[full * size :])
     try:
         one.save(
-            Save("r", 0, chain.parent(0), [*chain.tails(0, full), tail], [[5, 2, 7, 1]], partial=True),
+            Save(1, "r", 0, chain.parent(0), [*chain.tails(0, full), tail], [[5, 2, 7, 1]], partial=True),
             by_layer=by_layer,
         )
         search = Search(reader, [plane], size, 2.0)

@@ -11,7 +11,6 @@ from ems.pool.keys import KeyChain
 from ems.vllm.planes import Plane
 from ems.vllm.requests import (
     EAGER_LEASES,
-    NEVER,
     NOTHING,
     Ask,
     Found,
@@ -245,14 +244,14 @@ def test_the_time_for_a_lookup_begins_with_it() -> None:
     assert book.match(names[-1], 8, 0, 100.5) == (None, [])
 
 
-def test_a_request_whose_blocks_cannot_be_named_is_forgotten() -> None:
+def test_a_request_whose_blocks_cannot_be_named_is_left_out() -> None:
     book = make_book()
     book.arrive("r", 8, 0)
-    assert book.abandon("r") == []
+    assert book.leave_out("r") == []
 
     assert book.match("r", 8, 0, 0.0) == (0, [])
     assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
-    assert book.finished("r") == (NEVER, [])
+    assert book.finished("r") == []
 
 
 def test_blocks_are_offered_once_as_chunks_complete_them() -> None:
@@ -289,19 +288,7 @@ def test_an_engine_that_only_consumes_offers_nothing() -> None:
     book.arrive("r", 8, 0)
 
     assert book.scheduled("r", [[1, 2]], 8, replace=True) is None
-    assert book.finished("r") == (NEVER, [])
-
-
-def test_the_end_of_a_request_keeps_its_blocks_only_when_something_was_offered() -> None:
-    book = make_book()
-    book.arrive("r", 8, 0)
-    book.answered("r", make_chain(8), NOTHING)
-    book.match("r", 8, 0, 0.0)
-    book.scheduled("r", [[1, 2]], 8, replace=True)
-    assert book.finished("r") == (0, [])
-
-    book.arrive("s", 3, 0)
-    assert book.finished("s") == (NEVER, [])
+    assert book.finished("r") == []
 
 
 def test_a_part_of_a_block_counts_to_the_token() -> None:
@@ -342,11 +329,10 @@ def test_the_end_of_a_request_offers_what_its_answer_added() -> None:
     assert saved.block_ids == [[2, 3]]
     assert saved.tails == [*chain.tails(1, 2), tail]
     assert saved.partial
-    assert book.finished("r") == (0, [])
+    assert saved.number < book.save("r", Span(1, 2, 3), chain, tail).number, "no two have one number"
 
 
-def test_blocks_that_no_save_reads_are_not_kept() -> None:
-    """Those that were loaded are in the pool already."""
+def test_blocks_that_were_loaded_are_in_the_pool_already() -> None:
     book = make_book()
     book.arrive("r", 10, 0)
     book.answered("r", make_chain(10), hit(2))
@@ -358,7 +344,6 @@ def test_blocks_that_no_save_reads_are_not_kept() -> None:
     assert book.scheduled("r", [[8]], 13, replace=False) is None
 
     assert book.last_save("r", [[5, 6, 7, 8]], 13) == Span(2, 3, 1)
-    assert book.finished("r") == (2, [])
 
 
 def test_a_request_whose_blocks_another_connector_fills_offers_nothing_after_a_reset() -> None:
@@ -390,7 +375,7 @@ def test_the_end_of_a_request_that_waits_gives_its_lease_back() -> None:
     lease = make_lease(2)
     book.answered("r", make_chain(8), hit(2, lease))
 
-    assert book.finished("r") == (NEVER, [Release(lease)])
+    assert book.finished("r") == [Release(lease)]
     assert len(book) == 0
 
 
@@ -402,7 +387,7 @@ def test_the_end_during_a_load_keeps_the_lease_until_the_load_ends() -> None:
     book.match("r", 8, 0, 0.0)
     book.allocated("r", [[1, 2]], 8)
 
-    assert book.finished("r") == (NEVER, [])
+    assert book.finished("r") == []
     assert book.received("r", set()) == [Release(lease)]
     assert len(book) == 0
 
@@ -434,7 +419,7 @@ def test_more_that_came_while_a_request_waited_takes_the_place_of_what_was_found
     assert book.answered("r", make_chain(10), hit(2, new, tail=2)) == [Release(old)]
     assert book.leases == 1
     assert book.match("r", 10, 0, 0.1) == (10, [])
-    assert book.finished("r") == (NEVER, [Release(new)])
+    assert book.finished("r") == [Release(new)]
 
 
 def test_what_was_promised_and_is_gone_is_computed_and_offered() -> None:
@@ -504,24 +489,6 @@ def in_step_load(*, several_ranks: bool = False) -> RequestBook:
     return book
 
 
-def test_a_request_that_loads_and_ends_in_one_step_keeps_its_blocks_while_they_are_saved() -> None:
-    book = in_step_load()
-    assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(2, 4, 0)
-    assert book.finished("r")[0] == 2
-
-
-def test_saves_that_ended_with_a_preemption_keep_no_blocks() -> None:
-    """Another connector may be filling the next ones when the request is aborted, and keeps them then."""
-    book = make_book()
-    book.arrive("r", 16, 0)
-    book.answered("r", make_chain(16), NOTHING)
-    book.match("r", 16, 0, 0.0)
-    book.allocated("r", [[1, 2, 3, 4]], 0)
-    assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) == Span(0, 4, 0)
-    book.preempted("r")
-    assert book.finished("r")[0] == NEVER
-
-
 def test_with_several_ranks_nothing_is_saved_behind_a_load_that_may_fail() -> None:
     book = in_step_load(several_ranks=True)
     assert book.scheduled("r", [[1, 2, 3, 4]], 15, replace=True) is None
@@ -537,17 +504,6 @@ def test_a_request_that_is_computed_before_its_lookup_ends_holds_nothing() -> No
     lease = make_lease(2)
     assert book.answered("r", make_chain(16), hit(2, lease)) == [Release(lease)]
     assert book.leases == 0
-
-
-def test_what_is_known_of_a_request_stays_while_it_is_saved() -> None:
-    book = make_book()
-    book.arrive("r", 16, 0)
-    book.match("r", 16, 0, 0.0)
-    book.match("r", 16, 0, 5.0)
-    book.allocated("r", [[1, 2, 3, 4]], 0)
-    assert book.scheduled("r", [[1, 2, 3, 4]], 16, replace=True) is not None
-    book.abandon("r")
-    assert book.finished("r")[0] == 0
 
 
 class Life(RuleBasedStateMachine):
@@ -685,12 +641,8 @@ class Life(RuleBasedStateMachine):
         if name in self.ended:
             return name
         self.ended.add(name)
-        first, effects = self.book.finished(name)
-        self.do(list(effects))
-        if name in self.loading:
-            assert first == NEVER or name in self.in_step
-            return name
-        return multiple()
+        self.do(list(self.book.finished(name)))
+        return name if name in self.loading else multiple()
 
     @invariant()
     def every_lease_has_one_holder(self) -> None:
@@ -701,7 +653,7 @@ class Life(RuleBasedStateMachine):
             self.do(list(self.book.answered(name, make_chain(self.prompt[name], self.chunk), NOTHING)))
         for name in self.prompt:
             if name not in self.ended:
-                self.do(list(self.book.finished(name)[1]))
+                self.do(list(self.book.finished(name)))
         for name in list(self.loading):
             self.do(list(self.book.received(name, set())))
         assert self.held == {}

@@ -37,6 +37,7 @@ from tests.vllm.scheduler_side import (
     Params,
     Side,
     empty_step,
+    engine_blocks,
     request,
     step,
 )
@@ -263,7 +264,7 @@ def test_requests_behind_the_first_are_looked_up_as_these_leave(make: Make, stor
 def test_the_engine_does_not_ask_for_more_than_are_looked_up(make: Make, waits: list[float]) -> None:
     """VLLM would ask for each of thousands in each step; it stops where there is no block for one."""
     assert not waits
-    side, blocks, queue = make(), engine_blocks(), [request(f"q{number}") for number in range(EAGER_LEASES + 1)]
+    side, blocks, queue = make(), engine_blocks(8), [request(f"q{number}") for number in range(EAGER_LEASES + 1)]
     side.bind(blocks)
     for one in queue:
         side.on_new_request(one)
@@ -280,14 +281,6 @@ def test_the_engine_does_not_ask_for_more_than_are_looked_up(make: Make, waits: 
     assert blocks.get_num_free_blocks() == 7
     for one in queue:
         assert side.finished(one, ([1],)) == (False, None)
-
-
-def test_an_engine_whose_blocks_are_not_known_asks_for_each(make: Make, waits: list[float]) -> None:
-    assert not waits
-    side, queue = make(), [request(f"q{number}") for number in range(EAGER_LEASES + 1)]
-    for one in queue:
-        side.on_new_request(one)
-    assert [side.match(one, 0) for one in queue] == [(None, False)] * len(queue)
 
 
 def test_without_the_gate_an_ill_pool_is_asked_all_the_same(make: Make, store: Callable[[int], None]) -> None:
@@ -424,25 +417,15 @@ def test_what_another_connector_was_to_fill_is_not_stored_when_the_request_is_ab
     assert side.build_metadata(empty_step()).saves == []
 
 
-class Evictions:
+class Evictions(BlockPool):
     """Notes what is evicted."""
 
     def __init__(self) -> None:
+        super().__init__(num_gpu_blocks=64, enable_caching=True, hash_block_size=BLOCK)
         self.evicted: list[set[int]] = []
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         self.evicted.append(block_ids)
-
-
-def test_a_load_is_part_of_a_step_only_if_the_engine_can_forget_its_blocks(
-    make: Make, store: Callable[[int], None]
-) -> None:
-    store(4)
-    side, one = make(load_async=False), request()
-    side.on_new_request(one)
-    assert side.matched(one) == (4 * BLOCK, True)
-    side.block_pool = Evictions()
-    assert side.matched(one) == (4 * BLOCK - 1, False), "the step computes the last token"
 
 
 def loading_in_step(make: Make, store: Callable[[int], None]) -> tuple[Side, Any, Evictions]:
@@ -451,7 +434,7 @@ def loading_in_step(make: Make, store: Callable[[int], None]) -> tuple[Side, Any
     side, one, pool = make(load_async=False), request(), Evictions()
     side.block_pool = pool
     side.on_new_request(one)
-    side.matched(one)
+    assert side.matched(one) == (4 * BLOCK - 1, False), "the step computes the last token"
     side.allocated(one, Blocks([1, 2, 3, 4]), 4 * BLOCK - 1)
     assert [load.in_step for load in side.build_metadata(step(one, 1)).loads] == [True]
     return side, one, pool
@@ -488,7 +471,6 @@ def test_nobody_is_computed_behind_blocks_that_a_step_is_loading(make: Make, sto
 
 def taught(side: Side, seconds: float) -> Side:
     """An engine that has loaded some prompts of four blocks, each in so many ``seconds``, and can join loads."""
-    side.block_pool = Evictions()
     loads = [Transferred(load=True, leading=True, blocks=4, failed=0, bytes=1024, seconds=seconds)] * LEAST_SAMPLES
     before = request("before")
     side.on_new_request(before)
@@ -527,9 +509,7 @@ def test_a_load_that_would_keep_somebody_waiting_is_made_between_steps(
         side = Side(settings, MODEL, 2)
     else:
         side = make(**({"load_async": True} if why == "asked for" else {}))
-    if why == "not known how long":
-        side.block_pool = Evictions()
-    else:
+    if why != "not known how long":
         taught(side, 2 * IN_STEP_SECONDS if why == "it takes long" else IN_STEP_SECONDS / 2)
     if why == "another node":
         side._loaded_from = "a node of before"
@@ -602,10 +582,6 @@ def test_what_is_computed_after_a_reset_is_not_stored_under_earlier_names(make: 
     assert side.build_metadata(empty_step()).saves == []
 
 
-def engine_blocks() -> BlockPool:
-    return BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=BLOCK)
-
-
 def saving(make: Make, blocks: BlockPool, name: str = "saving", first: int = 2000) -> tuple[Side, Any]:
     """A request that has ended and whose blocks are still to be copied, by a worker that has not said anything."""
     side, one = make(), request(name, list(range(first, first + 64)))
@@ -621,43 +597,62 @@ def saving(make: Make, blocks: BlockPool, name: str = "saving", first: int = 200
     return side, one
 
 
-def saved(*names: str) -> StepReport:
-    return StepReport({}, [], {}, dict.fromkeys(names, 1))
+def saved(*numbers: int) -> StepReport:
+    return StepReport({}, [], {}, dict.fromkeys(numbers, 1))
 
 
 def test_blocks_are_held_until_the_save_of_an_ended_request_is_over(make: Make) -> None:
-    blocks = engine_blocks()
+    blocks = engine_blocks(8)
     side, _ = saving(make, blocks)
     assert blocks.get_num_free_blocks() == 3
-    assert side.build_metadata(empty_step()).awaited == {"saving"}
     assert side.saving
-    side.received((), (), set(), saved("saving"))
+    side.received((), (), set(), saved(1))
     assert blocks.get_num_free_blocks() == 7
     assert not side.saving
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["its worker waits for it", "its worker was not told to wait"])
-def test_pending_saves_do_not_keep_the_engine_from_emptying_its_cache(make: Make, told: bool) -> None:
-    blocks = engine_blocks()
+@pytest.mark.parametrize("way", ["leave its window", "are taken away"])
+def test_blocks_of_a_request_that_goes_on_are_held_until_they_are_saved(make: Make, way: str) -> None:
+    """No step waits for saves of blocks that the engine drops, and none of them is called off."""
+    blocks = engine_blocks(8)
+    side, one = make(), request("runs", list(range(5000, 5064)))
+    side.bind(blocks)
+    mine = blocks.get_new_blocks(4)
+    ids = [block.block_id for block in mine]
+    side.on_new_request(one)
+    assert side.found(one) == 0
+    side.allocated(one, Blocks(ids), 0)
+    (save,) = side.build_metadata(step(one, 64)).saves
+    following = step(request("other", [7] * 64), 64)
+    dropped = 2 if way == "leave its window" else 4
+    if way == "are taken away":
+        following.preempted_req_ids = {"runs"}
+    blocks.free_blocks(mine[:dropped])
+    assert not side.build_metadata(following).call_off
+    assert blocks.get_num_free_blocks() == 3, "nobody gets them"
+    side.received((), (), set(), saved(save.number))
+    assert blocks.get_num_free_blocks() == 3 + dropped
+
+
+def test_pending_saves_do_not_keep_the_engine_from_emptying_its_cache(make: Make) -> None:
+    blocks = engine_blocks(8)
     side, _ = saving(make, blocks)
-    if told:
-        side.build_metadata(empty_step())
     assert blocks.reset_prefix_cache() is True
     assert blocks.get_num_free_blocks() == 7
     assert side.saving, "the engine goes on with steps until the workers know"
 
     other = request("other", [7] * 64)
-    assert side.build_metadata(empty_step()).preempted == set(), "as long as nothing is written, saves may go on"
-    assert side.build_metadata(step(other, 64)).preempted == {"saving"}, "they end before the blocks are written"
-    assert side.build_metadata(step(other, 1)).preempted == set()
-    side.received((), (), set(), saved("saving"))
-    assert blocks.get_num_free_blocks() == 7, "nothing is given back twice"
-    assert not side.saving
+    assert not side.build_metadata(empty_step()).call_off, "as long as nothing is written, saves may go on"
+    assert side.build_metadata(step(other, 64)).call_off, "they end before the blocks are written"
+    assert not side.build_metadata(step(other, 1)).call_off
+    free = blocks.get_num_free_blocks()
+    side.received((), (), set(), saved(1))
+    assert blocks.get_num_free_blocks() == free, "nothing is given back twice"
 
 
 def test_a_save_that_has_not_begun_is_not_begun_once_its_blocks_are_given_back(make: Make) -> None:
     """What an answer added is saved in the step after its end."""
-    blocks = engine_blocks()
+    blocks = engine_blocks(8)
     side, one = make(), request("answer", list(range(3000, 3040)))
     side.bind(blocks)
     side.on_new_request(one)
@@ -670,11 +665,13 @@ def test_a_save_that_has_not_begun_is_not_begun_once_its_blocks_are_given_back(m
     blocks.free_blocks(reversed(held))
     assert blocks.reset_prefix_cache() is True
     assert side.build_metadata(empty_step()).saves == []
+    side.received((), (), set(), saved(1))
+    assert not side.saving
 
 
 def test_blocks_that_somebody_else_uses_are_not_given_away_by_a_reset(make: Make) -> None:
     """A connector beside this one may still send them, or a request be computed."""
-    blocks = engine_blocks()
+    blocks = engine_blocks(8)
     saving(make, blocks)
     blocks.touch(blocks.blocks[2:3])
     assert blocks.reset_prefix_cache() is False
@@ -683,44 +680,33 @@ def test_blocks_that_somebody_else_uses_are_not_given_away_by_a_reset(make: Make
 
 def test_saves_hold_up_a_pause_for_a_moment_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    blocks = engine_blocks()
+    blocks = engine_blocks(8)
     side, _ = saving(make, blocks)
     monkeypatch.setattr("ems.vllm.scheduler.time.monotonic", lambda: now)
     side.paused(paused=True)
-    assert side.build_metadata(empty_step()).preempted == set()
+    assert not side.build_metadata(empty_step()).call_off
     now += RESET_SECONDS
-    assert side.build_metadata(empty_step()).preempted == {"saving"}
+    assert side.build_metadata(empty_step()).call_off
     assert blocks.get_num_free_blocks() == 7
-    side.paused(paused=False)
-    side.received((), (), set(), saved("saving"))
     assert not side.saving
+    side.paused(paused=False)
+    side.received((), (), set(), saved(1))
 
 
 def test_a_rank_that_is_still_copying_keeps_the_blocks(make: Make, node: Node) -> None:
-    blocks = engine_blocks()
+    blocks = engine_blocks(8)
     settings, _ = read_settings("kv_both", {"socket": str(node.socket), "autostart": False}, {})
     side, _ = saving(lambda: Side(settings, MODEL, 2), blocks, "ranks", 2500)
-    side.received((), (), set(), saved("ranks"))
+    side.received((), (), set(), saved(1))
     assert blocks.get_num_free_blocks() == 3
-    side.received((), (), set(), saved("ranks"))
+    side.received((), (), set(), saved(1))
     assert blocks.get_num_free_blocks() == 7
     side.close()
-
-
-def test_without_the_engines_blocks_a_save_ends_with_its_request(make: Make) -> None:
-    side, one = make(), request("unbound", list(range(4000, 4064)))
-    side.on_new_request(one)
-    assert side.found(one) == 0
-    side.build_metadata(step(one, 64))
-    assert side.finished(one, ([1, 2, 3, 4],))[0] is False
-    assert side.build_metadata(step(request("other", [7] * 64), 64)).preempted == {"unbound"}
 
 
 def test_engines_share_again_once_their_new_weights_have_a_name(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.ems.scheduler")
     sides = [make(), make(weights_version="run-7/step-2")]
-    for side in sides:
-        side.bind(engine_blocks())
     names = [side._lookups.chain_name for side in sides]
     assert names[0] == MODEL.identity != names[1]
     sides[0].reset()

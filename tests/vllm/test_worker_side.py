@@ -19,7 +19,7 @@ from ems.pool.layout import REF_BYTES
 from ems.transfers.device import CpuDevice
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.loads import Loader, LoadJob
-from ems.vllm.metadata import QUIET, StepMetadata
+from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Load, LoadPart, Save
@@ -81,8 +81,8 @@ def test_what_is_computed_behind_blocks_that_hold_nothing_is_not_stored(
     chain.extend(list(range(4 * BLOCK)))
     gone = LoadPart(0, [1, 2], chain.packed(0, 2), bytes(2 * REF_BYTES))
     loads = [Load("r", "a-node-that-is-gone", [gone], in_step=True)] if fails else []
-    save = Save("r", 2, chain.parent(2), chain.tails(2, 4), [[3, 4]])
-    run(worker, StepMetadata(loads=loads, saves=[save], awaited=set(), preempted=set()), drafts=drafts)
+    save = Save(1, "r", 2, chain.parent(2), chain.tails(2, 4), [[3, 4]])
+    run(worker, StepMetadata(loads=loads, saves=[save]), drafts=drafts)
 
     assert worker.take_invalid_blocks() == ({1, 2} if fails else set())
     wait_for(lambda: node.counters["pages_committed"] + node.counters["pages_aborted"] == 2, "the save is over")
@@ -95,7 +95,7 @@ def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, 
     """With drafts vLLM tells only the last stage of a pipeline."""
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
-    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
+    worker.begin(StepMetadata(saves=[Save(1, "r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
     worker.begin(StepMetadata())
     wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
     worker.end()
@@ -105,20 +105,27 @@ def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
     begin = time.perf_counter()
-    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
+    worker.begin(StepMetadata(saves=[Save(1, "r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
     assert not worker.has_results
     worker.computed()
     worker.end()
-    wait_for(lambda: worker.has_results, "the save has ended")
+    reports: list[StepReport] = []
 
-    worker.begin(QUIET)
-    worker.computed()
-    assert worker.results() == (set(), set())
-    report, stats = worker.take_report(), worker.take_stats()
-    assert report is not None
+    def told() -> bool:
+        worker.begin(QUIET)
+        worker.computed()
+        if worker.has_results:
+            assert worker.results() == (set(), set())
+            reports.extend(filter(None, [worker.take_report()]))
+        return bool(reports) and bool(reports[-1].transfers)
+
+    wait_for(told, "the save has ended")
+    assert [number for report in reports for number in report.saved] == [1], "its blocks are free before it is stored"
+    transfers = reports[-1].transfers
+    assert [one.blocks for one in transfers] == [2]
+    assert 0 < transfers[0].seconds < time.perf_counter() - begin
+    stats = worker.take_stats()
     assert stats is not None
-    assert [one.blocks for one in report.transfers] == [2]
-    assert 0 < report.transfers[0].seconds < time.perf_counter() - begin
     assert len(stats.data["transfers"]) == 1
     assert not worker.has_results
     assert (worker.take_report(), worker.take_stats()) == (None, None)
@@ -138,7 +145,7 @@ def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
     monkeypatch.setattr(CpuDevice, "copy", noted)
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))
-    worker.begin(StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
+    worker.begin(StepMetadata(saves=[Save(1, "r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
     worker.computed()
     wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
     client = PoolClient(node.socket, "test")
@@ -164,7 +171,7 @@ def test_layers_are_stopped_at_only_where_a_step_has_work_in_them(worker: Worker
     asked = []
     for step in (
         StepMetadata(),
-        StepMetadata(saves=[Save("r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]),
+        StepMetadata(saves=[Save(1, "r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]),
         StepMetadata(loads=[Load("r", "a-node-that-is-gone", [], in_step=True)]),
         StepMetadata(loads=[Load("r", "a-node-that-is-gone", [])]),
     ):

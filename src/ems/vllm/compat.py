@@ -16,7 +16,7 @@ from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 
 from ems.errors import ConfigError
 
@@ -88,6 +88,15 @@ def check_failures(groups: int, windows: bool, *, reports: bool = REPORTS_FAILED
 
 def failed_receives(connector_output: Any) -> set[str]:
     return getattr(connector_output, "failed_recving", None) or set()
+
+
+def counts_references(model: Any) -> bool:
+    """Whether the engine takes a block with as many references as it has requests for one that all of them share.
+
+    Cascade attention did before 0.32, where it was asked for: it computes wrong tokens when somebody else holds blocks.
+    """
+    manager = single_type_kv_cache_manager.FullAttentionManager
+    return hasattr(manager, "get_num_common_prefix_blocks") and not getattr(model, "disable_cascade_attn", True)
 
 
 def hosts_of_ranks() -> int:

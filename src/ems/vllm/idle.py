@@ -19,7 +19,7 @@ class IdleSide:
 
     saving = in_layers = has_results = False
     bind = on_new_request = allocated = received = paused = reset = weights_declared = adapter_loaded = _nothing
-    register = preempted = begin = end = start_loads = wait_for_layer = computed_layer = computed = _nothing
+    register = begin = end = start_loads = wait_for_layer = computed_layer = computed = _nothing
     finish_saves = take_report = take_stats = close = _nothing
 
     def match(self, _request: Any, _local: int) -> tuple[int | None, bool]:

@@ -28,10 +28,6 @@ class Lane(Generic[Job, Result]):
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def put(self, job: Job) -> None:
         self._inbox.put(job)
 

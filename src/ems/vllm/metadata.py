@@ -19,10 +19,8 @@ class StepMetadata(KVConnectorMetadata):
     """Loads to begin."""
     saves: list[Save] = field(default_factory=list)
     """Blocks that are whole once this step's forward is over."""
-    preempted: set[str] = field(default_factory=set)
-    """Requests whose blocks may be written by others in this very step: their saves end before it begins."""
-    awaited: set[str] = field(default_factory=set)
-    """Requests that ended and whose blocks are held until their saves are reported done."""
+    call_off: bool = False
+    """Blocks that saves read may be written by others in this very step: all saves end before it begins."""
     idle: bool = False
     """Nothing is computed in this step."""
 
@@ -30,7 +28,7 @@ class StepMetadata(KVConnectorMetadata):
         """Short, because it is sent to each worker in each step."""
         if self is QUIET:
             return "QUIET"
-        return StepMetadata, (self.loads, self.saves, self.preempted, self.awaited, self.idle)
+        return StepMetadata, (self.loads, self.saves, self.call_off, self.idle)
 
 
 QUIET = StepMetadata()
@@ -47,8 +45,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Loads and saves that ended."""
     errors: dict[str, int] = field(default_factory=dict)
     """What made loads and saves fail: names of classes, and how often."""
-    saved: dict[str, int] = field(default_factory=dict)
-    """Requests that ended and whose saves are over, with the number of workers that say so."""
+    saved: dict[int, int] = field(default_factory=dict)
+    """Saves that read their blocks no more, by number, with the number of workers that say so."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)

@@ -262,6 +262,11 @@ def check_run(vllm_config: Any) -> None:
             "start without --calculate-kv-scales"
         )
     model = vllm_config.model_config
+    if compat.counts_references(model):
+        raise ConfigError(
+            "cascade attention is on, which in this release of vLLM takes blocks that EmsStoreConnector holds for ones "
+            "that all requests share; start without --no-disable-cascade-attn"
+        )
     if getattr(model, "pooler_config", None) is not None and not getattr(model, "is_prefix_caching_supported", True):
         raise ConfigError(
             "the model's result is made from the states of all tokens, but EmsStoreConnector spares the engine those "

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import count
 
 import msgspec
 
@@ -116,17 +117,16 @@ class Save(msgspec.Struct, frozen=True):
     """Effect: store the chunks of a request from number ``first`` on, behind the one of the key ``parent``.
 
     ``tails`` names them; the last one is not full if ``partial``.  ``block_ids`` has their blocks for each KV cache
-    group of the engine; 0 stands for one that the engine has dropped.
+    group of the engine; 0 stands for one that the engine has dropped.  No other save of the engine has its ``number``.
     """
 
+    number: int
     request_id: str
     first: int
     parent: bytes
     tails: Sequence[Tail]
     block_ids: Sequence[Sequence[int]]
     partial: bool = False
-    ended: bool = False
-    """The request has ended: the engine keeps all its blocks until the save is over."""
     adapter: Adapter | None = None
     """The one that the blocks are computed with."""
 
@@ -185,8 +185,6 @@ class Request:
     """The blocks of the first group that a load fills."""
     next_save: int = 0
     """The first chunk that was not offered for saving."""
-    saved_from: int = NEVER
-    """The first of its present blocks that saves may read."""
     offered: bool = False
     """All of its prompt was offered for saving."""
     saved_tail: int = 0
@@ -236,6 +234,7 @@ class RequestBook:
         self._unasked: OrderedDict[str, None] = OrderedDict()
         """Requests that are not looked up yet, in the order of the engine's queue."""
         self._over: list[str] = []
+        self._numbers = count(1)
         self.full = False
         """Whether as many requests are looked up as may be, and all stand before the one that was matched last."""
         self._loading = 0
@@ -515,7 +514,6 @@ class RequestBook:
             request.next_save = NEVER
             return None
         request.next_save = whole
-        request.saved_from = min(request.saved_from, first * self._page_blocks)
         if tail:
             request.saved_tail = computed
         return Span(first, whole, tail)
@@ -528,33 +526,27 @@ class RequestBook:
         end = span.end * self._page_blocks + -(-span.tail // self._block_size)
         block_ids = [ids[first:end] for ids in request.block_ids]
         parent = chain.parent(span.first)
-        return Save(request_id, span.first, parent, tails, block_ids, partial, adapter=request.adapter)
+        number = next(self._numbers)
+        return Save(number, request_id, span.first, parent, tails, block_ids, partial, adapter=request.adapter)
 
     # Ends
 
     def preempted(self, request_id: str) -> None:
-        """The engine took the request's blocks away.  The request starts over later; its saves may be called off."""
+        """The engine took the request's blocks away.  The request starts over later, and offers its chunks again."""
         request = self._requests.get(request_id)
         if request is None or request.phase is Phase.LOADING:
             return
         request.block_ids = []
         request.next_save = request.found.chunks
         request.saved_tail = 0
-        request.saved_from, request.offered = NEVER, False
+        request.offered = False
         if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:
             self._look_up_later(request)
             # It is the next in the engine's queue.
             self._unasked.move_to_end(request_id, last=False)
 
-    def abandon(self, request_id: str) -> list[Release]:
-        """Forget the request, unless a load or a save of it is under way."""
-        request = self._requests.get(request_id)
-        if request is None or request.phase is Phase.LOADING or request.saved_from != NEVER:
-            return []
-        del self._requests[request_id]
-        return self._settle(request)
-
     def leave_out(self, request_id: str) -> list[Release]:
+        """Load nothing for the request, and store nothing of it from now on."""
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -587,15 +579,13 @@ class RequestBook:
         request.block_ids = list(block_ids)
         return self._offer(request, computed, computed)
 
-    def finished(self, request_id: str) -> tuple[int, list[Release]]:
-        """The request ended.  Its blocks from this one on are to be kept until its saves are done."""
+    def finished(self, request_id: str) -> list[Release]:
         request = self._requests.get(request_id)
         if request is None:
-            return NEVER, []
+            return []
         if request.phase is Phase.LOADING:
             # The engine itself keeps the blocks until the load is reported; the lease stays as long.
-            # A load that is part of a step has its request's saves beside it, and for these the engine would not wait.
             request.ended = True
-            return request.saved_from if request.in_step else NEVER, []
+            return []
         del self._requests[request_id]
-        return request.saved_from, self._settle(request)
+        return self._settle(request)

@@ -1,7 +1,7 @@
 """Copies engine blocks into pool pages, in a thread beside the engine's compute.
 
-What always holds: a page is committed only after all its bytes are in place; a save stops before the engine gives
-its blocks to somebody else (:meth:`Saver.cancel`, :meth:`Saver.leave_windows`); every save ends, whatever fails.
+What always holds: a page is committed only after all its bytes are in place; every save ends, whatever fails, and says
+once when it reads its blocks no more, which the scheduler side holds until then.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from ems.vllm.requests import Save
 
 COMPUTE_SECONDS = 600.0
 """How long a save waits for the forward pass that fills its blocks; over that the engine is taken for dead."""
-
-WINDOW_SECONDS = 1.0
-"""How long a step waits for saves of blocks that leave a sliding window; over that these are called off."""
 
 
 class SaveResult(msgspec.Struct, frozen=True):
@@ -122,9 +119,9 @@ class Saver:
         self._logger = logger
         self._call_timeout = call_timeout
         self._lock = threading.Lock()
-        self._open: Counter[str] = Counter()
-        self._jobs: dict[str, list[SaveJob]] = {}
-        self._windows: list[SaveJob] = []
+        self._open: dict[int, list[SaveJob]] = {}
+        """Jobs that may still read blocks, by the number of their save."""
+        self._over: list[int] = []
         self._failing = False
         self._latest: SaveBatch | None = None
         self._lane: Lane[SaveBatch, SaveResult] = Lane("ems-save", self._run)
@@ -135,9 +132,11 @@ class Saver:
         batch = self._latest = SaveBatch([job for job in jobs if job.pages], by_layer=self._by_layer)
         with self._lock:
             for job in batch.jobs:
-                self._open[job.save.request_id] += 1
-                self._jobs.setdefault(job.save.request_id, []).append(job)
-        self._windows += [job for job in batch.jobs if job.plane.windowed and not job.save.ended]
+                self._open.setdefault(job.save.number, []).append(job)
+            without = [save.number for save in saves if save.number not in self._open]
+            self._over += without
+        if without:
+            self._lane.news = True
         self._lane.put(batch)
         return batch
 
@@ -146,36 +145,26 @@ class Saver:
         return self._lane.news
 
     def results(self) -> list[SaveResult]:
-        """Saves that ended since the last call; never waits."""
+        """What was stored since the last call; never waits."""
         return self._lane.results()
 
-    def cancel(self, request_id: str) -> None:
-        """The request's blocks go to others now: no copy from them runs once this returns."""
+    def take_over(self) -> list[int]:
+        """Numbers of saves that since the last call came to read their blocks no more."""
         with self._lock:
-            jobs = list(self._jobs.get(request_id, ()))
-        for job in jobs:
-            job.cancel(self._device)
-
-    def leave_windows(self) -> None:
-        """Blocks that left a sliding window in an earlier step go to others now: finish with them, or call them off."""
-        jobs, self._windows = self._windows, []
-        self._finish(jobs, WINDOW_SECONDS)
+            over, self._over = self._over, []
+        return over
 
     def finish(self, seconds: float) -> None:
-        """All saves end within ``seconds``, or are called off."""
-        with self._lock:
-            jobs = [job for jobs in self._jobs.values() for job in jobs]
-        self._finish(jobs, seconds)
+        """All saves end within ``seconds``, or are called off; no copy from the engine's blocks runs after that.
 
-    def _finish(self, jobs: Sequence[SaveJob], seconds: float) -> None:
+        A copy that has begun is waited for: one plan of :attr:`Device.batch_bytes` for each plane.
+        """
+        with self._lock:
+            jobs = [job for jobs in self._open.values() for job in jobs]
         deadline = time.monotonic() + seconds
         for job in jobs:
             if not job.closed.wait(max(deadline - time.monotonic(), 0)):
                 job.cancel(self._device)
-
-    def busy(self, request_id: str) -> bool:
-        with self._lock:
-            return self._open[request_id] > 0 and self._lane.alive
 
     def close(self) -> None:
         if self._latest is not None:
@@ -346,14 +335,13 @@ class Saver:
 
     def _close_job(self, job: SaveJob) -> None:
         """The job reads its blocks no more; harmless when repeated."""
+        if job.closed.is_set():
+            return
         job.closed.set()
-        request_id = job.save.request_id
+        number = job.save.number
         with self._lock:
-            jobs = self._jobs.get(request_id)
-            if jobs is None or job not in jobs:
-                return
-            jobs.remove(job)
-            self._open[request_id] -= 1
-            if not jobs:
-                del self._jobs[request_id]
-                del self._open[request_id]
+            self._open[number].remove(job)
+            if not self._open[number]:
+                del self._open[number]
+                self._over.append(number)
+        self._lane.news = True

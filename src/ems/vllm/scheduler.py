@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 
@@ -39,6 +38,8 @@ from ems.vllm.requests import NEVER, Adapter, Ask, Load, Release, RequestBook, S
 from ems.vllm.tokens import WithoutAdapter, extra_keys, token_ids
 
 logger = init_logger("vllm.ems.scheduler")
+
+_Name = TypeVar("_Name", str, int)
 
 ANNOUNCED = "ems_tokens"
 """Key in ``kv_transfer_params``: how many tokens of the prompt the prefill side stores."""
@@ -77,7 +78,7 @@ class SchedulerSide:
         self._loads_in_step = settings.load_async is False and may_load_in_step
         self._loads_alone_in_step = settings.load_async is None and workers == 1 and may_load_in_step
         self.block_pool: Any = None
-        """VLLM's own, to hold blocks and to forget some; without it all loads are made between steps."""
+        """VLLM's own, to hold blocks and to forget some; it is given before the first request."""
         self._loading_in_step: set[str] = set()
         """Requests whose loads are part of a step that is not over."""
         self._book = RequestBook(
@@ -120,12 +121,12 @@ class SchedulerSide:
         self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
         self._saves: list[Save] = []
-        self._awaited: set[str] = set()
-        self._held: dict[str, list[Any]] = {}
-        """Blocks of requests that ended, held until all workers say that their saves are over."""
-        self._given_back: set[str] = set()
-        """Requests whose blocks went back before that: their saves end before anything is computed."""
-        self._saved: Counter[str] = Counter()
+        self._held: dict[int, tuple[str, list[Any]]] = {}
+        """Requests and blocks of saves, by number, until all workers say that they read these no more.
+
+        No blocks are left where they went back before that: then saves end before anything is computed.
+        """
+        self._saved: Counter[int] = Counter()
         self._call_off_at = NEVER_SECONDS
         """When saves that keep a pause of the engine waiting are called off."""
         self.end_saves: Callable[[float], None] = _nothing
@@ -228,13 +229,12 @@ class SchedulerSide:
             self._decline(request_id, Reason.POOL_DOWN)
         if self._client.waits_out_restart:
             self._book.node_restarts(now)
-        in_step = self.block_pool is not None and (self._loads_in_step or self._loads_alone(request_id, local, now))
+        in_step = self._loads_in_step or self._loads_alone(request_id, local, now)
         found, effects = self._book.match(request_id, request.num_tokens, local, now, in_step=in_step)
         self._do(effects)
         if found is None:
             self._lookups.hurry(request_id)
-        # Without blocks that can be denied the engine asks for each.
-        self._turned_away = found is None and self._book.full and self.block_pool is not None
+        self._turned_away = found is None and self._book.full
         if self._turned_away:
             return 0, False
         if found:
@@ -305,13 +305,11 @@ class SchedulerSide:
         stored = 0
         if known is not None and known.next_save != NEVER:
             stored = max(known.next_save * self._model.chunk_tokens, known.saved_tail)
-        first, effects = self._book.finished(request_id)
-        self._do(effects)
+        self._do(self._book.finished(request_id))
         self._vllm_requests.pop(request_id, None)
-        if first != NEVER:
-            self._hold(request_id, [ids[first:] for ids in block_ids])
-            blocks = -(-stored // self._model.block_size) - first
-            logger.info("Delaying free of %d blocks for request %s", blocks, request_id)
+        held = {block.block_id for of, blocks in self._held.values() if of == request_id for block in blocks}
+        if held:
+            logger.info("Delaying free of %d blocks for request %s", len(held), request_id)
         params = request.kv_transfer_params or {}
         answer = self._observer.finished(request)
         if params.get("do_remote_decode") and self._settings.saves:
@@ -320,34 +318,40 @@ class SchedulerSide:
             answer |= {ANNOUNCED: announced}
         return False, answer or None
 
-    # Blocks of requests that ended
+    # Blocks that are being saved
 
     @property
     def saving(self) -> bool:
-        """Whether the engine should make steps, even empty ones, because requests that ended are being saved."""
+        """Whether the engine should make steps, even empty ones, in which workers say that saves are over."""
         return bool(self._held)
 
-    def _hold(self, request_id: str, block_ids: Iterable[Sequence[int]]) -> None:
-        """Keep blocks of an ended request from others until its saves are over.
+    def _begin_save(self, request: Any, span: Span) -> None:
+        """Save ``span`` with the next step.
 
-        They are held here and not by vLLM, which would not give them up for a reset of its cache.
+        Its blocks are held by references of our own until it is over: until then nobody else gets them when the
+        request ends, is preempted, or drops them behind a sliding window.  A reset of the cache makes us give them up.
         """
-        if self.block_pool is None:
-            self._given_back.add(request_id)
-            return
-        blocks = list(map(self.block_pool.blocks.__getitem__, filter(None, chain.from_iterable(block_ids))))
+        save = self._named(request, span)
+        blocks = list(map(self.block_pool.blocks.__getitem__, filter(None, chain.from_iterable(save.block_ids))))
         self.block_pool.touch(blocks)
-        self._held.setdefault(request_id, []).extend(blocks)
-        self._awaited.add(request_id)
+        self._held[save.number] = save.request_id, blocks
+        self._saves.append(save)
+
+    def _let_go(self, number: int) -> None:
+        self.block_pool.free_blocks(reversed(self._held.pop(number, ("", []))[1]))
+
+    def _drop_saves(self) -> None:
+        """Forget saves of which no worker was told."""
+        for save in self._saves:
+            self._let_go(save.number)
+        self._saves.clear()
 
     def _give_back(self) -> None:
         """Free all held blocks: the engine resets its cache, or its pause has waited long enough."""
-        self._saves = [save for save in self._saves if save.request_id not in self._held]
-        for request_id, blocks in self._held.items():
-            if blocks:
-                self.block_pool.free_blocks(reversed(blocks))
-                self._given_back.add(request_id)
-                blocks.clear()
+        self._drop_saves()
+        for _, blocks in self._held.values():
+            self.block_pool.free_blocks(reversed(blocks))
+            blocks.clear()
         self.end_saves(RESET_SECONDS)
 
     def _emptied(self) -> None:
@@ -356,23 +360,21 @@ class SchedulerSide:
             requests = self._vllm_requests.values()
             self._adapters.emptied(request.lora_request for request in requests if request.lora_request)
 
-    def _no_longer_saved(self, counts: Mapping[str, int]) -> None:
-        for request_id in self._on_all_workers(self._saved, counts):
-            blocks = self._held.pop(request_id, None)
-            if blocks:
-                self.block_pool.free_blocks(reversed(blocks))
+    def _no_longer_saved(self, counts: Mapping[int, int]) -> None:
+        for number in self._on_all_workers(self._saved, counts):
+            self._let_go(number)
 
     def paused(self, *, paused: bool) -> None:
         """The engine takes no more requests and waits for what is under way, or it goes on."""
         self._call_off_at = time.monotonic() + RESET_SECONDS if paused else NEVER_SECONDS
 
     def _save_rest(self, request: Any, block_ids: Sequence[list[int]]) -> None:
-        """Save what the answer added.  The save begins in the next step and holds the request's blocks."""
+        """Save what the answer added."""
         self._book.paused = not self._observer.usable
         # Where steps overlap, a step that was launched may still write behind these tokens.
         span = self._book.last_save(request.request_id, block_ids, compat.computed_tokens(request))
         if span is not None:
-            self._saves.append(msgspec.structs.replace(self._named(request, span), ended=True))
+            self._begin_save(request, span)
 
     # Steps
 
@@ -394,8 +396,7 @@ class SchedulerSide:
             self._epoch.empty = False
         if preempted:
             self._preempted(preempted, tokens)
-        if self._held or self._given_back:
-            preempted = self._end_saves(preempted, computes=bool(tokens))
+        call_off = bool(self._held) and self._calls_off(computes=bool(tokens))
         if usable and self._book.unasked:
             self._do(self._book.start_lookups())
         for data in output.scheduled_new_reqs:
@@ -410,22 +411,21 @@ class SchedulerSide:
                 cached.num_computed_tokens[position],
                 replace=request_id in cached.resumed_req_ids,
             )
-        if tokens and not (self._loads or self._saves or self._awaited or preempted):
+        if tokens and not (self._loads or self._saves or call_off):
             return QUIET
-        loads, saves, awaited = self._loads, self._saves, self._awaited
-        self._loads, self._saves, self._awaited = [], [], set()
-        return StepMetadata(loads, saves, set(preempted or ()), awaited, idle=not tokens)
+        loads, saves = self._loads, self._saves
+        self._loads, self._saves = [], []
+        return StepMetadata(loads, saves, call_off, idle=not tokens)
 
-    def _end_saves(self, preempted: Iterable[str] | None, *, computes: bool) -> set[str]:
-        """Requests whose saves must end before this step: ``preempted`` ones, and those whose blocks went back."""
-        end = set(preempted or ())
+    def _calls_off(self, *, computes: bool) -> bool:
+        """Whether saves must end before this step, because their blocks went back."""
         late = time.monotonic() >= self._call_off_at
         if late:
             self._give_back()
-        if computes or late:
-            end |= self._given_back
-            self._given_back.clear()
-        return end
+        given_back = [number for number, (_, blocks) in self._held.items() if not blocks]
+        for number in given_back if computes or late else ():
+            del self._held[number]
+        return bool(given_back) and (computes or late)
 
     def _preempted(self, request_ids: Iterable[str], scheduled: Container[str]) -> None:
         for request_id in request_ids:
@@ -448,7 +448,7 @@ class SchedulerSide:
         after = computed + output.num_scheduled_tokens.get(request_id, 0)
         span = self._book.scheduled(request_id, block_ids, after, replace=replace)
         if span is not None:
-            self._saves.append(self._named(self._vllm_requests[request_id], span))
+            self._begin_save(self._vllm_requests[request_id], span)
 
     def _named(self, request: Any, span: Span) -> Save:
         known = self._book.get(request.request_id)
@@ -507,12 +507,12 @@ class SchedulerSide:
         first = next((position for position, block in enumerate(block_ids) if block in invalid), len(block_ids))
         self.block_pool.evict_blocks(set(block_ids[first:]))
 
-    def _on_all_workers(self, reported: Counter[str], counts: Mapping[str, int]) -> list[str]:
-        """Requests that are now over on all workers, after ``counts`` more reports."""
+    def _on_all_workers(self, reported: Counter[_Name], counts: Mapping[_Name, int]) -> list[_Name]:
+        """Loads or saves that are now over on all workers, after ``counts`` more reports."""
         reported.update(counts)
-        over = [request_id for request_id, count in reported.items() if count >= self._workers]
-        for request_id in over:
-            del reported[request_id]
+        over = [name for name, count in reported.items() if count >= self._workers]
+        for name in over:
+            del reported[name]
         return over
 
     def reset(self) -> None:
@@ -540,7 +540,7 @@ class SchedulerSide:
 
     def _begin_epoch(self) -> None:
         self._lookups.chain_name = self._epoch.chain_name
-        self._saves.clear()
+        self._drop_saves()
         self._do(self._book.reset())
         if self._events is not None:
             self._events.reset()
@@ -574,7 +574,7 @@ class SchedulerSide:
                 answer.request_id, found.tokens, found.tokens // self._model.block_size, answer.reason, answer.detail
             )
             if answer.chain is None:
-                self._do(self._book.abandon(answer.request_id))
+                self._do(self._book.leave_out(answer.request_id))
             else:
                 self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
 

@@ -61,7 +61,6 @@ class WorkerSide:
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._order = LayerOrder(())
-        self._windowed = False
         self._batch: SaveBatch | None = None
         self._step: StepMetadata | None = None
         self._loads_started = False
@@ -69,13 +68,12 @@ class WorkerSide:
         """Whether the layers of the step under way have to wait for loads, or are stored one by one."""
         self._in_step_jobs: list[LoadJob] = []
         self._warmed = 0
-        self._awaited: set[str] = set()
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._refused: set[str] = set()
         self._report: Counter[str] = Counter()
-        self._saved: set[str] = set()
-        """Awaited requests whose saves are over, to be reported."""
+        self._saved: list[int] = []
+        """Saves that are over, to be reported."""
         self._transfers = TransferLog()
         self._for_stats = self._for_report = False
         """Whether there may be something in it for either reader."""
@@ -98,7 +96,6 @@ class WorkerSide:
             logger.warning("EMS cannot be used, serving without it: %s", error)
             return
         self._order = LayerOrder(self._rows)
-        self._windowed = any(rows.windowed for rows in self._rows)
         self._devices.serve([tensor for rows in self._rows for tensor in rows.rows.tensors])
         self._start_node()
         timeout, by_layer = self._settings.call_timeout, self._settings.layerwise
@@ -148,12 +145,6 @@ class WorkerSide:
 
     # Steps
 
-    def preempted(self, step: StepMetadata) -> None:
-        """VLLM's ``handle_preemptions``: after this returns, blocks of these requests belong to others."""
-        if step.preempted and self._saver is not None:
-            for request_id in step.preempted:
-                self._saver.cancel(request_id)
-
     def begin(self, step: StepMetadata) -> None:
         """The step's metadata arrived, before its forward pass."""
         if self._batch is not None:
@@ -163,15 +154,17 @@ class WorkerSide:
         self._in_step_jobs = []
         self._loads_started = step is QUIET
         self.in_layers = False
-        if self._saver is not None and self._windowed:
-            self._saver.leave_windows()
         if step is QUIET:
             return
         self._warm_once()
-        self._awaited |= step.awaited
-        if self._saver is not None and step.saves:
-            self._batch = self._saver.start(step.saves)
-            self.in_layers = self._batch.by_layer
+        if self._saver is None:
+            self._saved += [save.number for save in step.saves]
+        else:
+            if step.call_off:
+                self._saver.finish(0.0)
+            if step.saves:
+                self._batch = self._saver.start(step.saves)
+                self.in_layers = self._batch.by_layer
         if self._devices.load.at_once:
             # Nothing of an earlier step still runs on this device, so loads need not wait for the launch.
             self.start_loads()
@@ -259,7 +252,7 @@ class WorkerSide:
         """Whether :meth:`results` may have something to say; False in most steps."""
         return bool(
             self._in_step_jobs
-            or self._awaited
+            or self._saved
             or self._refused
             or (self._step is not None and self._step.idle)
             or (self._loader is not None and self._loader.news)
@@ -296,13 +289,11 @@ class WorkerSide:
             )
             ended = Transferred(True, self._leading, result.loaded, len(failed), result.bytes, result.seconds)
             self._transfers.add(ended, result.error)
-        saver = self._saver
-        for one in saver.results() if saver is not None else ():
+        for one in self._saver.results() if self._saver is not None else ():
             stored = Transferred(False, one.blocks > 0, one.blocks, 0, one.bytes, one.seconds) if one.stored else None
             self._transfers.add(stored, one.error)
-        saved = {request_id for request_id in self._awaited if saver is None or not saver.busy(request_id)}
-        self._awaited -= saved
-        self._saved |= saved
+        if self._saver is not None:
+            self._saved += self._saver.take_over()
         failed_whole = self._failed & received
         self._failed -= failed_whole
         return received, failed_whole
@@ -324,17 +315,14 @@ class WorkerSide:
             return None
         self._for_report = False
         in_step, self._report = self._report, Counter()
-        saved, self._saved = self._saved, set()
+        saved, self._saved = self._saved, []
         transfers, errors = self._transfers.take_for_report()
         if not (in_step or saved or transfers or errors):
             return None
         return StepReport(dict.fromkeys(in_step, 1), transfers, errors, dict.fromkeys(saved, 1))
 
     def finish_saves(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for all saves and call off the rest; after this no save reads the engine's blocks.
-
-        A scheduler in this process calls this before it gives blocks away between two steps.
-        """
+        """A scheduler in this process gives blocks away between two steps: see :meth:`Saver.finish`."""
         if self._saver is not None:
             self._saver.finish(seconds)
 

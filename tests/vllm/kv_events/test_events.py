@@ -67,7 +67,7 @@ class Engine:
     def save(self, first: int, end: int, *, dropped: int = 0) -> Save:
         ids = [*range(first + 1, end + 1)]
         groups = [ids, [0] * dropped + ids[dropped:]][: self.model.groups]
-        return Save("r", first, self.chain.parent(first), self.chain.tails(first, end), groups)
+        return Save(1, "r", first, self.chain.parent(first), self.chain.tails(first, end), groups)
 
     def commit(self, plane: int, first: int, end: int) -> None:
         one = self.model.planes[plane]
