@@ -544,6 +544,9 @@ class Life(RuleBasedStateMachine):
                 assert part.skip == known.local // BLOCK - first * self.page_blocks
                 assert part.keys == known.found.pages[0].keys[16 * first : 16 * (first + pages)]
                 self.loading[effect.request_id] = part.block_ids
+        for name in self.book.take_over():
+            known = self.book.get(name)
+            assert known is None or known.phase not in (Phase.ASKED, Phase.ANSWERED)
 
     @rule(target=live, tokens=st.integers(1, 30), expected=st.integers(0, 3))
     def arrive(self, tokens: int, expected: int) -> str:
@@ -557,9 +560,6 @@ class Life(RuleBasedStateMachine):
     @rule()
     def start_lookups(self) -> None:
         self.do(list(self.book.start_lookups()))
-        for name in self.book.take_over():
-            known = self.book.get(name)
-            assert known is None or known.phase not in (Phase.ASKED, Phase.ANSWERED) or name in self.asked
 
     @rule(seconds=st.floats(0, 2))
     def wait(self, seconds: float) -> None:
