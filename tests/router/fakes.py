@@ -18,9 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 from yarl import URL
 
-from ems.router.address import Address
 from ems.router.app import Router
-from ems.router.config import RouterConfig
+from ems.router.config import Address, RouterConfig
 from ems.router.fleet import Instance, Role
 from tests.router.soundness import unsound
 

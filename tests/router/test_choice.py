@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from ems.router.address import Address
-from ems.router.choice import pick
-from ems.router.fleet import Fleet, Instance, Role
+from ems.router.config import Address
+from ems.router.fleet import Fleet, Instance, Role, pick
 
 
 def three() -> tuple[Fleet, Instance, Instance, Instance]:

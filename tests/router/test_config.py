@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
-from ems.router.address import Address
-from ems.router.config import RouterConfig, pair
+from ems.router.config import Address, RouterConfig, pair
 
 ONE = Address("h", 1)
 TWO = Address("h", 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.router.address import Address
-from ems.router.counters import Counters, Prefill
+from ems.router.config import Address
 from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Step, TryDecode, TryPrefill
 from ems.router.fleet import Fleet, Instance, Role
+from ems.router.metrics import Counters, Prefill
 from ems.router.request import parse
 from tests.router.soundness import unsound
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from ems.router.counters import Prefill
 from ems.router.fleet import Role
+from ems.router.metrics import Prefill
 from tests.router.fakes import (
     ANSWER,
     FakeEngine,

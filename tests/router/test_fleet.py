@@ -15,10 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from ems.router.address import Address
 from ems.router.breaker import COOLDOWN, THRESHOLD
-from ems.router.choice import pick
-from ems.router.fleet import Fleet, Hold, Instance, Role
+from ems.router.config import Address
+from ems.router.fleet import Fleet, Hold, Instance, Role, pick
 from tests.router.soundness import unsound
 
 ADDRESSES = [Address("h", port) for port in (1, 2)]

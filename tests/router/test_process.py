@@ -27,7 +27,7 @@ pytestmark = pytest.mark.process
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from ems.router.address import Address
+    from ems.router.config import Address
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from ems.router.errors import Refusal
+from ems.router.reply import Refusal
 from ems.router.request import (
     DEFAULT_OUTPUT,
     IMAGE_TOKENS,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from ems.router.address import Address
 from ems.router.app import Router
-from ems.router.config import RouterConfig
-from ems.router.errors import UpstreamBroken
+from ems.router.config import Address, RouterConfig
 from ems.router.fleet import Role
+from ems.router.upstream import Answer, Upstream, UpstreamBroken
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -42,7 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-class FakeAnswer:
+class FakeAnswer(Answer):
     """Pieces, each after so many seconds; ``None`` breaks the connection."""
 
     headers = ((b"content-type", b"text/event-stream"),)
@@ -66,13 +65,18 @@ class FakeAnswer:
         self.closed = True
 
 
-class FakeUpstream:
+class FakeUpstream(Upstream):
     """Answers by a function of the address and the target; remembers when it was asked for what."""
 
     def __init__(self, answer: Callable[[Address, str], Awaitable[FakeAnswer]]) -> None:
         self._answer = answer
         self.asked: list[tuple[float, Address, str]] = []
         self.answers: list[FakeAnswer] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
 
     async def send(
         self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None

@@ -2,15 +2,14 @@
 
 Brains (no sockets, no event loop, no clock; the time is an argument):
 
-- ``address``, ``config``: what the router was told;
-- ``breaker``, ``fleet``: which instances there are, how busy they are, which of them may be used;
-- ``request``, ``headers``, ``errors``: what is written into requests and answers;
-- ``choice``, ``dispatch``: which instance a request goes to, and what happens next when that fails;
-- ``counters``: what happened so far.
+- ``config``: what the router was told;
+- ``breaker``, ``fleet``: which instances there are, how busy they are, which may be used, which takes a request;
+- ``request``, ``headers``: what is written into requests and answers;
+- ``dispatch``: what happens next when an instance fails;
+- ``metrics``: what happened so far, and its page.
 
-Shells: ``upstream`` (the HTTP client behind one seam), ``prober`` (asks instances for their health), ``exchange``
-with ``watch`` and ``reply`` (one request on the hot path), ``admin``, ``models``, ``metrics`` and ``app`` (the pages),
-and ``server`` (the process).
+Shells: ``upstream`` (the HTTP client), ``prober`` (asks instances for their health), ``exchange`` with ``reply`` (one
+request on the hot path), ``admin``, ``models`` and ``app`` (the pages), and ``server`` (the process).
 
 What always holds: a client gets either the bytes that an engine sent, or an error in OpenAI's form; an instance's load
 returns to zero when its requests have ended, however they ended; every wait has an end.

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ems.errors import ConfigError
-from ems.router.address import Address
-from ems.router.errors import Refusal
+from ems.router.config import Address
 from ems.router.fleet import Fleet, Role
-
-if TYPE_CHECKING:
-    from ems.router.counters import Counters
-    from ems.router.prober import Prober
-    from ems.router.reply import Reply
+from ems.router.metrics import Counters
+from ems.router.prober import Prober
+from ems.router.reply import Refusal, Reply
 
 log = logging.getLogger("ems.router")
 

@@ -10,25 +10,19 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ems.errors import ProtocolError
 from ems.router import headers
 from ems.router.admin import Admin
-from ems.router.counters import Counters
-from ems.router.errors import Refusal
+from ems.router.config import RouterConfig
 from ems.router.exchange import ClientLeft, Exchange, Parts, receive_body
 from ems.router.fleet import Fleet, Role
-from ems.router.metrics import CONTENT_TYPE, MetricsPage
+from ems.router.metrics import CONTENT_TYPE, Counters, RouterCollector
 from ems.router.models import EveryInstance
 from ems.router.prober import Prober
-from ems.router.reply import Receive, Reply, Scope, Send
-from ems.router.upstream import HttpUpstream, Upstream
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from ems.router.config import RouterConfig
+from ems.router.reply import Receive, Refusal, Reply, Scope, Send
+from ems.router.upstream import Upstream
 
 Page = Callable[[Scope, Receive, Reply], Awaitable[None]]
 
@@ -41,23 +35,18 @@ log = logging.getLogger("ems.router")
 
 
 class Router:
-    """One router; an asynchronous context manager that owns its connections and its prober, and an ASGI callable.
-
-    A given ``upstream`` stays its giver's to open and close.
-    """
+    """One router; an asynchronous context manager that owns its connections and its prober, and an ASGI callable."""
 
     def __init__(self, config: RouterConfig, upstream: Upstream | None = None) -> None:
         self.config = config
         self.fleet = Fleet()
         self.counters = Counters()
-        self._own = HttpUpstream(config.connect_timeout) if upstream is None else None
-        client = self._own if upstream is None else upstream
-        assert client is not None
-        self._prober = Prober(self.fleet, client, config.probe_timeout)
-        self._parts = Parts(config, self.fleet, self.counters, client, self._prober)
+        self._upstream = upstream or Upstream(config.connect_timeout)
+        self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
+        self._parts = Parts(config, self.fleet, self.counters, self._upstream, self._prober)
         self._admin = Admin(self.fleet, self.counters, self._prober)
-        self._every = EveryInstance(self.fleet, client, config.probe_timeout)
-        self._metrics = MetricsPage(self.fleet, self.counters)
+        self._every = EveryInstance(self.fleet, self._upstream, config.probe_timeout)
+        self._metrics = RouterCollector(self.fleet, self.counters)
         self._probing: asyncio.Task[None] | None = None
         self._pages = self._table()
 
@@ -66,20 +55,16 @@ class Router:
         for role, addresses in ((Role.PREFILL, self.config.prefills), (Role.DECODE, self.config.decodes)):
             for address in addresses:
                 self.fleet.add(role, address, now, trusted=True)
-        if self._own is not None:
-            await self._own.__aenter__()
+        await self._upstream.__aenter__()
         self._probing = asyncio.create_task(self._prober.run())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._probing is not None:
             self._probing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._probing
-        if self._own is not None:
-            await self._own.__aexit__(kind, error, trace)
+        await self._upstream.__aexit__()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -126,7 +111,7 @@ class Router:
             "/health": readable(self._admin.health),
             "/livez": readable(self._admin.livez),
             "/readyz": readable(self._admin.readyz),
-            "/metrics": readable(lambda reply: reply.whole(200, self._metrics.text(), kind=CONTENT_TYPE)),
+            "/metrics": readable(lambda reply: reply.whole(200, self._metrics.page(), kind=CONTENT_TYPE)),
             "/instances/add": {"POST": self._changing(self._admin.add)},
             "/instances/remove": {"POST": self._changing(self._admin.remove)},
         }

@@ -18,14 +18,11 @@ happened, and there are at most ``1 + max_retries`` attempts in each role.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from ems.router.choice import pick
-from ems.router.counters import Counters, Prefill
-from ems.router.fleet import Fleet, Hold, Instance, Role
-
-if TYPE_CHECKING:
-    from ems.router.request import CompletionRequest
+from ems.router.fleet import Fleet, Hold, Instance, Role, pick
+from ems.router.metrics import Counters, Prefill
+from ems.router.request import CompletionRequest
 
 DELAY_CAP: Final = 10.0
 """Longest delay before a retry, in seconds."""

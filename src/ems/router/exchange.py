@@ -11,23 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import Enum
+
+from msgspec import Raw
 
 from ems.router import headers
+from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, GiveUp, PassOn, Step, TryDecode, TryPrefill
-from ems.router.errors import Refusal, UpstreamBroken, error_events
+from ems.router.fleet import Fleet, Instance
+from ems.router.metrics import Counters
+from ems.router.prober import Prober
+from ems.router.reply import Receive, Refusal, Reply, Scope, error_events
 from ems.router.request import CompletionRequest, decode_body, handoff_of, parse, prefill_body
-from ems.router.upstream import Answer, Upstream, read_whole
-from ems.router.watch import Reason, Watch
-
-if TYPE_CHECKING:
-    from msgspec import Raw
-
-    from ems.router.config import RouterConfig
-    from ems.router.counters import Counters
-    from ems.router.fleet import Fleet, Instance
-    from ems.router.prober import Prober
-    from ems.router.reply import Receive, Reply, Scope
+from ems.router.upstream import Answer, Upstream, UpstreamBroken, read_whole
 
 _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
 
@@ -78,6 +74,68 @@ async def receive_body(scope: Scope, receive: Receive, *, limit: int, timeout: f
 
 def _too_large(limit: int) -> Refusal:
     return Refusal(413, f"The request body is larger than {limit} bytes", code="body_too_large")
+
+
+class Reason(Enum):
+    """Why a watch cancelled its task."""
+
+    LEFT = "left"
+    """The client closed its connection."""
+    IDLE = "idle"
+    """Nothing moved for too long."""
+
+
+class Watch:
+    """Watches over one running request: has its client left, does anything still move?
+
+    Either ends the request by cancelling its task; :attr:`reason` tells the task why, and is None when somebody else
+    cancelled it.  The timer looks at a time stamp instead of being set anew for each piece of a stream.  A watch
+    belongs to the task that makes it, which must :meth:`stop` it; the request's body has been received before.
+    """
+
+    __slots__ = ("_idle", "_listener", "_loop", "_moved", "_task", "_timer", "reason")
+
+    def __init__(self, receive: Receive, idle: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = task.get_loop()
+        self._idle = idle
+        self._moved = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.reason: Reason | None = None
+        self._listener = self._loop.create_task(self._listen(receive))
+
+    def arm(self) -> None:
+        """Start to demand that :meth:`moved` is called at least every ``idle`` seconds."""
+        self.moved()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._idle, self._look)
+
+    def moved(self) -> None:
+        self._moved = self._loop.time()
+
+    def stop(self) -> None:
+        self._listener.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        due = self._moved + self._idle
+        if due <= self._loop.time():
+            self._cancel(Reason.IDLE)
+        else:
+            self._timer = self._loop.call_at(due, self._look)
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass  # what comes after the body, if anything, means nothing
+        self._cancel(Reason.LEFT)
+
+    def _cancel(self, reason: Reason) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self._task.cancel()
 
 
 class Exchange:

@@ -1,22 +1,17 @@
-"""The fleet: the instances of both roles, what runs on them, which may be used, which are leaving.
+"""The fleet: the instances of both roles, what runs on them, which takes a request, which are leaving.
 
-What always holds: an instance's load is the sum of the holds on it and never
-negative; an instance that was removed gets no new request and is forgotten when its last one has ended, no matter what
-the others do.
+What always holds: an instance's load is the sum of the holds on it and never negative; an instance that was removed
+gets no new request and is forgotten when its last one has ended, no matter what the others do.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from ems.router.breaker import Breaker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ems.router.address import Address
+from ems.router.config import Address
 
 
 class Role(StrEnum):
@@ -171,3 +166,17 @@ class Fleet:
     def _everyone(self) -> Iterator[Instance]:
         for instances in self._listed.values():
             yield from instances.values()
+
+
+def pick(usable: Sequence[Instance], tried: Collection[Instance] = (), *, again: bool = False) -> Instance | None:
+    """The usable instance for a request; of those tried before only when ``again`` and nobody else is left.
+
+    One that is not doubted, so that requests keep away from an instance that fails fast and is idle therefore; then the
+    least loaded; then the one that waited longest: serial traffic, where every load is zero, goes round.
+    """
+    fresh = [instance for instance in usable if instance not in tried]
+    return min(fresh or (usable if again else ()), key=_rank, default=None)
+
+
+def _rank(instance: Instance) -> tuple[bool, int, int]:
+    return instance.breaker.doubted, instance.load, instance.turn

@@ -1,31 +1,68 @@
-"""The metrics page: reads the router's counters and its fleet when somebody asks, and costs nothing in between."""
+"""What the router has done so far, as plain numbers, and the metrics page, which reads them when somebody asks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ems.histogram import Histogram
 from ems.router.fleet import Fleet, Role
 from ems.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ems.histogram import Histogram
-    from ems.router.counters import Counters
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
+SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the buckets, in seconds."""
+
+
+class Prefill(StrEnum):
+    """How the prefill of one request ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    """The client's fault; the prefill's answer went to the client."""
+    SKIPPED = "skipped"
+    """No prefill instance could do it: decode computed the prompt itself."""
+    TIMED_OUT = "timed_out"
+    """Not done in time: decode computed the prompt itself."""
+
+
+class Counters:
+    """One set a router."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        """Completion requests that are being served."""
+        self.answered: Counter[tuple[str, int]] = Counter()
+        """Requests by endpoint and status; 499 stands for a client that left before it had an answer."""
+        self.prefills: Counter[Prefill] = Counter()
+        self.retries: Counter[Role] = Counter()
+        self.disconnects = 0
+        """Clients that left before the end."""
+        self.breaks = 0
+        """Answers that ended early after the first byte."""
+        self.first_byte = Histogram(SECONDS)
+        """Seconds from a request's arrival to the first byte of its answer."""
+        self.prefill_time = Histogram(SECONDS)
+        """Seconds of the prefills that were done."""
+
+
 class RouterCollector(Collector):
-    """Turns counters and fleet into metric families, all named ``ems_router_*``."""
+    """Turns counters and fleet into metric families, all named ``ems_router_*``, when a page is asked for."""
 
     def __init__(self, fleet: Fleet, counters: Counters) -> None:
         self._fleet = fleet
         self._counters = counters
+
+    def page(self) -> bytes:
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         build = GaugeMetricFamily("ems_build_info", "1, with the release as label", labels=("version",))
@@ -87,14 +124,3 @@ class RouterCollector(Collector):
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
     return HistogramMetricFamily(name, text, buckets=histogram.cumulative(), sum_value=histogram.total)
-
-
-class MetricsPage:
-    """The text of ``/metrics``."""
-
-    def __init__(self, fleet: Fleet, counters: Counters) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(RouterCollector(fleet, counters))
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Raw
 
 from ems.router import headers
-from ems.router.errors import Refusal, UpstreamBroken
 from ems.router.fleet import Fleet, Instance, Role
-from ems.router.upstream import Upstream, read_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ems.router.reply import Reply, Scope
+from ems.router.reply import Refusal, Reply, Scope
+from ems.router.upstream import Upstream, UpstreamBroken, read_whole
 
 _PAGE_LIMIT = 16 << 20
 

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
-from ems.router.errors import UpstreamBroken
-from ems.router.upstream import Upstream, read_whole
-
-if TYPE_CHECKING:
-    from ems.router.fleet import Fleet, Instance
+from ems.router.fleet import Fleet, Instance
+from ems.router.upstream import Upstream, UpstreamBroken, read_whole
 
 _PAGE_LIMIT = 1 << 20
 

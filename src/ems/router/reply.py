@@ -1,21 +1,48 @@
-"""One answer to one client: the ASGI ``send`` of a request, with what is the same in every answer."""
+"""One answer to one client: the ASGI ``send`` of a request, and what the router itself says when something is wrong.
+
+Errors have OpenAI's form, ``{"error": {"message", "type", "param", "code"}}`` as a body, or as an event when a stream
+has begun.  Those of the engines never come through here: they keep their own status and bytes.  No message names an
+instance, since clients have no business with addresses behind the router; those stand in the log.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from http import HTTPStatus
+from typing import Any
 
 import msgspec
 
-if TYPE_CHECKING:
-    from ems.router.errors import Refusal
+from ems.errors import EmsError
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+EVENT_END = b"data: [DONE]\n\n"
+
 _encode = msgspec.json.Encoder().encode
+
+
+class Refusal(EmsError):
+    """The router answers a request itself, with an error.
+
+    ``status`` is the HTTP status, ``code`` a word for programs, ``headers`` what the status calls for.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        return error_body(self.status, self.message, code=self.code, param=self.param)
 
 
 class Reply:
@@ -61,3 +88,22 @@ class Reply:
 
     async def refuse(self, refusal: Refusal) -> None:
         await self.whole(refusal.status, refusal.body(), headers=refusal.headers)
+
+
+def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
+    return _encode({"error": {"message": message, "type": _kind(status), "param": param, "code": code}})
+
+
+def error_events(message: str, *, code: str, after: bytes) -> bytes:
+    """Return what ends an event stream that cannot go on: an error event and the usual last one.
+
+    ``after`` is the last piece that the client got; when it stops amid an event, that one is ended first.
+    """
+    gap = b"" if after.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")) else b"\n\n"
+    return gap + b"data: " + error_body(HTTPStatus.BAD_GATEWAY, message, code=code) + b"\n\n" + EVENT_END
+
+
+def _kind(status: int) -> str:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return "service_unavailable_error"
+    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from ems.router.errors import Refusal
+from ems.router.reply import Refusal
 
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 
@@ -64,7 +64,15 @@ class CompletionRequest:
 
     @property
     def single(self) -> bool:
-        return _is_single(self.fields)
+        """Whether it is for one sequence."""
+        for name in ("n", "best_of"):
+            number = self.fields.get(name)
+            if number is not None and bytes(number) not in (b"1", _NULL):
+                return False
+        beams = self.fields.get("use_beam_search")
+        if beams is not None and bytes(beams) not in (b"false", _NULL):
+            return False
+        return not any(_is_batch(self.fields.get(name)) for name in ("prompt", "prompt_embeds"))
 
     @property
     def prefill_cost(self) -> int:
@@ -129,17 +137,6 @@ def handoff_of(answer: bytes) -> Raw | None:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return None if value is None or bytes(value) == _NULL else value
-
-
-def _is_single(fields: dict[str, Raw]) -> bool:
-    for name in ("n", "best_of"):
-        number = fields.get(name)
-        if number is not None and bytes(number) not in (b"1", _NULL):
-            return False
-    beams = fields.get("use_beam_search")
-    if beams is not None and bytes(beams) not in (b"false", _NULL):
-        return False
-    return not any(_is_batch(fields.get(name)) for name in ("prompt", "prompt_embeds"))
 
 
 def _is_batch(prompt: Raw | None) -> bool:

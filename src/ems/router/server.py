@@ -14,19 +14,14 @@ import resource
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import uvicorn
 import uvloop
 
 from ems.errors import ConfigError, EmsError
-from ems.router.address import Address
 from ems.router.app import Router
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ems.router.config import RouterConfig
+from ems.router.config import Address, RouterConfig
 
 EXIT_CANNOT_LISTEN = 3
 """Exit status when the port cannot be had; a supervisor should not just start the router again."""

@@ -1,7 +1,6 @@
-"""The HTTP client towards the engines, behind one seam.
+"""The HTTP client towards the engines.
 
-:class:`Upstream` is all that the rest of the router knows of it, so that a faster client or a fake can take its place.
-What always holds: a failure of the other side is an :class:`~ems.router.errors.UpstreamBroken`; an answer that is
+What always holds: a failure of the other side is an :class:`UpstreamBroken`; an answer that is
 closed, or a call that is cancelled, before the end closes its connection, which is how an engine learns that nobody
 waits any more.
 """
@@ -9,18 +8,14 @@ waits any more.
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Self
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from ems.router.errors import UpstreamBroken
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from ems.router.address import Address
+from ems.errors import EmsError
+from ems.router.config import Address
 
 # Engines behind uvicorn close idle connections after 5 s; ours must not be in use by then.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -29,41 +24,41 @@ _LARGE_BODY = 1 << 20  # from here on written in parts, other requests in betwee
 _NO_AUTOMATIC = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
-class Answer(Protocol):
+class UpstreamBroken(EmsError, ConnectionError):
+    """An instance cannot be reached, broke off, or does not speak HTTP; may pass."""
+
+    transient = True
+
+
+class Answer:
     """An answer whose head has arrived; its reader must close it."""
 
-    @property
-    def status(self) -> int: ...
+    __slots__ = ("_content", "_response", "headers", "status")
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self._content = response.content
+        self.status = response.status
+        self.headers = response.raw_headers
 
     @property
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]: ...
-
-    @property
-    def ended(self) -> bool: ...
+    def ended(self) -> bool:
+        return self._content.at_eof()
 
     async def read(self) -> bytes:
         """Return the next piece of the body as soon as there is one, ``b""`` at its end.
 
         :raises UpstreamBroken: the body ends early.
         """
-        ...
+        try:
+            return await self._content.readany()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise UpstreamBroken(_reason(error)) from error
 
     def close(self) -> None:
         """Let go of the connection; it is closed unless the body was read to its end."""
-        ...
-
-
-class Upstream(Protocol):
-    """Sends requests to engines."""
-
-    async def send(
-        self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None
-    ) -> Answer:
-        """Send a request to ``target`` (path and query, encoded) and return its answer's head.
-
-        :raises UpstreamBroken: no connection, no answer, or no HTTP.
-        """
-        ...
+        if not self._content.at_eof():  # after the whole body the connection is back in the pool already
+            self._response.close()
 
 
 async def read_whole(answer: Answer, limit: int) -> bytes:
@@ -84,8 +79,8 @@ async def read_whole(answer: Answer, limit: int) -> bytes:
         answer.close()
 
 
-class HttpUpstream:
-    """One aiohttp session for all engines, without a limit on connections."""
+class Upstream:
+    """Sends requests to engines: one aiohttp session for all of them, without a limit on connections."""
 
     def __init__(self, connect_timeout: float) -> None:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
@@ -103,15 +98,17 @@ class HttpUpstream:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
 
     async def send(
         self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None
     ) -> Answer:
+        """Send a request to ``target`` (path and query, encoded) and return its answer's head.
+
+        :raises UpstreamBroken: no connection, no answer, or no HTTP.
+        """
         assert self._session is not None
         try:
             response = await self._session.request(
@@ -126,31 +123,7 @@ class HttpUpstream:
         if not 200 <= response.status <= 599:
             response.close()
             raise UpstreamBroken(f"The answer has the status {response.status}")
-        return _HttpAnswer(response)
-
-
-class _HttpAnswer:
-    __slots__ = ("_content", "_response", "headers", "status")
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self._content = response.content
-        self.status = response.status
-        self.headers = response.raw_headers
-
-    @property
-    def ended(self) -> bool:
-        return self._content.at_eof()
-
-    async def read(self) -> bytes:
-        try:
-            return await self._content.readany()
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise UpstreamBroken(_reason(error)) from error
-
-    def close(self) -> None:
-        if not self._content.at_eof():  # after the whole body the connection is back in the pool already
-            self._response.close()
+        return Answer(response)
 
 
 def _reason(error: Exception) -> str:
