@@ -1,23 +1,5 @@
 """Every error that EMS raises on purpose, as one small tree.
 
-::
-
-    EmsError
-    ├── ConfigError (ValueError)         a flag, a file or an argument is wrong; nothing was started
-    ├── ProtocolError (ValueError)       the peer sent what the protocol does not allow
-    └── PoolError                        the pool did not do what it was asked
-        ├── PoolUnavailable (ConnectionError)   no node answers; may pass
-        │   ├── PoolRestarting                  the node is about to become another release; over in seconds
-        │   └── PoolNotTried                    an attempt failed a moment ago, and the next one has to wait
-        ├── PoolTimeout (TimeoutError)          no answer before the deadline; may pass
-        ├── PoolRefused                         the node understood and said no
-        │   ├── Unauthorised (PermissionError)  the access key is missing or wrong
-        │   ├── VersionMismatch                 no protocol version that both sides speak
-        │   ├── QuotaExceeded                   the tenant has as much as it may have
-        │   └── NoSpace                         the page cannot be placed, now or ever
-        ├── TierFailed                          a tier below memory does not work; may pass
-        └── StaleReference                      a lease, reservation or page that is gone
-
 Each message is one sentence for a person: what is wrong, what was expected, what to do.  Errors that
 may pass by themselves answer ``True`` to :attr:`EmsError.transient`, so callers need no list of types.
 """

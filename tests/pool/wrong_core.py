@@ -104,7 +104,7 @@ def wrong_reservations(reservations: Reservations, namespaces: Iterable[Namespac
 
 
 def wrong_index(index: Index) -> list[str]:
-    known = {id(page): page for page in chain(index._pages.values(), index._missing.values())}
+    known = {id(page): page for page in chain(index.pages.values(), index._missing.values())}
     children: dict[int, set[Page]] = {}
     for page in known.values():
         if page.parent is not None:
@@ -128,9 +128,9 @@ def wrong_index(index: Index) -> list[str]:
         f"tail {page.key.hex()} is listed and not here"
         for listed in index._tails.values()
         for page in listed
-        if index._pages.get(page.key) is not page or page.tail is None
+        if index.pages.get(page.key) is not page or page.tail is None
     ]
-    broken += [f"page {key.hex()} is both here and missing" for key in index._pages.keys() & index._missing.keys()]
+    broken += [f"page {key.hex()} is both here and missing" for key in index.pages.keys() & index._missing.keys()]
     listed = {id(page) for page in index.policy}
     if listed != {id(page) for page in index if page.present} or len(listed) != len(index.policy):
         broken.append("the pages that the policy orders are not the present pages")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ems.pool.core.deferred_frees import REPLACE_SECONDS, DeferredFrees
 from ems.pool.core.slot_allocator import SlotAllocator
-from ems.pool.layout import PageRef, refs_begin
+from ems.pool.layout import PageRef
 from ems.pool.writer import Writer
 from tests.pool.brain import segment_for
 
@@ -57,7 +57,7 @@ def test_what_waits_goes_with_its_memory_and_its_headers_say_so_no_more() -> Non
     assert not deferred.fills(0)
     slots.give_back(PageRef.unpack(refs[2]))
     assert deferred.fills(0)
-    deferred.drop_segment(refs_begin(0))
+    deferred.drop_segment(0)
     assert (deferred.resting, deferred.quarantined, slots.segments[0].used) == (0, 0, 0)
     assert slots.freed() == {PageRef.unpack(refs[2])[:2]}
     assert deferred.overdue(1e6) == []

@@ -146,7 +146,7 @@ def test_a_segment_takes_suffixes_elsewhere_along_also_behind_a_missing_page() -
     pool.index.discard(pages[1])
     assert evict_segment(pool.index, 0, pool.free) == 3
     assert pool.freed == [keys[3], keys[2], keys[0]]
-    assert (len(pool.index), pool.index.missing) == (0, 0)
+    assert (len(pool.index), len(pool.index._missing)) == (0, 0)
 
 
 PATHS = ["a", "ab", "abc", "abd", "abde", "f", "fg", "fh", "i"]

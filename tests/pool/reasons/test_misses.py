@@ -7,7 +7,6 @@ import tracemalloc
 import pytest
 
 from ems.errors import PoolRefused
-from ems.pool.core.index import Index
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.facts import MAX_FACTS
 from ems.pool.protocol.limits import MAX_ID
@@ -233,10 +232,10 @@ def test_what_a_miss_costs_does_not_grow_with_the_layouts_of_its_model_nor_with_
     name = f"n{MAX_DESCRIBED - 1}"
     for keys in (chain("x", 1), chain("x", 2000)):
         looked = 0
-        codes = book.miss_codes(0, name, Index(), keys)
+        codes = book.miss_codes(0, name, {}, keys)
         assert codes == bytes([Reason.NEVER_STORED.code]) * len(keys)
         assert 0 < looked <= MAX_RELATED
     looked = 0
-    book.missed(0, name, Index(), key("x"))
+    book.missed(0, name, {}, key("x"))
     book.missed_namespace(name)
     assert 0 < looked <= 2 * MAX_RELATED

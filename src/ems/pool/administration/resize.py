@@ -118,7 +118,7 @@ class Shrinking:
                 self._leaving.add(namespace, page)
         for number in sorted(self._emptying):
             if self._pool.deferred.fills(number):  # slots that are not used again go with the memory
-                self._pool.deferred.drop_segment(refs_begin(number))
+                self._pool.deferred.drop_segment(number)
             if not self._pool.slots.segments[number].used:
                 self._emptying.remove(number)
                 self._pool.slots.give_up(number)

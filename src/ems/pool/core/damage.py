@@ -61,7 +61,7 @@ class Damage:
         for page in lost:
             self._state.leases.break_off(page)
         self._drop_pages(ns, lost)
-        self._state.deferred.drop_segment(begin)
+        self._state.deferred.drop_segment(segment)
         return len(lost)
 
     def _drop_pages(self, namespace: NamespacePages, pages: Sequence[Page]) -> None:

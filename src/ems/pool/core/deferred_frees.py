@@ -24,17 +24,15 @@ class DeferredFrees:
 
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots = slots
-        self._of: dict[Writer, set[bytes]] = {}
+        self._of: dict[Writer, dict[int, set[bytes]]] = {}
+        """By the segments that they lie in."""
         self._quarantined: set[bytes] = set()
-        self._bytes: Counter[Hashable] = Counter()
-        """Of the slots that wait for each process."""
-        self._in_segment: Counter[int] = Counter()
         self._since: dict[int, float] = {}
         """Since when slots of each segment wait."""
 
     @property
     def resting(self) -> int:
-        return self._in_segment.total()
+        return self._waiting().total()
 
     @property
     def quarantined(self) -> int:
@@ -49,74 +47,77 @@ class DeferredFrees:
 
     def bytes_of(self, process: Hashable) -> int:
         """Bytes of the slots that wait for the writers of one process."""
-        return self._bytes[process]
+        mine = [waiting for writer, waiting in self._of.items() if writer.process == process]
+        return sum(len(refs) * self._stride(segment) for waiting in mine for segment, refs in waiting.items())
 
     @property
     def bytes_in(self) -> dict[int, int]:
         """Bytes of the slots of each segment that wait for their writers."""
-        return {number: count * self._stride(number) for number, count in self._in_segment.items()}
+        return {number: count * self._stride(number) for number, count in self._waiting().items()}
 
     def _stride(self, segment: int) -> int:
         geometry = self._slots.segments[segment].geometry
         return geometry.slot_stride if geometry else 0
 
+    def _waiting(self) -> Counter[int]:
+        """How many slots of each segment wait for their writers."""
+        count = Counter[int]()
+        for waiting in self._of.values():
+            count.update({segment: len(refs) for segment, refs in waiting.items()})
+        return count
+
     def defer(self, writer: Writer, refs: Iterable[bytes], now: float) -> None:
         """``writer`` may still be copying into ``refs``."""
         for ref in refs:
-            self._of.setdefault(writer, set()).add(ref)
             segment = PageRef.unpack(ref).segment
-            self._in_segment[segment] += 1
+            self._of.setdefault(writer, {}).setdefault(segment, set()).add(ref)
             self._since.setdefault(segment, now)
-            self._bytes[writer.process] += self._stride(segment)
 
     def stopped(self, writer: Writer, still: Collection[bytes] = ()) -> int:
         """``writer`` writes into ``still`` at most; how many slots are free for that."""
-        free = self._of.get(writer, set()).difference(still)
-        self._forget(writer, free)
+        waiting = self._of.get(writer, {})
+        free = [ref for refs in waiting.values() for ref in refs.difference(still)]
+        self._keep(writer, {segment: refs.intersection(still) for segment, refs in waiting.items()})
         for ref in free:
             self._slots.give_back(PageRef.unpack(ref))
         return len(free)
 
-    def _forget(self, writer: Writer, refs: Collection[bytes]) -> None:
-        if refs:
-            self._of[writer].difference_update(refs)
-            if not self._of[writer]:
-                del self._of[writer]
-        for ref in refs:
-            segment = PageRef.unpack(ref).segment
-            self._in_segment[segment] -= 1
-            if not self._in_segment[segment]:
-                del self._in_segment[segment], self._since[segment]
-            self._bytes[writer.process] -= self._stride(segment)
-            if not self._bytes[writer.process]:
-                del self._bytes[writer.process]
+    def _keep(self, writer: Writer, waiting: dict[int, set[bytes]]) -> None:
+        """``waiting`` is all that waits for ``writer`` now."""
+        self._of[writer] = {segment: refs for segment, refs in waiting.items() if refs}
+        if not self._of[writer]:
+            del self._of[writer]
+        for segment in self._since.keys() - self._waiting():
+            del self._since[segment]
 
     def quarantine(self, ref: bytes) -> None:
         self._quarantined.add(ref)
 
-    def drop_segment(self, begin: bytes) -> None:
-        """The memory where ``begin`` says goes: what lies there is given back, whoever may still write into it."""
-        gone = [ref for ref in self._quarantined if ref.startswith(begin)]
+    def drop_segment(self, number: int) -> None:
+        """The memory of a segment goes: what lies there is given back, whoever may still write into it."""
+        gone = self._quarantined_in(number)
         self._quarantined.difference_update(gone)
         for writer, waiting in list(self._of.items()):
-            inside = [ref for ref in waiting if ref.startswith(begin)]
-            self._forget(writer, inside)
-            gone += inside
+            gone += waiting.pop(number, ())
+            self._keep(writer, waiting)
         for ref in gone:
             # Should the node end before the memory is replaced, the next one has to wait for the writers again.
             self._slots.give_back(PageRef.unpack(ref), told=False)
+
+    def _quarantined_in(self, segment: int) -> list[bytes]:
+        return [ref for ref in self._quarantined if PageRef.unpack(ref).segment == segment]
 
     def overdue(self, now: float) -> list[tuple[int, int]]:
         """Segments with slots that have waited for :data:`REPLACE_SECONDS`, and how many wait, the most first."""
         for segment, since in self._since.items():
             self._since[segment] = min(since, now)  # the clock may have been set back
-        return [one for one in self._in_segment.most_common() if self._since[one[0]] <= now - REPLACE_SECONDS]
+        return [one for one in self._waiting().most_common() if self._since[one[0]] <= now - REPLACE_SECONDS]
 
     def fills(self, segment: int) -> bool:
         """Whether all slots of ``segment`` that are out wait for their writers, or are not used again."""
-        inside = sum(PageRef.unpack(ref).segment == segment for ref in self._quarantined)
-        return inside + self._in_segment[segment] == self._slots.segments[segment].used
+        idle = len(self._quarantined_in(segment)) + self._waiting()[segment]
+        return idle == self._slots.segments[segment].used
 
     def segments(self) -> set[int]:
         """The segments with slots that wait for their writers, or that are not used again."""
-        return {*self._in_segment, *(PageRef.unpack(ref).segment for ref in self._quarantined)}
+        return {*self._since, *(PageRef.unpack(ref).segment for ref in self._quarantined)}

@@ -8,8 +8,8 @@ one a missing prefix for as long as something hangs on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, takewhile
+from collections.abc import Iterable, Iterator
+from itertools import islice, takewhile
 
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.pages import Page
@@ -34,10 +34,8 @@ class Index:
     page is remembered only while others hang on it; a page is in a directory of tails only while it is here.
     """
 
-    __slots__ = ("_missing", "_pages", "_tails", "_walk", "policy")
-
     def __init__(self, policy: Policy | None = None) -> None:
-        self._pages: dict[bytes, Page] = {}
+        self.pages: dict[bytes, Page] = {}
         self._missing: dict[bytes, Page] = {}
         self._tails: dict[bytes, list[Page]] = {}
         self._walk = MAX_WALK
@@ -45,18 +43,13 @@ class Index:
         self.policy: Policy = Lru() if policy is None else policy
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return len(self.pages)
 
     def __iter__(self) -> Iterator[Page]:
-        return iter(self._pages.values())
-
-    @property
-    def missing(self) -> int:
-        """How many prefixes are remembered only because something hangs on them."""
-        return len(self._missing)
+        return iter(self.pages.values())
 
     def get(self, key: bytes) -> Page | None:
-        return self._pages.get(key)
+        return self.pages.get(key)
 
     def insert(self, key: bytes, ref: bytes, before: bytes) -> Page:
         """Add a page that is about to be written at ``ref``, the one after the page of the key ``before``."""
@@ -65,7 +58,7 @@ class Index:
             page = Page(key, ref)
         else:
             page.ref = ref
-        self._pages[key] = page
+        self.pages[key] = page
         self._walk = min(max(self._walk, 0) + WALK_EACH, MAX_WALK)
         if page.parent is None and before != NO_PARENT:
             self._hang(page, before)
@@ -76,39 +69,22 @@ class Index:
 
         For an index that is empty.  The keys differ and form no ring.
         """
-        keys, refs, befores = zip(*pages, strict=True) if (pages := list(pages)) else ((), (), ())
-        self._pages = dict(zip(keys, map(Page, keys, refs), strict=True))
-        for page in self._pages.values():
+        told = [(Page(key, ref), before) for key, ref, before in pages]
+        restored = [page for page, _ in told]
+        self.pages = {page.key: page for page in restored}
+        for page, before in told:
             page.present = True
-        self._hang_all(list(self._pages.values()), befores)
-        self._order(list(self._pages.values()))
+            if before != NO_PARENT:
+                page.hang_on(self._here_or_missing(before))
+        step = len(restored) // 256 + 1  # pages that the policy is told of together may be taken for equally old
+        for at in range(0, len(restored), step):
+            self.policy.add(restored[at : at + step][::-1])
 
-    def _hang_all(self, pages: Sequence[Page], befores: Sequence[bytes]) -> None:
-        """Hang many ``pages`` on the pages of the keys ``befores``; together they form no ring."""
-        known = self._pages.get
-        # Where pages are in the order in which they leave, the next one mostly is the block before.
-        for page, before, following in zip(pages, befores, chain(pages[1:], [None] * bool(pages)), strict=True):
-            if before == NO_PARENT:
-                continue
-            neighbour: Page | None
-            if following is not None and following.key == before:
-                neighbour = following
-            else:
-                neighbour = known(before) or self._missing.get(before)
-            if neighbour is None:
-                neighbour = self._missing[before] = Page(before, _NOWHERE)
-            if neighbour.suffixes is None:
-                page.parent, neighbour.suffixes = neighbour, page
-            else:
-                page.hang_on(neighbour)
-
-    def _order(self, pages: list[Page]) -> None:
-        """Tell the policy of ``pages`` in the order in which they would leave; their ``uses`` so far are known."""
-        for page in pages:
-            page.uses -= page.uses > 0  # being told of is one of them
-        step = len(pages) // 256 + 1  # pages that are told of together may be taken for equally old
-        for at in range(0, len(pages), step):
-            self.policy.add(pages[at : at + step][::-1])
+    def _here_or_missing(self, key: bytes) -> Page:
+        page = self.pages.get(key) or self._missing.get(key)
+        if page is None:
+            page = self._missing[key] = Page(key, _NOWHERE)
+        return page
 
     def list_tail(self, page: Page, tail: Tail) -> None:
         """Let ``page``, which was inserted just now, be found by the tokens of ``tail``."""
@@ -135,13 +111,10 @@ class Index:
         return best, most, expected > most
 
     def _hang(self, page: Page, before: bytes) -> None:
-        parent = self._pages.get(before) or self._missing.get(before)
-        if parent is None:
-            parent = self._missing[before] = Page(before, _NOWHERE)
+        parent = self._here_or_missing(before)
         # Honest keys name their whole prefix and cannot form a ring; a page that others hang on can be made to.
-        elif parent is page or (page.suffixes is not None and self._may_form_a_ring(page, parent)):
-            return
-        page.hang_on(parent)
+        if parent is not page and (page.suffixes is None or not self._may_form_a_ring(page, parent)):
+            page.hang_on(parent)
 
     def _may_form_a_ring(self, page: Page, parent: Page) -> bool:
         """Whether ``page`` is, or for all that is known could be, among the prefix of ``parent``."""
@@ -169,7 +142,7 @@ class Index:
 
     def discard(self, page: Page) -> None:
         """Forget a page that nobody reads; where others hang on it, that it is missing is remembered."""
-        del self._pages[page.key]
+        del self.pages[page.key]
         if page.tail is not None:
             listed = self._tails[page.tail.directory]
             listed.remove(page)
@@ -195,7 +168,7 @@ class Index:
     def leading(self, keys: list[bytes]) -> list[Page]:
         """The present pages of the longest prefix of ``keys`` that is present without a gap."""
         found: list[Page] = []
-        get = self._pages.get
+        get = self.pages.get
         for key in keys:
             page = get(key)
             if page is None or not page.present:
@@ -205,7 +178,7 @@ class Index:
 
     def pending(self, keys: list[bytes], start: int) -> int:
         """How many of ``keys`` from ``start`` on are, without a gap, present or being written."""
-        get = self._pages.get
+        get = self.pages.get
         count = 0
         for key in keys[start:]:
             if get(key) is None:

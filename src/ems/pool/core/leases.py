@@ -51,7 +51,7 @@ class Leases:
         self._given = 0
         self._broken: dict[Page, tuple[int, int]] = {}
         """Pages that leases up to a number promise no longer, and how many of these leases are left."""
-        self._leased: dict[int | str, int] = {}
+        self._leased = Counter[int | str]()
         """What the leases of each owner, and of each tenant, promise."""
         self._used: deque[tuple[Index, list[Page], bool]] = deque(maxlen=MAX_UNSETTLED)
         """Pages that were used, and whether it is to be told what the first of them hangs on."""
@@ -66,7 +66,7 @@ class Leases:
             PoolRefused: too many are promised already.
         """
         weight = count + LEASE_WEIGHT
-        mine, all_of_tenant = self._leased.get(client_id, 0), self._leased.get(namespace.tenant, 0)
+        mine, all_of_tenant = self._leased[client_id], self._leased[namespace.tenant]
         if mine + weight > MAX_LEASED_EACH or all_of_tenant + weight > MAX_LEASED_TENANT:
             raise PoolRefused(
                 f"leases on {mine} pages are held by this connection and on {all_of_tenant} by all, expected at most "
@@ -87,11 +87,9 @@ class Leases:
 
     def _weigh(self, client_id: int, tenant: str, more: int) -> None:
         for name in (client_id, tenant):
-            leased = self._leased.get(name, 0) + more
-            if leased:
-                self._leased[name] = leased
-            else:
-                self._leased.pop(name, None)
+            self._leased[name] += more
+            if not self._leased[name]:
+                del self._leased[name]
 
     def add(self, number: int, pages: list[Page]) -> list[Page]:
         """The lease ``number`` promises present ``pages``, too, up to one that it was broken off for; those before."""

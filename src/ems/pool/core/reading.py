@@ -99,7 +99,7 @@ class Reading:
         """Count a lookup that found so many keys and then ``missing``, if any; why that is missing, as a code."""
         state, code = self._state, 0
         if missing:
-            code = state.reasons.missed(namespace.number, namespace.name, namespace.index, missing)
+            code = state.reasons.missed(namespace.number, namespace.name, namespace.index.pages, missing)
         state.counters.lookups += 1
         state.counters.keys_looked_up += asked
         state.counters.keys_hit += found
@@ -167,5 +167,5 @@ class Reading:
     def explain(self, name: str, keys: list[bytes]) -> Explained:
         state = self._state
         ns = state.namespaces.named(name)
-        number, index = (-1, None) if ns is None else (ns.number, ns.index)
+        number, index = (-1, None) if ns is None else (ns.number, ns.index.pages)
         return state.reasons.explain(number, name, index, keys, state.now, lambda one: state.namespaces[one].name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ems.pool.core.eviction import evict, evict_segment, oldest_segment, segments_of
 from ems.pool.core.shares import SegmentUsage, Shares
-from ems.pool.layout import PageRef, carve, refs_begin
+from ems.pool.layout import PageRef, carve
 from ems.pool.pages import Assigned, Outcome, Page
 from ems.pool.reasons.eviction_log import NOBODY
 from ems.pool.reasons.words import Reason
@@ -203,7 +203,7 @@ class Reclaimer:
     def _empty(self, namespace: NamespacePages, segment: int, reason: Reason, other: int = NOBODY) -> None:
         self.evicted += evict_segment(namespace.index, segment, partial(self.let_go, namespace, reason.code, other))
         if segment in self._deferred.segments():
-            self._deferred.drop_segment(refs_begin(segment))
+            self._deferred.drop_segment(segment)
             self._slots.segments[segment].stale = True
 
     def replace(self, now: float) -> int | None:

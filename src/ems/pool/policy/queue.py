@@ -52,31 +52,10 @@ class PageQueue:
         self.take(page, page, 1)
 
     def touch(self, page: Page) -> None:
-        self._bring(page, page)
-
-    def touch_all(self, pages: list[Page]) -> None:
-        """Make ``pages`` of the queue the newest ones, the first of them the newest of all.
-
-        Pages that lie side by side already, as those of one prefix do, move together: that costs a tenth.
-        """
-        if not pages:
-            return
-        if [page.older for page in pages[:-1]] == pages[1:]:
-            self._bring(pages[0], pages[-1])
-            return
-        pages = list(dict.fromkeys(pages))
-        olders = [page.older for page in pages]
-        last = len(pages) - 1
-        for position in range(last, 0, -1):
-            if olders[position - 1] is not pages[position]:
-                self._bring(pages[position], pages[last])
-                last = position - 1
-        self._bring(pages[0], pages[last])
-
-    def _bring(self, newest: Page, oldest: Page) -> None:
-        if newest is not self._newest:
-            self.take(newest, oldest, 0)
-            self.put(newest, oldest, 0)
+        """Bring a page of the queue to the newest end."""
+        if page is not self._newest:
+            self.remove(page)
+            self.add(page)
 
     def take(self, newest: Page, oldest: Page, count: int) -> None:
         """Take out the ``count`` neighbours from ``oldest`` to ``newest``, which stay linked to each other."""
@@ -118,7 +97,8 @@ class Lru:
             self._queue.add(page)
 
     def use(self, pages: list[Page]) -> None:
-        self._queue.touch_all(pages)
+        for page in reversed(pages):
+            self._queue.touch(page)
 
     refresh = use
 

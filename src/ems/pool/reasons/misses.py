@@ -6,8 +6,7 @@ costs the same however much the node holds or remembers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from ems.pool.pages import Page
 from ems.pool.protocol.messages import Explained
@@ -18,20 +17,6 @@ from ems.pool.reasons.words import CODES, Reason
 
 MAX_SHOWN = 8
 """Other layouts that one explanation shows."""
-
-_BEING_WRITTEN = Reason.BEING_WRITTEN.code
-_NEVER_STORED = Reason.NEVER_STORED.code
-_OTHER_LAYOUT = Reason.OTHER_LAYOUT.code
-_GAP = Reason.GAP.code
-_CLEARED = Reason.CLEARED.code
-
-
-class PagesByKey(Protocol):
-    """The pages of one namespace."""
-
-    def __len__(self) -> int: ...
-
-    def get(self, key: bytes) -> Page | None: ...
 
 
 class MissReasons:
@@ -53,7 +38,7 @@ class MissReasons:
         counts = ((Reason.of_code(code), count) for code, count in enumerate(self._misses) if count)
         return {reason.value: count for reason, count in counts if reason is not None}
 
-    def missed(self, number: int, name: str, index: PagesByKey, key: bytes) -> int:
+    def missed(self, number: int, name: str, index: Mapping[bytes, Page], key: bytes) -> int:
         """A lookup's first missing key is ``key``: count it and say why, as a code."""
         code = self.why(number, name, index, key)
         self._misses[code] += 1
@@ -73,25 +58,25 @@ class MissReasons:
         self._misses[code] += 1
         return code
 
-    def why(self, number: int, name: str, index: PagesByKey, key: bytes) -> int:
+    def why(self, number: int, name: str, index: Mapping[bytes, Page], key: bytes) -> int:
         """Why ``key``, which cannot be read, is missing, as a code."""
         return self._known(number, index, key) or self._absent(name, index)
 
-    def _known(self, number: int, index: PagesByKey, key: bytes) -> int:
+    def _known(self, number: int, index: Mapping[bytes, Page], key: bytes) -> int:
         """Why ``key`` is missing, as far as that is known of it; 0 where it is not."""
         page = index.get(key)
         if page is not None:
             # What is there and yet not found is about to leave, on an administrator's word.
-            return _CLEARED if page.present else _BEING_WRITTEN
+            return Reason.CLEARED.code if page.present else Reason.BEING_WRITTEN.code
         return self.eviction_log.code(number, key)
 
-    def _absent(self, name: str, index: PagesByKey | None) -> int:
+    def _absent(self, name: str, index: Mapping[bytes, Page] | None) -> int:
         """Why all is missing of which nothing is known in the namespace ``name``; looks into its model's others."""
         empty = index is None or not len(index)
         elsewhere = empty and any(self._holds(other) for other in self.layouts.related(name))
-        return _OTHER_LAYOUT if elsewhere else _NEVER_STORED
+        return Reason.OTHER_LAYOUT.code if elsewhere else Reason.NEVER_STORED.code
 
-    def miss_codes(self, number: int, name: str, index: PagesByKey | None, keys: list[bytes]) -> bytes:
+    def miss_codes(self, number: int, name: str, index: Mapping[bytes, Page] | None, keys: list[bytes]) -> bytes:
         """One code a key, counting nothing: 0 for a page that a lookup of all ``keys`` finds.
 
         Pages that are there behind a missing one have :attr:`Reason.GAP`.
@@ -107,14 +92,14 @@ class MissReasons:
                 codes[position] = gap
             else:
                 codes[position] = self._known(number, index, key) or absent
-                gap = _GAP
+                gap = Reason.GAP.code
         return bytes(codes)
 
     def explain(
         self,
         number: int,
         name: str,
-        index: PagesByKey | None,
+        index: Mapping[bytes, Page] | None,
         keys: list[bytes],
         now: float,
         named: Callable[[int], str],
@@ -125,7 +110,7 @@ class MissReasons:
         """
         codes = self.miss_codes(number, name, index, keys)
         code, key = next(((code, key) for code, key in zip(codes, keys, strict=True) if code), (0, b""))
-        if code == _OTHER_LAYOUT:
+        if code == Reason.OTHER_LAYOUT.code:
             others = [other for other in self.layouts.related(name) if self._holds(other)][:MAX_SHOWN]
             return Explained(codes, layouts=[self.layouts.differences(name, other) for other in others])
         departure = self.eviction_log.find(number, key) if code else None
