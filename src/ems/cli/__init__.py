@@ -129,7 +129,7 @@ def _description(path: str) -> str:
     """The docstring of a verb's function up to its parameters, with a line for each paragraph."""
     module, _, name = path.partition(":")
     text = inspect.getdoc(getattr(import_module(module), name)) or ""
-    paragraphs = text.partition("\n\nParameters\n")[0].split("\n\n")
+    paragraphs = text.partition("\n\nArgs:\n")[0].split("\n\n")
     return "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
 

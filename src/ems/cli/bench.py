@@ -73,32 +73,19 @@ def ttft(
     Random prompts A go to URL1 (first time), then others to URL1 (they push A out of the engine's own cache), then A
     to URL1 again and at last A to URL2. Exit status 1 when a request failed.
 
-    Parameters
-    ----------
-    url1
-        Server of steps 1 and 2, such as http://127.0.0.1:8000.
-    url2
-        Server of step 3.
-    requests
-        Prompts in A, and as many in B.
-    concurrency
-        Requests under way at the same time.
-    input_tokens
-        Length of each prompt.
-    output_tokens
-        Length of each answer.
-    seed
-        Draws the prompts; random by default, because prompts that were sent before are no longer cold.
-    model
-        Name of the model; the first that URL1 offers by default.
-    token_ids
-        Range of ids from which prompts are drawn.
-    timeout
-        Seconds for one request.
-    socket
-        Socket of a pool node whose figures are shown too; this host's by default, when one answers.
-    api_key
-        Sent as bearer token.
+    Args:
+        url1: Server of steps 1 and 2, such as http://127.0.0.1:8000.
+        url2: Server of step 3.
+        requests: Prompts in A, and as many in B.
+        concurrency: Requests under way at the same time.
+        input_tokens: Length of each prompt.
+        output_tokens: Length of each answer.
+        seed: Draws the prompts; random by default, because prompts that were sent before are no longer cold.
+        model: Name of the model; the first that URL1 offers by default.
+        token_ids: Range of ids from which prompts are drawn.
+        timeout: Seconds for one request.
+        socket: Socket of a pool node whose figures are shown too; this host's by default, when one answers.
+        api_key: Sent as bearer token.
     """
     first_id, last_id = parse_token_ids(token_ids)
     plan = Plan(
@@ -138,18 +125,12 @@ def pool(
 ) -> None:
     """Measure the pool: bandwidth of saves and loads beside plain memcpy, latency of lookups.
 
-    Parameters
-    ----------
-    socket
-        Socket of the node to measure; by default one that is started for this run alone.
-    pages
-        Page sizes, separated by commas.
-    keys
-        Keys of one lookup, separated by commas.
-    rounds
-        Rounds over each page size, of which the median counts.
-    lookups
-        Lookups of each number of keys.
+    Args:
+        socket: Socket of the node to measure; by default one that is started for this run alone.
+        pages: Page sizes, separated by commas.
+        keys: Keys of one lookup, separated by commas.
+        rounds: Rounds over each page size, of which the median counts.
+        lookups: Lookups of each number of keys.
     """
     plan = of_pool.PoolPlan(
         pages=tuple(parse_size(part, name="--pages") for part in pages.split(",")),
@@ -166,16 +147,11 @@ def tier(
 ) -> None:
     """Measure how fast a directory tier writes and reads, beside plain sequential I/O of the same bytes.
 
-    Parameters
-    ----------
-    tier
-        The tier as 'ems node --tier' takes it; what is written goes into a folder below it and is removed.
-    total
-        Bytes that each round writes and reads.
-    page
-        Bytes of a page; may be repeated.
-    rounds
-        Rounds for each page size; medians are shown.
+    Args:
+        tier: The tier as 'ems node --tier' takes it; what is written goes into a folder below it and is removed.
+        total: Bytes that each round writes and reads.
+        page: Bytes of a page; may be repeated.
+        rounds: Rounds for each page size; medians are shown.
     """
     sizes = [parse_size(one, name="--page") for one in page] if page else list(of_tier.DEFAULT_PAGES)
     plan = of_tier.TierPlan(parse_size(total, name="--total"), sizes, rounds)
@@ -212,22 +188,14 @@ def trace(
 
     No bytes are moved and time is that of the trace. A hit is a block that is present with its whole prefix.
 
-    Parameters
-    ----------
-    file
-        JSON lines with timestamp (ms) and hash_ids; or made: and conversations, documents, shifting, scans or loop.
-    policy
-        Policies, separated by commas.
-    capacity
-        Sizes of the pool in blocks, separated by commas.
-    look_ahead
-        Length of the queue of waiting requests, which are announced to the pool.
-    tier
-        Blocks a second that a tier below memory brings up for announced requests; 0 means there is none.
-    requests
-        Requests of made-up traffic.
-    plot
-        Draw hits over sizes into this file (.svg, .png or .pdf).
+    Args:
+        file: JSON lines with timestamp (ms) and hash_ids; or made:conversations, documents, shifting, scans or loop.
+        policy: Policies, separated by commas.
+        capacity: Sizes of the pool in blocks, separated by commas.
+        look_ahead: Length of the queue of waiting requests, which are announced to the pool.
+        tier: Blocks a second that a tier below memory brings up for announced requests; 0 means there is none.
+        requests: Requests of made-up traffic.
+        plot: Draw hits over sizes into this file (.svg, .png or .pdf).
     """
     if requests < 1:
         raise ConfigError(f"--requests is {requests}, expected 1 or more")

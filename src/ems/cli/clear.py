@@ -32,22 +32,14 @@ def clear(
     Pages that somebody reads are not found any more and leave when they are released.  Exit status 1 when some of it is
     still there, with who holds it, or when nothing is called so.
 
-    Parameters
-    ----------
-    tenant
-        Pages of this tenant.
-    model
-        Pages of this model, in any layout.
-    namespace
-        Pages of this namespace.
-    older_than
-        Pages that were neither stored nor loaded for so long, such as 90s, 15m, 12h or 7d.
-    everything
-        All pages.
-    memory_only
-        Leave the tiers alone: what they have comes back when it is asked for.
-    yes
-        Do not ask before everything is taken out.
+    Args:
+        tenant: Pages of this tenant.
+        model: Pages of this model, in any layout.
+        namespace: Pages of this namespace.
+        older_than: Pages that were neither stored nor loaded for so long, such as 90s, 15m, 12h or 7d.
+        everything: All pages.
+        memory_only: Leave the tiers alone: what they have comes back when it is asked for.
+        yes: Do not ask before everything is taken out.
     """
     seconds = None if older_than is None else parse_duration(older_than, name="--older-than")
     criteria = (tenant, model, namespace, seconds)

@@ -51,20 +51,13 @@ def explain(
     Give one of --prompt (with --model), --tokens, --request and --key.  Prompts are looked for in all layouts that
     engines of this host described; those with an adapter, images or a cache salt have other keys and are not found.
 
-    Parameters
-    ----------
-    prompt
-        The text of a prompt, as the engine sees it after its chat template.
-    model
-        Folder with the model's tokenizer.json.
-    tokens
-        File with the token ids of a prompt, as a JSON list or separated by spaces; - for standard input.
-    request
-        Id of a request, as the engine or its client knows it (a part that only one has is enough).
-    key
-        Key of a page, 32 hex digits.
-    namespace
-        Only this namespace; it may end after the fingerprint.
+    Args:
+        prompt: The text of a prompt, as the engine sees it after its chat template.
+        model: Folder with the model's tokenizer.json.
+        tokens: File with the token ids of a prompt, as a JSON list or separated by spaces; - for standard input.
+        request: Id of a request, as the engine or its client knows it (a part that only one has is enough).
+        key: Key of a page, 32 hex digits.
+        namespace: Only this namespace; it may end after the fingerprint.
     """
     if sum(one is not None for one in (prompt, tokens, request, key)) != 1:
         raise ConfigError("give one of --prompt, --tokens, --request and --key")

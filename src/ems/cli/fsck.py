@@ -22,12 +22,9 @@ def fsck(tier: str, /, *, dry_run: Flag = False, output: Format = "table") -> in
     this release, or was sealed with another key, is named and left as it is. Exit status 1 when something is wrong that
     was not mended.
 
-    Parameters
-    ----------
-    tier
-        The tier as 'ems node --tier' takes it, such as 'dir:/var/cache/ems'.
-    dry_run
-        Change nothing, say only what is wrong.
+    Args:
+        tier: The tier as 'ems node --tier' takes it, such as 'dir:/var/cache/ems'.
+        dry_run: Change nothing, say only what is wrong.
     """
     config = parse_tier(tier)
     report = check(config, time.time(), dry_run=dry_run, progress=_say)

@@ -23,14 +23,10 @@ KEY_BYTES = 32
 def add(tenant: str, /, *, ttl: str | None = None, out: Path | None = None, asked: Writing = WRITING) -> None:
     """Make a key for a tenant and print it, this once, to stdout, or write it into a file of its own.
 
-    Parameters
-    ----------
-    tenant
-        The tenant; its name is the access id that goes with the key.
-    ttl
-        How long the key is valid, such as 12h or 90d; for ever, unless given.
-    out
-        A new file for the key, which nobody else can read; nothing is printed then.
+    Args:
+        tenant: The tenant; its name is the access id that goes with the key.
+        ttl: How long the key is valid, such as 12h or 90d; for ever, unless given.
+        out: A new file for the key, which nobody else can read; nothing is printed then.
     """
     now, secret = time.time(), _new()
     _refuse_taken(out)
@@ -43,12 +39,9 @@ def add(tenant: str, /, *, ttl: str | None = None, out: Path | None = None, aske
 def rotate(tenant: str, /, *, overlap: str = "1d", out: Path | None = None, asked: Writing = WRITING) -> None:
     """Make a key for a tenant and print it, or write it into a file; its other keys end after the overlap.
 
-    Parameters
-    ----------
-    overlap
-        How long the other keys go on, such as 12h or 7d.
-    out
-        A new file for the key, which nobody else can read; nothing is printed then.
+    Args:
+        overlap: How long the other keys go on, such as 12h or 7d.
+        out: A new file for the key, which nobody else can read; nothing is printed then.
     """
     _refuse_taken(out)
     now, secret, seconds = time.time(), _new(), parse_duration(overlap, name="--overlap")
@@ -62,10 +55,8 @@ def rotate(tenant: str, /, *, overlap: str = "1d", out: Path | None = None, aske
 def revoke(tenant: str, key: str, /, *, asked: Writing = WRITING) -> None:
     """End a key and the connections that it opened, at once.
 
-    Parameters
-    ----------
-    key
-        The key's name, as ems key list has it, or all.
+    Args:
+        key: The key's name, as ems key list has it, or all.
     """
     change_and_tell(
         "key revoke",

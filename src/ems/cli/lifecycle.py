@@ -31,12 +31,9 @@ def stop(*, timeout: Seconds = 20.0, clear: Flag = False, asked: Asking = ASKING
 
     Its pages stay in shared memory for the node that is started next in the same folder.
 
-    Parameters
-    ----------
-    timeout
-        Seconds to wait for its end.
-    clear
-        Remove its pages from memory too, and give the memory back; what its tiers have stays there.
+    Args:
+        timeout: Seconds to wait for its end.
+        clear: Remove its pages from memory too, and give the memory back; what its tiers have stays there.
     """
     path = asked.at
     with connected(path) as client:
@@ -83,14 +80,10 @@ def drain(
 
     Engines serve on and still load what is there; what they compute is not stored.
 
-    Parameters
-    ----------
-    undo
-        Take pages in again.
-    then_stop
-        Stop the node when nobody reads or writes any more.
-    timeout
-        Seconds to wait for readers and writers; exit status 1 when they take longer.
+    Args:
+        undo: Take pages in again.
+        then_stop: Stop the node when nobody reads or writes any more.
+        timeout: Seconds to wait for readers and writers; exit status 1 when they take longer.
     """
     report = ask(asked.at, Drain(draining=not undo), dry_run=asked.dry_run)
     deadline = time.monotonic() + timeout
@@ -118,10 +111,8 @@ def upgrade(*, timeout: Seconds = RESTART_SECONDS, asked: Asking = ASKING) -> No
     Pages, pins and settings stay. Clients wait for about a second and go on. If the installed release cannot start the
     node goes on as it is. SIGHUP to the node does the same.
 
-    Parameters
-    ----------
-    timeout
-        Seconds to wait until the node is back.
+    Args:
+        timeout: Seconds to wait until the node is back.
     """
     deadline = time.monotonic() + timeout
     with connected(asked.at) as client:
@@ -157,14 +148,10 @@ def resize(
     A larger pool gets segments, a smaller one gives up those that hold least.  A segment that somebody reads goes when
     it is released, the others at once; who is waited for is said.  Ctrl-C ends the waiting, not the change.
 
-    Parameters
-    ----------
-    size
-        The new size, such as 16GB.
-    cancel
-        Keep the segments that an earlier resize has not given up yet.
-    timeout
-        Seconds without progress after which it is waited no longer, while the node goes on; exit status 1.
+    Args:
+        size: The new size, such as 16GB.
+        cancel: Keep the segments that an earlier resize has not given up yet.
+        timeout: Seconds without progress after which it is waited no longer, while the node goes on; exit status 1.
     """
     if cancel == (size is not None):
         raise ConfigError("give the new size, such as 16GB, or --cancel alone to end a change of size")

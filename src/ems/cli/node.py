@@ -23,10 +23,10 @@ import structlog
 import uvloop
 from cyclopts import Parameter
 
-from ems.cli.node_file import SYSTEM_FILE, parse_mode, read_file, settings
+from ems.cli.node_file import SYSTEM_FILE, fields_of, read_file, settings
 from ems.cli.options import Flag
 from ems.cli.shown import complain
-from ems.config import NodeConfig, PolicyName, allows_disk, format_size, parse_size
+from ems.config import NodeConfig, PolicyName, allows_disk, format_size
 from ems.errors import ConfigError, PoolError, PoolRefused
 from ems.pool.layout import FORMAT_VERSION
 from ems.pool.node.pool_node import Node
@@ -34,7 +34,7 @@ from ems.pool.node.restart import Check, KeptOpen, become, kept_open
 from ems.pool.ownership import is_foreign
 from ems.pool.tenants import store
 from ems.pool.tiers.opening import open_tier
-from ems.pool.tiers.settings import absolute_tier, parse_tier
+from ems.pool.tiers.settings import parse_tier
 from ems.version import __version__
 
 EXIT_CANNOT_START = 3
@@ -68,75 +68,36 @@ def node(
 
     Flags go before environment variables, and these before the file of --config.
 
-    Parameters
-    ----------
-    config
-        TOML file whose keys are these flags' names, as in size = "8GB"; default /etc/ems/node.toml where that is.
-    dir
-        tmpfs folder of the segments and of nothing else, default /dev/shm/ems (root) or /dev/shm/ems-UID.
-    allow_disk
-        Keep the segments in that folder even where it is on a disk; default EMS_ALLOW_DISK.
-    socket
-        Unix socket that engines connect to, default node.sock in that folder.
-    socket_mode
-        Who may connect to it, as the octal mode of a file, default 600; 666 lets other users in, which takes --tenants.
-    tenants
-        File of tenants and their keys (see ems tenant); without one the node is open to whoever reaches its socket.
-    size
-        Shared memory for the pool, such as 8GB; default 4GiB or less where memory is scarce.
-    segment_size
-        Size of one segment, default a sixteenth of the pool between 64 MiB and 1 GiB.
-    high_watermark
-        Share of the pool in use at which eviction starts, default 0.95.
-    eviction_ratio
-        Share of the pool that one eviction frees, default 0.05.
-    policy
-        Which page leaves first: forecast, the default, learns from the load; lru, s3fifo and arc are for comparison.
-    http_host
-        Address of /health, /readyz and /metrics, default 127.0.0.1.
-    http_port
-        Port of the same, default 9410; 0 picks a free one.
-    http_token_file
-        File (mode 600) with the token that shows namespaces, requests and keys over HTTP; without one nobody sees them.
-    http
-        Serve HTTP at all; by default it does.
-    prefault
-        Touch the pool's memory in the background right after the start; by default it does.
-    verify
-        Which loaded pages engines check against checksums, default sampled; those from before a restart always.
-    fresh
-        Drop the pages that an earlier node left in the folder; what tiers have stays there.
-    tier
-        Where pages live below memory, such as dir:/var/cache/ems?size=100GB or s3://bucket/prefix; may be repeated.
-    autostarted
-        Set by engines that start a node by themselves.
-    check
-        Say which release this is if it could start like this, and start nothing; a node asks before it restarts.
+    Args:
+        config: TOML file whose keys are these flags' names, as in size = "8GB"; default /etc/ems/node.toml if there.
+        dir: tmpfs folder of the segments and of nothing else, default /dev/shm/ems (root) or /dev/shm/ems-UID.
+        allow_disk: Keep the segments in that folder even where it is on a disk; default EMS_ALLOW_DISK.
+        socket: Unix socket that engines connect to, default node.sock in that folder.
+        socket_mode: Who may connect to it, as a file's octal mode, default 600; 666 lets others in, with --tenants.
+        tenants: File of tenants and their keys (see ems tenant); without one who reaches the socket is let in.
+        size: Shared memory for the pool, such as 8GB; default 4GiB or less where memory is scarce.
+        segment_size: Size of one segment, default a sixteenth of the pool between 64 MiB and 1 GiB.
+        high_watermark: Share of the pool in use at which eviction starts, default 0.95.
+        eviction_ratio: Share of the pool that one eviction frees, default 0.05.
+        policy: Which page leaves first: forecast (default) learns from the load; the others are for comparison.
+        http_host: Address of /health, /readyz and /metrics, default 127.0.0.1.
+        http_port: Port of the same, default 9410; 0 picks a free one.
+        http_token_file: File (mode 600) with the token that shows names and keys over HTTP; nobody sees them without.
+        http: Serve HTTP at all; by default it does.
+        prefault: Touch the pool's memory in the background right after the start; by default it does.
+        verify: Which loaded pages engines check against checksums, default sampled; those from before a restart always.
+        fresh: Drop the pages that an earlier node left in the folder; what tiers have stays there.
+        tier: Where pages live below memory, such as dir:/var/cache/ems?size=9GB or s3://bucket/prefix; may be repeated.
+        autostarted: Set by engines that start a node by themselves.
+        check: Say which release this is if it could start like this, and start nothing; a node asks before it restarts.
     """
-    # A variable that is set to nothing is one that is not set; as a path it would be the current folder.
-    flags = {
-        "directory": Path(dir) if dir else None,
-        "allow_disk": allows_disk() if allow_disk is None and os.environ.get("EMS_ALLOW_DISK") else allow_disk,
-        "socket": Path(socket) if socket else None,
-        "socket_mode": None if socket_mode is None else parse_mode(socket_mode),
-        "tenants": Path(tenants) if tenants else None,
-        "size": parse_size(size, name="--size") if size else None,
-        "segment_size": parse_size(segment_size, name="--segment-size") if segment_size else None,
-        "high_watermark": high_watermark,
-        "eviction_ratio": eviction_ratio,
-        "policy": policy,
-        "http_host": http_host,
-        "http_port": http_port,
-        "http_token_file": http_token_file,
-        "http": http,
-        "prefault": prefault,
-        "verify": verify,
-        "tiers": None if tier is None else tuple(absolute_tier(text, Path()) for text in tier),
-    }
+    given = {name.replace("_", "-"): value for name, value in locals().items()}
+    if allow_disk is None and os.environ.get("EMS_ALLOW_DISK"):
+        given["allow-disk"] = allows_disk()
     if config is None and SYSTEM_FILE.exists() and not autostarted:
         config = SYSTEM_FILE
     fields = {} if config is None else read_file(config)
-    fields |= {name: value for name, value in flags.items() if value is not None}
+    fields |= fields_of(given)
     chosen = settings({**fields, "fresh": fresh, "autostarted": autostarted})
     if check:
         _can_start(chosen)

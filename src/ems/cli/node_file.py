@@ -56,6 +56,15 @@ _KEYS: dict[str, tuple[str, type | tuple[type, ...], Callable[[Any], Any] | None
 """Of each key: the field of the settings, what it may be in a file, and what makes the one of the other."""
 
 
+def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the settings that flags give, by key; a variable that is set to nothing is one that is not set."""
+    fields: dict[str, Any] = {}
+    for key, (field, kind, _) in _KEYS.items():
+        if given[key] is not None and given[key] != "":
+            fields[field] = parse_size(given[key], name=f"--{key}") if kind == (str, int) else _made(key, given[key])
+    return fields
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The fields of the settings that a file has; its paths are relative to its folder."""
     try:
@@ -90,15 +99,20 @@ def settings(fields: Mapping[str, Any]) -> NodeConfig:
 
 
 def _field(key: str, value: Any, folder: Path) -> tuple[str, Any]:
-    field, kind, convert = _KEYS[key]
+    field, kind, _ = _KEYS[key]
     texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or (kind is list and not texts):
         raise ConfigError(f"{value!r} is given, expected {_KINDS[kind]}")
-    made = value if convert is None else convert(value)
-    if isinstance(made, Path):
-        made = folder / made
-    elif isinstance(made, list):
-        made = tuple(absolute_tier(text, folder) for text in made)
+    made = _made(key, value, folder)
     # Others can be let in beside a file of tenants alone, which may be named elsewhere.
     settings({field: made, "tenants": folder} if field == "socket_mode" else {field: made})
     return field, made
+
+
+def _made(key: str, value: Any, folder: Path = Path()) -> Any:
+    """The setting that the value of a key means; relative paths are in ``folder``."""
+    convert = _KEYS[key][2]
+    made = value if convert is None else convert(value)
+    if isinstance(made, Path):
+        return folder / made
+    return tuple(absolute_tier(text, folder) for text in made) if isinstance(made, list) else made

@@ -17,14 +17,10 @@ def pin(namespace: str, /, *keys: str, lasting: str = "0", asked: Changing = CHA
 
     Exit status 1 when one of the keys is not in memory, or has no room among the pins.
 
-    Parameters
-    ----------
-    namespace
-        The pages' namespace, as `ems list` shows it.
-    keys
-        Keys of 32 hex digits, consecutive blocks.
-    lasting
-        How long, such as 15m or 12h, a day at most; 0 is a day.
+    Args:
+        namespace: The pages' namespace, as `ems list` shows it.
+        keys: Keys of 32 hex digits, consecutive blocks.
+        lasting: How long, such as 15m or 12h, a day at most; 0 is a day.
     """
     seconds = parse_duration(lasting, name="--lasting")
     if seconds > MAX_PIN_SECONDS:
@@ -37,12 +33,9 @@ def unpin(namespace: str, /, *keys: str, asked: Changing = CHANGING) -> int:
 
     Exit status 1 when one of the keys is not pinned.
 
-    Parameters
-    ----------
-    namespace
-        The pages' namespace, as `ems list` shows it.
-    keys
-        Keys of 32 hex digits.
+    Args:
+        namespace: The pages' namespace, as `ems list` shows it.
+        keys: Keys of 32 hex digits.
     """
     return _tell(Pin(namespace, parse_keys(keys), pinned=False), "unpin", asked)
 

@@ -31,36 +31,21 @@ def router(
     Each request is prefilled on one server and decoded on another; both are the least loaded of their kind.
     Without prefill servers it balances over the decode servers.
 
-    Parameters
-    ----------
-    port
-        Port to listen on; 0 takes a free one.
-    host
-        Address to listen on.
-    prefiller_hosts
-        Hosts of the prefill servers.
-    prefiller_ports
-        Ports of the prefill servers, as many as hosts.
-    decoder_hosts
-        Hosts of the decode servers.
-    decoder_ports
-        Ports of the decode servers, as many as hosts.
-    max_retries
-        How often a failed prefill or decode is tried again.
-    retry_delay
-        Seconds before the first retry, doubled for each further one.
-    connect_timeout
-        Seconds until a connection to a server stands.
-    prefill_timeout
-        Seconds for a prefill; after them the decode server does the whole request.
-    idle_timeout
-        Seconds of silence after which an answer is given up.
-    drain_timeout
-        Seconds that running requests get to finish after SIGTERM.
-    max_body_mib
-        Largest request body in MiB.
-    log_level
-        What is logged to stderr.
+    Args:
+        port: Port to listen on; 0 takes a free one.
+        host: Address to listen on.
+        prefiller_hosts: Hosts of the prefill servers.
+        prefiller_ports: Ports of the prefill servers, as many as hosts.
+        decoder_hosts: Hosts of the decode servers.
+        decoder_ports: Ports of the decode servers, as many as hosts.
+        max_retries: How often a failed prefill or decode is tried again.
+        retry_delay: Seconds before the first retry, doubled for each further one.
+        connect_timeout: Seconds until a connection to a server stands.
+        prefill_timeout: Seconds for a prefill; after them the decode server does the whole request.
+        idle_timeout: Seconds of silence after which an answer is given up.
+        drain_timeout: Seconds that running requests get to finish after SIGTERM.
+        max_body_mib: Largest request body in MiB.
+        log_level: What is logged to stderr.
     """
     from ems.router.config import RouterConfig, pair
     from ems.router.server import serve

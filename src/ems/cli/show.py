@@ -15,10 +15,8 @@ from ems.pool.protocol.acts import List, Show
 def listing(*, by: By = "namespace", asked: Asking = ASKING) -> None:
     """List what the pool holds, in memory and in the tiers below it.
 
-    Parameters
-    ----------
-    by
-        One line for each namespace, model or tenant.
+    Args:
+        by: One line for each namespace, model or tenant.
     """
     rows = grouped(ask(asked.at, List())["namespaces"], by)
     tiers = list(dict.fromkeys(tier["name"] for row in rows for tier in row["tiers"]))
@@ -40,10 +38,8 @@ def _below(tiers: list[dict[str, Any]], name: str) -> str:
 def show(what: str, /, *, asked: Asking = ASKING) -> None:
     """Show all that is known of a namespace, a page or a request.
 
-    Parameters
-    ----------
-    what
-        A namespace's name, a key of 32 hex digits, or the id of a request (or a part of it).
+    Args:
+        what: A namespace's name, a key of 32 hex digits, or the id of a request (or a part of it).
     """
     report = ask(asked.at, Show(what))
     present_facts(report, facts_of(report), asked.output)

@@ -147,14 +147,10 @@ def usage(socket: Path) -> dict[str, int] | None:
 def add(name: str, /, *, minimum: str = "0", cap: str = "100%", asked: Writing = WRITING) -> None:
     """Let somebody in; ems key add makes the key.
 
-    Parameters
-    ----------
-    name
-        The tenant's name, which is the access id of its engines.
-    minimum
-        Memory that nobody else can take from it, such as 4GB or 25%.
-    cap
-        Memory that it never exceeds, such as 16GB or 50%.
+    Args:
+        name: The tenant's name, which is the access id of its engines.
+        minimum: Memory that nobody else can take from it, such as 4GB or 25%.
+        cap: Memory that it never exceeds, such as 16GB or 50%.
     """
     quota = _sensible(Quota(minimum, cap))
     what = {"tenant": name, "minimum": minimum, "cap": cap}
@@ -169,12 +165,9 @@ def add(name: str, /, *, minimum: str = "0", cap: str = "100%", asked: Writing =
 def set_(name: str, /, *, minimum: str | None = None, cap: str | None = None, asked: Writing = WRITING) -> None:
     """Change a tenant's quota; what is above a smaller cap leaves.
 
-    Parameters
-    ----------
-    minimum
-        Memory that nobody else can take from it; as it was, unless given.
-    cap
-        Memory that it never exceeds; as it was, unless given.
+    Args:
+        minimum: Memory that nobody else can take from it; as it was, unless given.
+        cap: Memory that it never exceeds; as it was, unless given.
     """
     if minimum is None and cap is None:
         raise ConfigError("nothing is to be changed, give --minimum or --cap")

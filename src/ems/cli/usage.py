@@ -24,10 +24,8 @@ _EXPECTED: dict[Any, str] = {int: "a whole number", float: "a number", bool: "tr
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     """Print the completion of a shell, for a file from which it reads such: ems completion bash > FILE.
 
-    Parameters
-    ----------
-    shell
-        Whose completion it is.
+    Args:
+        shell: Whose completion it is.
     """
     from ems.cli import build_app
 

@@ -32,22 +32,14 @@ def warm(
 
     Whole namespaces come up what was used last first, as far as memory has room: nothing leaves for them.
 
-    Parameters
-    ----------
-    namespace
-        The pages' namespace, all of it without keys; with a prompt, all that engines of this host described without.
-    keys
-        Keys of 32 hex digits, consecutive blocks.
-    prompt
-        The text of a prompt, as the engine sees it after its chat template.
-    model
-        All namespaces of this model, as `ems list` calls it; with --prompt the folder with its tokenizer.json.
-    tenant
-        All namespaces of this tenant.
-    tokens
-        File with the token ids of a prompt, as a JSON list or separated by spaces; - for standard input.
-    limit
-        Most bytes of whole namespaces that are brought up, such as 20GB.
+    Args:
+        namespace: The pages' namespace, all of it without keys; with a prompt, by default all that engines described.
+        keys: Keys of 32 hex digits, consecutive blocks.
+        prompt: The text of a prompt, as the engine sees it after its chat template.
+        model: All namespaces of this model, as `ems list` calls it; with --prompt the folder with its tokenizer.json.
+        tenant: All namespaces of this tenant.
+        tokens: File with the token ids of a prompt, as a JSON list or separated by spaces; - for standard input.
+        limit: Most bytes of whole namespaces that are brought up, such as 20GB.
     """
     if prompt is not None and tokens is not None:
         raise ConfigError("give one of --prompt and --tokens")
