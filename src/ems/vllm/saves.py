@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from logging import Logger
 
@@ -32,19 +31,15 @@ COMPUTE_SECONDS = 600.0
 
 
 class SaveResult(msgspec.Struct, frozen=True):
-    """A save that ended: pages and bytes stored, pages that the pool had already, pages refused, time for the copy.
+    """What a save stored, and the time for the copy; or ``error``, the class of what made it fail.
 
-    ``blocks`` are whole blocks of the request, 0 where others stand for them; ``error`` is the class of what made the
-    save fail.
+    ``blocks`` are whole blocks of the request, 0 where others stand for them.
     """
 
     request_id: str
-    stored: int
-    bytes: int
-    present: int
-    refused: int
-    seconds: float
-    blocks: int
+    bytes: int = 0
+    seconds: float = 0.0
+    blocks: int = 0
     error: str = ""
 
 
@@ -202,7 +197,7 @@ class Saver:
             step(job)
         except EmsError as error:
             self._give_up(job)
-            self._lane.ended(SaveResult(job.save.request_id, 0, 0, 0, len(job.pages), 0.0, 0, type(error).__name__))
+            self._lane.ended(SaveResult(job.save.request_id, error=type(error).__name__))
             if not self._failing:
                 self._failing = True
                 self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
@@ -228,8 +223,6 @@ class Saver:
             self._clear_partial(job, reserved)
         # Memory of a node that has just started is still being touched; it may be by the time the step is over.
         job.again = not reserved.granted and Outcome.NOT_TOUCHED in reserved.outcomes
-        if not reserved.granted and not job.again:
-            self._note(job, reserved, 0)
 
     def _clear_partial(self, job: SaveJob, reserved: Reservation) -> None:
         """Of a page that is not written whole the rest would be what somebody else, perhaps another tenant, left."""
@@ -238,26 +231,6 @@ class Saver:
             if len(job.pages[position].part.blocks) < rows.page_blocks:
                 page = self._client.segments(reserved.epoch).page(ref, namespace.page_size)
                 np.frombuffer(page, np.uint8)[:] = 0
-
-    def _note(self, job: SaveJob, reserved: Reservation, stored: int) -> None:
-        outcomes = Counter(reserved.outcomes)
-        present = outcomes[Outcome.PRESENT] + outcomes[Outcome.WRITING]
-        self._lane.ended(
-            SaveResult(
-                job.save.request_id,
-                stored,
-                stored * job.plane.rows.page_bytes,
-                present,
-                len(reserved.outcomes) - present - stored,
-                job.seconds,
-                self._blocks(job, stored) if job.plane.local.leading else 0,
-            )
-        )
-
-    @staticmethod
-    def _blocks(job: SaveJob, stored: int) -> int:
-        """Blocks of the first ``stored`` pages, which count once however many shards they have here."""
-        return sum(len(page.part.blocks) for page in job.pages[: stored : job.plane.local.portion.count])
 
     # Whole blocks
 
@@ -296,9 +269,13 @@ class Saver:
             segments, size = self._client.segments(reserved.epoch), job.plane.namespace.page_size
             checksums = [page_checksum(segments.page(reserved.granted[position], size)) for position in written]
             self._client.commit(reserved, written, self._call_timeout, checksums)
+            # A page counts once, however many shards of it are here.
+            leading = job.pages[: len(written) : job.plane.local.portion.count] if job.plane.local.leading else []
+            blocks = sum(len(page.part.blocks) for page in leading)
+            stored = len(written) * job.plane.rows.page_bytes
+            self._lane.ended(SaveResult(job.save.request_id, stored, job.seconds, blocks))
         if len(written) < len(reserved.granted):
             self._give_back(reserved)
-        self._note(job, reserved, len(written))
 
     # Layer by layer
 

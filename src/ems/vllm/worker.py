@@ -25,7 +25,7 @@ from ems.vllm.memory import map_segments
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane, check_hosts
 from ems.vllm.pages import PlaneRows, plane_rows
-from ems.vllm.reporting.stats import EmsStats, TransferLog, Transferred
+from ems.vllm.reporting.stats import EmsStats, Transferred
 from ems.vllm.requests import Load
 from ems.vllm.saves import SaveBatch, Saver
 
@@ -74,9 +74,8 @@ class WorkerSide:
         self._report: Counter[str] = Counter()
         self._saved: list[int] = []
         """Saves that are over, to be reported."""
-        self._transfers = TransferLog()
-        self._for_stats = self._for_report = False
-        """Whether there may be something in it for either reader."""
+        self._transfers: list[Transferred] = []
+        self._errors: Counter[str] = Counter()
         self._leading = any(plane.leading and not plane.portion.replica for plane in planes)
 
     # Set-up
@@ -267,7 +266,6 @@ class WorkerSide:
         self._wait(self._in_step_jobs)
         # After a call that reached another node than before.
         self._warm_once()
-        self._for_stats = self._for_report = True
         received, self._refused = self._refused, set()
         wait = IDLE_SECONDS if self._step is not None and self._step.idle else 0.0
         for result in self._loader.results(wait) if self._loader is not None else ():
@@ -287,22 +285,26 @@ class WorkerSide:
                 result.loaded,
                 len(failed),
             )
-            ended = Transferred(True, self._leading, result.loaded, len(failed), result.bytes, result.seconds)
-            self._transfers.add(ended, result.error)
-        for one in self._saver.results() if self._saver is not None else ():
-            stored = Transferred(False, one.blocks > 0, one.blocks, 0, one.bytes, one.seconds) if one.stored else None
-            self._transfers.add(stored, one.error)
+            self._transfers.append(
+                Transferred(True, self._leading, result.loaded, len(failed), result.bytes, result.seconds)
+            )
+            self._errors.update(filter(None, [result.error]))
         if self._saver is not None:
+            for saved in self._saver.results():
+                if saved.error:
+                    self._errors[saved.error] += 1
+                else:
+                    self._transfers.append(
+                        Transferred(False, saved.blocks > 0, saved.blocks, 0, saved.bytes, saved.seconds)
+                    )
             self._saved += self._saver.take_over()
         failed_whole = self._failed & received
         self._failed -= failed_whole
         return received, failed_whole
 
     def take_stats(self) -> EmsStats | None:
-        if not self._for_stats:
-            return None
-        self._for_stats = False
-        return EmsStats.of_worker(self._transfers.take_for_stats())
+        """Figures of what :meth:`results` saw end; VLLM asks for them before :meth:`take_report`, in each step."""
+        return EmsStats.of_worker(self._transfers) if self._transfers else None
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads reported by :meth:`results` that hold nothing."""
@@ -311,15 +313,12 @@ class WorkerSide:
 
     def take_report(self) -> StepReport | None:
         """The report to the scheduler side, beside :meth:`results`."""
-        if not self._for_report and not self._report:
+        if not (self._report or self._saved or self._transfers or self._errors):
             return None
-        self._for_report = False
-        in_step, self._report = self._report, Counter()
-        saved, self._saved = self._saved, []
-        transfers, errors = self._transfers.take_for_report()
-        if not (in_step or saved or transfers or errors):
-            return None
-        return StepReport(dict.fromkeys(in_step, 1), transfers, errors, dict.fromkeys(saved, 1))
+        in_step, saved = dict.fromkeys(self._report, 1), dict.fromkeys(self._saved, 1)
+        report = StepReport(in_step, self._transfers, dict(self._errors), saved)
+        self._report, self._saved, self._transfers, self._errors = Counter(), [], [], Counter()
+        return report
 
     def finish_saves(self, seconds: float) -> None:
         """A scheduler in this process gives blocks away between two steps: see :meth:`Saver.finish`."""

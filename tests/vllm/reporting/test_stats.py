@@ -19,7 +19,7 @@ from ems.pool.reasons.words import Reason
 from ems.vllm.connector import EmsStoreConnector
 from ems.vllm.metadata import StepReport
 from ems.vllm.reporting.explain import Tally
-from ems.vllm.reporting.stats import KEPT, EmsStats, PoolState, TransferLog, Transferred, transfers_of
+from ems.vllm.reporting.stats import EmsStats, PoolState, Transferred, transfers_of
 from tests.metric_rules import broken_rules, families, listed
 
 LOAD = Transferred(load=True, leading=True, blocks=8, failed=0, bytes=8_000_000, seconds=0.002)
@@ -30,9 +30,7 @@ STATE = PoolState(usable=True, compute_tokens_per_second=5000.4, load_tokens_per
 
 
 def worker(*transfers: Transferred) -> EmsStats:
-    stats = EmsStats.of_worker(transfers)
-    assert stats is not None
-    return stats
+    return EmsStats.of_worker(transfers)
 
 
 def scheduler(tally: Tally, state: PoolState | None = None) -> EmsStats:
@@ -46,7 +44,6 @@ def lookups(*decided: tuple[int, int], **misses: int) -> Tally:
 
 
 def test_nothing_is_told_when_nothing_happened() -> None:
-    assert EmsStats.of_worker([]) is None
     assert EmsStats.of_scheduler(Tally(), None) is None
     assert EmsStats().is_empty()
 
@@ -186,26 +183,6 @@ def test_refused_loads_are_counted_once(metrics: Metrics) -> None:
         metrics.prom.observe(scheduler(lookups(), state).data, 1)
 
     assert metrics.value("vllm:ems_refused_loads_total", "1") == 5
-
-
-def test_two_readers_each_get_every_transfer_once() -> None:
-    log = TransferLog()
-    log.add(LOAD)
-    assert log.take_for_stats() == [LOAD]
-    log.add(SAVE, "PoolTimeout")
-    log.add(None, "PoolTimeout")
-
-    assert log.take_for_report() == ([LOAD, SAVE], {"PoolTimeout": 2})
-    assert log.take_for_stats() == [SAVE]
-    assert log.take_for_report() == ([], {})
-
-
-def test_transfers_that_nobody_takes_are_forgotten() -> None:
-    log = TransferLog()
-    for _ in range(KEPT + 10):
-        log.add(LOAD)
-
-    assert len(log.take_for_stats()) == len(log.take_for_report()[0]) == KEPT
 
 
 def test_reports_of_several_workers_are_added_up() -> None:

@@ -7,7 +7,6 @@ every few seconds and turns them into Prometheus metrics (:class:`EmsPromMetrics
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,6 @@ from ems.version import __version__
 from ems.vllm.reporting.explain import Tally
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-
-KEPT = 1024
-"""Transfers that are kept for who asks late."""
 
 
 class Transferred(msgspec.Struct, frozen=True, array_like=True):
@@ -39,33 +35,6 @@ class Transferred(msgspec.Struct, frozen=True, array_like=True):
     failed: int
     bytes: int
     seconds: float
-
-
-class TransferLog:
-    """Transfers of one worker for two readers, the engine's statistics and the scheduler side, and why some failed."""
-
-    def __init__(self) -> None:
-        self._for_stats: deque[Transferred] = deque(maxlen=KEPT)
-        self._for_report: deque[Transferred] = deque(maxlen=KEPT)
-        self._errors: Counts[str] = Counts()
-
-    def add(self, transferred: Transferred | None, error: str = "") -> None:
-        if transferred is not None:
-            self._for_stats.append(transferred)
-            self._for_report.append(transferred)
-        if error:
-            self._errors[error] += 1
-
-    def take_for_stats(self) -> list[Transferred]:
-        taken = list(self._for_stats)
-        self._for_stats.clear()
-        return taken
-
-    def take_for_report(self) -> tuple[list[Transferred], dict[str, int]]:
-        taken, errors = list(self._for_report), dict(self._errors)
-        self._for_report.clear()
-        self._errors.clear()
-        return taken, errors
 
 
 class PoolState(msgspec.Struct, frozen=True):
@@ -91,12 +60,9 @@ class EmsStats(KVConnectorStats):
         }  # fmt: skip
 
     @classmethod
-    def of_worker(cls, transfers: Iterable[Transferred]) -> EmsStats | None:
-        rows = [list(msgspec.structs.astuple(transferred)) for transferred in transfers]
-        if not rows:
-            return None
+    def of_worker(cls, transfers: Iterable[Transferred]) -> EmsStats:
         stats = cls()
-        stats.data["transfers"] = rows
+        stats.data["transfers"] = msgspec.to_builtins(list(transfers))
         return stats
 
     @classmethod
