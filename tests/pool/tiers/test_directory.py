@@ -101,7 +101,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount; the suite covers a full place with made-up faults")
 def test_a_full_disk_makes_room_or_says_so(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "size=256k,mode=700") as folder:
-        tier = PackTier("dir", FolderBlobs(folder), KEYS)
+        tier = PackTier("dir", FolderBlobs(folder), KEYS, limit=1 << 30)
         for number in range(12):
             assert tier.store(NAMESPACE, chain(str(number), 8)) == [Outcome.DONE] * 8
         found = [tier.holds(NAMESPACE, [one.key for one in chain(str(number), 8)]) for number in range(12)]

@@ -8,9 +8,8 @@ import pytest
 
 from ems.pool.tiers.answers import ForgetRequest
 from ems.pool.tiers.blobs import Blob
-from ems.pool.tiers.forgetting import PORTION_SECONDS
 from ems.pool.tiers.pack_store import SCAN_SECONDS
-from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.packs import FORGET_SECONDS, PackTier
 from tests.kit.tiers import KEYS, NAMESPACE, chain
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 
@@ -58,7 +57,7 @@ def test_all_packs_are_learned_however_long_listing_them_takes(seconds: float) -
 
 @pytest.mark.parametrize("spared", [0, 3])
 def test_all_that_is_meant_is_forgotten_however_long_one_piece_takes(spared: int) -> None:
-    place = Slow(2 * PORTION_SECONDS).filled(5)
+    place = Slow(2 * FORGET_SECONDS).filled(5)
     tier = PackTier("slow", place, KEYS, clock=place.clock)
     while not tier.figures()["scanned"]:
         tier.maintain()

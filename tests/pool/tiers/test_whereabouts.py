@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from ems.pool.reasons.words import Reason
-from ems.pool.tiers.locations import revised, why
+from ems.pool.tiers.answers import revised, why
 from tests.pool.brain import chain
 
 KEYS = chain("x", 6)

@@ -32,12 +32,13 @@ class Gate:
         self._good = 0
         if not self.open:
             return False
-        self.open = False
-        self.reason = reason
+        self.open, self.reason = False, reason
         self.cuts += 1
-        self._pause = FIRST_PAUSE
-        self._next_probe = now + self._pause
+        self._probe_in(FIRST_PAUSE, now)
         return True
+
+    def _probe_in(self, pause: float, now: float) -> None:
+        self._pause, self._next_probe = pause, now + pause
 
     def probe_due(self, now: float) -> bool:
         return not self.open and now >= self._next_probe
@@ -46,18 +47,12 @@ class Gate:
         """A probe ended, badly when there is a ``reason``; True when it brought the tier back."""
         if self.open:
             return False
+        self._good = 0 if reason else self._good + 1
         if reason:
-            self._good = 0
             self.reason = reason
-            self._pause = min(self._pause * 2, MOST_PAUSE)
-            self._next_probe = now + self._pause
-            return False
-        self._good += 1
-        if self._good < GOOD_PROBES:
-            self._pause = FIRST_PAUSE
-            self._next_probe = now + self._pause
-            return False
-        self._good = 0
-        self.open = True
-        self.reason = ""
-        return True
+            self._probe_in(min(self._pause * 2, MOST_PAUSE), now)
+        elif self._good < GOOD_PROBES:
+            self._probe_in(FIRST_PAUSE, now)
+        else:
+            self.open, self.reason = True, ""
+        return self.open

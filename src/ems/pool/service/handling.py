@@ -27,7 +27,7 @@ from ems.pool.protocol.acts import Acts, Follow, List, Show, Upgrade
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.service.effects import PAUSE, QuarantineHeader, VerifyPage, Work
-from ems.pool.tiers.locations import revised, why
+from ems.pool.tiers.answers import revised, why
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 
 from ems.pool.keys import Tail
+from ems.pool.reasons.words import Reason
 
 
 class Outcome(IntEnum):
@@ -93,3 +95,40 @@ class KeyRun(msgspec.Struct, frozen=True):
 
     parent: bytes
     keys: list[bytes]
+
+
+# What tiers add to the reasons for a miss: a page that one of them has is not simply gone
+
+
+class Known(Protocol):
+    """What is to be known of a tier."""
+
+    @property
+    def reads(self) -> bool: ...
+
+    def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
+        """How many leading ``keys`` it has, as far as it knows at this moment; never waits."""
+
+
+def why(tiers: Sequence[Known], namespace: str, key: bytes, *, promoting: bool) -> Reason | None:
+    """Why ``key``, which memory lacks, is missing, as far as tiers know; None when none of them has it.
+
+    With ``promoting`` it is on its way up.
+    """
+    if promoting:
+        return Reason.LOWER_TIER
+    holders = [tier for tier in tiers if tier.holds(namespace, [key])]
+    if not holders:
+        return None
+    # A tier that works and has it was not asked, because computing is quicker.
+    return Reason.DEAR if any(tier.reads for tier in holders) else Reason.TIER_OFFLINE
+
+
+def revised(tiers: Sequence[Known], namespace: str, keys: Sequence[bytes], codes: bytes) -> bytes:
+    """``codes`` of ``keys`` (0: in memory), with what tiers have in place of what only memory knows."""
+    revised_codes, kept = bytearray(codes), {0, Reason.GAP.code, Reason.BEING_WRITTEN.code}
+    for at, key in enumerate(keys) if tiers else ():
+        holder = None if codes[at] in kept else next((tier for tier in tiers if tier.holds(namespace, [key])), None)
+        if holder is not None:
+            revised_codes[at] = (Reason.LOWER_TIER if holder.reads else Reason.TIER_OFFLINE).code
+    return bytes(revised_codes)

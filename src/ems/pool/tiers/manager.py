@@ -126,11 +126,8 @@ class TierManager:
     # What the node tells
 
     def page_size(self, name: str) -> int:
-        for state in self.states:
-            held = state.tier.namespaces().get(name)
-            if held is not None:
-                return held.page_size
-        return 0
+        held = (state.tier.namespaces().get(name) for state in self.states)
+        return next((one.page_size for one in held if one is not None), 0)
 
     def committed(self, namespace: int, pages: Sequence[Page]) -> None:
         """Engines saved ``pages``."""
@@ -156,22 +153,19 @@ class TierManager:
 
     def looked_up_tail(self, namespace: int, tail: Tail, shared: int) -> bool:
         """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now."""
-        if not self.states:
-            return False
-        name, page_size = self._host.core.named(namespace)
+        name = self._host.core.named(namespace)[0]
         for state in self._moves(name):
             best = state.tier.find_tail(name, tail) if state.reading.open else None
-            if best is None or best.tail.common(tail.tokens) <= shared:
-                continue
-            key = best.tail.key
-            if self._host.core.page(namespace, key) is None:
-                asked = self._promotions.ask(
-                    *(state.number, namespace, page_size, best.parent, [key], self._clock()),
-                    urgent=True,
-                )
-                self._pump_soon()
-                return asked
+            better = best is not None and best.tail.common(tail.tokens) > shared
+            if best is not None and better and self._host.core.page(namespace, best.tail.key) is None:
+                return self._ask(state, namespace, best.parent, [best.tail.key], urgent=True)
         return False
+
+    def _ask(self, state: TierState, namespace: int, parent: bytes, keys: list[bytes], *, urgent: bool) -> bool:
+        """Have ``keys``, blocks behind ``parent``, fetched from ``state``; False when too much waits."""
+        page_size = self._host.core.named(namespace)[1]
+        self._pump_soon()
+        return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
 
     def _want(
         self, namespace: int, keys: list[bytes], start: int, computing: float, *, urgent: bool
@@ -191,16 +185,14 @@ class TierManager:
                 count = state.tier.holds(name, keys[at:]) if state.reading.open else 0
                 if not count:
                     state.miss(now)
-                elif self._is_worth(state, count * page_size, computing * count, now) and self._promotions.ask(
-                    *(state.number, namespace, page_size, parent, keys[at : at + count], now), urgent=urgent
+                elif self._is_worth(state, count * page_size, computing * count, now) and self._ask(
+                    state, namespace, parent, keys[at : at + count], urgent=urgent
                 ):
                     break
             else:
                 break
             at += count
             promoting += count
-        if len(self._promotions):
-            self._pump_soon()
         return at - start, promoting
 
     def _is_crowded(self, namespace: int) -> bool:
@@ -261,24 +253,24 @@ class TierManager:
         if not state.reading.open:
             self._promotions.ended(portion)
             return
-        client_id, keys = next(self._client_ids), list(portion.keys)
+        core, client_id, keys = self._host.core, next(self._client_ids), list(portion.keys)
+        name, size = core.named(portion.namespace)
         try:
-            tails = state.tier.tails(self._host.core.named(portion.namespace)[0], keys)
+            tails = state.tier.tails(name, keys)
             reserved = self._host.promise(client_id, portion.namespace, portion.parent, keys, tails)
         except OSError as error:
             _log.warning("memory could not be prepared for pages of a tier", tier=state.config.name, reason=str(error))
-            self._host.core.disconnect(client_id, self._clock(), alive=False)
+            core.disconnect(client_id, self._clock(), alive=False)
             self._promotions.ended(portion)
             return
-        if len(reserved.granted) < len(keys) and not self._all_known(portion):
+        if len(reserved.granted) < len(keys) and any(core.page(portion.namespace, key) is None for key in keys):
             self._promotions.no_room(portion)
-        if not reserved.granted:
-            if not self._all_known(portion):
+            if not reserved.granted:
                 self._crowded[portion.namespace] = self._clock()
+        if not reserved.granted:
             self._promotions.ended(portion)
             return
         self._crowded.pop(portion.namespace, None)
-        name, size = self._host.core.named(portion.namespace)
         arena = self._host.arena
         wanted = [(page.key, arena.place(PageRef.unpack(page.ref), size)) for page in reserved.granted]
         positions = [keys.index(page.key) for page in reserved.granted]
@@ -287,9 +279,6 @@ class TierManager:
         state.fetches[job] = (client_id, portion)
         self._promoting.update(((portion.namespace, page.key), client_id) for page in reserved.granted)
         state.readers.give(job)
-
-    def _all_known(self, portion: Portion) -> bool:
-        return all(self._host.core.page(portion.namespace, key) is not None for key in portion.keys)
 
     def _fetched(
         self, state: TierState, client_id: int, portion: Portion, reservation: int, positions: list[int], job: Job
@@ -437,12 +426,9 @@ class TierManager:
     def bring(self, tier: int, namespace: int, run: KeyRun) -> bool:
         """Fetch ``run``, whose prefix is in memory or on its way; False when too much waits, or it may not come now."""
         state = self.states[tier]
-        name, page_size = self._host.core.named(namespace)
-        if state not in self._moves(name) or not state.reading.open:
+        if state not in self._moves(self._host.core.named(namespace)[0]) or not state.reading.open:
             return False
-        asked = self._promotions.ask(*(tier, namespace, page_size, run.parent, run.keys, self._clock()), urgent=False)
-        self._pump_soon()
-        return asked
+        return self._ask(state, namespace, run.parent, run.keys, urgent=False)
 
     def comes(self, namespace: int, keys: Sequence[bytes]) -> bool:
         """Whether any of ``keys``, which were asked for in one go, is still on its way."""

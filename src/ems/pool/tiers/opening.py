@@ -13,9 +13,6 @@ from ems.pool.tiers.pack_seal import SealKeys, default_seal_key, make_key, read_
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
 
-DEFAULT_SHARE = 0.5
-"""Share of what is free in a folder that a tier without a size may take."""
-
 
 def open_blobs(config: TierConfig) -> Blobs:
     """The place of a tier.
@@ -54,21 +51,13 @@ def open_keys(config: TierConfig, *, make: bool = True) -> SealKeys | None:
     return read_keys(path, encrypts=False)
 
 
-def open_tier(config: TierConfig, *, keys: SealKeys | None = None) -> PackTier:
-    """The tier that ``config`` describes; nothing of it was read yet.  ``keys`` take the place of its own.
+def open_tier(config: TierConfig) -> PackTier:
+    """The tier that ``config`` describes; nothing of it was read yet.
 
     Raises:
         ConfigError: it cannot be used.
     """
     compressor = Compressor(config.element) if config.compress == "zstd" else None
-    keys = keys or open_keys(config)
+    keys = open_keys(config)
     assert keys is not None
-    return PackTier(
-        config.name,
-        open_blobs(config),
-        keys,
-        limit=config.size,
-        ttl=config.ttl,
-        compressor=compressor,
-        default_share=DEFAULT_SHARE if config.kind == "dir" else 0.0,
-    )
+    return PackTier(config.name, open_blobs(config), keys, limit=config.size, ttl=config.ttl, compressor=compressor)

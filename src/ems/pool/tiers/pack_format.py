@@ -222,7 +222,7 @@ def find_head(read: Callable[[int, int], bytes], size: int, name: str, keys: Sea
         Malformed: neither what is in front nor what is at the end is a head, with what is wrong with the first.
     """
     try:
-        start = read(0, FIRST_READ)
+        start = read(0, min(FIRST_READ, size))
         if (more := head_bytes(start) - len(start)) > 0:
             start += read(len(start), more)
         head = parse_head(start, name, keys)

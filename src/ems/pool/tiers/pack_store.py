@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
@@ -39,6 +40,8 @@ UNFINISHED_SECONDS = 600.0
 SNAPSHOT_SECONDS = 600.0
 TOUCH_SECONDS = 60.0
 """A blob's use is noted at most this often."""
+DEFAULT_PART = 2
+"""A tier without a size may take one in so many bytes that are free in its place."""
 PROBE_BYTES = 4096
 PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}")
 UNFIT = {
@@ -62,38 +65,29 @@ class _Unfit(NamedTuple):
 class PackStore:
     """The packs in ``blobs``, sealed with ``keys``, of the tier ``name``.  Calls from several threads.
 
-    ``limit`` is how many bytes they may take (0: what they take and ``default_share`` of what is free; no limit when
-    that is 0 too), ``ttl`` after how many seconds without use one leaves.
+    ``limit`` is how many bytes they may take (0: what they take and half of what is free, no limit where there is no
+    end), ``ttl`` after how many seconds without use one leaves.
     """
 
     def __init__(
-        self,
-        name: str,
-        blobs: Blobs,
-        keys: SealKeys,
-        *,
-        limit: int,
-        ttl: float,
-        default_share: float,
-        clock: Callable[[], float],
+        self, name: str, blobs: Blobs, keys: SealKeys, limit: int, ttl: float, clock: Callable[[], float]
     ) -> None:
-        self.blobs = blobs
-        self.keys = keys
-        self.clock = clock
-        self.catalogue = Catalogue()
-        self.lock = threading.Lock()
+        self._blobs = blobs
+        self._keys = keys
+        self._clock = clock
+        self._catalogue = Catalogue()
+        self._lock = threading.Lock()
         """Around changes of the catalogue; nobody does I/O while holding it."""
-        self.quarantine = Quarantine(blobs, limit)
-        self.leaving: set[str] = set()
+        self._quarantine = Quarantine(blobs, limit)
+        self._leaving: set[str] = set()
         """Packs that an administrator cleared and that are still to be removed: they are not learned again."""
         self.scanned = False
         """Whether all was seen once."""
-        self.unread = 0
+        self._unread = 0
         """Packs that were seen and not yet learned."""
-        self._name = name
+        self.name = name
         self._limit = limit
         self._ttl = ttl
-        self._default_share = default_share
         self._unfit: dict[str, _Unfit] = {}
         self._warned: set[str] = set()
         self._suspects: set[str] = set()
@@ -106,12 +100,12 @@ class PackStore:
 
     def figures(self) -> dict[str, Any]:
         return {
-            "bytes": self.catalogue.bytes,
+            "bytes": self._catalogue.bytes,
             "limit": self._limit,
-            "pages": self.catalogue.pages,
-            "packs": len(self.catalogue),
+            "pages": self._catalogue.pages,
+            "packs": len(self._catalogue),
             "scanned": self.scanned,
-            "quarantined_bytes": self.quarantine.bytes,
+            "quarantined_bytes": self._quarantine.bytes,
             **dict.fromkeys(UNFIT, 0),
             **Counter(unfit.why for unfit in list(self._unfit.values())),
             **self._left,
@@ -120,103 +114,98 @@ class PackStore:
     def left_alone(self) -> set[str]:
         return {unfit.namespace for unfit in list(self._unfit.values()) if unfit.namespace}
 
-    def left_alone_of(self, namespace: str) -> int:
+    def _left_alone_of(self, namespace: str) -> int:
         """How many packs of ``namespace`` this node does not understand."""
         folder = folder_of(namespace)
         return sum(name.startswith(folder) for name in list(self._unfit))
 
     # Writing
 
-    def write(self, head: Head, pages: Sequence[bytes | memoryview]) -> bool:
+    def _write(self, head: Head, pages: Sequence[bytes | memoryview]) -> bool:
         """Write a new pack, for which others make room; False when it is larger than all that there may be."""
         if self._limit and head.total > self._limit:
             return False
         self._make_room(head.total)
         name = pack_name(head.namespace, head.stored_at, secrets.token_hex(8))
-        self.put(name, head.around(pages))
-        with self.lock:
-            self.catalogue.add(name, head.total, head, head.stored_at)
+        self._put(name, head.around(pages))
+        with self._lock:
+            self._catalogue.add(name, head.total, head, head.stored_at)
             self._changed = True
         return True
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    def _put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """Write a blob; where the place is full, packs that were not used for longest give way to it."""
         try:
-            self.blobs.put(name, parts)
+            self._blobs.put(name, parts)
         except TierFailed as error:
             if not _is_full(error):
                 raise
-            with self.lock:
-                leaving = self.catalogue.to_leave(max(self.catalogue.bytes - 2 * sum(map(len, parts)), 0))
+            with self._lock:
+                leaving = self._catalogue.to_leave(max(self._catalogue.bytes - 2 * sum(map(len, parts)), 0))
             if not leaving:
                 raise
             self._leave(leaving, "evicted_packs")
-            self.blobs.put(name, parts)
+            self._blobs.put(name, parts)
 
     def _make_room(self, size: int) -> None:
-        most = self._limit - size - self.quarantine.bytes
-        if self._limit and self.catalogue.bytes > most:
-            with self.lock:
-                leaving = self.catalogue.to_leave(most)
+        most = self._limit - size - self._quarantine.bytes
+        if self._limit and self._catalogue.bytes > most:
+            with self._lock:
+                leaving = self._catalogue.to_leave(most)
             self._leave(leaving, "evicted_packs")
 
     def _leave(self, packs: Sequence[Pack], count: str) -> None:
         if packs:
-            with self.lock:
+            with self._lock:
                 for pack in packs:
-                    self.catalogue.remove(pack.name)
+                    self._catalogue.remove(pack.name)
                 self._left[count] += len(packs)
                 self._changed = True
-            self.blobs.delete([pack.name for pack in packs])
+            self._blobs.delete([pack.name for pack in packs])
 
     # Reading
 
-    def read(self, pack: Pack, offset: int, into: Sequence[memoryview]) -> int:
-        """Fill ``into`` from ``offset`` behind the head of ``pack``; how many bytes there were, -1 when it is gone."""
-        try:
-            return self.blobs.read(pack.name, pack.head.data + offset, into)
-        except Gone:
-            with self.lock:
-                self.catalogue.remove(pack.name)
-            return -1
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._catalogue.remove(name)
 
-    def bad(self, place: PackLocation) -> None:
+    def _drop(self, place: PackLocation) -> None:
         """The page at ``place`` is not what it should be."""
-        with self.lock:
-            self.catalogue.drop(place)
+        with self._lock:
+            self._catalogue.drop(place)
             first = place.pack.name not in self._suspects
             self._suspects.add(place.pack.name)
         if first:
-            _log.warning("a page of a tier is damaged and was dropped", tier=self._name, pack=place.pack.name)
+            _log.warning("a page of a tier is damaged and was dropped", tier=self.name, pack=place.pack.name)
 
-    def used(self, pack: Pack) -> None:
+    def _used(self, pack: Pack) -> None:
         """Pages of ``pack`` were loaded."""
-        now = self.clock()
+        now = self._clock()
         late = now - pack.used_at >= TOUCH_SECONDS
-        with self.lock:
-            used = self.catalogue.use(pack, now)
+        with self._lock:
+            used = self._catalogue.use(pack, now)
             self._changed = True
         if late:
             for one in used:
-                self.blobs.touch(one.name)
+                self._blobs.touch(one.name)
 
     # Keeping order
 
     def maintain(self) -> None:
         """Mend what turned out bad, look what is there, make room, remove what is too old, write down what is known."""
         self._mend_suspects()
-        self.look()
-        now = self.clock()
-        with self.lock:
-            expired = self.catalogue.too_old(now, self._ttl)
+        self._look()
+        now = self._clock()
+        with self._lock:
+            expired = self._catalogue.too_old(now, self._ttl)
         self._leave(expired, "expired_packs")
         self._make_room(0)
         if now >= self._next_sweep:
             self._next_sweep = now + UNFINISHED_SECONDS
-            if left := self.blobs.sweep(now - UNFINISHED_SECONDS):
-                _log.info("what dead writers left was removed", tier=self._name, pieces=left)
-        if now >= self._next_snapshot:
-            self.write_snapshot()
+            if left := self._blobs.sweep(now - UNFINISHED_SECONDS):
+                _log.info("what dead writers left was removed", tier=self.name, pieces=left)
+        if self._changed and now >= self._next_snapshot:
+            self._write_snapshot()
 
     def probe(self) -> None:
         """Find out whether the place works.
@@ -226,32 +215,32 @@ class PackStore:
         """
         name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
         try:
-            self.put(name, [content])
+            self._put(name, [content])
         except TierFailed as error:
             if not _is_full(error):
                 raise
             # It may be full of packs that were never read, or misread while the place was not well: these can give way.
             self._unfit = {}
-            self.look()
-            self.put(name, [content])
+            self._look()
+            self._put(name, [content])
         try:
             found = self._bytes(name, 0, PROBE_BYTES)
         except Gone:
             found = b""
-        self.blobs.delete([name])
+        self._blobs.delete([name])
         if found != content:
             raise TierFailed("what was written for a test is not what was read back")
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Learn of packs that came and went; what one look does not get done is left to the next."""
         if self._last_seen is None:
             self._last_seen = self._read_snapshot()
-        now = self.clock()
-        known = {pack.name: pack for pack in self.catalogue}
+        now = self._clock()
+        known = {pack.name: pack for pack in self._catalogue}
         unfit, self._unfit = self._unfit, {}
         aside: list[Blob] = []
         spent, unread = 0.0, 0
-        for blob in self.blobs.blobs():
+        for blob in self._blobs.blobs():
             if blob.name.startswith(QUARANTINE):
                 aside.append(blob)
             pack = known.get(blob.name)
@@ -263,20 +252,19 @@ class PackStore:
             elif spent >= SCAN_SECONDS:
                 unread += 1
             else:
-                begun = self.clock()
+                begun = self._clock()
                 self._learn(blob, now)
-                spent += self.clock() - begun
-        with self.lock:
+                spent += self._clock() - begun
+        with self._lock:
             for name in known:
-                self.catalogue.remove(name)
-        self.quarantine.know(aside)
+                self._catalogue.remove(name)
+        self._quarantine.know(aside)
         self._warn()
-        self.unread = unread
+        self._unread = unread
         if not unread and not self.scanned:
             self.scanned, self._last_seen = True, {}
-            free = self.blobs.room() if self._default_share and not self._limit else None
-            if free is not None:
-                self._limit = self.catalogue.bytes + int(self._default_share * free)
+            if not self._limit and (free := self._blobs.room()) is not None:
+                self._limit = self._catalogue.bytes + free // DEFAULT_PART
 
     def _is_news(self, blob: Blob, before: _Unfit | None) -> bool:
         """Whether ``blob``, which was unfit ``before``, is to be learned of; why not is noted."""
@@ -286,7 +274,7 @@ class PackStore:
         elif before is not None and before.size == blob.size and before.why != "not_believed":
             self._unfit[blob.name] = before
         else:
-            return is_pack and blob.name not in self.leaving
+            return is_pack and blob.name not in self._leaving
         return False
 
     def _warn(self) -> None:
@@ -294,7 +282,7 @@ class PackStore:
         for name, unfit in sorted(self._unfit.items()):
             if unfit.why not in self._warned:
                 self._warned.add(unfit.why)
-                _log.warning(UNFIT[unfit.why], tier=self._name, first=name, number=self.figures()[unfit.why])
+                _log.warning(UNFIT[unfit.why], tier=self.name, first=name, number=self.figures()[unfit.why])
 
     def _learn(self, blob: Blob, now: float) -> None:
         try:
@@ -309,8 +297,8 @@ class PackStore:
             return
         if not whole:
             self._suspects.add(blob.name)
-        with self.lock:
-            if self.catalogue.add(blob.name, blob.size, head, min(used_at, now)) is None:
+        with self._lock:
+            if self._catalogue.add(blob.name, blob.size, head, min(used_at, now)) is None:
                 self._unfit[blob.name] = _Unfit(blob.size, "unreadable", head.namespace)
             self._changed = True
 
@@ -324,54 +312,53 @@ class PackStore:
         size, used_at, raw = (self._last_seen or {}).get(blob.name, (-1, 0.0, b""))
         if size == blob.size:
             try:
-                head = parse_head(raw, blob.name, self.keys)
+                head = parse_head(raw, blob.name, self._keys)
                 return head, max(blob.modified, used_at), head.total == size
             except Malformed:
                 pass  # what was written down is damaged, the pack itself need not be
-        head, whole = find_head(
-            lambda offset, count: self._bytes(blob.name, offset, min(count, blob.size)), blob.size, blob.name, self.keys
-        )
+        head, whole = find_head(partial(self._bytes, blob.name), blob.size, blob.name, self._keys)
         return head, blob.modified, whole
 
     def _bytes(self, name: str, offset: int, count: int) -> bytes:
         found = bytearray(count)
-        return bytes(memoryview(found)[: self.blobs.read(name, offset, [memoryview(found)])])
+        return bytes(memoryview(found)[: self._blobs.read(name, offset, [memoryview(found)])])
 
     def _mend_suspects(self) -> None:
         # Not those that come meanwhile: of a place that lies every pack looks bad, the mended ones as well.
         for name in sorted(self._suspects):
             self._suspects.discard(name)
-            if name not in self.leaving:
-                finding = mend(self.blobs, name, self.keys, self.quarantine, put=self.put)
-                with self.lock:
-                    self.catalogue.remove(name)
+            if name not in self._leaving:
+                finding = mend(self._blobs, name, self._keys, self._quarantine, put=self._put)
+                self._forget(name)
                 if finding.kind == "mended":
-                    _log.warning("a damaged pack was set aside", tier=self._name, pack=name, reason=finding.reason)
+                    _log.warning("a damaged pack was set aside", tier=self.name, pack=name, reason=finding.reason)
 
     # The catalogue of the last start
 
     def _read_snapshot(self) -> dict[str, tuple[int, float, bytes]]:
         try:
-            return decode_packs(read_whole(self.blobs, CATALOGUE)) or {}
+            return decode_packs(read_whole(self._blobs, CATALOGUE)) or {}
         except (Gone, TierFailed):
             return {}
 
-    def snapshot_soon(self) -> None:
+    def _snapshot_soon(self) -> None:
         """What is written down has tokens of packs that leave: have it written anew when order is kept next."""
-        self._changed, self._next_snapshot = True, self.clock()
+        self._changed, self._next_snapshot = True, self._clock()
 
-    def write_snapshot(self) -> None:
-        """Write down what the next start can use, if that is new."""
-        if not self._changed:
-            return
+    def _write_snapshot(self) -> None:
         self._changed = False
-        self._next_snapshot = self.clock() + SNAPSHOT_SECONDS
+        self._next_snapshot = self._clock() + SNAPSHOT_SECONDS
         try:
             strange = self._bytes(CATALOGUE, 0, len(CATALOGUE_MAGIC)) not in {CATALOGUE_MAGIC, b""}
         except Gone:
             strange = CATALOGUE in self._unfit
         if not strange:  # neither of somebody else nor of a later release
-            self.put(CATALOGUE, encode_packs(self.catalogue))
+            self._put(CATALOGUE, encode_packs(self._catalogue))
+
+    def close(self) -> None:
+        """Write down what the next start can use; blocks."""
+        if self.scanned and self._changed:
+            self._write_snapshot()
 
 
 def _is_full(error: TierFailed) -> bool:

@@ -3,7 +3,8 @@
 Together they are written in one go and read in one go, straight into the slots of their segment where they are neither
 compressed nor encrypted.  A pack is never changed; it leaves as a whole, the one that was not used for longest first.
 What always holds: a page that is handed back has the bytes that were stored under its namespace and key, which its seal
-proves, or its outcome says why there is none; the first page stored under a key stays.
+proves, or its outcome says why there is none; the first page stored under a key stays; what an administrator clears is
+not found any more before anything of it is removed, and a pack of which something stays is written anew before.
 """
 
 from __future__ import annotations
@@ -16,15 +17,30 @@ import numpy as np
 
 from ems.pool.checksum import crc32c
 from ems.pool.keys import Tail
-from ems.pool.tiers import forgetting
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, Stored, StoredTail, Wanted
-from ems.pool.tiers.blobs import Blobs
-from ems.pool.tiers.catalogue import PackLocation
+from ems.pool.tiers.blobs import Blobs, Gone, read_whole
+from ems.pool.tiers.catalogue import Pack, PackLocation
 from ems.pool.tiers.codec import Codec, Compressor, expand
-from ems.pool.tiers.pack_format import MAX_RECORDS, RECORD, Record, build_head, open_page, page_names
+from ems.pool.tiers.pack_format import (
+    MAX_RECORDS,
+    RECORD,
+    Head,
+    Malformed,
+    Record,
+    build_head,
+    open_page,
+    page_names,
+)
 from ems.pool.tiers.pack_seal import PackSeal, SealKeys
-from ems.pool.tiers.pack_store import SCAN_SECONDS, PackStore
+from ems.pool.tiers.pack_store import PackStore
+from ems.pool.tiers.repair import inspect, with_only
 
+FORGET_SECONDS = 1.0
+"""How long one call forgets, which gets something done however slow the place is; a pack goes whole."""
+REMOVE_SECONDS = 2.0
+"""How long what could not be removed before is removed when order is kept."""
+AT_ONCE = 64
+"""Packs that are removed in one go."""
 _Row = tuple[Any, ...]
 """The fields of a :class:`Record`, without its place."""
 
@@ -37,12 +53,11 @@ class _Found(NamedTuple):
     position: int
 
 
-class PackTier:
-    """A tier that keeps packs in ``blobs``, sealed with ``keys``; see :class:`~ems.pool.tiers.pack_store.PackStore`.
+class PackTier(PackStore):
+    """A tier that keeps packs in ``blobs``, sealed with ``keys``.  Calls from several threads.
 
-    Calls from several threads.  :meth:`store`, :meth:`load`, :meth:`maintain`, :meth:`probe`, :meth:`forget` and
-    :meth:`close` may block, and raise :class:`~ems.errors.TierFailed` when the tier does not work as a whole; nobody
-    who calls anything else ever waits.
+    :meth:`store`, :meth:`load`, :meth:`maintain`, :meth:`probe`, :meth:`forget` and :meth:`close` may block, and raise
+    :class:`~ems.errors.TierFailed` when the tier does not work as a whole; nobody who calls anything else ever waits.
     """
 
     def __init__(
@@ -54,15 +69,10 @@ class PackTier:
         limit: int = 0,
         ttl: float = 0.0,
         compressor: Compressor | None = None,
-        default_share: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.name = name
-        self._store = PackStore(name, blobs, keys, limit=limit, ttl=ttl, default_share=default_share, clock=clock)
-        self._catalogue = self._store.catalogue
-        self._keys = keys
+        super().__init__(name, blobs, keys, limit, ttl, clock)
         self._compressor = compressor
-        self._clock = clock
 
     # What is known without waiting
 
@@ -86,24 +96,11 @@ class PackTier:
         """What it has, by the name of each namespace that it has pages of."""
         return self._catalogue.holdings(self._clock())
 
-    def left_alone(self) -> set[str]:
-        """The namespaces of which there are packs that this node does not understand, as far as these say so."""
-        return self._store.left_alone()
-
     def recent(self, namespace: str) -> Iterator[KeyRun]:
         """All that it has of ``namespace``: what was used last comes first, a prefix before its suffix."""
         return self._catalogue.recent(namespace)
 
-    @property
-    def scanned(self) -> bool:
-        """Whether it has seen all that is there."""
-        return self._store.scanned
-
-    def figures(self) -> dict[str, Any]:
-        """Plain figures for status and metrics."""
-        return self._store.figures()
-
-    # Writing
+    # Storing
 
     def store(self, namespace: str, pages: Sequence[Stored]) -> list[Outcome]:
         """Keep ``pages``; blocks."""
@@ -128,7 +125,7 @@ class PackTier:
             tails = {at: tail for at, position in enumerate(positions) if (tail := pages[position].tail) is not None}
             records = np.array(list(rows), dtype=RECORD)
             head = build_head(namespace, expected, self._clock(), records, tails, seal)
-            outcome = Outcome.DONE if self._store.write(head, parts) else Outcome.NO_ROOM
+            outcome = Outcome.DONE if self._write(head, parts) else Outcome.NO_ROOM
             outcomes.update(dict.fromkeys(positions, outcome))
         return [outcomes[position] for position in range(len(pages))]
 
@@ -143,7 +140,7 @@ class PackTier:
             page_sum = 0  # the checksum of a page would tell something about it
         return (page.key, page.parent, 0, len(part), codec, page_sum, stored_sum, nonce, tag), part
 
-    # Reading
+    # Loading
 
     def load(self, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
         """Fetch ``wanted``; blocks."""
@@ -161,7 +158,7 @@ class PackTier:
             found.sort(key=lambda one: one.record.offset)
             for run in _runs(found):
                 self._load_run(run, wanted, outcomes)
-            self._store.used(found[0].place.pack)
+            self._used(found[0].place.pack)
         return outcomes
 
     def _load_run(self, run: list[_Found], wanted: Sequence[Wanted], outcomes: list[Outcome]) -> None:
@@ -169,8 +166,10 @@ class PackTier:
         pack = run[0].place.pack
         plain = not self._keys.encrypts and all(one.record.codec == Codec.RAW for one in run)
         buffers = [wanted[one.position].into if plain else memoryview(bytearray(one.record.stored)) for one in run]
-        left = self._store.read(pack, run[0].record.offset, buffers)
-        if left < 0:
+        try:
+            left = self._blobs.read(pack.name, pack.head.data + run[0].record.offset, buffers)
+        except Gone:
+            self._forget(pack.name)
             return
         for one, buffer in zip(run, buffers, strict=True):
             left -= len(buffer)
@@ -179,21 +178,12 @@ class PackTier:
                 outcomes[one.position] = Outcome.DONE
             else:
                 outcomes[one.position] = Outcome.CORRUPT
-                self._store.bad(one.place)
+                self._drop(one.place)
 
     def _expand(self, record: Record, stored: bytes | bytearray | memoryview, into: memoryview) -> bool:
         return expand(record.codec, stored, into) and (self._keys.encrypts or crc32c(into) == record.page_sum)
 
-    # Keeping order
-
-    def maintain(self) -> None:
-        """Look what is there, make room, remove what is too old; blocks."""
-        self._store.maintain()
-        forgetting.remove(self._store, self._clock() + SCAN_SECONDS)
-
-    def probe(self) -> None:
-        """Try only whether it works; blocks."""
-        self._store.probe()
+    # Forgetting
 
     def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
         """Take a portion of ``request`` out, bounded in time, or only count all of it; blocks.
@@ -203,12 +193,93 @@ class PackTier:
         of it is handed out either, unless the tier ended or failed before there was such a call.  A spared page can be
         loaded at any time.
         """
-        return (forgetting.count if dry_run else forgetting.forget)(self._store, request)
+        if dry_run:
+            return self._count(request)
+        if self._unread or not self.scanned:
+            self._look()
+        self._snapshot_soon()
+        until = self._clock() + FORGET_SECONDS
+        fewer = self._fewer(request)
+        gone = [self._let_go(pack) for pack, staying in fewer if not staying]
+        self._remove_forgotten(until)
+        self._quarantine.clear(request.namespace, self._clock() - request.unused_for)
+        parts = [(pack, staying) for pack, staying in fewer if staying]
+        while parts:
+            gone.append(self._shrink(*parts.pop()))
+            if self._clock() >= until:
+                break
+        self._remove_forgotten(until)
+        pages, size = (sum(column) for column in zip((0, 0), *gone, strict=True))
+        more = bool(parts or self._leaving or self._unread)
+        return ForgetResult(pages, size, more=more, left=self._left_alone_of(request.namespace))
 
-    def close(self) -> None:
-        """Write down what the next start can use; blocks."""
-        if self.scanned:
-            self._store.write_snapshot()
+    def _count(self, request: ForgetRequest) -> ForgetResult:
+        """All that ``request`` means."""
+        pages = size = 0
+        fewer = self._fewer(request)
+        # What is also in a pack that is passed over is found there afterwards.
+        others: set[bytes] = set()
+        if request.unused_for:
+            going = {pack.number for pack, _ in fewer}
+            others.update(*(one.keys for one in self._catalogue.packs_of(request.namespace) if one.number not in going))
+        for pack, staying in fewer:
+            pages += sum(key not in staying and key not in others for key in self._catalogue.found_in(pack))
+            leaving = [position for position, key in enumerate(pack.keys) if key not in staying]
+            size += int(pack.head.records["stored"][leaving].sum()) if staying else pack.size
+        return ForgetResult(pages, size, left=self._left_alone_of(request.namespace))
+
+    def _fewer(self, request: ForgetRequest) -> list[tuple[Pack, set[bytes]]]:
+        """The packs that have something of what is meant, and the keys of each that stay: mostly none."""
+        oldest, spared = self._clock() - request.unused_for, frozenset(request.spared)
+        fewer = []
+        for pack in self._catalogue.packs_of(request.namespace):
+            if request.unused_for and pack.used_at > oldest:
+                continue
+            # What is found in another pack need not stay in this one.
+            staying = set(spared.intersection(self._catalogue.found_in(pack))) if spared else set()
+            if len(staying) < len(pack.keys) or not pack.keys:
+                fewer.append((pack, staying))
+        return fewer
+
+    def _let_go(self, pack: Pack, instead: str = "", head: Head | None = None) -> tuple[int, int]:
+        """Forget ``pack``, which is to be removed; how many pages are not found any more, and how many bytes go.
+
+        With a ``head`` the pack ``instead`` has what stays of it.
+        """
+        with self._lock:
+            before = self._catalogue.pages
+            self._leaving.add(pack.name)
+            self._catalogue.remove(pack.name)
+            if head is not None:
+                self._catalogue.add(instead, head.total, head, pack.used_at)
+            return before - self._catalogue.pages, max(pack.size - (0 if head is None else head.total), 0)
+
+    def _shrink(self, pack: Pack, staying: set[bytes]) -> tuple[int, int]:
+        """Write ``pack`` anew with the pages ``staying`` only; how many pages and bytes are gone."""
+        try:
+            raw = read_whole(self._blobs, pack.name)
+            head, good, _ = inspect(raw, pack.name, self._keys)
+        except (Gone, Malformed):
+            return self._let_go(pack)
+        kept = [at for at in good if head.records["key"][at].tobytes() in staying]
+        if head.seal is None or not kept:
+            return self._let_go(pack)
+        name, parts, new = with_only(head, kept, raw)
+        self._put(name, parts)
+        return self._let_go(pack, name, new)
+
+    def _remove_forgotten(self, until: float) -> None:
+        """Remove what is forgotten, some of it whatever the time; what fails stays to be removed."""
+        while self._leaving:
+            names = sorted(self._leaving)[:AT_ONCE]
+            self._blobs.delete(names)
+            self._leaving.difference_update(names)
+            if self._clock() >= until:
+                break
+
+    def maintain(self) -> None:
+        super().maintain()
+        self._remove_forgotten(self._clock() + REMOVE_SECONDS)
 
 
 def _runs(found: Sequence[_Found]) -> Iterable[list[_Found]]:

@@ -30,8 +30,8 @@ _KINDS = {
     "sync": "switch",
 }
 """What the value of each setting is."""
+_ONLY_FOR = {"endpoint": "s3", "region": "s3", "style": "s3", "sync": "dir"}
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
-_WHOLE = re.compile(r"[0-9]{1,4}")
 _SWITCH = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
 MAX_THREADS = 64
 
@@ -130,8 +130,9 @@ def parse_tier(text: str) -> TierConfig:
             raise ConfigError(f"the address of a tier names {name} twice, give it once")
         values[name] = _value(name, value)
     kind, place = _place(parts.scheme, parts.netloc, parts.path, text)
-    _only_for("s3", ("endpoint", "region", "style"), kind, values)
-    _only_for("dir", ("sync",), kind, values)
+    for name in values:
+        if _ONLY_FOR.get(name, kind) != kind:
+            raise ConfigError(f"{name} is for tiers of the kind {_ONLY_FOR[name]} only, leave it out")
     try:
         return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig)
     except msgspec.ValidationError as error:
@@ -160,12 +161,6 @@ def _place(scheme: str, netloc: str, path: str, text: str) -> tuple[str, str]:
     raise ConfigError(f"the tier is {text!r}, expected dir:/folder or s3://bucket/prefix, with ?name=value&name=value")
 
 
-def _only_for(wanted: str, names: tuple[str, ...], kind: str, values: dict[str, object]) -> None:
-    for name in names:
-        if name in values and kind != wanted:
-            raise ConfigError(f"{name} is for tiers of the kind {wanted} only, leave it out")
-
-
 def _value(name: str, text: str) -> object:
     if name not in _KINDS:
         near = difflib.get_close_matches(name, _KINDS, 1)
@@ -178,7 +173,7 @@ def _value(name: str, text: str) -> object:
         case "duration":
             return parse_duration(text, name=name)
         case "number":
-            if not _WHOLE.fullmatch(text):
+            if not re.fullmatch(r"[0-9]{1,4}", text):
                 raise ConfigError(f"{name} is {text!r}, expected a whole number")
             return int(text)
         case "path":
