@@ -108,6 +108,7 @@ def restarted(core: PoolCore) -> PoolCore:
                 if page.present and (ref := PageRef.unpack(page.ref)).segment == segment.number
             ],
             [],
+            [],
         )
         for segment in core.slots.segments
         if segment.namespace is not None and segment.geometry is not None

@@ -98,7 +98,7 @@ def wrong_reservations(reservations: Reservations, namespaces: Iterable[Namespac
     for held in reservations.all.values():
         if held.process is not None and held.waiting:
             counted[held.process] += len(held.waiting) * held.namespace.page_size
-    if counted != reservations._by_process or counted.total() != reservations.total_bytes:
+    if counted != reservations.by_process or counted.total() != reservations.by_tenant.total():
         return ["bytes that are to be written are miscounted"]
     return []
 

@@ -25,7 +25,6 @@ NO_PARENT = BlockKey(bytes(KEY_BYTES))
 MAX_TAIL = 64 << 10
 """Bytes of the tokens of one tail."""
 
-_KEY = np.dtype(f"V{KEY_BYTES}")
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
 
 
@@ -160,5 +159,4 @@ def cut(raw: bytes, size: int) -> list[bytes]:
 
 
 def split_keys(raw: bytes) -> list[bytes]:
-    keys: list[bytes] = np.frombuffer(raw, dtype=_KEY).tolist()
-    return keys
+    return cut(raw, KEY_BYTES)

@@ -33,17 +33,15 @@ MAX_PAGE = (1 << 32) - 1
 """Bytes of the largest page whose length a header can hold."""
 
 _DESCRIPTION = struct.Struct("<8sIII16s16sQQQQIH")
-_CHECK = struct.Struct("<I")
-_DESCRIPTION_CHECK = HEADERS_OFFSET - _CHECK.size
+_WORD = struct.Struct("<I")
+_DESCRIPTION_CHECK = HEADERS_OFFSET - _WORD.size
 _CARVING = struct.Struct("<Q")
 _CARVING_OFFSET = 76
 _VERSION = struct.Struct("<8sI")
 _REF = struct.Struct("<IIIQ")
-_SEGMENT = struct.Struct("<I")
 REF_BYTES = _REF.size
 _HEADER = struct.Struct("<II16s16sQIII")
 _VOUCH = struct.Struct("<II16s")
-_STATE = struct.Struct("<I")
 
 Buffer = memoryview | bytearray | mmap
 
@@ -99,7 +97,7 @@ class PageRef(NamedTuple):
 
 
 def refs_begin(segment: int) -> bytes:
-    return _SEGMENT.pack(segment)
+    return _WORD.pack(segment)
 
 
 def unpack_refs(raw: bytes) -> list[PageRef]:
@@ -168,7 +166,7 @@ def pack_description(description: Description) -> bytes:
     ends = (geometry.data_offset, description.carving, description.generation, len(name))
     _DESCRIPTION.pack_into(raw, 0, *which, *sizes, *ends)
     raw[_DESCRIPTION.size : _DESCRIPTION.size + len(name)] = name
-    _CHECK.pack_into(raw, _DESCRIPTION_CHECK, zlib.crc32(memoryview(raw)[:_DESCRIPTION_CHECK]))
+    _WORD.pack_into(raw, _DESCRIPTION_CHECK, zlib.crc32(memoryview(raw)[:_DESCRIPTION_CHECK]))
     return bytes(raw)
 
 
@@ -181,7 +179,7 @@ def unpack_description(raw: bytes, segment_size: int) -> Description | str | Non
         return "its description is damaged"
     if version != FORMAT_VERSION:
         return f"it has format {version}, this release reads format {FORMAT_VERSION}"
-    if len(raw) != HEADERS_OFFSET or _CHECK.unpack_from(raw, _DESCRIPTION_CHECK)[0] != zlib.crc32(
+    if len(raw) != HEADERS_OFFSET or _WORD.unpack_from(raw, _DESCRIPTION_CHECK)[0] != zlib.crc32(
         raw[:_DESCRIPTION_CHECK]
     ):
         return "its description is damaged"
@@ -204,14 +202,14 @@ def carving_of(segment: Buffer) -> int:
 
 
 def generation_of(segment: Buffer, slot: int) -> int:
-    generation: int = _STATE.unpack_from(segment, header_offset(slot) + _STATE.size)[0]
+    generation: int = _WORD.unpack_from(segment, header_offset(slot) + _WORD.size)[0]
     return generation
 
 
 def pack_header(header: Header) -> bytes:
     """A whole slot header with its checksum, :data:`HEADER_BYTES` long."""
     raw = _HEADER.pack(*header)
-    return raw + _CHECK.pack(zlib.crc32(raw))
+    return raw + _WORD.pack(zlib.crc32(raw))
 
 
 def unpack_header(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> Header:
@@ -220,7 +218,7 @@ def unpack_header(buffer: memoryview | bytes | bytearray | mmap, offset: int) ->
 
 def header_is_sound(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> bool:
     raw = bytes(buffer[offset : offset + HEADER_BYTES])
-    return bool(zlib.crc32(raw[: _HEADER.size]) == _CHECK.unpack_from(raw, _HEADER.size)[0])
+    return bool(zlib.crc32(raw[: _HEADER.size]) == _WORD.unpack_from(raw, _HEADER.size)[0])
 
 
 def vouches(

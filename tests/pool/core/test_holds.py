@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from ems.errors import StaleReference
@@ -53,8 +55,8 @@ def test_uses_are_settled_once() -> None:
     leases.promise(1, 7, namespace, pages[:2], weighs=True)
     leases.use(namespace.index, pages[:2])
     leases.promise(2, 7, namespace, pages[2:], weighs=False)
-    leases.settle(5.0)
-    leases.settle(6.0)
+    leases.settle_some(5.0)
+    leases.settle_some(6.0)
     assert [page.used for page in pages] == [5.0, 5.0, 0.0, 0.0]
 
 
@@ -72,7 +74,7 @@ def test_leases_that_do_not_add_up_are_noticed() -> None:
 def test_a_commit_takes_all_that_it_names_or_nothing() -> None:
     namespace, pages = ns(present=False)
     reservations = Reservations()
-    reservations.promise(1, 7, namespace, dict(enumerate(pages)))
+    reservations.promise(1, 7, namespace, dict(enumerate(pages)), None, inf)
     with pytest.raises(StaleReference, match="no page 9"):
         reservations.take(7, 1, [0, 9])
     with pytest.raises(StaleReference, match="reserve again"):

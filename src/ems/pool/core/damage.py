@@ -6,7 +6,6 @@ its header.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ems.pool.layout import PageRef, refs_begin
@@ -14,7 +13,6 @@ from ems.pool.reasons.eviction_log import NOBODY
 from ems.pool.reasons.words import Reason
 
 if TYPE_CHECKING:
-    from ems.pool.core.namespaces import NamespacePages
     from ems.pool.core.pool_core import PoolCore
     from ems.pool.pages import Page
 
@@ -60,14 +58,11 @@ class Damage:
         lost = [page for page in ns.index if page.ref.startswith(begin)]
         for page in lost:
             self._state.leases.break_off(page)
-        self._drop_pages(ns, lost)
+        ns.pins.unpin([page.key for page in lost])
+        for page in lost:
+            self._state.pending_deletes.discard(page)
+            self._state.reclaimer.let_go(ns, Reason.CHECKSUM.code, NOBODY, page)
+            ns.index.discard(page)
+        self._state.counters.pages_corrupt += len(lost)
         self._state.deferred.drop_segment(segment)
         return len(lost)
-
-    def _drop_pages(self, namespace: NamespacePages, pages: Sequence[Page]) -> None:
-        namespace.pins.unpin([page.key for page in pages])
-        for page in pages:
-            self._state.pending_deletes.discard(page)
-            self._state.reclaimer.let_go(namespace, Reason.CHECKSUM.code, NOBODY, page)
-            namespace.index.discard(page)
-        self._state.counters.pages_corrupt += len(pages)

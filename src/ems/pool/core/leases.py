@@ -142,10 +142,6 @@ class Leases:
     def unsettled(self) -> bool:
         return bool(self._used)
 
-    def settle(self, now: float) -> None:
-        while self._used:
-            self.settle_some(now)
-
     def settle_some(self, now: float) -> None:
         """Tell of a bounded number of uses; pages that have left meanwhile are left out."""
         if self._used:
@@ -165,9 +161,6 @@ class Leases:
         if not self._broken:
             return list(held.pages)
         return [page for page in held.pages if not self._is_broken(held, page)]
-
-    def length(self, number: int) -> int:
-        return len(self.all[number].pages)
 
     def of(self, client_id: int) -> list[int]:
         return list(self._of.get(client_id, ()))

@@ -25,8 +25,6 @@ MAX_NAMESPACES = 4096
 class NamespacePages:
     """One namespace: its pages, how many of them are being written, when it was used last."""
 
-    __slots__ = ("debt", "denied", "index", "last_used", "name", "number", "page_size", "pins", "tenant", "writing")
-
     def __init__(self, number: int, name: str, page_size: int, now: float, policy: PolicyName) -> None:
         self.number = number
         self.name = name

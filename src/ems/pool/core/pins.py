@@ -34,8 +34,6 @@ MAX_PIN_SECONDS = 24 * 3600.0
 class PinSet:
     """What of one namespace stays by request, by key."""
 
-    __slots__ = ("awaited", "pinned", "tenant")
-
     def __init__(self, tenant: str = "") -> None:
         self.tenant = tenant
         self.pinned: dict[bytes, float] = {}

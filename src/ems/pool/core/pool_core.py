@@ -12,7 +12,7 @@ Its parts are used directly by whoever needs one; what several of them have to a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, count, repeat
+from itertools import count
 
 import msgspec
 
@@ -36,7 +36,7 @@ from ems.pool.pages import Page
 from ems.pool.reasons.misses import MissReasons
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import Recovered
-from ems.pool.writer import UNKNOWN, Writer, writer_of
+from ems.pool.writer import Writer, writer_of
 
 LEFT_AT_ONCE = 256
 """Pages that who leaves gives up in one step; a lease ends at once, whatever its length."""
@@ -189,7 +189,7 @@ class PoolCore:
             slots = [PageRef.unpack(ref).slot for ref in segment.resting]
             out = segment.present + slots
             self.slots.adopt(segment.number, numbers[segment.namespace], segment.page_size, segment.generations, out)
-            for ref, writer in zip(segment.resting, chain(segment.writers, repeat(UNKNOWN)), strict=False):
+            for ref, writer in zip(segment.resting, segment.writers, strict=True):
                 self.deferred.defer(writer, [ref], now)
         for ns in self.namespaces:
             ns.index.policy.resize(self.slots.capacity(ns.number))
@@ -207,8 +207,8 @@ class PoolCore:
         for name, pins in pinned.items():
             known = self.namespaces.named(name)
             if known is not None:
-                for until, keys in _by_time(pins).items():
-                    self._pin(known, keys, until, len(pins))
+                for key, until in pins.items():
+                    self._pin(known, [key], until, len(pins))
 
     def pinned(self) -> dict[str, dict[bytes, float]]:
         return {ns.name: dict(ns.pins.pinned) for ns in self.namespaces if ns.pins.pinned}
@@ -280,7 +280,7 @@ class PoolCore:
         self.announcements.leave(client_id)
         work = 0
         for number in self.leases.of(client_id):
-            work += self.leases.length(number) + 1
+            work += len(self.leases.all[number].pages) + 1
             self.reading.release(client_id, number)
             self.counters.leases_lost += 1
             if work >= LEFT_AT_ONCE:
@@ -328,7 +328,7 @@ class PoolCore:
             "leases": len(self.leases),
             "pinned": sum(len(namespace.pins.pinned) for namespace in self.namespaces),
             "reservations": len(self.reservations),
-            "bytes_reserved": self.reservations.total_bytes,
+            "bytes_reserved": self.reservations.by_tenant.total(),
             "slots_quarantined": self.deferred.quarantined,
             "slots_resting": self.deferred.resting,
             "namespaces": self.rows(range(len(self.namespaces))),
@@ -348,10 +348,3 @@ class PoolCore:
             }
             for ns in (self.namespaces[number] for number in numbers)
         ]
-
-
-def _by_time(pins: Mapping[bytes, float]) -> dict[float, list[bytes]]:
-    keys: dict[float, list[bytes]] = {}
-    for key, until in pins.items():
-        keys.setdefault(until, []).append(key)
-    return keys

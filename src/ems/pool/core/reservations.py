@@ -70,9 +70,9 @@ class Reservations:
     def __init__(self) -> None:
         self.all: dict[int, Reservation] = {}
         self._of_owner: dict[int, dict[int, None]] = {}
-        self._by_process: Counter[Hashable] = Counter()
+        self.by_process: Counter[Hashable] = Counter()
         """Bytes that each process is to write."""
-        self._by_tenant: Counter[str] = Counter()
+        self.by_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.all)
@@ -83,9 +83,8 @@ class Reservations:
         client_id: int,
         namespace: NamespacePages,
         waiting: dict[int, Page],
-        *,
-        process: Hashable = None,
-        until: float = inf,
+        process: Hashable,
+        until: float,
     ) -> None:
         """``client_id`` writes the pages ``waiting``, by position, until then; they count for ``process``, if any."""
         held = self.all[number] = Reservation(client_id, namespace, waiting, process, until)
@@ -106,22 +105,12 @@ class Reservations:
         if held.process is None:
             return
         size, tenant = pages * held.namespace.page_size, held.namespace.tenant
-        self._by_process[held.process] += size
-        self._by_tenant[tenant] += size
-        if not self._by_process[held.process]:
-            del self._by_process[held.process]
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
-
-    def bytes_of(self, process: Hashable) -> int:
-        return self._by_process[process]
-
-    def bytes_of_tenant(self, tenant: str) -> int:
-        return self._by_tenant[tenant]
-
-    @property
-    def total_bytes(self) -> int:
-        return self._by_tenant.total()
+        self.by_process[held.process] += size
+        self.by_tenant[tenant] += size
+        if not self.by_process[held.process]:
+            del self.by_process[held.process]
+        if not self.by_tenant[tenant]:
+            del self.by_tenant[tenant]
 
     def expired(self, now: float, seconds: float) -> list[int]:
         """The numbers of reservations that held until ``now``; none holds longer than ``seconds`` from now."""

@@ -112,9 +112,8 @@ class SlotAllocator:
 
     def renew(self, segment: Segment) -> None:
         """Take ``segment``, none of whose slots is out, from its namespace; its memory is replaced by fresh one."""
-        self._take_back(segment)
-        segment.namespace = segment.geometry = segment.tenant = None
-        segment.offered = segment.touched = 0
+        self.unassign(segment.number)
+        segment.touched = 0
         segment.stale = False
         self._touching = True
 

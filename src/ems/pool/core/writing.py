@@ -119,7 +119,9 @@ class Writing:
                     outcomes[position] = Outcome.PRESENT if known.present else Outcome.WRITING
                 else:
                     # What follows a block that found no room is of no use without it, and would look in vain again.
-                    ref = refusal or self._take(ns, assigned, most - len(waiting))
+                    if len(waiting) >= most:
+                        refusal = refusal or Outcome.OVER_SHARE
+                    ref = refusal or state.reclaimer.take(ns, state.now, assigned)
                     if isinstance(ref, Outcome):
                         outcomes[position] = refusal = ref
                     else:
@@ -137,19 +139,16 @@ class Writing:
 
     def _wait_for(self, client_id: int, namespace: NamespacePages, number: int, pages: dict[int, Page]) -> int:
         """Reserve ``pages``, by position, as part of reservation ``number`` if there is one; its number."""
+        state = self._state
         if number:
-            self._state.reservations.add(client_id, number, pages)
+            state.reservations.add(client_id, number, pages)
         elif pages:
-            number = self._state.new_id()
-            self._promise(number, client_id, namespace, pages)
+            number = state.new_id()
+            # Tiers bound what they fetch, and end it themselves.
+            process = state.writer(client_id).process if client_id > 0 else None
+            until = state.now + self._limits.seconds if client_id > 0 else inf
+            state.reservations.promise(number, client_id, namespace, pages, process, until)
         return number
-
-    def _promise(self, number: int, client_id: int, namespace: NamespacePages, waiting: dict[int, Page]) -> None:
-        if client_id > 0:
-            process, until = self._state.writer(client_id).process, self._state.now + self._limits.seconds
-            self._state.reservations.promise(number, client_id, namespace, waiting, process=process, until=until)
-        else:  # tiers bound what they fetch, and end it themselves
-            self._state.reservations.promise(number, client_id, namespace, waiting)
 
     def _may_reserve(self, client_id: int, namespace: NamespacePages) -> float:
         """How many more pages of ``namespace`` a client may hold without having committed them."""
@@ -158,19 +157,14 @@ class Writing:
         state = self._state
         tenant, page, process = namespace.tenant, namespace.page_size, state.writer(client_id).process
         pool = min(state.shares.bounds(tenant).cap, state.slots.total)
-        mine = state.reservations.bytes_of(process) + state.deferred.bytes_of(process)
-        together = state.reservations.bytes_of_tenant(tenant)
+        mine = state.reservations.by_process[process] + state.deferred.bytes_of(process)
+        together = state.reservations.by_tenant[tenant]
         if state.deferred.resting:
             together += sum(
                 size for number, size in state.deferred.bytes_in.items() if state.segment_tenant(number) == tenant
             )
         left = min(self._limits.of_process(pool, page) - mine, self._limits.of_tenant(pool, page) - together)
         return left // page
-
-    def _take(self, namespace: NamespacePages, assigned: list[Assigned], left: float) -> PageRef | Outcome:
-        if left <= 0:
-            return Outcome.OVER_SHARE
-        return self._state.reclaimer.take(namespace, self._state.now, assigned)
 
     @contextlib.contextmanager
     def _spared(self, namespace: NamespacePages, parent: bytes, keys: list[bytes]) -> Iterator[None]:

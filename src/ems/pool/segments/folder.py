@@ -222,33 +222,20 @@ class Folder:
 
 def _lock(path: Path, deadline: float) -> int:
     lock_path = path / _LOCK_NAME
-    while True:
-        make_folder(path)
-        refuse_strangers(path)
-        try:
-            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except FileNotFoundError:
-            continue  # A node that stopped in this very moment removed the folder.
-        except OSError as error:
-            raise ConfigError(f"cannot use {path} for a pool node: {error.strerror}; {_REMEDY}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(lock, _BEGINNING_BYTES).removeprefix(_LOCK_BEGINS).decode(errors="replace").strip()
-            os.close(lock)
-            if time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
-                continue
+    while (lock := _locked(lock_path, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)) is None:
+        if time.monotonic() >= deadline:
+            holder = ""
+            with contextlib.suppress(OSError):
+                holder = _beginning(lock_path).removeprefix(_LOCK_BEGINS).decode(errors="replace").strip()
             raise ConfigError(
                 f"a node is already running in {path}{f' (process {holder})' if holder else ''}; use it, stop it "
                 "with 'ems stop', or give another --dir"
-            ) from error
-        if _is_at(lock, lock_path):
-            with contextlib.suppress(OSError):  # memory may be full
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, _LOCK_BEGINS + b"%d\n" % os.getpid(), 0)
-            return lock
-        os.close(lock)
+            )
+        time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
+    with contextlib.suppress(OSError):  # memory may be full
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _LOCK_BEGINS + b"%d\n" % os.getpid(), 0)
+    return lock
 
 
 @contextlib.contextmanager
@@ -257,30 +244,33 @@ def starting(path: Path) -> Iterator[bool]:
 
     The lock is on the folder itself, so that it leaves nothing behind.
     """
-    folder = _lock_folder(path)
+    folder = _locked(path, path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        refuse_strangers(path)
         yield folder is not None
     finally:
         if folder is not None:
             os.close(folder)
 
 
-def _lock_folder(path: Path) -> int | None:
+def _locked(place: Path, folder: Path, flags: int) -> int | None:
+    """The open file ``place``, which is ``folder`` or in it, once it is locked; None while another process has it."""
     while True:
-        make_folder(path)
+        make_folder(folder)
+        refuse_strangers(folder)
         try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = os.open(place, flags | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            continue
+            continue  # a node that stopped in this very moment removed the folder
+        except OSError as error:
+            raise ConfigError(f"cannot use {folder} for a pool node: {error.strerror}; {_REMEDY}") from error
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(folder)
+            os.close(descriptor)
             return None
-        if _is_at(folder, path):
-            return folder
-        os.close(folder)
+        if _is_at(descriptor, place):
+            return descriptor
+        os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

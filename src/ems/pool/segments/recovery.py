@@ -82,7 +82,7 @@ class RecoveredSegment(msgspec.Struct, frozen=True):
     generations: list[int]
     present: list[int]
     resting: list[bytes]
-    writers: list[Writer] = []
+    writers: list[Writer]
 
 
 class Unreadable(msgspec.Struct, frozen=True):
