@@ -62,8 +62,7 @@ class Leases:
     def refuse_too_many(self, client_id: int, namespace: NamespacePages, count: int) -> None:
         """Look whether ``client_id`` may be promised ``count`` more pages of ``namespace``.
 
-        Raises:
-            PoolRefused: too many are promised already.
+        Raises PoolRefused: too many are promised already.
         """
         weight = count + LEASE_WEIGHT
         mine, all_of_tenant = self._leased[client_id], self._leased[namespace.tenant]
@@ -113,8 +112,7 @@ class Leases:
     def end(self, client_id: int, number: int) -> None:
         """``client_id`` no longer needs what the lease promised; its uses are settled.
 
-        Raises:
-            StaleReference: the lease is not ``client_id``'s or is gone.
+        Raises StaleReference: the lease is not ``client_id``'s or is gone.
         """
         held = self.all.get(number)
         if held is None or held.client_id != client_id:

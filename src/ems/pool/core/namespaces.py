@@ -58,11 +58,7 @@ class Namespaces:
         return self._all[number]
 
     def opened(self, number: int) -> NamespacePages:
-        """The namespace of that number, which a client named.
-
-        Raises:
-            StaleReference: there is none.
-        """
+        """The namespace of that number, which a client named.  Raises StaleReference: there is none."""
         if not 0 <= number < len(self._all):
             raise StaleReference(f"namespace {number} is not open, open it again")
         return self._all[number]
@@ -113,8 +109,7 @@ class Namespaces:
 def refuse_other_size(namespace: NamespacePages, page_size: int) -> None:
     """Refuse to take ``namespace`` for one with pages of ``page_size`` bytes.
 
-    Raises:
-        PoolRefused: its pages have another size.
+    Raises PoolRefused: its pages have another size.
     """
     if namespace.page_size != page_size:
         raise PoolRefused(

@@ -230,8 +230,7 @@ class PoolCore:
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
         """Tenants have ``quotas`` from now on, and whoever has none nothing.
 
-        Raises:
-            ConfigError: their guaranteed minima do not fit in the pool together; nothing has changed then.
+        Raises ConfigError: their guaranteed minima do not fit in the pool together; nothing has changed then.
         """
         self.shares.set(quotas, [segment.size for segment in self.slots.segments])
 

@@ -148,8 +148,7 @@ class Reading:
     def release(self, client_id: int, lease: int) -> None:
         """``client_id`` no longer needs what ``lease`` promised.
 
-        Raises:
-            StaleReference: the lease is not ``client_id``'s or is gone.
+        Raises StaleReference: the lease is not ``client_id``'s or is gone.
         """
         self._state.settle_some()
         self._state.leases.end(client_id, lease)

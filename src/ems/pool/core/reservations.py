@@ -94,8 +94,7 @@ class Reservations:
     def add(self, client_id: int, number: int, pages: dict[int, Page]) -> None:
         """More pages are to be written, by position.
 
-        Raises:
-            StaleReference: the reservation is not ``client_id``'s or is gone.
+        Raises StaleReference: the reservation is not ``client_id``'s or is gone.
         """
         held = self.get(client_id, number)
         held.waiting.update(pages)
@@ -129,9 +128,8 @@ class Reservations:
     ) -> tuple[NamespacePages, list[int], list[Page]]:
         """The pages at ``positions`` (all, when None) are written: their namespace, the positions in order, the pages.
 
-        Raises:
-            StaleReference: the reservation is not ``client_id``'s or is gone, or has not all of these pages; nothing is
-                taken then.
+        Raises StaleReference: the reservation is not ``client_id``'s or is gone, or has not all of these pages; nothing
+        is taken then.
         """
         held = self.get(client_id, number)
         wanted = self.written(client_id, number, positions)
@@ -142,11 +140,7 @@ class Reservations:
         return held.namespace, wanted, written
 
     def written(self, client_id: int, number: int, positions: Sequence[int] | None) -> list[int]:
-        """The ``positions`` (all, when None) in their order.
-
-        Raises:
-            StaleReference: as :meth:`take` does.
-        """
+        """The ``positions`` (all, when None) in their order.  Raises StaleReference: as :meth:`take` does."""
         held = self.get(client_id, number)
         wanted = sorted(held.waiting if positions is None else set(positions))
         unknown = [position for position in wanted if position not in held.waiting]
@@ -157,8 +151,7 @@ class Reservations:
     def take_back(self, client_id: int, number: int, most: int | None = None) -> list[Page]:
         """The last ``most`` pages (all, when None) that were not committed; the reservation ends with the last of them.
 
-        Raises:
-            StaleReference: it is not ``client_id``'s or is gone.
+        Raises StaleReference: it is not ``client_id``'s or is gone.
         """
         held = self.get(client_id, number)
         count = len(held.waiting) if most is None else min(most, len(held.waiting))
@@ -174,11 +167,7 @@ class Reservations:
             del self._of_owner[client_id]
 
     def get(self, client_id: int, number: int) -> Reservation:
-        """What ``client_id`` is writing.
-
-        Raises:
-            StaleReference: the reservation is not ``client_id``'s or is gone.
-        """
+        """What ``client_id`` is writing.  Raises StaleReference: the reservation is not ``client_id``'s or is gone."""
         held = self.all.get(number)
         if held is None or held.client_id != client_id:
             raise StaleReference(f"reservation {number} is gone, reserve again")

@@ -52,11 +52,7 @@ UNLIMITED = Bounds(0, sys.maxsize)
 
 
 def parse_amount(text: str, total: int, name: str) -> int:
-    """Bytes meant by ``text`` in a pool of ``total`` bytes.
-
-    Raises:
-        ConfigError: it is neither a size nor a share.
-    """
+    """Bytes meant by ``text`` in a pool of ``total`` bytes.  Raises ConfigError: it is neither a size nor a share."""
     if text.strip() == "0":
         return 0
     if not text.endswith("%"):
@@ -81,8 +77,7 @@ class Shares:
     def set(self, quotas: Mapping[str, Quota], segments: Sequence[int]) -> None:
         """From now on tenants have ``quotas`` in a pool of segments of these sizes, and nobody else has anything.
 
-        Raises:
-            ConfigError: the guaranteed minima do not fit in the pool together; nothing has changed then.
+        Raises ConfigError: the guaranteed minima do not fit in the pool together; nothing has changed then.
         """
         self._bounds = self._fitting(quotas, segments)
         self._quotas = quotas
@@ -91,8 +86,7 @@ class Shares:
     def must_fit(self, segments: Sequence[int]) -> None:
         """Refuse a pool of segments of these sizes.
 
-        Raises:
-            ConfigError: the guaranteed minima would not fit in it together.
+        Raises ConfigError: the guaranteed minima would not fit in it together.
         """
         self._fitting(self._quotas, segments)
 
@@ -116,11 +110,7 @@ class Shares:
         return self._bounds.get(tenant, self._unknown_bounds)
 
     def refuse_if_too_small(self, tenant: str, segment: int) -> None:
-        """Refuse a tenant whose cap is below one segment.
-
-        Raises:
-            QuotaExceeded: it can never have a page.
-        """
+        """Refuse a tenant whose cap is below one segment.  Raises QuotaExceeded: it can never have a page."""
         cap = self.bounds(tenant).cap
         if cap < segment:
             raise QuotaExceeded(

@@ -73,8 +73,7 @@ class Writing:
     def refuse_unfit_tail(self, namespace: int, key: bytes, tail: Tail) -> None:
         """Refuse a tail that would cost the node more than the page costs the pool, or that is not the page's.
 
-        Raises:
-            PoolRefused: it has more tokens than a page can hold, or its page has another ``key``.
+        Raises PoolRefused: it has more tokens than a page can hold, or its page has another ``key``.
         """
         size = self._state.namespaces.opened(namespace).page_size
         if len(tail.tokens) > size:
@@ -98,10 +97,7 @@ class Writing:
         """Promise slots for the pages of ``keys``, consecutive blocks after the block of ``parent``.
 
         Those with a tail can be found by their tokens too; ``tails`` has one for each of them, or none at all.  They go
-        on what was ``begun``, if anything was.
-
-        Raises:
-            StaleReference: what was begun is gone.
+        on what was ``begun``, if anything was.  Raises StaleReference: what was begun is gone.
         """
         state, begun = self._state, begun or Begun()
         ns = state.namespaces.opened(namespace)
@@ -179,9 +175,8 @@ class Writing:
     def commit(self, client_id: int, reservation: int, positions: list[int] | None = None) -> Committed:
         """The pages at ``positions`` (all, when None) of ``reservation`` are written whole: publish them.
 
-        Raises:
-            StaleReference: the reservation is not ``client_id``'s or is gone, or has not all of these pages to
-                commit; nothing is published then.
+        Raises StaleReference: the reservation is not ``client_id``'s or is gone, or has not all of these pages to
+        commit; nothing is published then.
         """
         ns, wanted, published = self._state.reservations.take(client_id, reservation, positions)
         ns.index.publish(published)
@@ -203,8 +198,7 @@ class Writing:
     def abort(self, client_id: int, reservation: int, most: int | None = None) -> bool:
         """Give back what of ``reservation`` was not committed, ``most`` pages of it; whether some are left.
 
-        Raises:
-            StaleReference: the reservation is not ``client_id``'s or is gone.
+        Raises StaleReference: the reservation is not ``client_id``'s or is gone.
         """
         namespace = self._state.reservations.get(client_id, reservation).namespace
         for page in self._state.reservations.take_back(client_id, reservation, most):

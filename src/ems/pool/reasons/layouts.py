@@ -30,11 +30,7 @@ class Layouts:
         self._related: dict[tuple[str, str, str], dict[str, None]] = {}
 
     def describe(self, namespace: str, facts: Mapping[str, str]) -> None:
-        """``namespace`` means ``facts``.
-
-        Raises:
-            PoolRefused: see :func:`check_facts`, or the name is too long.
-        """
+        """``namespace`` means ``facts``.  Raises PoolRefused: see :func:`check_facts`, or the name is too long."""
         check_facts(facts)
         if len(namespace) > MAX_NAME:
             raise PoolRefused(f"a namespace's name has {len(namespace)} characters, expected at most {MAX_NAME}")

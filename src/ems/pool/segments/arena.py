@@ -294,10 +294,8 @@ class Arena:
         """Give memory of segment ``number`` back to the system; mappings of it stay, and read as zeros.
 
         So whoever still looks into it finds no page.  The segment can come back, in another file: somebody may still
-        write into this one.
-
-        Raises:
-            OSError: there is no room for that file; everything is as it was, to be tried again from the beginning.
+        write into this one.  Raises OSError: there is no room for that file; everything is as it was, to be tried again
+        from the beginning.
         """
         length = min(length, self.sizes[number] - start)
         if not start:
