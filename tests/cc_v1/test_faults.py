@@ -283,7 +283,7 @@ class TestCopiesThatGoWrong:
         with contextlib.suppress(EmsException):  # the one block may count or not
             assert cc.get_result(future).success == 1
         so_far = len(copied)
-        cc._workers[future.kind].close(5.0)
+        cc._lanes[future.kind].close()
         assert 0 < so_far < 64
         assert len(copied) == so_far
 

@@ -64,6 +64,8 @@ class Pool:
         return Reservation(self.epoch, 7 if granted else 0, bytes(outcomes), granted)
 
     def segments(self, epoch: int) -> Segments:
+        if epoch != self.epoch:
+            raise StaleReference("gone")
         return self.memory
 
     def commit(self, reservation: Reservation, positions: list[int], timeout: float, checksums: Sequence[int]) -> None:

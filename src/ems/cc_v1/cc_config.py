@@ -20,7 +20,6 @@ class KVCacheType(Enum):
 
     MHA = "MHA"
     """Keys and values by head; grouped-query attention counts here.  Ranks of a TP group hold different heads."""
-
     MLA = "MLA"
     """A latent that all ranks of a TP group hold alike; stored once, not once a rank."""
 
@@ -48,10 +47,10 @@ class CcConfig_v1:  # noqa: N801 - the contract's name
 
         Raises EmsException: EMS_INVALID_ARGUMENT, naming the argument.
         """
-        for name in ("rank_id", "device_id", "rank_in_tp_group", "rank_in_pp_group"):
-            _whole_number(name, getattr(self, name), least=0)
-        for name in ("tp_world_size", "pp_world_size"):
-            _whole_number(name, getattr(self, name), least=1)
+        for name in ("rank_id", "device_id", "rank_in_tp_group", "rank_in_pp_group", "tp_world_size", "pp_world_size"):
+            value, least = getattr(self, name), int(name.endswith("_size"))
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise invalid(f"{name} is {value!r}, expected a whole number of at least {least}")
         for kind in ("tp", "pp"):
             rank, size = getattr(self, f"rank_in_{kind}_group"), getattr(self, f"{kind}_world_size")
             if rank >= size:
@@ -122,11 +121,6 @@ class EmsConfig:
         """
         rank = tuple((name, value) for name, value in vars(self.cc_config_v1).items() if name != "kvcache_type")
         return self.tenant, self.access_key or "", rank, self.autostart, self.node, self.health, self.summary_seconds
-
-
-def _whole_number(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise invalid(f"{name} is {value!r}, expected a whole number of at least {least}")
 
 
 def _text(name: str, value: object, *, may_be_empty: bool) -> None:

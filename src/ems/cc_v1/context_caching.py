@@ -17,7 +17,7 @@ from typing import Any
 from ems.cc_v1.arguments import Blocks, slot_numbers, timeout_of, whole_numbers
 from ems.cc_v1.cc_config import CcKvOption, EmsConfig
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
-from ems.cc_v1.future import CcFuture, CcResult, Worker
+from ems.cc_v1.future import CcFuture, CcResult
 from ems.cc_v1.monitor import GateClosed, Monitor
 from ems.cc_v1.registration import Registration, SegmentPins, description_of, namespace_of
 from ems.cc_v1.summary import Kind, Sample
@@ -25,11 +25,10 @@ from ems.cc_v1.transfers import LOOKUP_KEYS, Transfers
 from ems.errors import ConfigError, EmsError, NoSpace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.segments.touch import warm
+from ems.transfers.lane import Lane
 
 OPEN_SECONDS = 2.0
 """How long a registration waits for the node to take note of it."""
-CLOSE_SECONDS = 2.0
-"""How long a close waits for a transfer that is running."""
 
 _log = logging.getLogger("ems.cc_v1")
 
@@ -49,8 +48,11 @@ class ContextCaching:
         self._pins = pins
         self._monitor = monitor
         self._transfers: Transfers | None = None
-        self._workers = {Kind.LOAD: Worker("ems-load"), Kind.SAVE: Worker("ems-save")}
         self._closed = False
+        self._lanes: dict[Kind, Lane[tuple[CcFuture, Callable[[], None]], None]] = {}
+        for kind in (Kind.LOAD, Kind.SAVE):
+            self._lanes[kind] = Lane(f"ems-{kind.value}", functools.partial(self._run, kind))
+            self._lanes[kind].start()
 
     # The contract
 
@@ -153,8 +155,8 @@ class ContextCaching:
 
     def join(self) -> None:
         """After :meth:`abandon`: end the threads."""
-        for worker in self._workers.values():
-            worker.close(CLOSE_SECONDS)
+        for lane in self._lanes.values():
+            lane.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -188,12 +190,7 @@ class ContextCaching:
         return position
 
     def _submit(
-        self,
-        kind: Kind,
-        slot_mapping: Any,
-        hashes: Iterable[int],
-        offsets: Iterable[int],
-        option: CcKvOption | None,
+        self, kind: Kind, slot_mapping: Any, hashes: Iterable[int], offsets: Iterable[int], option: CcKvOption | None
     ) -> CcFuture:
         self._check_open()
         transfers = self._transfers
@@ -221,10 +218,14 @@ class ContextCaching:
                 device.wait_for(mark)
                 (transfers.load if kind is Kind.LOAD else transfers.save)(blocks, future)
 
-            self._workers[kind].submit(functools.partial(self._run, work, future))
+            self._lanes[kind].put((future, work))
         return future
 
-    def _run(self, work: Callable[[], None], future: CcFuture) -> None:
+    def _run(self, kind: Kind) -> None:
+        while (job := self._lanes[kind].next()) is not None:
+            self._do(*job)
+
+    def _do(self, future: CcFuture, work: Callable[[], None]) -> None:
         failure: EmsError | None = None
         try:
             self._check_usable()

@@ -26,31 +26,22 @@ class EmsErrorCode(Enum):
 
     EMS_INVALID_ARGUMENT = 1
     """The caller's fault; the service is as well as before."""
-
     EMS_RECOVERD_ERROR = 2
     """May pass by itself: go on without the cache, try again once ``Ems.check_health()`` is true."""
-
     EMS_INTERNAL_ERROR = 3
     """A defect or a refusal that no other code names; the message says more."""
-
     EMS_NOT_INITIALISED = 4
     """``Ems.init`` has not succeeded in this process, or the object belongs to an earlier ``init``."""
-
     EMS_NOT_REGISTERED = 5
     """``register_kvcache`` has not been called yet."""
-
     EMS_TIMEOUT = 6
     """The option's time-out passed before anything was done."""
-
     EMS_UNAUTHORISED = 7
     """The node does not accept ``access_id`` and ``access_key``."""
-
     EMS_QUOTA_EXCEEDED = 8
     """The tenant's quota is too small for what was asked."""
-
     EMS_NO_SPACE = 9
     """A page of this model fits in no segment of the node."""
-
     EMS_VERSION_MISMATCH = 10
     """SDK and node are of releases that do not understand each other."""
 

@@ -1,6 +1,6 @@
-"""The future of a load or a save, and the thread that works at it.
+"""The future of a load or a save.
 
-What always holds: a future ends exactly once, at the latest when somebody looks after its deadline; and from its
+What always holds: it ends exactly once, at the latest when somebody looks after its deadline; and from its
 end on nobody touches the engine's slots.  Whoever copies does so inside :meth:`CcFuture.copying`, which ends
 before the deadline's verdict does.
 """
@@ -8,7 +8,6 @@ before the deadline's verdict does.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections.abc import Callable, Iterator
 
@@ -121,26 +120,3 @@ class CcFuture:
         if self.error is not None:
             raise EmsException(str(self.error), code_of(self.error)) from self.error
         return CcResult(self.progress, self.total)
-
-
-class Worker:
-    """A thread that does one thing after the other.  A daemon: an engine that ends does not wait for it."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue ``job``, which must not raise; returns at once."""
-        self._jobs.put(job)
-
-    def close(self, timeout: float) -> None:
-        """End after the jobs that are queued; waits for at most ``timeout`` seconds."""
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()

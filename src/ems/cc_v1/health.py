@@ -19,13 +19,10 @@ class HealthRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     check_seconds: float = 10.0
     """Time between two checks."""
-
     good_checks: int = 3
     """Good checks in a row that end a degradation."""
-
     flap_changes: int = 3
     """With this many status changes in the last ``flap_seconds`` the gate stays degraded."""
-
     flap_seconds: float = 60.0
     """How far back status changes count."""
 

@@ -17,11 +17,7 @@ from ems.cc_v1.summary import Sample, Summary
 from ems.errors import EmsError, PoolNotTried
 
 _log = logging.getLogger("ems.cc_v1")
-_NOT_THE_NODE = (
-    EmsErrorCode.EMS_INVALID_ARGUMENT,
-    EmsErrorCode.EMS_NOT_REGISTERED,
-    EmsErrorCode.EMS_NOT_INITIALISED,
-)
+_NOT_THE_NODE = (EmsErrorCode.EMS_INVALID_ARGUMENT, EmsErrorCode.EMS_NOT_REGISTERED, EmsErrorCode.EMS_NOT_INITIALISED)
 
 
 class GateClosed(EmsException):

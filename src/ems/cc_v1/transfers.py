@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ems.cc_v1.arguments import Blocks
 from ems.cc_v1.future import CcFuture
 from ems.cc_v1.registration import Registration
-from ems.errors import EmsError, NoSpace, StaleReference
+from ems.errors import EmsError, NoSpace
 from ems.pool.checksum import page_checksum
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
@@ -170,9 +170,25 @@ class Transfers:
     def _fill(
         self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
     ) -> dict[int, int]:
-        """Copy and commit the granted positions ``wanted``; those that were done.  All others are given back."""
+        """Copy and commit the granted positions ``wanted``; the checksums of those done.  All others are given back."""
+        step = self.registration.batch
+        written: dict[int, int] = {}
         try:
-            written = self._copy(reservation, wanted, blocks, start, future)
+            for begin in range(0, len(wanted), step):
+                batch = wanted[begin : begin + step]
+                segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
+                pages = [segments.page(reservation.granted[i], self._namespace.page_size) for i in batch]
+                plan = self.registration.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
+                with future.copying() as allowed:
+                    if not allowed:
+                        break
+                    self.registration.device.copy(plan)
+                    self.registration.device.synchronise()
+                for i, page in zip(batch, pages, strict=True):
+                    if not blocks.whole(start + i):
+                        TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
+                # Of the bytes as they lie in the slots, while they are in the processor's cache.
+                written.update(zip(batch, map(page_checksum, pages), strict=True))
             if written:
                 patience = max(future.remaining(), COMMIT_SECONDS)
                 self._client.commit(reservation, list(written), patience, list(written.values()))
@@ -181,33 +197,6 @@ class Transfers:
             raise
         if len(written) < len(reservation.granted):
             self._give_back(reservation)
-        return written
-
-    def _copy(
-        self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
-    ) -> dict[int, int]:
-        """Copy blocks into the slots of the positions ``wanted``; the checksums of those that were copied in time."""
-        if not wanted:
-            return {}
-        segments = self._client.segments(reservation.epoch)
-        step = self.registration.batch
-        written: dict[int, int] = {}
-        for begin in range(0, len(wanted), step):
-            batch = wanted[begin : begin + step]
-            pages = [segments.page(reservation.granted[i], self._namespace.page_size) for i in batch]
-            if self._client.epoch != reservation.epoch:
-                raise StaleReference("the connection to the pool was lost while blocks were copied")
-            plan = self.registration.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
-            with future.copying() as allowed:
-                if not allowed:
-                    break
-                self.registration.device.copy(plan)
-                self.registration.device.synchronise()
-            for i, page in zip(batch, pages, strict=True):
-                if not blocks.whole(start + i):
-                    TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
-            # Of the bytes as they lie in the slots, while they are in the processor's cache.
-            written.update(zip(batch, map(page_checksum, pages), strict=True))
         return written
 
     def _give_back(self, reservation: Reservation) -> None:

@@ -1,1 +1,1 @@
-"""Copies between an engine's KV cache and the pool's pages: what is copied (plans), and by what (devices)."""
+"""Copies between an engine's KV cache and the pool's pages: what is copied (plans), by what (devices, lanes)."""

@@ -24,8 +24,8 @@ from ems.errors import EmsError, PoolTimeout, StaleReference
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.segments.reader import PageReader
 from ems.transfers.device import Device
+from ems.transfers.lane import Lane
 from ems.transfers.plan import ALL
-from ems.vllm.lane import Lane
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import LoadedPage, PlaneRows
 from ems.vllm.requests import Load

@@ -18,7 +18,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
-from ems.vllm.lane import Lane
+from ems.transfers.lane import Lane
 from ems.vllm.lookup_schedule import LookupAnswer, LookupJob, LookupSchedule
 from ems.vllm.planes import Plane, page_keys
 from ems.vllm.requests import NOTHING, Found

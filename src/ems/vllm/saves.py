@@ -20,8 +20,8 @@ from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.pages import Outcome
 from ems.transfers.device import Device
+from ems.transfers.lane import Lane
 from ems.transfers.plan import ALL, CopyPlan
-from ems.vllm.lane import Lane
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import PlaneRows
 from ems.vllm.requests import Save

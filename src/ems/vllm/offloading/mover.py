@@ -35,9 +35,9 @@ from ems.pool.keys import KEY_BYTES, cut
 from ems.pool.layout import unpack_refs
 from ems.pool.segments.reader import PageReader
 from ems.transfers.device import Device, DevicePair
+from ems.transfers.lane import Lane
 from ems.transfers.plan import CopyPlan
 from ems.transfers.rows import BlockRows, PageBlocks
-from ems.vllm.lane import Lane
 from ems.vllm.offloading.chunks import TRAILER_BYTES, ChunkBlocks, chunks_of, trailer, valid_from
 from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
 
