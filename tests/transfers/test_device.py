@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
+import os
 import sys
 import types
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from ems.cc_v1.registration import SegmentPins
 from ems.errors import ConfigError
+from ems.transfers import device as module
 from ems.transfers.device import CpuDevice, Device, batch_of, device_of
 from ems.transfers.plan import CopyPlan
 from ems.transfers.rows import BlockRows, PageBlocks
@@ -207,6 +210,59 @@ class TestCallsOfTheEngine:
         with caplog.at_level(logging.WARNING):
             assert batch_of("cuda") is None
         assert "piece by piece" in caplog.text
+
+
+class AscendLibrary:
+    """``libascendcl.so``: functions that take what ctypes would convert."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+        def pin(*given: object) -> int:
+            self.calls.append(given)
+            return code
+
+        def unpin(*given: object) -> None:
+            self.calls.append(given)
+
+        self.aclrtHostRegisterV2, self.aclrtHostUnregister = pin, unpin
+
+
+class TestPinningOnAscend:
+    """Where memory cannot be pinned copies are slower, and the reason is in the log."""
+
+    @pytest.fixture(autouse=True)
+    def _linux(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(release="6.6.0-72.oe2403"))
+
+    @pytest.mark.parametrize(("code", "failure"), [(0, ""), (207001, "the driver's error 207001")])
+    def test_memory_is_pinned_and_no_more(self, monkeypatch: pytest.MonkeyPatch, code: int, failure: str) -> None:
+        library = AscendLibrary(code)
+        monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+        register, unregister = module._registration_of("npu")
+        assert register(4096, 8192) == failure
+        unregister(4096)
+        assert library.calls == [(4096, 8192, 0x10000000), (4096,)]
+
+    def test_a_driver_of_before_cannot(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ctypes, "CDLL", lambda _name: types.SimpleNamespace(aclrtHostUnregister=None))
+        register, unregister = module._registration_of("npu")
+        assert "aclrtHostRegisterV2" in register(4096, 8192)
+        unregister(4096)
+
+    def test_nor_can_one_that_is_not_there(self) -> None:
+        register, _ = module._registration_of("npu")
+        assert "libascendcl.so" in register(4096, 8192)
+
+    @pytest.mark.parametrize("release", ["5.10.0-216.oe2203", "4.19.90"])
+    def test_on_an_old_linux_it_is_not_tried(self, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+        """Its manual says that this ends badly with memory that the driver has not allocated."""
+        library = AscendLibrary()
+        monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+        monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(release=release))
+        register, _ = module._registration_of("npu")
+        assert register(4096, 8192) == f"on Linux {release} drivers pin no memory but their own"
+        assert not library.calls
 
 
 def test_rows_that_are_gone_are_not_mistaken_for_new_ones() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,6 +29,9 @@ logger = logging.getLogger("ems.transfers")
 
 _PORTABLE = 1
 """Flag of ``cudaHostRegister``: pinned for all devices of the process."""
+
+_ASCEND_PINNED = 0x10000000
+"""Flag of ``aclrtHostRegisterV2``: memory that stays where it is."""
 
 Batch = Callable[[CopyPlan, bool], None]
 """Tells a driver of all copies of a plan, on the stream that is current; and whether all of its memory is pinned."""
@@ -212,20 +217,25 @@ def _registration_of(kind: str) -> tuple[Callable[[int, int], str], Callable[[in
 
 
 def _ascend_registration() -> tuple[Callable[[int, int], str], Callable[[int], object]]:
-    """The calls of the Ascend computing language, which torch_npu does not offer."""
+    """The calls of the Ascend computing language, which torch_npu does not offer; CANN 8.5 and later pin memory."""
+    release = os.uname().release
+    old = tuple(map(int, re.findall(r"\d+", release)[:2])) <= (5, 10)
+    failure = f"on Linux {release} drivers pin no memory but their own" if old else ""
     try:
         library = ctypes.CDLL("libascendcl.so")
-    except OSError as error:
+        pin, unpin = library.aclrtHostRegisterV2, library.aclrtHostUnregister
+    except (OSError, AttributeError) as error:
         failure = str(error)
+    if failure:
         return lambda _address, _size: failure, lambda _address: None
-    library.aclrtHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p]
-    library.aclrtHostUnregister.argtypes = [ctypes.c_void_p]
+    pin.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]
+    unpin.argtypes = [ctypes.c_void_p]
 
     def register(address: int, size: int) -> str:
-        code = library.aclrtHostRegister(address, size, 0, ctypes.byref(ctypes.c_void_p()))
+        code = pin(address, size, _ASCEND_PINNED)
         return f"the driver's error {code}" if code else ""
 
-    return register, library.aclrtHostUnregister
+    return register, unpin
 
 
 class PieceCopies:
