@@ -7,6 +7,7 @@ missed but never mistaken.  What cannot be served is refused by name before the 
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ _MULTIMODAL = (
     "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "language_model_only",
     "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_device_do_normalize",
 )  # fmt: skip
+
+
+_ASCEND_PRECISION = ("enable_sparse_sfa_c8", "enable_sparse_li_c8", "c8_enable_reshape_optim")
+"""Settings of vllm-ascend that change the bytes of a block."""
 
 
 class BlockModel(msgspec.Struct, frozen=True):
@@ -203,9 +208,16 @@ def engine_facts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, obj
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "cache_dtype_not_in": sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()),
         "attention_backend": str(vllm_config.attention_config.backend),
+        **{name: value for name, value in _ascend_settings(vllm_config).items() if name in _ASCEND_PRECISION and value},
         "device": _device_identity(vllm_config),
         "vllm": vllm.__version__,
     }
+
+
+def _ascend_settings(vllm_config: Any) -> dict[str, Any]:
+    """What ``--additional-config`` says, which means something to vllm-ascend alone."""
+    given = getattr(vllm_config, "additional_config", None)
+    return given if isinstance(given, dict) and vllm_config.device_config.device_type == "npu" else {}
 
 
 def model_name(vllm_config: Any) -> str:
@@ -261,6 +273,11 @@ def check_run(vllm_config: Any) -> None:
             "calculate_kv_scales is on, so equal KV bytes mean different values in two engines; "
             "start without --calculate-kv-scales"
         )
+    if _ascend_settings(vllm_config).get("enable_kv_nz"):
+        raise ConfigError(
+            "enable_kv_nz is on, so the kernels of a decode keep KV in another order than those of a prefill, but "
+            "EmsStoreConnector serves only one; start without it in --additional-config"
+        )
     model = vllm_config.model_config
     if compat.counts_references(model):
         raise ConfigError(
@@ -303,8 +320,13 @@ def _served(spec: Any, *, any_kind: bool) -> Any:
 
 
 def _is_cut(spec: Any) -> bool:
-    """Whether pages hold the state of KV heads and tokens of ``spec``, and not whole blocks of a rank."""
-    return type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+    """Whether pages hold the state of KV heads and tokens of ``spec``, and not whole blocks of a rank.
+
+    So they do of MLA as vllm-ascend has it, in tensors of its own for each part.  Where it compresses tokens a block
+    stands for more of them than its size.
+    """
+    of_ascend = type(spec).__name__ == "AscendMLAAttentionSpec" and compat.tokens_per_state(spec) == "1"
+    return of_ascend or type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 
 def _keeps_state(spec: Any) -> bool:
@@ -418,7 +440,9 @@ def _device_identity(vllm_config: Any) -> str:
     kind = str(vllm_config.device_config.device_type)
     if kind == "cpu":
         return f"cpu/{torch.backends.cpu.get_cpu_capability()}"
-    return f"{kind}/{current_platform.get_device_name()}"
+    # Kernels for NPUs come from a project of its own.
+    plugin = f"/vllm-ascend {importlib.metadata.version('vllm-ascend')}" if kind == "npu" else ""
+    return f"{kind}/{current_platform.get_device_name()}{plugin}"
 
 
 def _rope_length(model: Any) -> int:

@@ -108,7 +108,7 @@ def plane_rows(
         layers = [
             [
                 part
-                for tensor in _by_heads(kv_caches[name], num_blocks, heads, name)
+                for tensor in _by_heads(kv_caches[name], num_blocks, heads, local.portion.count, name)
                 for part in in_order(tensor, local.plane.order)
             ]
             for name, heads in zip(local.layers, local.heads, strict=True)
@@ -117,18 +117,20 @@ def plane_rows(
     return found
 
 
-def _by_heads(cache: Any, num_blocks: int, heads: int, name: str) -> list[torch.Tensor]:
-    """What a layer has, as ``[num_blocks, heads, ...]``.
+def _by_heads(cache: Any, num_blocks: int, heads: int, shards: int, name: str) -> list[torch.Tensor]:
+    """What a layer has, as ``[num_blocks, heads, ...]``, or for each of its ``shards`` what that one's heads have.
 
     On Ascend these are tensors of their own for keys and values (two parts and perhaps an indexer's with MLA), each
-    ``[num_blocks, tokens, heads, values]``; elsewhere it is one, ``[num_blocks, heads, tokens, values]``.
+    ``[num_blocks, tokens, heads, values]``; elsewhere it is one, ``[num_blocks, heads, tokens, values]``.  A page has
+    the order of the engine's memory, so that the heads of a shard are copied together.
     """
     if not isinstance(cache, (tuple, list)):
         return [_whole(cache, num_blocks, heads, name)]
-    return [
+    parts = [
         _whole(part.transpose(1, 2) if part.dim() == 4 else part, num_blocks, heads, f"{name} (part {number})")
         for number, part in enumerate(cache)
     ]
+    return [part.unflatten(1, (shards, -1)).movedim(2, -2) for part in parts]
 
 
 def _whole(tensor: torch.Tensor, num_blocks: int, heads: int, name: str) -> torch.Tensor:

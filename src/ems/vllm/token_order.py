@@ -25,9 +25,9 @@ def token_order(vllm_config: Any, spec: Any) -> TokenOrder:
     """The order that the kernels keep in blocks of ``spec``."""
     if compat.tokens_per_state(spec) != "1" or compat.kv_quant_mode(spec) not in ("none", "0"):
         return TokenOrder.BLOCK
-    if isinstance(spec, MLAAttentionSpec):
-        return TokenOrder.TOKENS
     kind = str(vllm_config.device_config.device_type)
+    if isinstance(spec, MLAAttentionSpec) and kind != "npu":
+        return TokenOrder.TOKENS
     if kind == "cpu":
         return _of_cpu(spec.dtype, spec.block_size, spec.head_size)
     return TokenOrder.TOKENS if kind == "cuda" and not current_platform.is_rocm() else TokenOrder.BLOCK
