@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import vllm
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.kit.engine import API_SERVER
@@ -22,7 +23,7 @@ from tests.kit.engine import API_SERVER
 class _Done:
     """A stream or an event of a device that has always done everything."""
 
-    def __init__(self, **_options: object) -> None: ...
+    def __init__(self, *_options: object, **_more: object) -> None: ...
 
     def record(self) -> None: ...
 
@@ -48,6 +49,12 @@ def allow() -> None:
     torch.cuda.Event = torch.cuda.Stream = _Done
     torch.cuda.current_stream = _Done
     torch.cuda.stream = nullcontext
+    if vllm.__version__.startswith("0.23."):
+        from vllm.v1.worker import cpu_model_runner
+
+        # Its own stand-ins are no streams that another could wait for.
+        cpu_model_runner._torch_cuda_wrapper = nullcontext
+        torch.Event = _Done
 
 
 # Also in the processes that vLLM starts: they import this module again, or inherit what was done here.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,16 +31,22 @@ BLOCKS, TOKENS = 8, 4
 NAME = "default/model/layout"
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.30.1", "0.32.0", "0.32.1.dev3+gabc", "dev"])
+@pytest.mark.parametrize("version", ["0.23.0", "0.28.0", "0.30.1", "0.32.0", "0.32.1.dev3+gabc", "dev"])
 def test_releases_that_are_tested_and_builds_without_a_number_pass(version: str) -> None:
     assert compat.untested_release(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.18.0", "0.33.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.22.1", "0.18.0", "0.34.0", "1.0.0"])
 def test_another_release_is_named_in_a_warning(version: str) -> None:
     warning = compat.untested_release(version)
 
-    assert warning == f"this is vLLM {version}, and EMS was tested with 0.28 to 0.32"
+    assert warning == f"this is vLLM {version}, and EMS was tested with 0.23 to 0.32"
+
+
+def test_of_a_release_that_could_only_be_read_it_is_said_so() -> None:
+    assert compat.untested_release("0.33.0") == (
+        "this is vLLM 0.33.0, whose sources EMS was compared with and fits, and EMS was tested with 0.23 to 0.32"
+    )
 
 
 def test_a_configuration_says_which_runner_computes_and_where_it_does_not_the_environment(
@@ -143,7 +153,56 @@ def test_what_a_step_under_way_may_still_write_is_not_computed() -> None:
     counts = {"num_computed_tokens": 10, "num_tokens": 9}
     assert compat.computed_tokens(SimpleNamespace(**counts, num_in_flight_tokens=0)) == 9
     assert compat.computed_tokens(SimpleNamespace(**counts, num_in_flight_tokens=3)) == 7
-    assert compat.computed_tokens(SimpleNamespace(**counts)) == 0, "an older release does not say"
+
+
+def test_a_release_that_does_not_count_tokens_in_flight_is_made_to() -> None:
+    """As vLLM 0.23, which takes its own scheduler or another project's."""
+
+    class Request:
+        def __init__(self) -> None:
+            self.num_computed_tokens, self.num_tokens = 0, 100
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.requests = {"a": Request()}
+
+        def _update_after_schedule(self, output: Any) -> None:
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                self.requests[request_id].num_computed_tokens += tokens
+
+        def update_from_output(self, output: Any, result: str) -> str:
+            return result
+
+    class AsyncScheduler(Scheduler):
+        pass
+
+    class InItsPlace(Scheduler):
+        pass
+
+    compat.count_tokens_in_flight(Request, InItsPlace)
+    compat.count_tokens_in_flight(Request, InItsPlace)
+    scheduler: Any = AsyncScheduler()
+    steps = [SimpleNamespace(num_scheduled_tokens={"a": tokens}) for tokens in (60, 1, 1)]
+    request = scheduler.requests["a"]
+    for step in steps[:2]:
+        scheduler._update_after_schedule(step)
+    assert compat.computed_tokens(request) == 0
+    assert scheduler.update_from_output(steps[0], "tokens") == "tokens"
+    assert compat.computed_tokens(request) == 60
+    scheduler._update_after_schedule(steps[2])
+    scheduler.update_from_output(steps[1], "tokens")
+    assert compat.computed_tokens(request) == 61
+    scheduler.requests.clear()
+    scheduler.update_from_output(steps[2], "tokens")
+
+
+def test_a_release_that_counts_tokens_in_flight_is_left_alone() -> None:
+    class Request:
+        def __init__(self) -> None:
+            self.num_in_flight_tokens = 0
+
+    compat.count_tokens_in_flight(Request, None)
+    assert not hasattr(Request, "num_in_flight_tokens")
 
 
 def test_a_spec_of_an_older_release_means_the_same() -> None:
@@ -208,3 +267,16 @@ def test_a_step_that_computes_nothing_saves_what_a_request_left(worker: WorkerSi
     wait_for(told, "the engine hears that it may have the blocks")
     assert saved == {1: 1}
     wait_for(lambda: node.counters["pages_committed"] == 2, "the blocks are stored")
+
+
+def test_memory_below_the_offloading_connector_needs_a_release_that_has_its_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.endswith("offload.config") else find(name)
+    )
+    for name in [name for name in sys.modules if name.startswith("ems.vllm.offloading")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match=r"^EmsOffloadingSpec needs vLLM 0.32, .*; name EmsStoreConnector instead$"):
+        importlib.import_module("ems.vllm.offloading")

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from ems.vllm import plugin
+from ems.vllm import hooks, plugin
 from ems.vllm.hooks import follow_engine
 from tests.kit.tiny_model import make_model
 
@@ -166,6 +166,10 @@ class Told:
         self.heard.append(paused)
 
 
+NAMES_WEIGHTS = hasattr(EngineCore, "set_weight_version")
+"""Not in vLLM 0.23."""
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "below the multi connector"])
 def test_a_connector_hears_of_pauses_and_of_what_the_weights_are_called(beside: bool) -> None:
     follow_engine()
@@ -173,16 +177,34 @@ def test_a_connector_hears_of_pauses_and_of_what_the_weights_are_called(beside: 
     ours = Told()
     connector: Any = SimpleNamespace(_connectors=[object(), ours]) if beside else ours
     engine: Any = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
-    EngineCore.set_weight_version(engine, "run/1")
     for state in (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL, PauseState.UNPAUSED):
         Scheduler.set_pause_state(engine.scheduler, state)
-    assert ours.heard == ["run/1", True, True, False]
-    assert engine._weight_version == "run/1"
+    assert ours.heard == [True, True, False]
     assert engine.scheduler._pause_state is PauseState.UNPAUSED
+    if NAMES_WEIGHTS:
+        EngineCore.set_weight_version(engine, "run/1")
+        assert ours.heard.pop() == engine._weight_version == "run/1"
 
 
 def test_an_engine_without_a_connector_is_left_alone() -> None:
     follow_engine()
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(connector=None))
-    EngineCore.set_weight_version(engine, "run/1")
-    assert engine._weight_version == "run/1"
+    scheduler: Any = SimpleNamespace(connector=None)
+    Scheduler.set_pause_state(scheduler, PauseState.PAUSED_NEW)
+    assert scheduler._pause_state is PauseState.PAUSED_NEW
+
+
+def test_what_a_release_does_not_have_is_said_and_the_rest_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM 0.23 has no name for weights, and pauses all the same."""
+    caplog.set_level(logging.INFO, "vllm.ems")
+
+    class Engine:
+        connector = Told()
+
+        def pause(self, given: str) -> str:
+            return given.upper()
+
+    for method in ("declare", "pause"):
+        hooks._tell(Engine, method, lambda connector, given: connector.heard.append(given))
+    assert Engine().pause("now") == "NOW"
+    assert Engine.connector.heard == ["now"]
+    assert caplog.messages == ["EMS does not hear of declare, which this release of vLLM does not have"]

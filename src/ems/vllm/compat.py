@@ -6,6 +6,7 @@ carries, because forks keep numbers of their own; and what it lacks is either re
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 
 from ems.errors import ConfigError
 
-OLDEST, NEWEST = (0, 28), (0, 32)
+OLDEST, NEWEST = (0, 23), (0, 32)
 """The releases that EMS is tested with, both included."""
+READ = (0, 33)
+"""The release after them: EMS was compared with its sources, and nobody could run it where EMS is tested."""
 
 
 @dataclass
@@ -48,7 +51,9 @@ def untested_release(version: str = vllm.__version__) -> str | None:
     if numbers is None or OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return None
     first, last = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-    return f"this is vLLM {version}, and EMS was tested with {first} to {last}"
+    read = (int(numbers[1]), int(numbers[2])) == READ
+    fits = ", whose sources EMS was compared with and fits" if read else ""
+    return f"this is vLLM {version}{fits}, and EMS was tested with {first} to {last}"
 
 
 def runs_on_v2(vllm_config: Any) -> bool:
@@ -135,9 +140,36 @@ def around_free_blocks(block_pool: Any, none_free: Callable[[], bool]) -> None:
 
 
 def computed_tokens(request: Any) -> int:
-    """Leading tokens of ``request`` whose state no step under way writes any more; 0 where the release does not say."""
-    in_flight = getattr(request, "num_in_flight_tokens", None)
-    return 0 if in_flight is None else max(min(request.num_computed_tokens - in_flight, request.num_tokens), 0)
+    """Leading tokens of ``request`` whose state no step under way writes any more."""
+    return max(min(int(request.num_computed_tokens - request.num_in_flight_tokens), int(request.num_tokens)), 0)
+
+
+def count_tokens_in_flight(request: Any, scheduler: Any) -> None:
+    """Let these classes of the engine count the tokens that steps under way compute; before 0.27 they do not.
+
+    A scheduler that ends its steps otherwise (vllm-ascend's for recomputation) only ever counts more of them.
+    """
+    if hasattr(request, "num_in_flight_tokens") or "num_in_flight_tokens" in request.__init__.__code__.co_names:
+        return
+    request.num_in_flight_tokens = 0
+    # Other projects put a scheduler of theirs in the place of vLLM's.
+    kind = next(kind for kind in reversed(scheduler.__mro__) if "_update_after_schedule" in vars(kind))
+    begun, ended = kind._update_after_schedule, kind.update_from_output  # noqa: SLF001 - no public place
+
+    @functools.wraps(begun)
+    def update_after_schedule(self: Any, output: Any) -> None:
+        begun(self, output)
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            self.requests[request_id].num_in_flight_tokens += tokens
+
+    @functools.wraps(ended)
+    def update_from_output(self: Any, output: Any, *results: Any) -> Any:
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if request_id in self.requests:
+                self.requests[request_id].num_in_flight_tokens -= tokens
+        return ended(self, output, *results)
+
+    kind._update_after_schedule, kind.update_from_output = update_after_schedule, update_from_output  # noqa: SLF001
 
 
 # -------------------------------------------------------------------------------------------------------- KV events

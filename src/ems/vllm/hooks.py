@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -141,39 +142,34 @@ def follow_engine() -> None:
     """Tell connectors what vLLM tells only its engine: pauses, names of weights, adapters that it has read."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    from ems.vllm.compat import count_tokens_in_flight
 
     if _INSTALLED in vars(EngineCore):
         return
-    try:
-        set_version, set_pause = EngineCore.set_weight_version, Scheduler.set_pause_state
-        add_lora = EngineCore.add_lora
-    except AttributeError as error:
-        logger.info("EMS does not hear of pauses and weights versions of this release of vLLM: %s", error)
+    setattr(EngineCore, _INSTALLED, True)
+    count_tokens_in_flight(Request, Scheduler)
+    _tell(EngineCore, "set_weight_version", lambda connector, version: connector.weights_declared(version))
+    _tell(Scheduler, "set_pause_state", lambda connector, state: connector.paused(paused=state.name != "UNPAUSED"))
+    _tell(EngineCore, "add_lora", lambda connector, lora: connector.adapter_loaded(lora))
+
+
+def _tell(kind: type, method: str, tell: Callable[[Any, Any], None]) -> None:
+    """After ``method`` of ``kind``, an engine or its scheduler, ``tell`` our connectors what it was called with."""
+    original = getattr(kind, method, None)
+    if original is None:
+        logger.info("EMS does not hear of %s, which this release of vLLM does not have", method)
         return
 
-    @functools.wraps(set_version)
-    def set_weight_version(self: Any, weight_version: str) -> None:
-        set_version(self, weight_version)
-        for connector in _ours(getattr(self.scheduler, "connector", None)):
-            connector.weights_declared(weight_version)
+    @functools.wraps(original)
+    def followed(self: Any, given: Any) -> Any:
+        outcome = original(self, given)
+        for connector in _ours(getattr(getattr(self, "scheduler", self), "connector", None)):
+            tell(connector, given)
+        return outcome
 
-    @functools.wraps(set_pause)
-    def set_pause_state(self: Any, pause_state: Any) -> None:
-        set_pause(self, pause_state)
-        for connector in _ours(self.connector):
-            connector.paused(paused=pause_state.name != "UNPAUSED")
-
-    @functools.wraps(add_lora)
-    def add_adapter(self: Any, lora_request: Any) -> bool:
-        added = bool(add_lora(self, lora_request))
-        for connector in _ours(getattr(self.scheduler, "connector", None)):
-            connector.adapter_loaded(lora_request)
-        return added
-
-    EngineCore.set_weight_version = set_weight_version
-    EngineCore.add_lora = add_adapter
-    Scheduler.set_pause_state = set_pause_state
-    setattr(EngineCore, _INSTALLED, True)
+    setattr(kind, method, followed)
 
 
 def _ours(connector: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from logging import Logger
 from typing import Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ems.errors import EmsError, PoolRefused
@@ -26,6 +26,8 @@ from ems.vllm.model import BlockModel
 from ems.vllm.planes import page_keys
 from ems.vllm.requests import Found, Save
 
+MEDIUM_CPU = "CPU"
+"""What vLLM calls a host's memory in events; vLLM 0.23 has no constant for it."""
 POLL_SECONDS = 0.25
 """How often the node is asked."""
 REFUSED_SECONDS = 10.0

@@ -4,6 +4,17 @@ vLLM decides which blocks to store and to load and keeps the order of copies; EM
 and checked.
 """
 
+from importlib.util import find_spec
+
+import vllm
+
+from ems.errors import ConfigError
+
+if find_spec("vllm.v1.kv_offload.config") is None:
+    raise ConfigError(
+        f"EmsOffloadingSpec needs vLLM 0.32, and this is {vllm.__version__}; name EmsStoreConnector instead"
+    )
+
 from ems.vllm.offloading.spec import EmsOffloadingSpec
 
 __all__ = ["EmsOffloadingSpec"]
