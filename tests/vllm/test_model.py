@@ -199,6 +199,7 @@ def test_cascade_attention_is_refused_where_the_engine_counts_references(
     """Until 0.31 it takes a block with as many references as requests for one that they share."""
     config = make_config(folder)
     config.model_config.disable_cascade_attn = False
+    monkeypatch.delattr(FullAttentionManager, "get_num_common_prefix_blocks", raising=False)
     assert describe(config, make_groups(make_spec()), SETTINGS).planes
     monkeypatch.setattr(FullAttentionManager, "get_num_common_prefix_blocks", lambda _: 0, raising=False)
     with pytest.raises(ConfigError, match="--no-disable-cascade-attn"):
