@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.movement import pre_eviction as module
-from ems.pool.movement.pre_eviction import PreEvictionWalk
+from ems.pool.movement import write_back as module
+from ems.pool.movement.write_back import PreEvictionWalk
 from ems.pool.pages import Page
 
 

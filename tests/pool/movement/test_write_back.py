@@ -119,7 +119,9 @@ class Queue(RuleBasedStateMachine):
 
     @rule()
     def let_go(self) -> None:
-        for unit in self.write_back.let_go():
+        units = self.write_back.give_back_all()
+        self.write_back.ended(units)
+        for unit in units:
             for one in unit.keys:
                 assert self.held.pop((unit.namespace, one)) == "waits"
         assert "waits" not in self.held.values()

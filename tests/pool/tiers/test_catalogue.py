@@ -175,20 +175,19 @@ def test_what_was_written_down_says_what_was_known_and_what_is_damaged_nothing()
     catalogue.add("1", 10, head(["a", "b"]), 5.0)
     raw = b"".join(encode_packs(catalogue))
     found = decode_packs(raw)
-    assert found is not None
     assert list(found) == ["1"]
     size, used_at, kept = found["1"]
     assert (size, used_at) == (10, 5.0)
     assert parse_head(kept, named(), KEYS).records["key"].tolist() == [key("a"), key("b")]
     for place in range(0, len(raw), 7):
         damaged = decode_packs(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
-        for *_, one in (damaged or {}).values():
+        for *_, one in damaged.values():
             with suppress(Malformed):
                 parse_head(one, named(), KEYS)
                 assert one == kept
-    assert decode_packs(raw[:-1]) is None
-    assert decode_packs(raw.replace(b"\xa11", b"\xa1\xb0", 1)) is None, "no text"
-    assert decode_packs(b"") is None
+    assert decode_packs(raw[:-1]) == {}
+    assert decode_packs(raw.replace(b"\xa11", b"\xa1\xb0", 1)) == {}, "no text"
+    assert decode_packs(b"") == {}
 
 
 class Packs(RuleBasedStateMachine):

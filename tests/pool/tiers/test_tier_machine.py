@@ -190,7 +190,9 @@ class Histories(RuleBasedStateMachine):
         before = dict(self.place.contents)
         for name in sorted(before):
             if name.endswith(".pack"):
-                mend(self.faults, name, self.keys, Quarantine(self.faults, self.limit), dry_run=dry_run)
+                mend(
+                    self.faults, self.faults.put, name, self.keys, Quarantine(self.faults, self.limit), dry_run=dry_run
+                )
         assert not dry_run or self.place.contents == before
 
     @invariant()

@@ -56,20 +56,19 @@ class Promotions:
         self._batch = batch
         self._wants: OrderedDict[tuple[int, bytes], _Want] = OrderedDict()
         """By namespace and first key; in the order in which they came."""
-        self._waiting: dict[int, int] = {}
+        self._waiting: Counter[int] = Counter()
         """Bytes that wait, by tier."""
         self._wanted: Counter[str] = Counter()
         """Keys that wait, by tenant."""
         self.under_way = 0
         """Bytes that were handed out and have not ended."""
-        self.given_up = 0
-        """Wants that waited too long or found the queue full."""
 
     def __len__(self) -> int:
         return len(self._wants)
 
     def waiting(self, tier: int) -> int:
-        return self._waiting.get(tier, 0)
+        """Bytes that wait to be fetched from ``tier``."""
+        return self._waiting[tier]
 
     def ask(
         self,
@@ -88,7 +87,6 @@ class Promotions:
         more = len(keys) - len(want.keys) if want is not None else len(keys)
         if want is None:
             if len(self._wants) >= MAX_WANTS or self._too_many(tenant, more):
-                self.given_up += 1
                 return False
             want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tenant, now, urgent)
             self._count(want, more)
@@ -103,41 +101,35 @@ class Promotions:
         return self._wanted[tenant] + more > MAX_WANTED_TENANT or self._wanted.total() + more > MAX_WANTED
 
     def _count(self, want: _Want, keys: int) -> None:
-        self._waiting[want.tier] = self._waiting.get(want.tier, 0) + keys * want.page_size
+        self._waiting[want.tier] += keys * want.page_size
         self._wanted[want.tenant] += keys
         if not self._wanted[want.tenant]:
             del self._wanted[want.tenant]
 
     def next(self, now: float) -> Portion | None:
         """The next portion, which is under way from now on; None while nothing waits or enough is under way."""
-        self._give_up_old(now)
+        self._drop([name for name, want in self._wants.items() if now - want.at >= PATIENCE])
         if not self._wants:
             return None
         name = next((name for name, want in self._wants.items() if want.urgent), next(iter(self._wants)))
         want = self._wants[name]
-        room = self._limit - self.under_way
-        count = min(max(self._batch // want.page_size, 1), room // want.page_size, len(want.keys))
-        if count <= 0:
-            if self.under_way:
-                return None
-            count = 1
+        room = (self._limit - self.under_way) // want.page_size
+        if room <= 0 and self.under_way:
+            return None
+        count = min(max(self._batch // want.page_size, 1), max(room, 1), len(want.keys))
         keys = tuple(want.keys.popleft() for _ in range(count))
         size = count * want.page_size
         portion = Portion(want.tier, want.namespace, want.parent, keys, size)
         self._count(want, -count)
         self.under_way += size
         del self._wants[name]
-        if not want.keys:
-            return portion
-        rest = (want.namespace, want.keys[0])
-        if rest in self._wants:
-            # Somebody asked for the rest by itself.
-            self._count(want, -len(want.keys))
-            return portion
-        # At its old place: a request is served best when its blocks come together.
-        want.parent = keys[-1]
-        self._wants[rest] = want
-        self._wants.move_to_end(rest, last=False)
+        if want.keys and (want.namespace, want.keys[0]) in self._wants:
+            self._count(want, -len(want.keys))  # somebody asked for the rest by itself
+        elif want.keys:
+            # At its old place: a request is served best when its blocks come together.
+            want.parent, rest = keys[-1], (want.namespace, want.keys[0])
+            self._wants[rest] = want
+            self._wants.move_to_end(rest, last=False)
         return portion
 
     def ended(self, portion: Portion) -> None:
@@ -145,12 +137,8 @@ class Promotions:
 
     def no_room(self, portion: Portion) -> None:
         """Memory had no room for ``portion``: what comes behind it is of no use either."""
-        follows = [
-            name
-            for name, want in self._wants.items()
-            if want.namespace == portion.namespace and want.parent == portion.keys[-1]
-        ]
-        self._drop(follows)
+        behind = (portion.namespace, portion.keys[-1])
+        self._drop([name for name, want in self._wants.items() if (want.namespace, want.parent) == behind])
 
     def cut(self, tier: int) -> None:
         self._drop([name for name, want in self._wants.items() if want.tier == tier])
@@ -160,11 +148,6 @@ class Promotions:
 
     def forget(self, namespace: int) -> None:
         self._drop([name for name in self._wants if name[0] == namespace])
-
-    def _give_up_old(self, now: float) -> None:
-        old = [name for name, want in self._wants.items() if now - want.at >= PATIENCE]
-        self.given_up += len(old)
-        self._drop(old)
 
     def _drop(self, names: Sequence[tuple[int, bytes]]) -> None:
         for name in names:

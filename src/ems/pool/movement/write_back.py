@@ -1,4 +1,4 @@
-"""What waits to be written to a tier: a queue with an end, cut into batches of one namespace.
+"""What is written to a tier: a queue with an end, cut into batches of one namespace, and what is offered once more.
 
 A brain.  What is queued is pinned in memory by a lease until it is written or let go.  When the queue is full, what
 comes is not taken.  It is not held up instead, because saves and evictions must never wait for a disk: a page that was
@@ -8,13 +8,17 @@ the bytes that wait or are being written are never more than the queue's limit.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ems.pool.pages import Page
+
 LINGER = 0.1
 """Seconds that a page waits for others to be written with it."""
+MOST_REFUSED = 65_536
+"""Refusals that are remembered; when more come, the oldest are tried again."""
 
 
 class Unit(msgspec.Struct, frozen=True, eq=False):
@@ -36,18 +40,13 @@ class WriteBackQueue:
         self._waiting: OrderedDict[int, list[Unit]] = OrderedDict()
         """By namespace; that whose turn is next first."""
         self._known: set[tuple[int, bytes]] = set()
-        self._size = 0
-        self._waiting_bytes: dict[int, int] = {}
+        self.size = 0
+        """Bytes that wait or are being written."""
         self.dropped = 0
         """Pages that were not taken because the queue was full."""
 
-    @property
-    def size(self) -> int:
-        """Bytes that wait or are being written."""
-        return self._size
-
     def room(self, page_size: int) -> int:
-        return max((self._limit - self._size) // page_size, 0)
+        return max((self._limit - self.size) // page_size, 0)
 
     def portions(self, namespace: int, keys: Sequence[bytes], page_size: int) -> list[list[bytes]]:
         """Those of ``keys`` that are new, as far as there is room, in portions of at most a batch."""
@@ -61,51 +60,70 @@ class WriteBackQueue:
     def add(self, unit: Unit) -> None:
         """Queue one portion, whose pages are pinned."""
         self._waiting.setdefault(unit.namespace, []).append(unit)
-        self._waiting_bytes[unit.namespace] = self._waiting_bytes.get(unit.namespace, 0) + unit.size
         self._known.update((unit.namespace, key) for key in unit.keys)
-        self._size += unit.size
+        self.size += unit.size
 
     def take(self, now: float, *, hurry: bool = False) -> list[Unit]:
         """The next batch, empty when nothing is ready; with ``hurry`` whatever waits is."""
         for namespace, units in self._waiting.items():
-            ready = self._waiting_bytes[namespace] >= self._batch or not 0 <= now - units[0].at < LINGER
-            if ready or hurry:
+            waited = not 0 <= now - units[0].at < LINGER
+            if hurry or waited or sum(unit.size for unit in units) >= self._batch:
                 return self._taken(namespace, units)
         return []
 
     def _taken(self, namespace: int, units: list[Unit]) -> list[Unit]:
-        taken: list[Unit] = []
-        size = 0
-        for unit in units:
-            if taken and size + unit.size > self._batch:
-                break
-            taken.append(unit)
-            size += unit.size
-        left = units[len(taken) :]
+        count, size = 1, units[0].size
+        while count < len(units) and size + units[count].size <= self._batch:
+            size += units[count].size
+            count += 1
         del self._waiting[namespace]
-        self._waiting_bytes[namespace] -= size
-        if left:
+        if units[count:]:
             # Behind the other namespaces, which wait for their turn.
-            self._waiting[namespace] = left
-        else:
-            del self._waiting_bytes[namespace]
-        return taken
+            self._waiting[namespace] = units[count:]
+        return units[:count]
 
     def ended(self, units: Sequence[Unit]) -> None:
         """A batch was written, or could not be."""
         for unit in units:
             self._known.difference_update((unit.namespace, key) for key in unit.keys)
-            self._size -= unit.size
-
-    def let_go(self) -> list[Unit]:
-        """Take back all that waits: the tier was cut out."""
-        units = [unit for waiting in self._waiting.values() for unit in waiting]
-        self._waiting.clear()
-        self._waiting_bytes.clear()
-        self.ended(units)
-        return units
+            self.size -= unit.size
 
     def give_back(self, namespace: int) -> list[Unit]:
         """Take back what waits of ``namespace``, which is not to be written after all; it counts until it ``ended``."""
-        self._waiting_bytes.pop(namespace, None)
         return self._waiting.pop(namespace, [])
+
+    def give_back_all(self) -> list[Unit]:
+        """Take back all that waits."""
+        return [unit for namespace in list(self._waiting) for unit in self.give_back(namespace)]
+
+
+class PreEvictionWalk:
+    """Which pages a tier is offered before they leave memory: all that would leave soon, a few at a time, in turn.
+
+    Looking only at whoever is first would not do: those stay first while the tier has them already, and one pass of
+    eviction takes thousands that stood behind.  What always holds: while an order stands, every page of it comes before
+    any comes twice; what the tier would not take does not come again; each call costs what it may look at, and one walk
+    in so many the length of the order.
+    """
+
+    def __init__(self) -> None:
+        self._walks: dict[int, deque[Page]] = {}
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        """Where the pages lie that the tier would not take; another page of that key lies elsewhere."""
+
+    def next(self, namespace: int, order: Iterable[Page], most: int) -> list[Page]:
+        """Look at the next ``most`` pages and return those to be offered, some of which may have left meanwhile.
+
+        ``order`` are the pages that would leave soon, the first first; it is read only when a walk begins anew.
+        """
+        walk = self._walks.get(namespace)
+        if not walk:
+            walk = self._walks[namespace] = deque(order)
+        looked = [walk.popleft() for _ in range(min(most, len(walk)))]
+        return [page for page in looked if page.present and page.ref not in self._refused]
+
+    def refused(self, refs: Iterable[bytes]) -> None:
+        """The tier would not take the pages that lie at ``refs``."""
+        self._refused.update(dict.fromkeys(refs))
+        while len(self._refused) > MOST_REFUSED:
+            self._refused.popitem(last=False)

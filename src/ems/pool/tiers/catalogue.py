@@ -287,15 +287,15 @@ def encode_packs(packs: Iterable[Pack]) -> list[bytes]:
     return [CATALOGUE_MAGIC, msgspec.msgpack.encode(kept)]
 
 
-def decode_packs(raw: bytes) -> dict[str, tuple[int, float, bytes]] | None:
-    """Size, last use and head of each pack by name; None when ``raw`` is damaged or something else.
+def decode_packs(raw: bytes) -> dict[str, tuple[int, float, bytes]]:
+    """Size, last use and head of each pack by name; none when ``raw`` is damaged or something else.
 
     The heads prove themselves, or not, as those of packs do.
     """
     if not raw.startswith(CATALOGUE_MAGIC):
-        return None
+        return {}
     try:
         kept = msgspec.msgpack.decode(memoryview(raw)[len(CATALOGUE_MAGIC) :], type=list[tuple[str, int, float, bytes]])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return {}
     return {name: (size, used_at, head) for name, size, used_at, head in kept}

@@ -56,12 +56,11 @@ class FolderBlobs:
             replace_file(self._path(name), new, parts, sync=self._sync)
 
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
-        try:
-            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise Gone(name) from error
-        except OSError as error:
-            raise TierFailed(f"cannot open {name}: {error.strerror or error}") from error
+        with _told(f"cannot open {name}"):
+            try:
+                descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise Gone(name) from error
         done = 0
         with _told(f"cannot read {name}"), os.fdopen(descriptor, "rb", buffering=0) as file:
             if _distrust(os.fstat(descriptor)):
@@ -103,14 +102,12 @@ class FolderBlobs:
                 continue
 
     def move(self, name: str, new: str) -> None:
-        try:
-            with _told(f"cannot move {name}"):
-                self._path(new).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _told(f"cannot move {name}"):
+            self._path(new).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
                 self._path(name).rename(self._path(new))
-        except TierFailed as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            except FileNotFoundError as error:
                 raise Gone(name) from error
-            raise
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:

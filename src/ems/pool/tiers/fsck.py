@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from ems.errors import ConfigError
-from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
-from ems.pool.tiers.catalogue import CATALOGUE, CATALOGUE_MAGIC, decode_packs
+from ems.pool.tiers.blobs import Blob
+from ems.pool.tiers.catalogue import CATALOGUE
 from ems.pool.tiers.opening import open_blobs, open_keys
 from ems.pool.tiers.pack_format import PACK_NAME
 from ems.pool.tiers.pack_store import PROBE_BYTES, PROBE_NAME, UNFINISHED_SECONDS
@@ -68,16 +68,13 @@ def check(config: TierConfig, now: float, *, dry_run: bool, progress: Callable[[
         if blob.refused:
             report.findings.append(Finding(blob.name, "not_believed", blob.refused))
         elif PACK_NAME.fullmatch(blob.name) and blob.size:
-            finding = mend(place, blob.name, keys, quarantine, dry_run=dry_run)
+            finding = mend(place, place.put, blob.name, keys, quarantine, dry_run=dry_run)
             report.packs += 1
             report.pages += finding.good_pages
             report.bytes += blob.size
             report.unchecked += finding.kind == "unchecked"
             report.findings += [finding] if finding.reason else []
             progress(report.packs)
-        elif blob.name == CATALOGUE and _is_damaged_catalogue(place):
-            report.findings.append(Finding(CATALOGUE, "damaged" if dry_run else "mended", "it is damaged"))
-            leftovers.append(blob.name)
         elif _is_leftover(blob):
             if now - blob.modified >= UNFINISHED_SECONDS:
                 report.leftovers += 1
@@ -96,11 +93,3 @@ def _is_leftover(blob: Blob) -> bool:
     """Whether it is a probe, or a pack that got its name but no bytes before the host went down."""
     probe = PROBE_NAME.fullmatch(blob.name) is not None and blob.size == PROBE_BYTES
     return probe or (PACK_NAME.fullmatch(blob.name) is not None and not blob.size)
-
-
-def _is_damaged_catalogue(place: Blobs) -> bool:
-    try:
-        raw = read_whole(place, CATALOGUE)
-    except Gone:
-        return False
-    return raw.startswith(CATALOGUE_MAGIC) and decode_packs(raw) is None

@@ -49,10 +49,8 @@ RUNS = 64
 """Changes from one tier to another that one lookup follows."""
 CLEANED = 256
 """Pages that are looked at in one go because they would leave memory soon."""
-CLEAN_SECONDS = 0.05
-"""How often that is done at least while there is something to do."""
 CLEAN_PAGES = 16
-"""Saved pages after which it is done in any case."""
+"""Saved pages after which that is done without waiting for the next tick."""
 CLEANED_FOR = 64
 """Saved pages for which it is done once: what would leave is walked through faster than it can leave."""
 REFUSED = frozenset({Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
@@ -98,7 +96,6 @@ class TierManager:
         """The owner that stands for what is being written to tiers; those of pages being fetched follow."""
         self._timer: asyncio.TimerHandle | None = None
         self._pumping = False
-        self._next_clean = 0.0
         self._saved = 0
         """Pages that were saved since what would leave memory was looked at."""
         self._crowded: dict[int, float] = {}
@@ -213,6 +210,7 @@ class TierManager:
             for job in state.hung(now):
                 self._hangs(state, job, now)
             state.keep(now)
+        self._clean()
         self._pump()
 
     def _pump_soon(self) -> None:
@@ -225,7 +223,8 @@ class TierManager:
         if self._closed:
             return
         now = self._clock()
-        self._clean(now)
+        if self._saved >= CLEAN_PAGES:
+            self._clean()
         while (portion := self._promotions.next(now)) is not None:
             self._fetch(portion)
         for state in self.states:
@@ -250,9 +249,6 @@ class TierManager:
 
     def _fetch(self, portion: Portion) -> None:
         state = self.states[portion.tier]
-        if not state.reading.open:
-            self._promotions.ended(portion)
-            return
         core, client_id, keys = self._host.core, next(self._client_ids), list(portion.keys)
         name, size = core.named(portion.namespace)
         try:
@@ -347,11 +343,8 @@ class TierManager:
             if held:
                 state.write_back.add(Unit(namespace, lease, tuple(page.key for page in held), len(held) * size, now))
 
-    def _clean(self, now: float) -> None:
+    def _clean(self) -> None:
         """Offer what would leave memory soon and is in no tier yet."""
-        if now < self._next_clean and self._saved < CLEAN_PAGES:
-            return
-        self._next_clean = now + CLEAN_SECONDS
         self._saved = max(self._saved - CLEANED_FOR, 0)
         core = self._host.core
         for state in self.states:
@@ -403,8 +396,7 @@ class TierManager:
 
     def _cut_writing(self, state: TierState, reason: str, now: float) -> None:
         state.cut(state.writing, reason, now)
-        for unit in state.write_back.let_go():
-            self._host.core.reading.release(self._writer, unit.lease)
+        self._let_go(state, state.write_back.give_back_all())
 
     # For an administrator, to whom tiers have numbers, from the top
 

@@ -55,15 +55,7 @@ class BucketBlobs:
                     "timeout": timedelta(seconds=config.timeout),
                     "connect_timeout": timedelta(seconds=min(CONNECT_SECONDS, config.timeout)),
                 },
-                retry_config={
-                    "max_retries": RETRIES,
-                    "retry_timeout": timedelta(seconds=config.timeout),
-                    "backoff": {
-                        "init_backoff": timedelta(milliseconds=50),
-                        "max_backoff": timedelta(seconds=1),
-                        "base": 2,
-                    },
-                },
+                retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=config.timeout)},
                 **settings,
             )
         except (BaseError, ValueError, TypeError) as error:

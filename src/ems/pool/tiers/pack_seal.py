@@ -65,7 +65,6 @@ class PackSeal:
     def __init__(self, key: bytes, salt: bytes, encrypts: bool) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        self._key = key
         self._aead = AESGCM(key)
         self.salt = salt
         self.encrypts = encrypts
@@ -89,16 +88,11 @@ class PackSeal:
         if not self.encrypts:
             return stored if hmac.compare_digest(self._tag(stored, nonce, names), tag) else None
         from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-        decryptor = Cipher(algorithms.AES(self._key), modes.GCM(nonce, tag)).decryptor()
-        decryptor.authenticate_additional_data(names)
-        data = decryptor.update(stored)
         try:
-            decryptor.finalize()
+            return self._aead.decrypt(nonce, b"".join((stored, tag)), names)
         except InvalidTag:
             return None
-        return data
 
 
 def read_keys(path: Path, *, encrypts: bool) -> SealKeys:

@@ -82,9 +82,7 @@ class PackStore:
         self._leaving: set[str] = set()
         """Packs that an administrator cleared and that are still to be removed: they are not learned again."""
         self.scanned = False
-        """Whether all was seen once."""
-        self._unread = 0
-        """Packs that were seen and not yet learned."""
+        """Whether all that is there was learned of in the last look."""
         self.name = name
         self._limit = limit
         self._ttl = ttl
@@ -260,9 +258,9 @@ class PackStore:
                 self._catalogue.remove(name)
         self._quarantine.know(aside)
         self._warn()
-        self._unread = unread
-        if not unread and not self.scanned:
-            self.scanned, self._last_seen = True, {}
+        self.scanned = not unread
+        if self.scanned:
+            self._last_seen = {}
             if not self._limit and (free := self._blobs.room()) is not None:
                 self._limit = self._catalogue.bytes + free // DEFAULT_PART
 
@@ -328,7 +326,7 @@ class PackStore:
         for name in sorted(self._suspects):
             self._suspects.discard(name)
             if name not in self._leaving:
-                finding = mend(self._blobs, name, self._keys, self._quarantine, put=self._put)
+                finding = mend(self._blobs, self._put, name, self._keys, self._quarantine)
                 self._forget(name)
                 if finding.kind == "mended":
                     _log.warning("a damaged pack was set aside", tier=self.name, pack=name, reason=finding.reason)
@@ -337,7 +335,7 @@ class PackStore:
 
     def _read_snapshot(self) -> dict[str, tuple[int, float, bytes]]:
         try:
-            return decode_packs(read_whole(self._blobs, CATALOGUE)) or {}
+            return decode_packs(read_whole(self._blobs, CATALOGUE))
         except (Gone, TierFailed):
             return {}
 

@@ -195,7 +195,7 @@ class PackTier(PackStore):
         """
         if dry_run:
             return self._count(request)
-        if self._unread or not self.scanned:
+        if not self.scanned:
             self._look()
         self._snapshot_soon()
         until = self._clock() + FORGET_SECONDS
@@ -210,7 +210,7 @@ class PackTier(PackStore):
                 break
         self._remove_forgotten(until)
         pages, size = (sum(column) for column in zip((0, 0), *gone, strict=True))
-        more = bool(parts or self._leaving or self._unread)
+        more = bool(parts or self._leaving or not self.scanned)
         return ForgetResult(pages, size, more=more, left=self._left_alone_of(request.namespace))
 
     def _count(self, request: ForgetRequest) -> ForgetResult:

@@ -120,17 +120,9 @@ def inspect(raw: bytes, name: str, keys: SealKeys | None) -> tuple[Head, list[in
 
 
 def mend(
-    blobs: Blobs,
-    name: str,
-    keys: SealKeys | None,
-    quarantine: Quarantine,
-    *,
-    dry_run: bool = False,
-    put: Put | None = None,
+    blobs: Blobs, put: Put, name: str, keys: SealKeys | None, quarantine: Quarantine, *, dry_run: bool = False
 ) -> Finding:
-    """Look at the pack ``name``; if it is damaged, put its good pages into a new one and set it aside.
-
-    ``put`` writes the new one, where that takes more than ``blobs`` do on their own.
+    """Look at the pack ``name``; if it is damaged, ``put`` its good pages into a new one and set it aside.
 
     Raises:
         TierFailed: the place does not work.
@@ -151,7 +143,7 @@ def mend(
         return Finding(name, "damaged", reason, *pages)
     if good:
         fresh, parts, _ = with_only(head, good, raw)
-        (put or blobs.put)(fresh, parts)
+        put(fresh, parts)
     with suppress(Gone):  # room was made for the new one
         quarantine.take(Blob(name, len(raw), 0.0))
     return Finding(name, "mended", reason, *pages)

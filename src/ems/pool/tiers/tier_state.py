@@ -16,10 +16,9 @@ import structlog
 
 from ems.errors import TierFailed
 from ems.pool.movement.gate import Gate
-from ems.pool.movement.pre_eviction import PreEvictionWalk
 from ems.pool.movement.promotion import Portion
 from ems.pool.movement.speed import TierSpeed
-from ems.pool.movement.write_back import Unit, WriteBackQueue
+from ems.pool.movement.write_back import PreEvictionWalk, Unit, WriteBackQueue
 from ems.pool.tiers.answers import ForgetResult
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
