@@ -13,7 +13,6 @@ from ems.pool.reasons.words import Reason
 from ems.vllm.lookup_schedule import PARTS, LookupAnswer, LookupJob, LookupSchedule
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING, Found
-from ems.vllm.search import Prompt
 from tests.vllm.stepped_node import ENGINE, SteppedNode
 
 BLOCK = 4
@@ -36,7 +35,7 @@ class Engine(LookupSchedule):
 
     def __init__(self, node: SteppedNode, token_seconds: float = 0.0) -> None:
         client = cast("PoolClient", cast("Any", node))
-        super().__init__(client, [Plane("n")], BLOCK, call_timeout=1.0, handoff_timeout=2.0, tier_timeout=0.8)
+        super().__init__(client, [Plane("n")], BLOCK, "n", call_timeout=1.0, handoff_timeout=2.0, tier_timeout=0.8)
         self.node = node
         self.now = 0.0
         self.answers: list[LookupAnswer] = []
@@ -44,14 +43,6 @@ class Engine(LookupSchedule):
         self.well = True
         self.usable = lambda: self.well
         self.seconds_a_token = lambda: token_seconds
-
-    def name_chunks(self, job: LookupJob) -> Prompt:
-        chain = KeyChain("n", BLOCK)
-        chain.extend(job.tokens)
-        return Prompt(job.tokens, chain, job.extra, job.request_id)
-
-    def why(self, _prompt: Prompt, _found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
-        return reason, ""
 
     def missed(self, error: EmsError) -> None:
         self.errors.append(error)

@@ -9,6 +9,7 @@ the leases of an answer belong to whoever takes it.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -31,6 +32,10 @@ PARTS = 8
 """What is promoted while an answer waits is answered in at most so many parts.  Each part counts as a use."""
 RENEW_SECONDS = 60.0
 """When an announcement is renewed, before the node drops it."""
+YIELD_CHUNKS = 128
+"""Keys that are made in one go, about 150 us."""
+YIELD_SECONDS = 0.00005
+"""Pause between two goes."""
 
 
 class LookupJob(msgspec.Struct, eq=False):
@@ -94,6 +99,7 @@ class LookupSchedule(ABC):
         client: PoolClient,
         planes: Sequence[Plane],
         chunk_tokens: int,
+        chain_name: str,
         *,
         call_timeout: float,
         handoff_timeout: float,
@@ -103,6 +109,8 @@ class LookupSchedule(ABC):
         self._planes = planes
         self._search = Search(client, planes, chunk_tokens, call_timeout)
         self._chunk_tokens = chunk_tokens
+        self.chain_name = chain_name
+        """Where chains of keys begin; another name makes all pages stored before unfindable."""
         self._call_timeout = call_timeout
         self.handoff_timeout, self.tier_timeout = handoff_timeout, tier_timeout
         self.usable: Callable[[], bool] = lambda: True
@@ -113,14 +121,6 @@ class LookupSchedule(ABC):
         """Few: so many requests as may wait with a lookup."""
 
     # What the engine's side adds
-
-    @abstractmethod
-    def name_chunks(self, job: LookupJob) -> Prompt:
-        """Make the keys of a request's chunks."""
-
-    @abstractmethod
-    def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
-        """Why not more was found, in detail."""
 
     @abstractmethod
     def missed(self, error: EmsError) -> None:
@@ -166,7 +166,7 @@ class LookupSchedule(ABC):
             job.waiting.hurry(now)
         if job.answer is not None:
             return self._look_again(job, job.answer, now)
-        prompt = job.prompt = job.prompt or self.name_chunks(job)
+        prompt = job.prompt = job.prompt or self._name_chunks(job)
         try:
             found = self._found(job, prompt, now)
         except EmsError as error:
@@ -178,7 +178,7 @@ class LookupSchedule(ABC):
                 return job.waiting.pause()
             self.recovered()
             reason = self._search.reason
-            reason, detail = self.why(prompt, found, reason) if job.explain else (reason, "")
+            reason, detail = self._why(prompt, found, reason) if job.explain else (reason, "")
             answer = LookupAnswer(job.request_id, prompt.chain, found, reason, detail)
         self._let_go(job)
         job.answer = found
@@ -212,6 +212,41 @@ class LookupSchedule(ABC):
         job.promoting, job.held = True, found
         self._announce(job, prompt, found.chunks, now)
         return None
+
+    def _name_chunks(self, job: LookupJob) -> Prompt:
+        chain, extra = KeyChain(self.chain_name + job.adapter, self._chunk_tokens), job.extra()
+        whole = len(job.tokens) // self._chunk_tokens
+        while len(chain) < whole:
+            if len(chain):
+                # Hashing holds the interpreter, and the scheduler's thread would wait for it.
+                time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
+            chain.extend(job.tokens, extra, len(chain) + YIELD_CHUNKS)
+        return Prompt(job.tokens, chain, job.extra, job.request_id)
+
+    def _why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
+        """Why the first missing chunk is missing: :attr:`Reason.GAP` where chunks behind it are there."""
+        plane, size = self._planes[0], self._chunk_tokens
+        if found.tokens >= len(prompt.tokens):
+            return reason, ""
+        full = len(prompt.chain)
+        names = prompt.chain.packed(found.chunks, min(full, found.chunks + MAX_KEYS // plane.shards - 1))
+        if rest := prompt.tokens[full * size :]:
+            extra = prompt.extra()
+            names += prompt.chain.tail(full, rest, extra[full] if full < len(extra) else None).key
+        keys = page_keys(names, plane.shards)
+        try:
+            explanation = self._client.explain(plane.namespace, keys, self._call_timeout)
+        except EmsError as error:
+            # What was found before is not lost for it.
+            self.missed(error)
+            return reason, ""
+        codes, detail = explanation.codes, explanation.detail
+        why = Reason.of_code(next((code for code in codes if code), 0)) or reason
+        # A chunk behind counts when all of its pages are there.
+        behind = (codes[at : at + plane.shards] for at in range(plane.shards, len(codes), plane.shards))
+        if any(all(code in (0, Reason.GAP.code) for code in chunk) for chunk in behind):
+            return Reason.GAP, "; ".join(text for text in (why.value if why else "", detail) if text)
+        return why, detail
 
     def _promotes(self, job: LookupJob, tokens: int, now: float) -> bool:
         """Whether to wait for the chunks behind ``tokens`` tokens that the last search saw being promoted."""

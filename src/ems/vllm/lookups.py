@@ -12,22 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from logging import Logger
 
-from ems.errors import EmsError, NoSpace, PoolRefused, PoolUnavailable
+from ems.errors import EmsError, NoSpace, PoolUnavailable
 from ems.pool.client.answers import Lease
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KeyChain
-from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
 from ems.transfers.lane import Lane
 from ems.vllm.lookup_schedule import LookupAnswer, LookupJob, LookupSchedule
-from ems.vllm.planes import Plane, page_keys
-from ems.vllm.requests import NOTHING, Found
-from ems.vllm.search import Prompt
+from ems.vllm.planes import Plane
+from ems.vllm.requests import NOTHING
 
-YIELD_CHUNKS = 128
-"""Keys that are made in one go, about 150 us."""
-YIELD_SECONDS = 0.00005
-"""Pause between two goes."""
 NOTICE_SECONDS = 1.0
 """How often an idle thread looks whether its node is still there."""
 RESTART_SECONDS = 10.0
@@ -51,11 +44,9 @@ class Lookups(LookupSchedule):
         start_node: Callable[[], None] = lambda: None,
         **timeouts: float,
     ) -> None:
-        super().__init__(client, planes, chunk_tokens, **timeouts)
+        super().__init__(client, planes, chunk_tokens, chain_name, **timeouts)
         self.failed: Callable[[EmsError], bool] | None = None
         """Told of every error of the pool, on the lookup thread; True where it has said so in the log."""
-        self.chain_name = chain_name
-        """Where chains of keys begin; another name makes all pages stored before unfindable."""
         self._logger = logger
         self._start_node = start_node
         self._next_start = 0.0
@@ -132,44 +123,6 @@ class Lookups(LookupSchedule):
         except Exception:  # the root of what this thread does, see below
             # Root of this thread: see above.
             self._logger.exception("EMS could not look after its connection")
-
-    def name_chunks(self, job: LookupJob) -> Prompt:
-        chain, extra = KeyChain(self.chain_name + job.adapter, self._chunk_tokens), job.extra()
-        whole = len(job.tokens) // self._chunk_tokens
-        while len(chain) < whole:
-            if len(chain):
-                # Hashing holds the interpreter, and the scheduler's thread would wait for it.
-                time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
-            chain.extend(job.tokens, extra, len(chain) + YIELD_CHUNKS)
-        return Prompt(job.tokens, chain, job.extra, job.request_id)
-
-    def why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
-        """Why the first missing chunk is missing: :attr:`Reason.GAP` where chunks behind it are there."""
-        plane, size = self._planes[0], self._chunk_tokens
-        if found.tokens >= len(prompt.tokens):
-            return reason, ""
-        full = len(prompt.chain)
-        names = prompt.chain.packed(found.chunks, min(full, found.chunks + MAX_KEYS // plane.shards - 1))
-        if rest := prompt.tokens[full * size :]:
-            extra = prompt.extra()
-            names += prompt.chain.tail(full, rest, extra[full] if full < len(extra) else None).key
-        keys = page_keys(names, plane.shards)
-        try:
-            explanation = self._client.explain(plane.namespace, keys, self._call_timeout)
-        except PoolRefused:
-            # A node of an earlier release does not tell.
-            return reason, ""
-        except EmsError as error:
-            # What was found before is not lost for it.
-            self.missed(error)
-            return reason, ""
-        codes, detail = explanation.codes, explanation.detail
-        why = Reason.of_code(next((code for code in codes if code), 0)) or reason
-        # A chunk behind counts when all of its pages are there.
-        behind = (codes[at : at + plane.shards] for at in range(plane.shards, len(codes), plane.shards))
-        if any(all(code in (0, Reason.GAP.code) for code in chunk) for chunk in behind):
-            return Reason.GAP, "; ".join(text for text in (why.value if why else "", detail) if text)
-        return why, detail
 
     def missed(self, error: EmsError) -> None:
         said = self.failed is not None and self.failed(error)

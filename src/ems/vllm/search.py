@@ -135,42 +135,28 @@ class Search:
         shards, whole = self._planes[0].shards, len(prompt.chain)
         keys = page_keys(prompt.chain.packed(0, whole), shards)
         name = self._tail_name(prompt, whole)
-        if not whole:
-            return b"", b"", self._first_tail(prompt, name) if name is not None else NO_TAIL
         if name is None:
             return *self._hold(keys, self._ask(0, keys, lease=True), leases), NO_TAIL
         hits, tail = self._client.lookup_with_tail(
             self._namespaces[0],
-            keys,
+            keys or name.key,
             name,
-            lease_keys=True,
+            lease_keys=bool(whole),
             lease_tail=shards == 1,
             timeout=self._timeout,
             request=self._request,
             compute=self._seconds_a_page(),
         )
+        if not whole:
+            # The key of the tail was looked up for the reason where there is none.
+            self.promoting = int(tail.below)
+            self.reason = hits.reason if tail.tokens < len(prompt.tokens) else None
+            return b"", b"", tail
         self._see_promoting(0, hits.below)
         held = self._hold(keys, hits, leases)
         if len(held[0]) == len(keys):
             self.promoting = max(self.promoting, int(tail.below))
         return *held, tail
-
-    def _first_tail(self, prompt: Prompt, name: Tail) -> TailHit:
-        """The part of the first chunk that is present; its key is looked up too, for the reason where there is none."""
-        hits, tail = self._client.lookup_with_tail(
-            self._namespaces[0],
-            name.key,
-            name,
-            lease_keys=False,
-            lease_tail=self._planes[0].shards == 1,
-            timeout=self._timeout,
-            request=self._request,
-            compute=self._seconds_a_page(),
-        )
-        self.promoting = max(self.promoting, int(tail.below))
-        if tail.tokens < len(prompt.tokens):
-            self.reason = hits.reason
-        return tail
 
     def _hold(self, keys: bytes, hits: Hits, leases: list[Lease]) -> tuple[bytes, bytes]:
         """The leading ones of ``keys`` that are present, and their places.  Adds the lease on them to ``leases``."""

@@ -14,8 +14,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from ems.errors import PoolRefused
-from ems.pool.client.answers import Namespace, PoolChanges
+from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
 from ems.vllm.kv_events import events as module
@@ -212,21 +211,3 @@ def test_when_the_node_is_gone_its_blocks_are_taken_back(make: Make, node: Node)
 
     assert isinstance(event, BlockRemoved)
     assert event.block_hashes == NAMES[:2]
-
-
-def test_a_node_that_does_not_tell_is_said_once(
-    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "REFUSED_SECONDS", 0.01)
-
-    def refuse(*_arguments: object) -> PoolChanges:
-        raise PoolRefused("the pool node does not tell")
-
-    engine = make()
-    monkeypatch.setattr(PoolClient, "changes", refuse)
-    engine.events.offered(REQUEST, engine.save(0, 1), ())
-    wait_for(lambda: engine.feed._place is None, "the feed has noticed")
-    wait_for(lambda: bool(caplog.messages), "it is said")
-
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("EMS publishes no KV events: the pool node")

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from ems.errors import EmsError, PoolRefused
+from ems.errors import EmsError
 from ems.pool.client.answers import PageLocation, PoolChanges
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain
@@ -30,8 +30,6 @@ MEDIUM_CPU = "CPU"
 """What vLLM calls a host's memory in events; vLLM 0.23 has no constant for it."""
 POLL_SECONDS = 0.25
 """How often the node is asked."""
-REFUSED_SECONDS = 10.0
-"""How often a node is asked that does not tell."""
 
 
 class ChangeFeed:
@@ -42,7 +40,6 @@ class ChangeFeed:
         self._namespaces = namespaces
         self._logger = logger
         self._place: PageLocation | None = None
-        self._refused = False
         self._changes: queue.SimpleQueue[PoolChanges | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="ems-events", daemon=True).start()
@@ -65,26 +62,20 @@ class ChangeFeed:
                 # Root of this thread: a defect here must cost events, never the engine.
                 self._logger.exception("EMS could not read what the pool stored and removed")
                 self._void()
-            self._stop.wait(REFUSED_SECONDS if self._refused else POLL_SECONDS)
+            self._stop.wait(POLL_SECONDS)
 
     def _read(self) -> None:
         try:
             read = self._client.changes(self._place, self._namespaces)
-        except PoolRefused as error:
-            if not self._refused:
-                self._logger.warning("EMS publishes no KV events: %s", error)
-            self._refused = True
-            self._void()
         except EmsError:
             # A node that is gone took its memory along.
             self._void()
-        else:
-            self._refused = False
-            if read.lost:
-                self._changes.put(None)
-            elif read.runs:
-                self._changes.put(read)
-            self._place = read.place
+            return
+        if read.lost:
+            self._changes.put(None)
+        elif read.runs:
+            self._changes.put(read)
+        self._place = read.place
 
     def _void(self) -> None:
         if self._place is not None:
