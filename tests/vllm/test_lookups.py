@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -19,8 +18,7 @@ from ems.pool.reasons.words import Reason
 from ems.pool.tiers.answers import Stored
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
-from ems.vllm.lookup_schedule import LookupAnswer, LookupJob
-from ems.vllm.lookups import Lookups
+from ems.vllm.lookups import LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING
 from tests.e2e.engines import Node, first, running_node, wait_for
@@ -28,7 +26,6 @@ from tests.kit.tiers import KEYS
 
 NAMESPACE = Namespace("default/model/layout", 256)
 TOKENS = list(range(64))
-logger = logging.getLogger("test")
 
 
 def test_what_a_tier_has_is_found(tmp_path: Path) -> None:
@@ -67,12 +64,12 @@ class Side:
             [Plane(NAMESPACE.name)],
             16,
             NAMESPACE.name,
-            logger,
             handoff_timeout=2.0,
             tier_timeout=60.0,
             call_timeout=call_timeout,
             start_node=start_node,
         )
+        self.lookups.start()
         self.chain = KeyChain(NAMESPACE.name, 16)
         self.chain.extend(TOKENS)
 

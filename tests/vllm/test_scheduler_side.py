@@ -20,8 +20,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.movement.speed import LEAST_SAMPLES
 from ems.vllm.configuration.settings import read_settings
-from ems.vllm.lookup_schedule import LookupAnswer
-from ems.vllm.lookups import Lookups
+from ems.vllm.lookups import LookupAnswer, Lookups
 from ems.vllm.metadata import QUIET, StepReport
 from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES

@@ -28,8 +28,7 @@ from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.epoch import KeyEpoch
 from ems.vllm.gate.cost import Offer
 from ems.vllm.kv_events.events import BlockEvents
-from ems.vllm.lookup_schedule import LookupJob
-from ems.vllm.lookups import Lookups
+from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.reporting.observer import Observer
@@ -106,7 +105,6 @@ class SchedulerSide:
             model.planes,
             model.chunk_tokens,
             self._epoch.chain_name,
-            logger,
             start_node=start_node,
             handoff_timeout=settings.handoff_timeout,
             tier_timeout=settings.tier_timeout,
@@ -115,6 +113,7 @@ class SchedulerSide:
         self._lookups.failed = self._observer.failed
         self._lookups.usable = lambda: self._observer.usable
         self._lookups.seconds_a_token = lambda: self._observer.seconds_a_token
+        self._lookups.start()
         self._events = events
         self._adapters = adapters
         """The engine's LoRA adapters; without it requests with one are not stored."""

@@ -10,7 +10,7 @@ from ems.errors import EmsError
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
-from ems.vllm.lookup_schedule import PARTS, LookupAnswer, LookupJob, LookupSchedule
+from ems.vllm.lookups import PARTS, LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING, Found
 from tests.vllm.stepped_node import ENGINE, SteppedNode
@@ -30,33 +30,33 @@ def keys_of(name: int, blocks: int = LONG) -> list[bytes]:
     return list(chain)
 
 
-class Engine(LookupSchedule):
-    """The side of an engine that looks, and a clock."""
+class Engine(Lookups):
+    """The side of an engine that looks, without its thread, and a clock."""
 
     def __init__(self, node: SteppedNode, token_seconds: float = 0.0) -> None:
         client = cast("PoolClient", cast("Any", node))
         super().__init__(client, [Plane("n")], BLOCK, "n", call_timeout=1.0, handoff_timeout=2.0, tier_timeout=0.8)
         self.node = node
         self.now = 0.0
-        self.answers: list[LookupAnswer] = []
+        self.given: list[LookupAnswer] = []
         self.errors: list[EmsError] = []
         self.well = True
         self.usable = lambda: self.well
         self.seconds_a_token = lambda: token_seconds
 
-    def missed(self, error: EmsError) -> None:
+    def _missed(self, error: EmsError) -> None:
         self.errors.append(error)
 
-    def recovered(self) -> None:
-        """It was well before."""
-
-    def answer(self, _job: LookupJob, answer: LookupAnswer) -> None:
+    def _answer(self, job: LookupJob, answer: LookupAnswer) -> None:
         """The scheduler gives back what it had before."""
-        for before in [one for one in self.answers if one.request_id == answer.request_id][-1:]:
+        if job.over:
+            super()._answer(job, answer)
+            return
+        for before in [one for one in self.given if one.request_id == answer.request_id][-1:]:
             self.give_back(before.found)
-        self.answers.append(answer)
+        self.given.append(answer)
 
-    def ask(self, name: int, blocks: int = LONG, expected: int = 0) -> LookupJob:
+    def look_up(self, name: int, blocks: int = LONG, expected: int = 0) -> LookupJob:
         job = LookupJob(str(name), tokens_of(name, blocks), tuple, expected, self.now)
         self.handle(job, self.now)
         return job
@@ -81,7 +81,7 @@ class Engine(LookupSchedule):
         self.node.advance(now)
 
     def found(self) -> list[int]:
-        return [answer.found.chunks for answer in self.answers]
+        return [answer.found.chunks for answer in self.given]
 
     def give_back(self, found: Found) -> None:
         for lease in found.leases:
@@ -102,7 +102,7 @@ def node() -> SteppedNode:
 def test_in_the_queue_a_lookup_goes_on_until_all_has_come_up(node: SteppedNode) -> None:
     """Four seconds, far beyond the time-out of a tier; the answer is there when the scheduler asks."""
     engine = Engine(node)
-    job = engine.ask(1)
+    job = engine.look_up(1)
     engine.until(3.0)
     assert engine.found() == []
     engine.until(6.0)
@@ -116,7 +116,7 @@ def test_in_the_queue_a_lookup_goes_on_until_all_has_come_up(node: SteppedNode) 
 
 def test_who_is_due_waits_the_time_of_a_tier_from_then_on(node: SteppedNode) -> None:
     engine = Engine(node)
-    job = engine.ask(1)
+    job = engine.look_up(1)
     engine.until(2.0)
     engine.due(job)
     engine.until(2.7)
@@ -133,7 +133,7 @@ def test_once_the_scheduler_asks_a_tier_is_waited_for_that_is_faster_than_comput
     """A block takes 0.1 s to come up, which the node does not know yet, and 0.2 s or 0.04 s to be computed."""
     node.knows_its_speed = False
     engine = Engine(node, token_seconds)
-    job = engine.ask(1)
+    job = engine.look_up(1)
     engine.until(3.55)
     assert engine.found() == []
     engine.due(job)
@@ -141,14 +141,14 @@ def test_once_the_scheduler_asks_a_tier_is_waited_for_that_is_faster_than_comput
     engine.until(4.2)
     assert engine.found() == ([LONG] if waits else [35])
     engine.over(job)
-    engine.give_back(engine.answers[-1].found)
+    engine.give_back(engine.given[-1].found)
     assert engine.keeps() == (0, 0)
 
 
 def test_in_the_queue_a_tier_is_used_that_is_slower_than_computing(node: SteppedNode) -> None:
     """It is not asked for a request that comes to an idle engine; when the request has to wait it is."""
     engine = Engine(node, 0.001)
-    engine.ask(1)
+    engine.look_up(1)
     assert engine.found() == [0]
     engine.until(0.2)
     assert node.coming == []
@@ -161,7 +161,7 @@ def test_in_the_queue_a_tier_is_used_that_is_slower_than_computing(node: Stepped
 def test_what_came_up_early_stays_while_the_rest_comes_up(node: SteppedNode) -> None:
     """Others fill the pool three times meanwhile."""
     engine = Engine(node)
-    engine.ask(1)
+    engine.look_up(1)
     for number in range(30):
         engine.until(0.1 * number)
         node.store(keys_of(10 + number, 10))
@@ -173,7 +173,7 @@ def test_what_came_up_early_stays_while_the_rest_comes_up(node: SteppedNode) -> 
 
 def test_more_that_came_while_a_request_waited_is_answered_again(node: SteppedNode) -> None:
     engine = Engine(node)
-    job = engine.ask(5)
+    job = engine.look_up(5)
     assert engine.found() == [0]
     node.store(keys_of(5, 10))
     engine.until(1.0)
@@ -182,14 +182,14 @@ def test_more_that_came_while_a_request_waited_is_answered_again(node: SteppedNo
     engine.until(3.0)
     assert engine.found() == [0, 10, LONG]
     engine.over(job)
-    engine.give_back(engine.answers[2].found)
+    engine.give_back(engine.given[2].found)
     assert engine.keeps() == (0, 0)
     assert engine.next_at is None or engine.next_job(100.0) is None
 
 
 def test_looking_again_costs_little(node: SteppedNode) -> None:
     engine = Engine(node)
-    engine.ask(5)
+    engine.look_up(5)
     node.calls = 0
     engine.until(60.0)
     assert node.calls < 70
@@ -200,11 +200,11 @@ def test_looking_again_costs_little(node: SteppedNode) -> None:
 def test_a_request_that_ends_in_the_queue_keeps_nothing(node: SteppedNode, when: float) -> None:
     node.store(keys_of(1, 5))
     engine = Engine(node)
-    job = engine.ask(1)
+    job = engine.look_up(1)
     engine.until(when)
     assert engine.keeps() != (0, 0)
     engine.over(job)
-    for answer in engine.answers[-1:]:
+    for answer in engine.given[-1:]:
         engine.give_back(answer.found)
     assert engine.keeps() == (0, 0)
     calls = node.calls
@@ -214,11 +214,11 @@ def test_a_request_that_ends_in_the_queue_keeps_nothing(node: SteppedNode, when:
 
 def test_a_node_that_ends_while_more_comes_up_is_a_miss_until_it_is_back(node: SteppedNode) -> None:
     engine = Engine(node)
-    engine.ask(1)
+    engine.look_up(1)
     engine.until(1.0)
     node.end()
     engine.until(2.0)
-    assert [(answer.found, answer.reason) for answer in engine.answers] == [(NOTHING, Reason.LOOKUP_FAILED)]
+    assert [(answer.found, answer.reason) for answer in engine.given] == [(NOTHING, Reason.LOOKUP_FAILED)]
     assert engine.errors
     node.begin()
     engine.until(10.0)
@@ -230,19 +230,19 @@ def test_what_a_node_promised_that_is_gone_is_promised_anew(node: SteppedNode) -
     """Without that, the load of a request that waited long would fail."""
     node.store(keys_of(1, 30))
     engine = Engine(node)
-    engine.ask(1, 30)
+    engine.look_up(1, 30)
     assert engine.found() == [30]
     node.end()
     node.begin()
     engine.until(3.0)
     assert engine.found() == [30, 30]
-    assert [lease.node for lease in engine.answers[-1].found.leases] == ["b"]
+    assert [lease.node for lease in engine.given[-1].found.leases] == ["b"]
     assert engine.keeps() == (1, 0)
 
 
 def test_an_ill_pool_is_not_asked_for_more(node: SteppedNode) -> None:
     engine = Engine(node)
-    engine.ask(5)
+    engine.look_up(5)
     engine.well = False
     calls = node.calls
     engine.until(30.0)
@@ -258,7 +258,7 @@ def test_announcements_last_as_long_as_the_queue() -> None:
     node = SteppedNode(100, rate=0.2)
     node.below.update(keys_of(1))
     engine = Engine(node)
-    engine.ask(1)
+    engine.look_up(1)
     for number in range(40):
         engine.until(5.0 * number)
         assert engine.keeps()[1] == 1
@@ -272,7 +272,7 @@ def test_a_decode_in_the_queue_waits_for_its_prefill(node: SteppedNode) -> None:
     engine = Engine(node)
     keys = keys_of(7)
     reserved = node.core.writing.reserve(ENGINE + 10, node.namespace, bytes(16), keys)
-    job = engine.ask(7, expected=LONG * BLOCK)
+    job = engine.look_up(7, expected=LONG * BLOCK)
     engine.until(5.0)
     assert engine.found() == []
     engine.due(job)
