@@ -38,7 +38,7 @@ class Monitor:
         self,
         rules: HealthRules,
         summary_seconds: float,
-        check: Callable[[], None],
+        check: Callable[[], object],
         revive: Callable[[], None],
         logger: logging.Logger = _log,
     ) -> None:

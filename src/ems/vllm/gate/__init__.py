@@ -1,1 +1,1 @@
-"""Whether the pool is used: is it well, and is what it found worth loading."""
+"""Whether what the pool has is worth loading."""

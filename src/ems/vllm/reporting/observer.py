@@ -1,7 +1,8 @@
 """What the scheduler side notes beside its work: health, cost, explanations, figures.
 
 It ties the brains :mod:`~ems.vllm.gate.cost` and :mod:`~ems.vllm.reporting.explain` and the health gate to the hooks
-of the scheduler side, whose thread alone calls it.  No call waits.
+of the scheduler side.  No call waits: the pool is checked on a thread and a connection of their own.  What always
+holds: after a fault of the pool nothing asks it any more until it has recovered.
 """
 
 from __future__ import annotations
@@ -13,19 +14,25 @@ from typing import Any
 import msgspec
 
 from ems.cc_v1.health import HealthRules
+from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.summary import Kind, Sample
-from ems.errors import EmsError
+from ems.errors import EmsError, PoolNotTried, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.reasons.words import Reason
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.gate.cost import CostModel, Offer, StepTimes, why_not
-from ems.vllm.gate.health import PoolHealth
 from ems.vllm.reporting.explain import Explanations
 from ems.vllm.reporting.stats import EmsStats, PoolState, Transferred
 
 EXPLAIN = "ems_explain"
 """Key in ``kv_transfer_params``: of a request that wants to be explained, and of the answer that does."""
+
+_SICK = (PoolUnavailable, PoolTimeout, ProtocolError, Unauthorised)
+"""Errors that say something about the pool's health.  One that refuses a page, for want of room perhaps, is well."""
+
+SUMMARY_SECONDS = 30.0
+"""How often the summary line is written, if there is something to sum up."""
 
 NEVER_SECONDS = 1e9
 """Between two checks of a pool whose health does not matter."""
@@ -52,15 +59,12 @@ class Observer:
         self._settings = settings
         self._block_size = block_size
         self._logger = logger
-        self.health = PoolHealth(
-            PoolClient(
-                settings.socket, "vllm-health", credentials=settings.credentials, restart_seconds=RESTART_SECONDS
-            ),
-            HealthRules(check_seconds=settings.health_check if settings.health_gate else NEVER_SECONDS),
-            logger,
-            call_timeout=settings.call_timeout,
-            start_node=start_node,
+        client = self._client = PoolClient(
+            settings.socket, "vllm-health", credentials=settings.credentials, restart_seconds=RESTART_SECONDS
         )
+        rules = HealthRules(check_seconds=settings.health_check if settings.health_gate else NEVER_SECONDS)
+        self._monitor = Monitor(rules, SUMMARY_SECONDS, lambda: client.stats(settings.call_timeout), start_node, logger)
+        self._monitor.start()
         self.cost = CostModel(enabled=settings.cost_model, step_tokens=step_tokens)
         self.seconds_a_token = 0.0
         """How long the engine computes a token, 0 while that is not known or does not matter."""
@@ -76,11 +80,14 @@ class Observer:
 
     @property
     def usable(self) -> bool:
-        return not self._settings.health_gate or self.health.usable
+        return not self._settings.health_gate or self._monitor.healthy
 
     def failed(self, error: EmsError) -> bool:
-        """A call to the pool ended with ``error``.  True if this was logged."""
-        return self._settings.health_gate and self.health.failed(error)
+        """A call to the pool ended with ``error``.  True if the pool is ill, which was logged."""
+        sick = self._settings.health_gate and isinstance(error, _SICK) and not isinstance(error, PoolNotTried)
+        if sick:
+            self._monitor.failed(error)
+        return sick
 
     # A request's way
 
@@ -133,11 +140,12 @@ class Observer:
             self._measured = True
 
     def transferred(self, transfers: Sequence[Transferred], errors: Mapping[str, int], now: float) -> None:
-        for error in errors if self._settings.health_gate else ():
-            self.health.failed_in_worker(error)
+        for kind in _SICK:
+            if kind.__name__ in errors:
+                self.failed(kind(f"a worker's load or save ended with {kind.__name__}"))
         for one in transfers:
             if one.leading:
-                self.health.add(
+                self._monitor.add(
                     Sample(Kind.LOAD if one.load else Kind.SAVE, one.blocks, one.blocks + one.failed, one.seconds)
                 )
                 if one.load and not one.failed:
@@ -153,7 +161,7 @@ class Observer:
         tally = self.requests.take_tally()
         state = self._state(now) if tally.decided or self.usable is not self._shown_usable else None
         for asked, found in tally.decided:
-            self.health.add(Sample(Kind.LOOKUP, -(-found // self._block_size), -(-asked // self._block_size), 0.0))
+            self._monitor.add(Sample(Kind.LOOKUP, -(-found // self._block_size), -(-asked // self._block_size), 0.0))
         return EmsStats.of_scheduler(tally, state)
 
     def _state(self, now: float) -> PoolState | None:
@@ -166,4 +174,5 @@ class Observer:
         return PoolState(usable, computes, loads, self.cost.refused)
 
     def close(self) -> None:
-        self.health.close()
+        self._monitor.close()
+        self._client.close()

@@ -11,16 +11,17 @@ import pytest
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError, NoSpace, PoolNotTried, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
-from ems.pool.client.pool_client import PoolClient
-from ems.vllm.gate import health
-from ems.vllm.gate.health import PoolHealth
+from ems.vllm.configuration.settings import read_settings
+from ems.vllm.reporting import observer
+from ems.vllm.reporting.observer import Observer
+from ems.vllm.reporting.stats import Transferred
 from tests.e2e.engines import Node, running_node, wait_for
 
 logger = logging.getLogger("test.health")
 QUICK = HealthRules(check_seconds=0.02, flap_seconds=0.05)
 NEVER = HealthRules(check_seconds=3600)
 
-Make = Callable[..., PoolHealth]
+Make = Callable[..., Observer]
 
 
 @pytest.fixture
@@ -30,12 +31,13 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture
-def make(node: Node) -> Iterator[Make]:
-    made: list[PoolHealth] = []
+def make(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[Observer] = []
 
-    def watch(rules: HealthRules, start_node: Callable[[], None] = lambda: None) -> PoolHealth:
-        client = PoolClient(node.socket, "health")
-        made.append(PoolHealth(client, rules, logger, call_timeout=1.0, start_node=start_node))
+    def watch(rules: HealthRules, start_node: Callable[[], None] = lambda: None) -> Observer:
+        monkeypatch.setattr(observer, "HealthRules", lambda **_: rules)
+        settings, _ = read_settings("kv_both", {"socket": str(node.socket), "call_timeout_ms": 1000}, {})
+        made.append(Observer(settings, 16, logger, start_node=start_node))
         return made[-1]
 
     yield watch
@@ -58,7 +60,7 @@ def test_a_fault_of_the_pool_closes_the_gate_at_once(make: Make, error: EmsError
 def test_a_pool_that_refuses_something_or_was_not_asked_is_well(make: Make, error: EmsError) -> None:
     watched = make(NEVER)
     watched.failed(error)
-    watched.failed_in_worker(type(error).__name__)
+    watched.transferred([], {type(error).__name__: 1}, 0.0)
 
     assert watched.usable
 
@@ -66,7 +68,7 @@ def test_a_pool_that_refuses_something_or_was_not_asked_is_well(make: Make, erro
 @pytest.mark.parametrize(("kind", "usable"), [("PoolUnavailable", False), ("PoolTimeout", False), ("ValueError", True)])
 def test_a_fault_that_a_worker_met_counts_by_its_name(make: Make, kind: str, usable: bool) -> None:
     watched = make(NEVER)
-    watched.failed_in_worker(kind)
+    watched.transferred([], {kind: 2}, 0.0)
 
     assert watched.usable is usable
 
@@ -95,11 +97,11 @@ def test_a_node_that_is_gone_closes_the_gate_and_is_started(make: Make, node: No
 def test_the_summary_line_is_in_the_connectors_log(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "SUMMARY_SECONDS", 0.05)
+    monkeypatch.setattr(observer, "SUMMARY_SECONDS", 0.05)
     caplog.set_level(logging.INFO, logger.name)
     watched = make(NEVER)
-    watched.add(Sample(Kind.LOAD, 8, 8, 0.002))
-    watched.add(Sample(Kind.LOOKUP, 8, 16, 0.0))
+    watched.transferred([Transferred(load=True, leading=True, blocks=8, failed=0, bytes=1, seconds=0.002)], {}, 0.0)
+    watched._monitor.add(Sample(Kind.LOOKUP, 8, 16, 0.0))
 
     line = "EMS: loads 1 (blocks 8.0/8/8, ms 2.0/2.0/2.0), saves 0, lookups 1, hit rate 50.0% (8 of 16 blocks)"
     wait_for(lambda: line in caplog.messages, "the line is written")
