@@ -8,7 +8,7 @@ from ems.cli.acts import ask
 from ems.cli.options import ASKING, Asking
 from ems.cli.shown import age, present, present_facts, table
 from ems.config import format_size
-from ems.pool.administration.grouping import By, grouped
+from ems.pool.administration.figures import By, grouped
 from ems.pool.protocol.acts import List, Show
 
 

@@ -8,7 +8,7 @@ from ems.cli.acts import figures
 from ems.cli.options import ASKING, Asking
 from ems.cli.shown import present_facts, print_facts, print_json, show, table
 from ems.config import format_size
-from ems.pool.administration.health import judge
+from ems.pool.administration.figures import judge
 
 
 def status(*, asked: Asking = ASKING) -> None:

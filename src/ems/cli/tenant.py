@@ -23,7 +23,7 @@ from ems.config import GIB, default_tenants, format_size
 from ems.errors import ConfigError, EmsError, PoolError, PoolUnavailable
 from ems.pool.core.shares import Quota
 from ems.pool.names import tenant_of
-from ems.pool.node.audit import NAME, AuditLog, act
+from ems.pool.node.audit import NAME, Act, AuditLog
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram, store
 from ems.pool.tenants.registry import SECRET_BYTES, Registry
@@ -75,9 +75,9 @@ def change(
         try:
             after = apply(before)
         except EmsError as error:
-            log.record(act(verb, what, f"refused: {error}"))
+            log.record(Act(verb=verb, what=what, result=f"refused: {error}"))
             raise
-        log.record(act(verb, what))
+        log.record(Act(verb=verb, what=what))
         store.write(path, after)
     return after
 

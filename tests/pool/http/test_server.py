@@ -9,13 +9,19 @@ import json
 import resource
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from ems.pool.client.answers import Namespace
-from ems.pool.http.server import PAUSE_SECONDS, Paced
+from ems.pool.http import server
+from ems.pool.http.server import PAUSE_SECONDS, Exchange, Paced
 from ems.pool.node.client_limits import MAX_HTTP
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
@@ -178,3 +184,38 @@ async def test_requests_are_answered_one_after_the_other_and_too_many_are_refuse
     assert waited == pytest.approx([number * PAUSE_SECONDS for number in range(len(waited))])
     assert MAX_HTTP <= len(waited) <= MAX_HTTP + 1
     assert refused == [503] * (2 * MAX_HTTP - len(waited))
+
+
+def exchanges(count: int) -> tuple[list[Exchange], list[int]]:
+    """Connections that are waited for, and the numbers of those that were ended."""
+    config = Config(PlainTextResponse(), log_config=None)
+    config.load()
+    waiting: dict[Exchange, None] = {}
+    ended: list[int] = []
+    made = [Exchange(waiting, config, ServerState()) for _ in range(count)]
+    for number, one in enumerate(made):
+        one.transport = SimpleNamespace(abort=partial(ended.append, number))  # type: ignore[assignment]
+        one._waits()
+    return made, ended
+
+
+async def test_who_waited_longest_goes_for_who_comes() -> None:
+    made, ended = exchanges(MAX_HTTP)
+    made[0]._waits()
+    assert ended == []
+    more, _ = exchanges(1)
+    more[0]._waiting = made[0]._waiting
+    more[0]._waits()
+    assert ended == [1]
+    for one in [*made, *more]:
+        one._forget()
+
+
+async def test_who_takes_too_long_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "EXCHANGE_SECONDS", 0.0)
+    made, ended = exchanges(3)
+    made[1]._forget()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sorted(ended) == [0, 2]
+    assert not made[0]._waiting

@@ -69,7 +69,7 @@ def test_nobody_has_more_than_its_share_and_all_is_accounted_for(steps: list[tup
             greeted.pop(ends, None)
         assert len(waiting) <= ROOM // GREETING_SHARE
         assert len(limits) == len(waiting) + len(greeted) <= ROOM
-        assert limits._buffered_of.total() == sum(kept.values())
+        assert limits.kept == sum(kept.values())
 
 
 def test_one_user_that_does_not_greet_keeps_nobody_out() -> None:
@@ -110,7 +110,7 @@ def test_three_hundred_half_frames_are_no_more_than_the_total(monkeypatch: pytes
                 limits.gone(ends[0])
                 if ends[0] == number:
                     break
-            assert limits._buffered_of.total() <= 256 * MIB
+            assert limits.kept <= 256 * MIB
     assert ended
     assert 0 not in ended, "whose tenant has little goes on"
 

@@ -318,7 +318,7 @@ async def test_nothing_is_read_while_something_is_to_be_done(node: Node, connect
     sent = client.sock.send(request * 100)
     for _ in range(30):
         await asyncio.sleep(0)
-        with_buffer = node.clients.limits._buffered_of.total()
+        with_buffer = node.clients.limits.kept
         assert with_buffer <= 2 * len(request), (with_buffer, sent)
 
 

@@ -9,8 +9,16 @@ from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram
 from ems.pool.tenants.credentials import Credentials
-from ems.pool.tenants.gate import Gate, Peer, Pending, Principal
-from ems.pool.tenants.limiter import FREE_FAILURES, MAX_PEERS, SECONDS_EACH, FailureLimiter
+from ems.pool.tenants.gate import (
+    FREE_FAILURES,
+    MAX_PEERS,
+    SECONDS_EACH,
+    FailureLimiter,
+    Gate,
+    Peer,
+    Pending,
+    Principal,
+)
 from ems.pool.tenants.registry import Registry
 from tests.pool.tenants.people import ANN, BOB, registry_of
 

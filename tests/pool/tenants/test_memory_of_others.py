@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from ems.config import NodeConfig
-from ems.pool.administration.health import judge
+from ems.pool.administration.figures import judge
 from ems.pool.core.shares import Bounds, Quota
 from ems.pool.layout import HEADER_BYTES, header_offset, pack_header, unpack_header
 from ems.pool.names import qualified

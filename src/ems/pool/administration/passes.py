@@ -1,4 +1,4 @@
-"""Lets pages leave memory in steps, between which clients are served.
+"""Lets pages leave memory, or pins them, in steps between which clients are served.
 
 Brains.  What always holds: a step looks at a bounded number of pages; a page leaves once its last suffix has left,
 in whatever order the pages came; what somebody reads or writes is waited for, and not found any more till then; what
@@ -265,3 +265,40 @@ class Clearing:
             "pinned": self.pinned,
             "held_by": msgspec.to_builtins(leaving.held_by if pins else []),
         }
+
+
+class Pinning:
+    """Pins ``keys`` of ``namespace`` until ``until``, or takes their pins off (None); ``dry_run`` only counts."""
+
+    def __init__(
+        self, core: PoolCore, namespace: NamespacePages, keys: list[bytes], until: float | None, *, dry_run: bool
+    ) -> None:
+        self._core = core
+        self._namespace = namespace
+        self._left = keys
+        self._until = until
+        self._dry_run = dry_run
+        self.pages = 0
+        self.refused = 0
+
+    def step(self, _now: float) -> bool:
+        keys, self._left = self._left[-STEP:], self._left[:-STEP]
+        known = map(self._namespace.index.get, keys)
+        present = [page.key for page in known if page is not None and page.present]
+        if self._until is None:
+            pinned = [key for key in keys if key in self._namespace.pins.pinned]
+            self.pages += len(pinned) if self._dry_run else self._namespace.pins.unpin(pinned)
+        elif self._dry_run:
+            self.pages += len(present)
+        else:
+            count = self._core.pin(self._namespace.number, present, self._until)
+            self.pages += count
+            self.refused += len(present) - count
+        return bool(self._left)
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def report(self) -> dict[str, object]:
+        return {"pages": self.pages, "refused": self.refused, "pinned": len(self._namespace.pins.pinned)}

@@ -16,8 +16,7 @@ from ems.config import format_size
 from ems.errors import ConfigError, PoolRefused, StaleReference
 from ems.pool.administration.clearing import DeepClearing
 from ems.pool.administration.inspector import Inspector
-from ems.pool.administration.passes import Clearing
-from ems.pool.administration.pins import Pinning
+from ems.pool.administration.passes import Clearing, Pinning
 from ems.pool.administration.refilling import Refilling
 from ems.pool.administration.resize import Effect, Shrinking, plan
 from ems.pool.administration.selection import means, nothing_matches, unknown_namespace

@@ -21,8 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ems.errors import PoolRefused
-from ems.pool.administration.grouping import By, grouped
-from ems.pool.administration.health import judge
+from ems.pool.administration.figures import By, grouped, judge
 from ems.pool.http.metrics import PoolCollector
 from ems.pool.protocol.acts import List, Show
 from ems.version import __version__

@@ -8,7 +8,6 @@ the time costs a small share of the loop's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,11 +21,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from ems.pool.http.app import build_app
-from ems.pool.http.budget import EXCHANGE_SECONDS, ConnectionBudget
 from ems.pool.node.client_limits import MAX_HTTP
 
-LOOK_SECONDS = 1.0
-"""How often it is looked who took too long."""
+EXCHANGE_SECONDS = 10.0
+"""How long a request and its answer may take, and how long a connection may be idle."""
 RETRY_SECONDS = 0.1
 """Pause after a connection could not be accepted."""
 
@@ -40,11 +38,16 @@ _log = structlog.get_logger("ems.node")
 
 
 class Exchange(H11Protocol):
-    """One connection, which tells the server's budget when it begins to be waited for."""
+    """One connection, which ends when it keeps the server waiting for :data:`EXCHANGE_SECONDS`.
 
-    def __init__(self, budget: ConnectionBudget[Exchange], config: Config, state: ServerState) -> None:
+    There are never more than :data:`MAX_HTTP`, which are in ``waiting``: when one more comes, the one ends that has
+    been waited for longest, so that nobody is kept out by who says nothing.
+    """
+
+    def __init__(self, waiting: dict[Exchange, None], config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
-        self._budget = budget
+        self._waiting = waiting
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,12 +59,25 @@ class Exchange(H11Protocol):
             self._waits()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._budget.ended(self)
+        self._forget()
         super().connection_lost(exc)
 
     def _waits(self) -> None:
-        for one in self._budget.waits(self, self.loop.time()):
-            one.transport.abort()
+        """From now on the next request of this connection, and its answer, are waited for."""
+        self._forget()
+        self._deadline = self.loop.call_later(EXCHANGE_SECONDS, self.end)
+        self._waiting[self] = None
+        if len(self._waiting) > MAX_HTTP:
+            next(iter(self._waiting)).end()
+
+    def end(self) -> None:
+        self._forget()
+        self.transport.abort()
+
+    def _forget(self) -> None:
+        self._waiting.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
 
 
 class Paced:
@@ -99,30 +115,21 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
-        self._budget: ConnectionBudget[Exchange] = ConnectionBudget()
+        self._waiting: dict[Exchange, None] = {}
 
     async def serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        looking = asyncio.create_task(self._look())
+        exchange = partial(Exchange, self._waiting, self._config, self._state)
         try:
             while True:
                 try:
                     sock, _ = await loop.sock_accept(listener)
-                    await loop.connect_accepted_socket(partial(Exchange, self._budget, self._config, self._state), sock)
+                    await loop.connect_accepted_socket(exchange, sock)
                 except OSError as error:
                     _log.warning("cannot accept an HTTP connection", reason=error.strerror)
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
-            looking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
             for one in list(self._state.connections):
                 if one.transport is not None:
                     one.transport.abort()
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            for one in self._budget.overdue(asyncio.get_running_loop().time()):
-                one.transport.abort()

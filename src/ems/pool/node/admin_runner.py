@@ -16,7 +16,6 @@ from ems.errors import ConfigError, PoolRefused, Unauthorised
 from ems.pool.administration.passes import RETRY_SECONDS
 from ems.pool.administration.service import AdminService
 from ems.pool.node.audit import NAME, Act, AuditLog
-from ems.pool.node.audit import act as noted_act
 from ems.pool.protocol.acts import Acts, Follow, List, Show, Upgrade
 from ems.pool.tenants.gate import Peer
 
@@ -101,7 +100,7 @@ class AdminRunner:
             verb = "unpin"
         _log.info("administered", act=verb, result=result, pid=peer.pid, uid=peer.uid)
         if self._audit is not None:
-            noted = noted_act(verb, what, result, uid=peer.uid, pid=peer.pid)
+            noted = Act(verb=verb, what=what, result=result, uid=peer.uid, pid=peer.pid)
             self._node.loop.run_in_executor(None, _record, self._audit, noted)
 
     @property

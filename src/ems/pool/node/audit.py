@@ -22,38 +22,17 @@ MAX_BYTES = 8 << 20
 KEPT = 4
 """Older files that are kept: ``audit.jsonl.1`` is the youngest of them."""
 NAME = "audit.jsonl"
-_ATTEMPTS = 16
 
 
 class Act(msgspec.Struct, frozen=True, kw_only=True):
-    """One act: who (user and process), when (UTC), what was asked, and what came of it."""
+    """One act: when (UTC), who (user and process, unless another is named this one), what was asked and came of it."""
 
-    when: str
-    uid: int
-    pid: int
+    when: str = msgspec.field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    uid: int = msgspec.field(default_factory=os.getuid)
+    pid: int = msgspec.field(default_factory=os.getpid)
     verb: str
-    what: dict[str, object] = {}
+    what: Mapping[str, object] = {}
     result: str = "done"
-
-
-def act(
-    verb: str,
-    what: Mapping[str, object] | None = None,
-    result: str = "done",
-    *,
-    uid: int | None = None,
-    pid: int | None = None,
-    now: datetime | None = None,
-) -> Act:
-    """An act of ``verb`` with the plain values ``what``; by this process, unless another is named."""
-    return Act(
-        when=(now or datetime.now(UTC)).isoformat(timespec="milliseconds"),
-        uid=os.getuid() if uid is None else uid,
-        pid=os.getpid() if pid is None else pid,
-        verb=verb,
-        what=dict(what or {}),
-        result=result,
-    )
 
 
 class AuditLog:
@@ -73,31 +52,24 @@ class AuditLog:
         line = msgspec.json.encode(one) + b"\n"
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for _ in range(_ATTEMPTS):
-                if self._append(line):
-                    return
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                self._append(line)
+            finally:
+                os.close(folder)
         except OSError as error:
             raise ConfigError(f"cannot write the audit log {self.path}: {error.strerror}") from error
-        raise ConfigError(f"cannot write the audit log {self.path}: it is replaced all the time")
 
-    def _append(self, line: bytes) -> bool:
-        """Add a line; False where somebody put the file aside in this very moment."""
+    def _append(self, line: bytes) -> None:
+        if self.path.exists() and self.path.stat().st_size + len(line) > self._max_bytes:
+            self._put_aside()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self.path, flags, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            facts = os.fstat(descriptor)
-            if not facts.st_nlink or not os.path.samestat(facts, self.path.stat()):
-                return False
-            if facts.st_size and facts.st_size + len(line) > self._max_bytes:
-                self._put_aside()
-                return False
             os.fchmod(descriptor, 0o600)
             os.write(descriptor, line)
             os.fsync(descriptor)
-            return True
-        except FileNotFoundError:
-            return False
         finally:
             os.close(descriptor)
 

@@ -7,7 +7,9 @@ buffers are full, the connection ends that has most of what the tenant with most
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
+
+import msgspec
 
 from ems.config import MIB, format_size
 from ems.errors import PoolRefused
@@ -29,35 +31,41 @@ def room_for_clients(descriptors: int, segments: int, threads: int) -> int:
     return max(min(descriptors - SPARE_DESCRIPTORS - MAX_HTTP - segments - threads, MAX_CLIENTS), 2 * GREETING_SHARE)
 
 
+class _Client(msgspec.Struct):
+    party: str
+    """A tenant, or before that is known a user."""
+    greeted: bool = False
+    kept: int = 0
+    """Bytes that it sent in part or left unread."""
+
+
 class ClientLimits:
-    """The connections of one node, by numbers; ``party`` is whose one is: a tenant, or before that is known a user."""
+    """The connections of one node, by numbers; ``party`` is whose one is."""
 
     def __init__(self) -> None:
-        self._greeting: dict[str, OrderedDict[int, None]] = {}
-        """Connections that have not greeted, by party; the oldest first."""
-        self._greeted: Counter[str] = Counter()
-        self._party: dict[int, str] = {}
-        self._buffered: Counter[int] = Counter()
-        self._buffered_of: Counter[str] = Counter()
+        self._clients: dict[int, _Client] = {}
+        self.kept = 0
+        """Bytes that all of them together sent in part or left unread."""
 
     def __len__(self) -> int:
-        return len(self._party)
+        return len(self._clients)
 
     def came(self, client: int, party: str, room: int) -> int | None:
         """``client`` connected to a node with ``room`` for so many; who has to end for it.
 
         That is the one that has been greeting for longest, of the same party where that has too many of these.
         """
-        self._party[client] = party
-        mine = self._greeting.setdefault(party, OrderedDict())
-        mine[client] = None
+        self._clients[client] = _Client(party)
+        greeting = [(number, one.party) for number, one in self._clients.items() if not one.greeted]
+        counts = Counter(whose for _, whose in greeting)
         most = max(room // GREETING_SHARE, 2)
-        if len(mine) > most // 2:
-            return next(iter(mine))
-        counts = Counter({name: len(waiting) for name, waiting in self._greeting.items()})
-        if counts.total() > most:
-            return next(iter(self._greeting[counts.most_common(1)[0][0]]))
-        return None
+        if counts[party] > most // 2:
+            crowded = party
+        elif len(greeting) > most:
+            crowded = counts.most_common(1)[0][0]
+        else:
+            return None
+        return next(number for number, whose in greeting if whose == crowded)
 
     def greeted(self, client: int, party: str, room: int) -> None:
         """``client``, which has greeted, is of ``party``.
@@ -67,52 +75,34 @@ class ClientLimits:
         """
         most = room - max(room // GREETING_SHARE, 2)
         mine = max(most // 2, 1)
-        if self._greeted[party] >= mine or self._greeted.total() >= most:
+        counts = Counter(one.party for one in self._clients.values() if one.greeted)
+        if counts[party] >= mine or counts.total() >= most:
             raise PoolRefused(
-                f"{self._greeted[party]} connections of {party} and {self._greeted.total()} in all are open on this "
-                f"node, expected at most {mine} and {most}; close some, or start the node with a higher limit of open "
-                "files (ulimit -n)"
+                f"{counts[party]} connections of {party} and {counts.total()} in all are open on this node, expected "
+                f"at most {mine} and {most}; close some, or start the node with a higher limit of open files "
+                "(ulimit -n)"
             )
-        self._leave_greeting(client)
-        self._buffered_of[self._party[client]] -= self._buffered[client]
-        self._buffered_of[party] += self._buffered[client]
-        self._party[client] = party
-        self._greeted[party] += 1
+        one = self._clients[client]
+        one.party, one.greeted = party, True
 
     def keeps(self, client: int, size: int) -> tuple[int, int] | None:
         """``size`` bytes are kept for ``client`` from now on; who has to end because of what is kept for it."""
-        party = self._party[client]
-        self._buffered_of[party] += size - self._buffered[client]
-        self._buffered[client] = size
-        if self._buffered_of.total() <= MAX_BUFFERED:
+        self.kept += size - self._clients[client].kept
+        self._clients[client].kept = size
+        if self.kept <= MAX_BUFFERED:
             return None
-        most = max(self._buffered_of, key=self._buffered_of.__getitem__)
-        theirs = (one for one in self._buffered if self._party[one] == most)
-        ends = max(theirs, key=self._buffered.__getitem__)
-        return ends, self._buffered[ends]
+        by_party = Counter[str]()
+        for one in self._clients.values():
+            by_party[one.party] += one.kept
+        most = by_party.most_common(1)[0][0]
+        kept = {number: one.kept for number, one in self._clients.items() if one.party == most}
+        ends = max(kept, key=kept.__getitem__)
+        return ends, kept[ends]
 
     def gone(self, client: int) -> None:
-        party = self._party.get(client)
-        if party is None:
-            return
-        if not self._leave_greeting(client):
-            self._greeted[party] -= 1
-            if not self._greeted[party]:
-                del self._greeted[party]
-        self._buffered_of[party] -= self._buffered.pop(client, 0)
-        if not self._buffered_of[party]:
-            del self._buffered_of[party]
-        del self._party[client]
-
-    def _leave_greeting(self, client: int) -> bool:
-        party = self._party[client]
-        mine = self._greeting.get(party)
-        if mine is None or client not in mine:
-            return False
-        del mine[client]
-        if not mine:
-            del self._greeting[party]
-        return True
+        one = self._clients.pop(client, None)
+        if one is not None:
+            self.kept -= one.kept
 
 
 def too_many_greetings(seconds: float) -> str:

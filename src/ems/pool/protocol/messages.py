@@ -34,6 +34,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
     """Base of all messages."""
 
 
+class Storing(Message, frozen=True):
+    """Base of what only those may ask who store and load: whoever administers a node with tenants does neither."""
+
+
 # From the client
 
 
@@ -60,7 +64,7 @@ class Prove(Message, frozen=True):
     proof: Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 
 
-class Open(Message, frozen=True):
+class Open(Storing, frozen=True):
     """Open (or make) the namespace ``name`` with pages of ``page_size`` bytes; answered by :class:`Opened`.
 
     A reader that does not know the size says 0: nothing is made then.
@@ -70,13 +74,13 @@ class Open(Message, frozen=True):
     page_size: int
 
 
-class Attach(Message, frozen=True):
+class Attach(Storing, frozen=True):
     """Ask for a segment to map; answered by :class:`SegmentAttached`."""
 
     segment: int
 
 
-class Reserve(Message, frozen=True):
+class Reserve(Storing, frozen=True):
     """Promise slots for consecutive ``keys`` after ``parent``; answered by :class:`Granted`.
 
     The keys at the positions of ``tails`` are those of pages to be found by their tokens too.
@@ -88,7 +92,7 @@ class Reserve(Message, frozen=True):
     tails: Annotated[dict[int, Tail], msgspec.Meta(max_length=limits.MAX_KEYS)] | None = None
 
 
-class Commit(Message, frozen=True):
+class Commit(Storing, frozen=True):
     """Publish the pages at ``positions`` of a reservation (all, when None); answered by :class:`Done`.
 
     ``checksums`` are the CRC32C of their bytes, 4 bytes each, in the order of ``positions``, which are then named.
@@ -99,7 +103,7 @@ class Commit(Message, frozen=True):
     checksums: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_KEYS * limits.CHECKSUM_BYTES)] = b""
 
 
-class StillWriting(Message, frozen=True):
+class StillWriting(Storing, frozen=True):
     """Of all slots that earlier connections of this client were promised it may write into ``refs`` and no others.
 
     Reservations that expired are among them.  Answered by :class:`Done` with how many slots are free for that.
@@ -108,13 +112,13 @@ class StillWriting(Message, frozen=True):
     refs: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_KEYS * REF_BYTES)]
 
 
-class Abort(Message, frozen=True):
+class Abort(Storing, frozen=True):
     """Give back what of a reservation was not committed; answered by :class:`Done`."""
 
     reservation: int
 
 
-class Lookup(Message, frozen=True):
+class Lookup(Storing, frozen=True):
     """How many leading ``keys`` are present, with a lease on them if ``lease``; answered by :class:`Hits`.
 
     With ``tail`` and no keys: the page of that directory that shares most leading tokens.
@@ -130,7 +134,7 @@ class Lookup(Message, frozen=True):
     later than that is not fetched."""
 
 
-class Release(Message, frozen=True):
+class Release(Storing, frozen=True):
     """A lease is no longer needed; has no answer."""
 
     lease: int
@@ -140,7 +144,7 @@ class Stats(Message, frozen=True):
     """Ask for the node's figures; answered by :class:`Figures`."""
 
 
-class Changes(Message, frozen=True):
+class Changes(Storing, frozen=True):
     """What was stored and removed in ``namespaces`` after ``sequence`` or :data:`FROM_NOW` on.
 
     Answered by :class:`Changed`.
@@ -150,7 +154,7 @@ class Changes(Message, frozen=True):
     namespaces: Annotated[list[Name], msgspec.Meta(max_length=limits.MAX_NAMESPACES_ASKED)]
 
 
-class Corrupt(Message, frozen=True):
+class Corrupt(Storing, frozen=True):
     """The bytes of these leased pages do not match their checksums; answered by :class:`Done`.
 
     The node looks for itself, and counts those that it takes out of the pool.
@@ -161,7 +165,7 @@ class Corrupt(Message, frozen=True):
     refs: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_CORRUPT * REF_BYTES)]
 
 
-class Prefetch(Message, frozen=True):
+class Prefetch(Storing, frozen=True):
     """``keys`` will be needed soon: bring them from the tiers below memory; answered by :class:`Done`.
 
     The answer counts the leading ones that are in memory or on their way there.
@@ -171,7 +175,7 @@ class Prefetch(Message, frozen=True):
     keys: Keys
 
 
-class Describe(Message, frozen=True):
+class Describe(Storing, frozen=True):
     """What the namespace ``name`` means, in plain words by field; answered by :class:`Done`.
 
     It may not be open yet.  See :mod:`ems.pool.reasons.layouts`.
@@ -181,7 +185,7 @@ class Describe(Message, frozen=True):
     facts: Annotated[dict[Fact, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 
 
-class Miss(Message, frozen=True):
+class Miss(Storing, frozen=True):
     """A lookup of ``keys`` keys was wanted in the namespace ``name``, which is not there; answered by :class:`Hits`."""
 
     name: Name
@@ -196,14 +200,14 @@ class Explain(Message, frozen=True):
     keys: Keys
 
 
-class Announce(Message, frozen=True):
+class Announce(Storing, frozen=True):
     """A request waits and will ask for ``keys``; answered by :class:`Announced`."""
 
     namespace: int
     keys: Keys
 
 
-class Withdraw(Message, frozen=True):
+class Withdraw(Storing, frozen=True):
     """The request of an announcement waits no longer; has no answer."""
 
     announcement: int

@@ -7,7 +7,8 @@ after the same work.  On an open node everybody who can reach the socket is let 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -16,10 +17,15 @@ from ems.errors import Unauthorised
 from ems.pool.core.shares import Quota
 from ems.pool.protocol import coding, greeting, messages
 from ems.pool.tenants import scram
-from ems.pool.tenants.limiter import FailureLimiter
 from ems.pool.tenants.registry import Registry
 
 ROOT = 0
+FREE_FAILURES = 5
+"""Failures in a row that cost nothing."""
+SECONDS_EACH = 10.0
+"""After these, one attempt in so many seconds."""
+MAX_PEERS = 1024
+"""Peers that are remembered, those that failed last."""
 
 
 class Peer(NamedTuple):
@@ -48,6 +54,30 @@ class Pending(msgspec.Struct, frozen=True):
     access_id: str
     challenge: messages.Challenge
     transcript: bytes
+
+
+class FailureLimiter:
+    """Failed attempts of each peer, as an allowance that grows back with time.
+
+    Keys cannot be guessed, so this is about work and log lines.  Memory is bounded; who failed too often is refused
+    without a look at its proof, and may try again after a while.
+    """
+
+    def __init__(self) -> None:
+        self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+
+    def allows(self, peer: Hashable, now: float) -> bool:
+        return self._allowance(peer, now) >= 1
+
+    def failed(self, peer: Hashable, now: float) -> None:
+        self._left[peer] = (max(self._allowance(peer, now) - 1, 0.0), now)
+        self._left.move_to_end(peer)
+        if len(self._left) > MAX_PEERS:
+            self._left.popitem(last=False)
+
+    def _allowance(self, peer: Hashable, now: float) -> float:
+        left, at = self._left.get(peer, (float(FREE_FAILURES), now))
+        return min(left + (now - at) / SECONDS_EACH, float(FREE_FAILURES))
 
 
 class Gate:

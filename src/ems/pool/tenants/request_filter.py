@@ -7,38 +7,22 @@ the tenant that it was given to only; figures are of the tenant's own pages and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
 from ems.errors import PoolRefused, StaleReference
+from ems.pool.core.changes import ChangeLog
 from ems.pool.facts import TENANT
 from ems.pool.names import own_name, qualified, refuse_marked, tenant_of
 from ems.pool.protocol import messages
+from ems.pool.protocol.messages import ChangeRun
 
 MAX_NAMESPACES = 256
 """Most namespaces of one tenant, so that one cannot use up the node's."""
 
-STORING = (
-    messages.Open,
-    messages.Attach,
-    messages.Reserve,
-    messages.Commit,
-    messages.Abort,
-    messages.StillWriting,
-    messages.Lookup,
-    messages.Release,
-    messages.Changes,
-    messages.Describe,
-    messages.Miss,
-    messages.Corrupt,
-    messages.Announce,
-    messages.Withdraw,
-    messages.Prefetch,
-)
-"""What whoever administers a node with tenants has no business with."""
-ALLOWED = (*STORING, messages.Stats, messages.Explain)
+ALLOWED = messages.Storing | messages.Stats | messages.Explain
 """What tenants may ask; everything else is for administrators."""
-
-
 _NUMBERED = messages.Lookup | messages.Reserve | messages.Corrupt | messages.Announce | messages.Prefetch
 """Requests that name a namespace by its number."""
 
@@ -144,3 +128,30 @@ class TenantRequestFilter:
             "namespaces": [{**row, "name": own_name(str(row["name"]))} for row in rows],
             "counters": msgspec.to_builtins(self.tally),
         }
+
+
+class TenantChanges(ChangeLog):
+    """The logs of all tenants, to be used as one: nobody learns from its numbers, or what it lost, what others do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logs: dict[str, ChangeLog] = {}
+
+    def recording(self) -> bool:
+        return any(log.recording() for log in self._logs.values())
+
+    def stored(self, namespace: str, keys: Iterable[bytes]) -> None:
+        self._log(namespace).stored(namespace, keys)
+
+    def removed(self, namespace: str, key: bytes) -> None:
+        self._log(namespace).removed(namespace, key)
+
+    def since(self, sequence: int, namespaces: Sequence[str], now: float) -> tuple[int, bool, list[ChangeRun]]:
+        return self._log(namespaces[0] if namespaces else "").since(sequence, namespaces, now)
+
+    def tick(self, now: float) -> None:
+        for log in self._logs.values():
+            log.tick(now)
+
+    def _log(self, namespace: str) -> ChangeLog:
+        return self._logs.setdefault(tenant_of(namespace), ChangeLog())

@@ -1,6 +1,8 @@
 """Everything of a node that has to do with tenants, in one place; on an open node it does nothing.
 
-What always holds: who may come in is what the newest registry says that makes sense, whatever its quotas.
+What always holds: who may come in is what the newest registry says that makes sense, whatever its quotas.  Segments say
+themselves whose pages they hold, but their tenant can write into them: so a file that no tenant can reach says it too,
+and knows of a tenant before the tenant can map the segment.  It is in shared memory, so writing it blocks nobody.
 """
 
 from __future__ import annotations
@@ -21,12 +23,11 @@ from ems.pool.names import tenant_of
 from ems.pool.protocol import messages
 from ems.pool.segments.folder import OWNERS_NAME
 from ems.pool.segments.recovery import Recovered, SegmentImage, Unreadable
+from ems.pool.segments.side_file import SideFile
 from ems.pool.tenants import store
-from ems.pool.tenants.changes import TenantChanges
 from ems.pool.tenants.gate import Gate, Principal
 from ems.pool.tenants.registry import Registry
-from ems.pool.tenants.request_filter import STORING, TenantRequestFilter
-from ems.pool.tenants.segment_tenants import SegmentTenants
+from ems.pool.tenants.request_filter import TenantChanges, TenantRequestFilter
 from ems.pool.tenants.store import TenantsWatch
 
 if TYPE_CHECKING:
@@ -63,19 +64,28 @@ class Tenancy:
     # Memory
 
     def read_owners(self) -> None:
-        """Know of whose pages segments have held what the folder says now."""
-        self._segment_tenants = SegmentTenants(self._owners_path)
+        """Know of whose pages segments have held what the folder says now: nothing where that cannot be read."""
+        self._owners = SideFile(self._owners_path, dict[int, str])
 
     @property
     def segment_tenants(self) -> Mapping[int, str]:
-        return self._segment_tenants.by_segment
+        return self._owners.value
+
+    def _put_owner(self, segment: int, tenant: str) -> None:
+        """The memory of ``segment`` is ``tenant``'s, or nobody's where that is empty.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        others = {number: name for number, name in self.segment_tenants.items() if number != segment}
+        self._owners.replace({**others, segment: tenant} if tenant else others)
 
     def believes(self, image: SegmentImage) -> bool:
         """Whether a segment that an earlier node left says what that node wrote: its tenant could write into it."""
         description = unpack_description(bytes(image.raw[:HEADERS_OFFSET]), image.size)
         if not isinstance(description, Description):
             return True  # it will not be read for that reason
-        tenant = self._segment_tenants.by_segment.get(image.number, "")
+        tenant = self.segment_tenants.get(image.number, "")
         if tenant_of(description.namespace) == tenant and (not tenant or not self.gate.open):
             return True
         self._disbelieved.append(image.number)
@@ -86,14 +96,14 @@ class Tenancy:
         reason = "they belong to a tenant of another set-up, or say that they belong to somebody else"
         refused = [Unreadable(number, reason) for number in self._disbelieved]
         for number in self._disbelieved:
-            self._segment_tenants.put(number, "")
+            self._put_owner(number, "")
         return msgspec.structs.replace(recovered, unreadable=[*recovered.unreadable, *refused])
 
     def assigned(self, segment: int, namespace: str) -> None:
-        self._segment_tenants.put(segment, tenant_of(namespace))
+        self._put_owner(segment, tenant_of(namespace))
 
     def renewed(self, segment: int, tenant: str | None) -> None:
-        self._segment_tenants.put(segment, tenant or "")
+        self._put_owner(segment, tenant or "")
 
     def start(self) -> None:
         if self._watch is not None:
@@ -137,7 +147,7 @@ class Tenancy:
         """
         if principal.stores:
             return self._request_filters.setdefault(principal.tenant, TenantRequestFilter(principal.tenant))
-        if isinstance(request, STORING):
+        if isinstance(request, messages.Storing):
             raise PoolRefused(f"{type(request).__name__} is for tenants, this connection administers the node")
         return None
 

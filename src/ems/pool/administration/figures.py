@@ -1,14 +1,17 @@
-"""Whether a node is well, judged by its own figures."""
+"""What a node's figures come to: added up by namespace, model or tenant, and whether the node is well."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from ems.config import format_size
 
+By = Literal["namespace", "model", "tenant"]
+
+_SUMS = ("pages", "bytes", "writing", "leases", "pinned")
 SCARCE = 0.5
 """Share of the offered pages refused for want of room from which on a node is too small."""
 ENOUGH = 1000
@@ -27,6 +30,37 @@ class Check(msgspec.Struct, frozen=True):
     name: str
     well: bool
     seen: str
+
+
+def grouped(rows: Sequence[dict[str, Any]], by: By) -> list[dict[str, Any]]:
+    """``rows`` of namespaces added up by model or tenant, the largest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        tiers = row["tiers"]
+        total = found.get(row[by])
+        if total is None:
+            kept = row if by == "namespace" else {by: row[by], **{name: row[name] for name in _SUMS}}
+            found[row[by]] = {**kept, "idle_seconds": row["idle_seconds"], "tiers": [dict(tier) for tier in tiers]}
+            continue
+        for name in _SUMS:
+            total[name] += row[name]
+        total["idle_seconds"] = min(total["idle_seconds"], row["idle_seconds"])
+        _add_below(total["tiers"], tiers)
+    return sorted(found.values(), key=lambda row: (-row["bytes"], -_bytes_below(row), str(row[by])))
+
+
+def _add_below(totals: list[dict[str, Any]], tiers: Sequence[dict[str, Any]]) -> None:
+    for tier in tiers:
+        total = next((one for one in totals if one["name"] == tier["name"]), None)
+        if total is None:
+            totals.append(dict(tier))
+        else:
+            total["pages"] += tier["pages"]
+            total["bytes"] += tier["bytes"]
+
+
+def _bytes_below(row: dict[str, Any]) -> int:
+    return sum(tier["bytes"] for tier in row["tiers"])
 
 
 def judge(figures: Mapping[str, Any]) -> list[Check]:
@@ -48,7 +82,7 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
     ]
     tenants = figures.get("tenants", {})
     if not tenants.get("open", True):
-        unkept = tenants.get("quotas_unkept", "")  # a node of an earlier release does not tell
+        unkept = tenants["quotas_unkept"]
         checks.append(Check("quotas", well=not unkept, seen=unkept or "those of the tenants' file count"))
     for tier in figures.get("tiers", ()):
         well = bool(tier["reading"] and tier["writing"])
