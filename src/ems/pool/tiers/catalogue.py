@@ -259,7 +259,7 @@ class Catalogue:
         """Packs that must leave so that ``most`` bytes remain, those that were not used for longest first."""
         excess = self.bytes - most
         leaving: list[Pack] = []
-        for pack in sorted(self._packs.values(), key=lambda one: (one.used_at, one.number)):
+        for pack in sorted(self._packs.values() if excess > 0 else (), key=lambda one: (one.used_at, one.number)):
             if excess <= 0:
                 break
             leaving.append(pack)

@@ -33,7 +33,7 @@ from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.tiers.pack_seal import NONCE_BYTES, TAG_BYTES, PackSeal, SealKeys
 
 MAGIC = b"EMSPACK1"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 DATA_ALIGN = 4096
 MAX_RECORDS = 65536
 MAX_HEAD = 64 << 20

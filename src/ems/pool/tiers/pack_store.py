@@ -136,30 +136,26 @@ class PackStore:
         try:
             self._blobs.put(name, parts)
         except TierFailed as error:
-            if not _is_full(error):
+            most = max(self._catalogue.bytes - 2 * sum(map(len, parts)), 0)
+            if not _is_full(error) or not self._leave("evicted_packs", self._catalogue.to_leave, most):
                 raise
-            with self._lock:
-                leaving = self._catalogue.to_leave(max(self._catalogue.bytes - 2 * sum(map(len, parts)), 0))
-            if not leaving:
-                raise
-            self._leave(leaving, "evicted_packs")
             self._blobs.put(name, parts)
 
     def _make_room(self, size: int) -> None:
-        most = self._limit - size - self._quarantine.bytes
-        if self._limit and self._catalogue.bytes > most:
-            with self._lock:
-                leaving = self._catalogue.to_leave(most)
-            self._leave(leaving, "evicted_packs")
+        if self._limit:
+            self._leave("evicted_packs", self._catalogue.to_leave, self._limit - size - self._quarantine.bytes)
 
-    def _leave(self, packs: Sequence[Pack], count: str) -> None:
-        if packs:
-            with self._lock:
-                for pack in packs:
-                    self._catalogue.remove(pack.name)
-                self._left[count] += len(packs)
-                self._changed = True
-            self._blobs.delete([pack.name for pack in packs])
+    def _leave(self, count: str, choose: Callable[..., list[Pack]], *args: float) -> bool:
+        """Remove the packs that ``choose`` says of ``args``; whether there are any."""
+        with self._lock:
+            names = [pack.name for pack in choose(*args)]
+            for name in names:
+                self._catalogue.remove(name)
+            self._left[count] += len(names)
+            self._changed = self._changed or bool(names)
+        if names:
+            self._blobs.delete(names)
+        return bool(names)
 
     # Reading
 
@@ -194,9 +190,7 @@ class PackStore:
         self._mend_suspects()
         self._look()
         now = self._clock()
-        with self._lock:
-            expired = self._catalogue.too_old(now, self._ttl)
-        self._leave(expired, "expired_packs")
+        self._leave("expired_packs", self._catalogue.too_old, now, self._ttl)
         self._make_room(0)
         if now >= self._next_sweep:
             self._next_sweep = now + UNFINISHED_SECONDS
@@ -331,17 +325,11 @@ class PackStore:
                 if finding.kind == "mended":
                     _log.warning("a damaged pack was set aside", tier=self.name, pack=name, reason=finding.reason)
 
-    # The catalogue of the last start
-
     def _read_snapshot(self) -> dict[str, tuple[int, float, bytes]]:
         try:
             return decode_packs(read_whole(self._blobs, CATALOGUE))
         except (Gone, TierFailed):
             return {}
-
-    def _snapshot_soon(self) -> None:
-        """What is written down has tokens of packs that leave: have it written anew when order is kept next."""
-        self._changed, self._next_snapshot = True, self._clock()
 
     def _write_snapshot(self) -> None:
         self._changed = False

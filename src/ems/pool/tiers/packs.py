@@ -197,7 +197,8 @@ class PackTier(PackStore):
             return self._count(request)
         if not self.scanned:
             self._look()
-        self._snapshot_soon()
+        # The written catalogue has tokens of what leaves: it is written anew when order is kept next.
+        self._changed, self._next_snapshot = True, self._clock()
         until = self._clock() + FORGET_SECONDS
         fewer = self._fewer(request)
         gone = [self._let_go(pack) for pack, staying in fewer if not staying]
