@@ -23,7 +23,7 @@ from ems.vllm.configuration.settings import read_settings
 from ems.vllm.lookups import LookupAnswer, Lookups
 from ems.vllm.metadata import QUIET, StepReport
 from ems.vllm.reporting.stats import Transferred
-from ems.vllm.requests import EAGER_LEASES
+from ems.vllm.requests import EAGER_LEASES, Phase
 from ems.vllm.scheduler import ANSWER_CHUNKS, ANSWER_SECONDS, IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.vllm.scheduler_side import (
@@ -747,7 +747,9 @@ def test_a_request_that_is_resumed_at_once_looks_up_nothing(make: Make, store: C
     side.allocated(one, Blocks([5, 6, 7, 8]), 0)
     side.build_metadata(resumed(one, 64))
 
-    assert not side._book.awaits("resumed")
+    known = side._book.get("resumed")
+    assert known is not None
+    assert known.phase is Phase.SETTLED
     assert side._running == {"resumed"}
 
 

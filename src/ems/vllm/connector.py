@@ -255,3 +255,15 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         self._side.close()
+
+
+# Other names that people have in their files, with the same keys.  They are classes of their own, because vLLM finds a
+# connector's metrics by the name of its class.
+
+
+class AscendStoreConnector(EmsStoreConnector):
+    """The pool of this host behind one engine."""
+
+
+class MooncakeConnectorStoreV1(EmsStoreConnector):
+    """The same under its oldest name."""

@@ -12,8 +12,8 @@ from typing import Any
 
 CONNECTORS = {
     "EmsStoreConnector": "ems.vllm.connector",
-    "AscendStoreConnector": "ems.vllm.store_names",
-    "MooncakeConnectorStoreV1": "ems.vllm.store_names",
+    "AscendStoreConnector": "ems.vllm.connector",
+    "MooncakeConnectorStoreV1": "ems.vllm.connector",
     "MooncakeConnectorV1": "ems.vllm.peer.connector",
 }
 """Connector name and the module that has the class of the same name."""

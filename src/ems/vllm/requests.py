@@ -227,18 +227,19 @@ class RequestBook:
         self.paused = False
         """While this is set nothing is offered for saving, nor later what follows it."""
         self._lookup_timeout = lookup_timeout
-        self._restarted_at = float("-inf")
+        self.restarted_at = float("-inf")
+        """When the node was not there for a moment: nobody's lookup can have been answered, and none had waited yet."""
         self._handoff_timeout = handoff_timeout
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, None] = {}
-        self._unasked: OrderedDict[str, None] = OrderedDict()
+        self.unasked: OrderedDict[str, None] = OrderedDict()
         """Requests that are not looked up yet, in the order of the engine's queue."""
         self._over: list[str] = []
         self._numbers = count(1)
         self.full = False
         """Whether as many requests are looked up as may be, and all stand before the one that was matched last."""
-        self._loading = 0
-        """Requests whose loads are under way."""
+        self.loading = 0
+        """How many requests' loads are under way."""
         self._step = 0
         self._later: list[str] | None = None
         """Requests of :attr:`_waiting` that the engine had not asked for in this step when another one needed room."""
@@ -246,31 +247,12 @@ class RequestBook:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    @property
-    def leases(self) -> int:
-        return sum(len(request.found.leases) for request in self._requests.values())
-
-    @property
-    def unasked(self) -> bool:
-        return bool(self._unasked)
-
-    @property
-    def loading(self) -> bool:
-        return self._loading > 0
-
     def loading_blocks(self) -> set[int]:
         """The blocks of the first group that loads under way fill."""
         return {block for request in self._requests.values() for block in request.loading}
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
-
-    def awaits(self, request_id: str) -> bool:
-        request = self._requests.get(request_id)
-        return request is not None and request.phase is Phase.ASKED
 
     # Arrival, lookup
 
@@ -282,19 +264,19 @@ class RequestBook:
             # One token must be computed in any case.
             request.phase = Phase.SETTLED
             return []
-        self._unasked[request_id] = None
+        self.unasked[request_id] = None
         return self.start_lookups()
 
     def start_lookups(self) -> list[Ask]:
         """Look up the next requests of the engine's queue, as many as may wait with a lease."""
         asks = []
-        while self._unasked and len(self._waiting) < EAGER_LEASES:
-            asks.append(self._ask(self._requests[next(iter(self._unasked))]))
+        while self.unasked and len(self._waiting) < EAGER_LEASES:
+            asks.append(self._ask(self._requests[next(iter(self.unasked))]))
         return asks
 
     def _ask(self, request: Request) -> Ask:
         request.phase = Phase.ASKED
-        self._unasked.pop(request.request_id, None)
+        self.unasked.pop(request.request_id, None)
         self._waiting[request.request_id] = None
         return Ask(request.request_id, request.expected)
 
@@ -304,7 +286,7 @@ class RequestBook:
         return over
 
     def _no_longer_waits(self, request_id: str) -> None:
-        self._unasked.pop(request_id, None)
+        self.unasked.pop(request_id, None)
         if request_id in self._waiting:
             del self._waiting[request_id]
             self._over.append(request_id)
@@ -356,7 +338,7 @@ class RequestBook:
             request.matched_at = now
         if request.phase is Phase.ASKED:
             patience = self._lookup_timeout + (self._handoff_timeout if request.expected else 0.0)
-            if now - max(request.matched_at, self._restarted_at) < patience:
+            if now - max(request.matched_at, self.restarted_at) < patience:
                 return None, []
             self._settle(request)
         if request.phase is not Phase.ANSWERED:
@@ -364,10 +346,6 @@ class RequestBook:
         request.local, request.in_step = local, in_step
         found = max(min(request.found.tokens, tokens - (in_step or self._windows)) - local, 0)
         return found, [] if found else list(self._settle(request))
-
-    def node_restarts(self, now: float) -> None:
-        """The node is not there for a moment: nobody's lookup can have been answered, and none has waited yet."""
-        self._restarted_at = now
 
     def begin_step(self) -> None:
         self._step += 1
@@ -392,7 +370,7 @@ class RequestBook:
 
     def _look_up_later(self, request: Request) -> None:
         request.phase, request.matched_at = Phase.NEW, None
-        self._unasked[request.request_id] = None
+        self.unasked[request.request_id] = None
 
     def decline(self, request_id: str) -> list[Release]:
         """Load nothing for the request, whatever its lookup finds."""
@@ -402,7 +380,7 @@ class RequestBook:
         return self._settle(request)
 
     def _settle(self, request: Request) -> list[Release]:
-        self._loading -= request.phase is Phase.LOADING
+        self.loading -= request.phase is Phase.LOADING
         request.phase = Phase.SETTLED
         self._no_longer_waits(request.request_id)
         found, request.found = request.found, NOTHING
@@ -426,7 +404,7 @@ class RequestBook:
             # It is computed now, whatever its lookup will find.
             return list(self._settle(request))
         request.phase = Phase.LOADING
-        self._loading += 1
+        self.loading += 1
         found, tokens = request.found, request.local + external
         last = -(-tokens // self._block_size)
         request.loading = request.block_ids[0][request.local // self._block_size : last]
@@ -543,7 +521,7 @@ class RequestBook:
         if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:
             self._look_up_later(request)
             # It is the next in the engine's queue.
-            self._unasked.move_to_end(request_id, last=False)
+            self.unasked.move_to_end(request_id, last=False)
 
     def leave_out(self, request_id: str) -> list[Release]:
         """Load nothing for the request, and store nothing of it from now on."""

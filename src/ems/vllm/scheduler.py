@@ -33,7 +33,7 @@ from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
-from ems.vllm.requests import NEVER, Adapter, Ask, Load, Release, RequestBook, Save, Span
+from ems.vllm.requests import NEVER, Adapter, Ask, Load, Phase, Release, RequestBook, Save, Span
 from ems.vllm.tokens import WithoutAdapter, extra_keys, token_ids
 
 logger = init_logger("vllm.ems.scheduler")
@@ -227,7 +227,7 @@ class SchedulerSide:
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
         if self._client.waits_out_restart:
-            self._book.node_restarts(now)
+            self._book.restarted_at = now
         in_step = self._loads_in_step or self._loads_alone(request_id, local, now)
         found, effects = self._book.match(request_id, request.num_tokens, local, now, in_step=in_step)
         self._do(effects)
@@ -271,7 +271,8 @@ class SchedulerSide:
 
         Otherwise it would make an empty step, which takes several times as long as most lookups.
         """
-        if self._waited or self._running or not self._book.awaits(request.request_id):
+        known = self._book.get(request.request_id)
+        if self._waited or self._running or known is None or known.phase is not Phase.ASKED:
             return 0.0
         if request.num_tokens > ANSWER_CHUNKS * self._model.chunk_tokens:
             return 0.0
@@ -358,10 +359,6 @@ class SchedulerSide:
         if self._adapters is not None:
             requests = self._vllm_requests.values()
             self._adapters.emptied(request.lora_request for request in requests if request.lora_request)
-
-    def _no_longer_saved(self, counts: Mapping[int, int]) -> None:
-        for number in self._on_all_workers(self._saved, counts):
-            self._let_go(number)
 
     def paused(self, *, paused: bool) -> None:
         """The engine takes no more requests and waits for what is under way, or it goes on."""
@@ -483,7 +480,8 @@ class SchedulerSide:
         ended = list(finished)
         if report is not None:
             self._observer.transferred(report.transfers, report.errors, time.monotonic())
-            self._no_longer_saved(report.saved)
+            for number in self._on_all_workers(self._saved, report.saved):
+                self._let_go(number)
             ended += self._on_all_workers(self._reported, report.in_step)
         for request_id in ended:
             known = self._book.get(request_id)

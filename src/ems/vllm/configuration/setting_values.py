@@ -8,7 +8,10 @@ expectation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from ems.config import parse_size
 from ems.errors import ConfigError
@@ -75,10 +78,11 @@ class SettingReader:
         name, value = self.find(key, *variables)
         if value is None:
             return default
-        number = _whole(value)
-        if number is None or number < least:
-            raise ConfigError(f"{name} is {value!r}, expected a whole number of {what} from {least} on")
-        return number
+        with suppress(msgspec.ValidationError):
+            number = msgspec.convert(str(value).strip(), int, strict=False)
+            if number >= least:
+                return number
+        raise ConfigError(f"{name} is {value!r}, expected a whole number of {what} from {least} on")
 
     def seconds(self, key: str, *variables: str, default_ms: float) -> float:
         name, value = self.find(key, *variables)
@@ -96,14 +100,3 @@ class SettingReader:
         """Bytes; 0 when the setting is absent."""
         name, value = self.find(key, *variables)
         return parse_size(value, name=name) if value else 0
-
-
-def _whole(value: object) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    try:
-        return int(str(value))
-    except ValueError:
-        return None

@@ -115,13 +115,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 def reads_by_layer(extra: Mapping[str, Any]) -> bool:
     """Whether ``extra`` asks for layer-by-layer moves.  :func:`read_settings` refuses a wrong value."""
     try:
-        return _layerwise(SettingReader(extra, {}))
+        return SettingReader(extra, {}).boolean("use_layerwise", default=False)
     except ConfigError:
         return False
-
-
-def _layerwise(reader: SettingReader) -> bool:
-    return reader.boolean("use_layerwise", default=False)
 
 
 def _load_async(reader: SettingReader, *, layerwise: bool) -> bool | None:
@@ -144,7 +140,7 @@ def read_settings(
     saves, loads = _directions(reader, kv_role)
     directory = Path(reader.text("directory") or default_directory())
     inside = directory / "node.sock" if extra.get("directory") else default_socket()
-    layerwise = _layerwise(reader)
+    layerwise = reader.boolean("use_layerwise", default=False)
     settings = ConnectorSettings(
         saves=saves,
         loads=loads,
