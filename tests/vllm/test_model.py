@@ -14,7 +14,6 @@ import pytest
 import torch
 from vllm.config import ParallelConfig
 from vllm.config.load import LoadConfig
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -26,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ems.errors import ConfigError
+from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.model import describe, local_planes
 from ems.vllm.planes import Portion
@@ -199,9 +199,10 @@ def test_cascade_attention_is_refused_where_the_engine_counts_references(
     """Until 0.31 it takes a block with as many references as requests for one that they share."""
     config = make_config(folder)
     config.model_config.disable_cascade_attn = False
-    monkeypatch.delattr(FullAttentionManager, "get_num_common_prefix_blocks", raising=False)
+    manager = type("FullAttentionManager", (), {})
+    monkeypatch.setattr(compat, "single_type_kv_cache_manager", SimpleNamespace(FullAttentionManager=manager))
     assert describe(config, make_groups(make_spec()), SETTINGS).planes
-    monkeypatch.setattr(FullAttentionManager, "get_num_common_prefix_blocks", lambda _: 0, raising=False)
+    monkeypatch.setattr(manager, "get_num_common_prefix_blocks", lambda _: 0, raising=False)
     with pytest.raises(ConfigError, match="--no-disable-cascade-attn"):
         describe(config, make_groups(make_spec()), SETTINGS)
 
