@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 from scripts.setup import CHECKOUT, PYTHON, SetupError, distribution, engine, engine_requirements, pip, say
 
-VERSIONS = ("0.28.0", "0.30.0", "0.32.0")
+VERSIONS = ("0.23.0", "0.28.0", "0.30.0", "0.32.0")
 SUITES = {
     "connector": ("tests/vllm",),
     "one pool": ("tests/e2e/test_shared_pool.py",),

@@ -145,9 +145,9 @@ def computed_tokens(request: Any) -> int:
 
 
 def count_tokens_in_flight(request: Any, scheduler: Any) -> None:
-    """Let these classes of the engine count the tokens that steps under way compute; before 0.27 they do not.
+    """Let these classes of the engine count the tokens that steps under way compute; before 0.26 they do not.
 
-    A scheduler that ends its steps otherwise (vllm-ascend's for recomputation) only ever counts more of them.
+    Other projects may have done so already.  A scheduler that ends its steps otherwise only ever counts more of them.
     """
     if hasattr(request, "num_in_flight_tokens") or "num_in_flight_tokens" in request.__init__.__code__.co_names:
         return
