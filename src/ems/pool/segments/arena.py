@@ -82,8 +82,7 @@ class Arena:
             self._given_size = SideFile(config.directory / SIZE_NAME, list[int])
             """Bytes of a segment and their number, of a pool that was given another size while it ran."""
             found, cut = self._find()
-            file_system = os.statvfs(config.directory)
-            free = file_system.f_bavail * file_system.f_frsize + sum(file.allocated() for file in self._files)
+            free = self.free_bytes() + sum(file.allocated() for file in self._files)
             self.sizes = self._planned(config, free, found)
             self._keep(found, cut)
             self._complete()
@@ -188,7 +187,7 @@ class Arena:
         try:
             self._node_state.keep(self.sizes[0])  # before the segments: by it they are known to be a node's
             for number in range(kept, len(self.sizes)):
-                self._create(number)
+                self._append(self.sizes[number])
         except OSError:
             for number in range(kept, len(self._files)):
                 with contextlib.suppress(OSError):
@@ -197,12 +196,20 @@ class Arena:
                 self._folder.marks.unlink(missing_ok=True)
             raise
 
-    def _create(self, number: int) -> None:
-        file = self._file(self._new_file(self._folder.segment(number)), self.sizes[number])
-        self._files.append(file)
-        os.ftruncate(file.descriptor, file.size)
+    def _append(self, size: int) -> None:
+        self._files.append(self._made(self._folder.segment(len(self._files)), size))
         self.headers.ends.append(HEADERS_OFFSET)
         self.touched.append(0)
+
+    def _made(self, path: Path, size: int) -> SegmentFile:
+        """A new file of ``size`` bytes.  Raises OSError: there is no room for it, and nothing is left of it."""
+        file = self._file(self._new_file(path), size)
+        try:
+            os.ftruncate(file.descriptor, size)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return file
 
     # Where files are had; a test kit puts itself in between
 
@@ -274,17 +281,8 @@ class Arena:
         Raises OSError: its file cannot be made.
         """
         if number == len(self.sizes):
+            self._append(size)
             self.sizes.append(size)
-            try:
-                self._create(number)
-            except OSError:
-                self.sizes.pop()
-                if self._files[number:]:
-                    self._folder.segment(number).unlink(missing_ok=True)
-                del self._files[number:]
-                raise
-        elif number > len(self.sizes):
-            raise ValueError(f"segment {number} comes after {len(self.sizes)} of them, expected no gap")
         else:
             self._gone.replace([gone for gone in self._gone.value if gone != number])
             if self._files[number].hurt or not self._files[number].whole():
@@ -322,13 +320,8 @@ class Arena:
         # By renaming, because a gap in the numbers would cost the segments behind it, should the node end in it.
         path = self._folder.segment(segment)
         new = self._folder.segment(segment + MAX_SEGMENTS)  # a name of a segment, so that it is swept when left behind
-        file = self._file(self._new_file(new), self.sizes[segment])
-        try:
-            os.ftruncate(file.descriptor, file.size)
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+        file = self._made(new, self.sizes[segment])
+        new.replace(path)
         retired = Retired(segment, self._files[segment])
         retired.file.write(0, bytes(HEADERS_OFFSET))
         self._files[segment] = file

@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ems.errors import ConfigError
-from ems.pool import layout
-from ems.pool.segments import side_file, tail_file
+from ems.pool.segments import side_file
 from ems.pool.segments.plan import MAX_SEGMENTS
 
 LOG_NAME = "node.log"
@@ -45,16 +44,12 @@ _LOCK_NAME = "node.lock"
 _TAILS_NAME = "tails"
 _MARKS_NAME = "marks"
 _SEGMENT = re.compile(r"segment-([0-9]{5})")
-_SIDE_FILES = {
-    _TAILS_NAME: tail_file.MAGIC,
-    OWNERS_NAME: side_file.MAGIC,
-    GIVEN_UP_NAME: side_file.MAGIC,
-    PINS_NAME: side_file.MAGIC,
-    SIZE_NAME: side_file.MAGIC,
-}
-_SIDE_FILES |= {f"{name}.new": magic for name, magic in _SIDE_FILES.items()}
-"""How the files beside segments begin, by name; the ones that replace them, too."""
+_SIDE_FILES = {_TAILS_NAME, OWNERS_NAME, GIVEN_UP_NAME, PINS_NAME, SIZE_NAME}
+_SIDE_FILES |= {f"{name}.new" for name in _SIDE_FILES}
+"""Files beside segments; the ones that replace them, too."""
 _LOCK_BEGINS = b"EMS node lock\n"
+_BEGINNINGS = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: side_file.MARKS_MAGIC}
+"""How the files begin that may be in a folder before it is marked, or mark it."""
 _BEGINNING_BYTES = 64
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 """File systems that live in memory, by the numbers that statfs(2) gives them."""
@@ -106,23 +101,19 @@ def _is_marked(path: Path) -> bool:
 def _is_own(path: Path, *, marked: bool) -> bool:
     """Whether a node wrote the file, in a folder that is ``marked`` as a node's or not.
 
-    Clients can write anything into a segment: what nobody else can open is known by its name.
+    Clients can write anything into a segment, and memory goes bad: the others are known by name and by being private.
     """
     name, status = path.name, path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         return False
     private = not status.st_mode & 0o077
-    begins = _beginning(path)
-    if (segment := _SEGMENT.fullmatch(name)) is not None:
-        sound = private or not any(begins) or begins.startswith(layout.MAGIC)
-        return marked and sound and int(segment[1]) < 2 * MAX_SEGMENTS
-    if name in (_LOCK_NAME, LOG_NAME, _MARKS_NAME):
+    if name in _BEGINNINGS:
+        begins = _beginning(path)
         # A node that was killed in between may have made the file and written nothing yet.
-        magic = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: side_file.MARKS_MAGIC}[name]
-        return begins.startswith(magic) or (private and not begins)
-    known = _SIDE_FILES.get(name)
-    # One that was damaged costs what is in it, never the start of the node.
-    return marked and known is not None and (private or begins[: len(known)] == known[: len(begins)])
+        return begins.startswith(_BEGINNINGS[name]) or (private and not begins)
+    segment = _SEGMENT.fullmatch(name)
+    known = int(segment[1]) < 2 * MAX_SEGMENTS if segment else name in _SIDE_FILES
+    return marked and private and known
 
 
 def _beginning(path: Path) -> bytes:
