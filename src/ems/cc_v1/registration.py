@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ems.cc_v1.cc_config import EmsConfig, KVCacheType
 from ems.pool.client.answers import Namespace
-from ems.pool.facts import MODEL, TENANT, plain_facts
 from ems.pool.keys import NO_PARENT, BlockKey, fingerprint, integer_key, namespace_name
+from ems.pool.names import MODEL, TENANT, plain_facts
 
 if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device

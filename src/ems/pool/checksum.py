@@ -7,22 +7,14 @@ It is imported when the first checksum is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 Bytes = bytes | bytearray | memoryview
 
 
-@cache
-def _crc32c() -> Callable[[Bytes, int], int]:
-    from awscrt.checksums import crc32c
-
-    return crc32c  # type: ignore[no-any-return, unused-ignore]
-
-
 def page_checksum(page: memoryview) -> int:
-    return _crc32c()(page, 0)
+    return crc32c(page)
 
 
 def crc32c(data: Bytes, value: int = 0) -> int:
-    return _crc32c()(data, value)
+    from awscrt import checksums
+
+    return checksums.crc32c(data, value)  # type: ignore[no-any-return, unused-ignore]

@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ems.errors import ConfigError
-from ems.pool.facts import MODEL, PLANE, TENANT, plain_facts
 from ems.pool.keys import fingerprint, namespace_name
+from ems.pool.names import MODEL, PLANE, TENANT, plain_facts
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings, check_kvcache_type
 from ems.vllm.planes import Plane, Portion, TokenOrder, portion, shard_count

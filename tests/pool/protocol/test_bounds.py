@@ -13,7 +13,7 @@ import pytest
 from msgspec import inspect
 
 from ems.errors import ProtocolError
-from ems.pool.facts import MAX_NAME
+from ems.pool.names import MAX_NAME
 from ems.pool.protocol import coding, limits, messages
 
 REQUESTS: tuple[type[messages.Message], ...] = messages.Request.__args__

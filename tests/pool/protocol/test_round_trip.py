@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from ems.errors import ProtocolError
-from ems.pool.facts import Difference
 from ems.pool.keys import KEY_BYTES
+from ems.pool.names import Difference
 from ems.pool.protocol import coding, limits, messages
 from ems.pool.protocol.acts import Clear, Show
 

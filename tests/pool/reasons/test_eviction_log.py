@@ -35,7 +35,7 @@ def test_the_last_notes_are_known_exactly_and_no_others(history: list[tuple[int,
                 assert found is not None
                 assert [found.reason.code, found.winner, found.at] == expected
                 assert eviction_log.code(namespace, key(name)) == expected[0]
-    assert len(eviction_log._positions) == len(newest)
+    assert len(eviction_log._places) == len(newest)
 
 
 def test_a_full_memory_stays_below_what_is_promised_a_note() -> None:
@@ -49,7 +49,7 @@ def test_a_full_memory_stays_below_what_is_promised_a_note() -> None:
         tracemalloc.stop()
     assert size < 168 * CAPACITY
     assert most < 300 * CAPACITY
-    assert len(eviction_log._positions) == CAPACITY
+    assert len(eviction_log._places) == CAPACITY
 
 
 def test_every_code_is_a_reason_of_its_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ems.errors import PoolRefused
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.facts import MAX_FACTS
+from ems.pool.names import MAX_FACTS
 from ems.pool.protocol.limits import MAX_ID
 from ems.pool.reasons.layouts import MAX_DESCRIBED, MAX_RELATED, Layouts
 from ems.pool.reasons.misses import MissReasons

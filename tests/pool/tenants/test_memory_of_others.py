@@ -279,7 +279,7 @@ def test_segments_that_cannot_be_made_are_as_if_nobody_had_asked_for_them(
     node = start(home, None)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(node.arena, "_create", full)
+            patch.setattr(node.arena, "_append", full)
             node.admin.do(Peer(1, os.geteuid()), Resize(5 * node.arena.sizes[0]), dry_run=False)
         touched(node)
         assert len(node.core.slots.segments) == len(node.arena.sizes) == 2

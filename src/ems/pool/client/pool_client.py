@@ -30,10 +30,9 @@ from ems.pool.client.introduction import Introduction
 from ems.pool.client.line import Connection, Line, Turn
 from ems.pool.client.promised import PromisedSlots
 from ems.pool.client.segments import Pins, SegmentMap
-from ems.pool.facts import check_facts
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import unpack_refs
-from ems.pool.names import qualified
+from ems.pool.names import check_facts, qualified
 from ems.pool.ownership import peer_of
 from ems.pool.protocol import limits, messages
 from ems.pool.protocol.acts import Acts

@@ -12,9 +12,8 @@ from ems.config import PolicyName
 from ems.errors import NoSpace, PoolRefused, StaleReference
 from ems.pool.core.index import Index
 from ems.pool.core.pins import PinSet
-from ems.pool.facts import MAX_NAME
 from ems.pool.layout import MAX_PAGE, carve
-from ems.pool.names import tenant_of
+from ems.pool.names import MAX_NAME, tenant_of
 from ems.pool.policy.seam import make_policy
 from ems.pool.segments.recovery import MAX_SLOTS
 

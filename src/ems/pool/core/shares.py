@@ -138,13 +138,9 @@ class Shares:
         richest = max(rest, key=lambda one: (usage.counts[one.number], -one.last_used), default=None)
         if richest is None or other is not None:
             return richest
-        own = usage.counts[namespace.number]
-        competing = len(rest) + 1
-        if own == 0:
-            donates = usage.counts[richest.number] > 1 or now - richest.last_used >= IDLE_SECONDS
-        else:
-            donates = (own + 1) * competing <= usage.tenant_counts[tenant] + usage.unowned
-        return richest if donates else None
+        own, shared = usage.counts[namespace.number], usage.tenant_counts[tenant] + usage.unowned
+        rested = now - richest.last_used >= IDLE_SECONDS
+        return richest if _gives_way(usage.counts[richest.number], own, len(rest) + 1, shared, rested=rested) else None
 
     def _donor_tenant(
         self,
@@ -165,13 +161,20 @@ class Shares:
             return None
         if usage.bytes[tenant] < self.bounds(tenant).minimum:
             return max(donors, key=lambda other: usage.bytes[other] - self.bounds(other).minimum)
-        richest = max(donors, key=lambda other: (usage.tenant_counts[other], other))
-        own = usage.tenant_counts[tenant]
-        if own:
-            competing = sum(1 for count in usage.tenant_counts.values() if count)
-            return richest if (own + 1) * competing <= usage.total else None
+        counts = usage.tenant_counts
+        richest = max(donors, key=lambda other: (counts[other], other))
         used = max((one.last_used for one in namespaces if one.tenant == richest), default=now)
-        return richest if usage.tenant_counts[richest] > 1 or now - used >= IDLE_SECONDS else None
+        rested = now - used >= IDLE_SECONDS
+        return richest if _gives_way(counts[richest], counts[tenant], len(counts), usage.total, rested=rested) else None
+
+
+def _gives_way(richest: int, own: int, competing: int, segments: int, *, rested: bool) -> bool:
+    """Whether who has the ``richest`` number of segments loses one to somebody who has ``own``.
+
+    As long as one more is at most the fair share of ``segments``; to who has none, one of several, or the last one of
+    who has ``rested``.
+    """
+    return (own + 1) * competing <= segments if own else richest > 1 or rested
 
 
 class SegmentUsage:

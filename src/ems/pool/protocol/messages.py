@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ems.pool.facts import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
+from ems.pool.names import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
 from ems.pool.protocol import limits
 from ems.pool.protocol.acts import Acts, Keys, Text
 from ems.pool.protocol.greeting import PROOF_BYTES

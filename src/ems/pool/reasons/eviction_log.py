@@ -7,7 +7,6 @@ bounded (below 168 bytes a note, so 10.5 MiB when full); a note costs the same h
 from __future__ import annotations
 
 import struct
-from array import array
 from typing import NamedTuple
 
 from ems.pool.reasons.words import Reason
@@ -16,6 +15,8 @@ CAPACITY = 65536
 """Notes that are kept."""
 NOBODY = -1
 
+_NOTE = struct.Struct("<QBdh")
+"""Name of a key, reason, time, winner."""
 _HALF = struct.Struct("<Q")
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -35,43 +36,37 @@ class EvictionLog:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.now = 0.0
         """The time that notes get; whoever owns this sets it now and then."""
-        self._capacity = capacity
-        self._cursor = 0
-        self._positions: dict[int, int] = {}
-        self._names = array("Q")
-        self._codes = bytearray()
-        self._times = array("d")
-        self._winners = array("h")
+        self._notes = bytearray(capacity * _NOTE.size)
+        self._next = 0
+        """Where the next note comes, in place of the oldest."""
+        self._places: dict[int, int] = {}
+        """Of the newest note of each key."""
 
     def note(self, namespace: int, key: bytes, code: int, winner: int = NOBODY) -> None:
         """``key`` of ``namespace`` is not there from now on, by the reason ``code``."""
-        name = _HALF.unpack_from(key)[0] ^ (namespace * _SPREAD & _MASK)
-        cursor = self._cursor
-        if len(self._names) < self._capacity:
-            self._names.append(name)
-            self._codes.append(code)
-            self._times.append(self.now)
-            self._winners.append(winner)
-        else:
-            forgotten = self._names[cursor]
-            if self._positions[forgotten] == cursor:
-                del self._positions[forgotten]
-            self._names[cursor] = name
-            self._codes[cursor] = code
-            self._times[cursor] = self.now
-            self._winners[cursor] = winner
-        self._positions[name] = cursor
-        self._cursor = cursor + 1 if cursor + 1 < self._capacity else 0
+        name, place = _name(namespace, key), self._next
+        oldest = _HALF.unpack_from(self._notes, place)[0]
+        if self._places.get(oldest) == place:
+            del self._places[oldest]
+        _NOTE.pack_into(self._notes, place, name, code, self.now, winner)
+        self._places[name] = place
+        self._next = (place + _NOTE.size) % len(self._notes)
 
     def code(self, namespace: int, key: bytes) -> int:
         """Why ``key`` of ``namespace`` left, as a code; 0 when that is not known."""
-        position = self._positions.get(_HALF.unpack_from(key)[0] ^ (namespace * _SPREAD & _MASK))
-        return 0 if position is None else self._codes[position]
+        place = self._places.get(_name(namespace, key))
+        return 0 if place is None else self._notes[place + _HALF.size]
 
     def find(self, namespace: int, key: bytes) -> EvictionRecord | None:
-        position = self._positions.get(_HALF.unpack_from(key)[0] ^ (namespace * _SPREAD & _MASK))
-        if position is None:
+        place = self._places.get(_name(namespace, key))
+        if place is None:
             return None
-        reason = Reason.of_code(self._codes[position])
+        _, code, at, winner = _NOTE.unpack_from(self._notes, place)
+        reason = Reason.of_code(code)
         assert reason is not None
-        return EvictionRecord(reason, self._times[position], self._winners[position])
+        return EvictionRecord(reason, at, winner)
+
+
+def _name(namespace: int, key: bytes) -> int:
+    half: int = _HALF.unpack_from(key)[0]
+    return half ^ (namespace * _SPREAD & _MASK)

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from ems.errors import PoolRefused
-from ems.pool.facts import MAX_NAME, MODEL, PLANE, TENANT, Difference, check_facts
-from ems.pool.names import tenant_of
+from ems.pool.names import MAX_NAME, MODEL, PLANE, TENANT, Difference, check_facts, tenant_of
 
 MAX_DESCRIBED = 1024
 """Namespaces whose descriptions are kept; the oldest of the tenant that has most leaves first."""

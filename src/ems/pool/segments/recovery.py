@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ems.pool.facts import MAX_NAME
 from ems.pool.keys import KEY_BYTES, NO_PARENT
 from ems.pool.layout import (
     HEADER_BYTES,
@@ -26,6 +25,7 @@ from ems.pool.layout import (
     SlotState,
     unpack_description,
 )
+from ems.pool.names import MAX_NAME
 from ems.pool.writer import UNKNOWN, Writer
 
 _KEY = np.dtype(f"V{KEY_BYTES}")

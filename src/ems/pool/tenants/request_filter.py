@@ -13,8 +13,7 @@ import msgspec
 
 from ems.errors import PoolRefused, StaleReference
 from ems.pool.core.changes import ChangeLog
-from ems.pool.facts import TENANT
-from ems.pool.names import own_name, qualified, refuse_marked, tenant_of
+from ems.pool.names import TENANT, own_name, qualified, refuse_marked, tenant_of
 from ems.pool.protocol import messages
 from ems.pool.protocol.messages import ChangeRun
 
