@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from logging import Logger
 
 import msgspec
@@ -149,13 +149,13 @@ class Saver:
             over, self._over = self._over, []
         return over
 
-    def finish(self, seconds: float) -> None:
-        """All saves end within ``seconds``, or are called off; no copy from the engine's blocks runs after that.
+    def finish(self, seconds: float, numbers: Container[int] | None = None) -> None:
+        """All saves (of some ``numbers``) end within ``seconds``, or are called off; no copy of theirs runs after that.
 
         A copy that has begun is waited for: one plan of :attr:`Device.batch_bytes` for each plane.
         """
         with self._lock:
-            jobs = [job for jobs in self._open.values() for job in jobs]
+            jobs = [job for number, jobs in self._open.items() if numbers is None or number in numbers for job in jobs]
         deadline = time.monotonic() + seconds
         for job in jobs:
             if not job.closed.wait(max(deadline - time.monotonic(), 0)):

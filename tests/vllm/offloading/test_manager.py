@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.kv_offload.base import (
@@ -15,27 +17,28 @@ from vllm.v1.kv_offload.base import (
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, cut
+from ems.pool.keys import KEY_BYTES, NO_PARENT, cut
 from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings, read_settings
+from ems.vllm.model import BlockModel
 from ems.vllm.offloading.manager import MOST_WAITING, EmsOffloadingManager
 from ems.vllm.offloading.search import Group
+from ems.vllm.planes import Plane, page_keys
 from tests.e2e.engines import PATIENT, Node, running_node, wait_for
 
 PAGE = 512
 TOKENS = 64
 STEP = ScheduleEndContext((), ())
+NAME = "t/m/f"
+MODEL = BlockModel(NAME, TOKENS, 100, 1, (Plane(f"{NAME}/0.0", shards=2),))
+
+
+def prompt_of(name: str, chunks: int) -> list[int]:
+    return [zlib.crc32(name.encode()) % 1000 + at for at in range(chunks * TOKENS)]
 
 
 def chunk_keys(name: str, count: int) -> list[OffloadKey]:
     return [make_offload_key(b"%s %d" % (name.encode(), number), 0) for number in range(count)]
-
-
-def context_of(request_id: str, keys: list[OffloadKey]) -> ReqContext:
-    context = ReqContext(request_id)
-    for number, key in enumerate(keys):
-        context.set_offload_key_position(key, (number + 1) * TOKENS)
-    return context
 
 
 def settings_of(node: Node, role: str = "kv_both", **extra: object) -> ConnectorSettings:
@@ -45,7 +48,7 @@ def settings_of(node: Node, role: str = "kv_both", **extra: object) -> Connector
 
 
 def manager_of(settings: ConnectorSettings) -> EmsOffloadingManager:
-    return EmsOffloadingManager(settings, "t/m/f", [Group(0, TOKENS)], [[Namespace("t/m/f/0.0", 0)]])
+    return EmsOffloadingManager(settings, MODEL, [Group(0, TOKENS, 0, (0,))])
 
 
 @pytest.fixture
@@ -64,14 +67,15 @@ def manager(node: Node) -> Iterator[EmsOffloadingManager]:
 
 def store(node: Node, manager: EmsOffloadingManager, keys: list[OffloadKey]) -> None:
     """As a worker does what the manager says."""
-    context = context_of("writer", keys)
-    manager.on_new_request(context)
+    context = begun(manager, "writer", keys)
     asked = manager.prepare_store(keys, context)
     assert asked.keys_to_store == keys
+    ((first, parent, tails, groups),) = asked.store_spec.runs
+    assert (first, parent, len(tails), groups) == (0, NO_PARENT, len(keys), (0,))
+    pages = cut(page_keys(b"".join(tail.key for tail in tails), 2), KEY_BYTES)
     client = PoolClient(node.socket, "worker")
-    pool_keys, parents = cut(asked.store_spec.keys[0], KEY_BYTES), cut(asked.store_spec.parents[0], KEY_BYTES)
-    assert parents[1:] == pool_keys[:-1]
-    client.commit(client.reserve(Namespace("t/m/f/0.0", PAGE), parents[0], pool_keys))
+    for shard in range(2):
+        client.commit(client.reserve(Namespace(MODEL.namespaces[0], PAGE), NO_PARENT, pages[shard::2]))
     client.close()
     manager.on_request_finished(context)
 
@@ -90,7 +94,16 @@ def look(manager: EmsOffloadingManager, keys: list[OffloadKey], context: ReqCont
 
 
 def begun(manager: EmsOffloadingManager, request_id: str, keys: list[OffloadKey]) -> ReqContext:
-    context = context_of(request_id, keys)
+    """A request whose prompt has one chunk for each of ``keys``, named as these are."""
+    tokens = prompt_of(keys[0].split()[0].decode(), len(keys))
+    request = SimpleNamespace(
+        request_id=request_id, prompt_token_ids=tokens, all_token_ids=tokens, num_tokens=len(tokens)
+    )
+    request.lora_request = request.mm_features = request.cache_salt = None
+    manager.arrived(request)
+    context = ReqContext(request_id)
+    for number, key in enumerate(keys):
+        context.set_offload_key_position(key, (number + 1) * TOKENS)
     manager.on_new_request(context)
     return context
 
@@ -107,7 +120,8 @@ def test_what_is_stored_is_found_and_leased_until_it_is_loaded(manager: EmsOfflo
     assert look(manager, keys, context) == [LookupResult.HIT] * 3 + [LookupResult.MISS] * 2
     assert leases(node) == 1
     pages = manager.prepare_load(keys[1:3], context)
-    assert [len(of_group) // KEY_BYTES for of_group in pages.keys] == [2]
+    (((plane, page_names, refs),),) = pages.groups
+    assert (plane, len(page_names), len(refs)) == (0, 2 * 2 * KEY_BYTES, 2 * 2 * REF_BYTES)
     assert pages.node == node.stats()["node"]
     manager.on_schedule_end(ScheduleEndContext(["reader"], ()))
     manager.on_request_finished(context)
@@ -138,9 +152,9 @@ def test_a_chunk_that_no_lookup_found_is_at_no_place(manager: EmsOffloadingManag
     context = begun(manager, "reader", keys)
     look(manager, keys, context)
     pages = manager.prepare_load(keys, context)
-    refs = cut(pages.refs[0][0], REF_BYTES)
-    assert (len(refs), refs[3]) == (4, bytes(REF_BYTES))
-    assert bytes(REF_BYTES) not in refs[:3]
+    refs = cut(pages.groups[0][0].packed_refs, REF_BYTES)
+    assert refs[6:] == [bytes(REF_BYTES)] * 2
+    assert bytes(REF_BYTES) not in refs[:6]
     manager.complete_load(keys, context)
 
 
@@ -188,6 +202,29 @@ def test_after_a_reset_nothing_stored_before_is_found(manager: EmsOffloadingMana
     assert look(manager, keys, begun(manager, "new", keys)) == [LookupResult.MISS] * 3
     store(node, manager, keys)
     assert look(manager, keys, begun(manager, "newer", keys)) == [LookupResult.HIT] * 3
+
+
+def test_engines_that_name_the_same_weights_share_again(manager: EmsOffloadingManager, node: Node) -> None:
+    other = manager_of(settings_of(node))
+    keys = chunk_keys("a", 3)
+    for one in (manager, other):
+        one.reset_cache()
+        one.weights_declared("v2")
+    store(node, manager, keys)
+    assert look(other, keys, begun(other, "reader", keys)) == [LookupResult.HIT] * 3
+    other.weights_declared("v3")  # it holds KV of the weights before
+    assert look(other, keys, begun(other, "later", keys)) == [LookupResult.MISS] * 3
+    other.shutdown()
+
+
+def test_a_part_of_a_chunk_is_neither_found_nor_stored(manager: EmsOffloadingManager, node: Node) -> None:
+    keys = chunk_keys("a", 2)
+    store(node, manager, keys)
+    context = begun(manager, "reader", keys)
+    (part,) = chunk_keys("part", 1)
+    context.set_offload_key_position(part, TOKENS + 3)
+    assert look(manager, [*keys, part], context) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
+    assert not manager.prepare_store([part], context).keys_to_store
 
 
 def test_a_node_that_hangs_makes_nobody_wait(node: Node) -> None:

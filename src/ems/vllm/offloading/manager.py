@@ -1,12 +1,13 @@
 """The scheduler's side: tells vLLM which chunks the pool has, and the workers where they are.
 
-What always holds: the scheduler's thread makes no call to the node; what it was told of is leased until its load is
-over, the request has ended, or it was scheduled without a load; after a reset no chunk that was stored before is found.
+vLLM's key of a chunk is a hash of its own; here a chunk has the key that ``EmsStoreConnector`` gives it, made of the
+request's tokens, so that engines of both kinds share pages.  What always holds: the scheduler's thread makes no call to
+the node; what it was told of is leased until its load is over, the request has ended, or it was scheduled without a
+load; after a reset no chunk that was stored before is found.
 """
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
@@ -23,59 +24,79 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 
-from ems.errors import EmsError, PoolTimeout
+from ems.errors import EmsError
 from ems.pool.client.answers import Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import KeyChain
 from ems.pool.layout import REF_BYTES
+from ems.transfers.lane import Lane
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.epoch import KeyEpoch
-from ems.vllm.offloading.keys import ChunkKeys, group_of, packed
+from ems.vllm.model import BlockModel
 from ems.vllm.offloading.search import Found, Group, search
-from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
+from ems.vllm.offloading.transfer import ChunkRun, PagesToLoad, PagesToStore, PlanePages
+from ems.vllm.planes import page_keys
+from ems.vllm.tokens import extra_keys, token_ids
 
 logger = init_logger("vllm.ems.offloading")
 
 STEP_SECONDS = 0.002
 """How long one step waits for answers, all in all: most come sooner, and a request needs no second step then."""
-AWAY_SECONDS = 5.0
-"""How long nothing is asked of a node that did not answer."""
 MOST_WAITING = 64
 """Requests that are looked up before they can be scheduled: each holds leases."""
 
 
-class _Request:
-    """What is known of a request's chunks; ``found`` is None until the answer is there."""
+class _Lookup:
+    """A question about a request's chunks; ``found`` is None until the answer is there."""
 
-    def __init__(self, keys: ChunkKeys) -> None:
-        self.keys = keys
-        self.chunks: dict[int, list[bytes]] = {}
-        """What is looked for; the request may grow meanwhile."""
-        self.asked_at = 0.0
+    def __init__(self, request: Any, chain_name: str, groups: Sequence[Group]) -> None:
+        self.asked_at = time.monotonic()
         self.answered = threading.Event()
         self.found: Found | None = None
-        self.loading = False
         self.over = False
-        """Whether nothing that was found is of use any more."""
+        """Whether nothing that was found is of use any more; set on the scheduler's thread."""
+        self._request = request
+        self._tokens = token_ids(request, 0, request.num_tokens)  # of this moment: the request may grow
+        self.chains = {group.tokens: KeyChain(chain_name, group.tokens) for group in groups}
+
+    def name_chunks(self) -> None:
+        for size, chain in self.chains.items():
+            chain.extend(self._tokens, extra_keys(self._request, size))
+
+
+class _Request:
+    """What is known of one of vLLM's requests."""
+
+    def __init__(self, request: Any, chain_name: str) -> None:
+        self.request = request
+        self.chain_name = chain_name
+        self.chains: dict[int, KeyChain] = {}
+        self.lookup: _Lookup | None = None
+        self.loading = False
+
+    def chain(self, size: int, chunks: int) -> KeyChain:
+        """Keys of at least so many chunks of ``size`` tokens."""
+        chain = self.chains.setdefault(size, KeyChain(self.chain_name, size))
+        if len(chain) < chunks:
+            chain.extend(token_ids(self.request, 0, chunks * size), extra_keys(self.request, size), chunks)
+        return chain
 
 
 class EmsOffloadingManager(OffloadingManager):
-    """Chunks of ``groups`` in ``namespaces`` (by rank, then group) of the pool of ``settings``."""
+    """Chunks of ``groups`` of ``model`` in the pool of ``settings``."""
 
-    def __init__(
-        self,
-        settings: ConnectorSettings,
-        identity: str,
-        groups: Sequence[Group],
-        namespaces: Sequence[Sequence[Namespace]],
-    ) -> None:
+    def __init__(self, settings: ConnectorSettings, model: BlockModel, groups: Sequence[Group]) -> None:
         self._settings = settings
-        self._groups = groups
-        self._tokens = {group.number: group.tokens for group in groups}
-        self._namespaces = namespaces
-        self._epoch = KeyEpoch(identity, settings.weights_version, partial(secrets.token_hex, 16))
+        self._planes = model.planes
+        self._namespaces = [Namespace(name, 0) for name in model.namespaces]  # who only looks needs no size of a page
+        self._groups = {group.number: group for group in groups}
+        self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
         self._client = PoolClient(settings.socket, "vllm-offloading", credentials=settings.credentials)
+        for name, facts in model.descriptions().items():
+            self._client.describe(name, facts)
         self._requests: dict[str, _Request] = {}
         self._ended: dict[str, _Request] = {}
         """Requests that ended before their loads."""
@@ -83,48 +104,53 @@ class EmsOffloadingManager(OffloadingManager):
         """Requests that were looked up and hold what was found."""
         self._waited = 0.0
         self._failing = False
-        self._away_until = 0.0
-        self._inbox: queue.SimpleQueue[_Request | list[Lease] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ems-offloading-lookup", daemon=True)
-        self._thread.start()
+        self._lane: Lane[_Lookup, None] = Lane("ems-offloading-lookup", self._run)
+        self._lane.start()
 
     # Requests
 
+    def arrived(self, request: Any) -> None:
+        """The connector's ``on_new_request``, of which vLLM tells a manager no tokens."""
+        self._requests[request.request_id] = _Request(request, self._epoch.chain_name)
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._requests[req_context.req_id] = self._begun(req_context)
         return RequestOffloadingContext()
 
-    def _begun(self, context: ReqContext) -> _Request:
-        # vLLM writes down there where each chunk ends; its reader answers for one key at a time only.
-        ends: dict[Any, int] = context._offload_key_positions  # noqa: SLF001
-        return _Request(ChunkKeys(self._epoch.chain_name, self._tokens, ends))
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._epoch.empty = False
         request = self._requests.get(req_context.req_id)
-        if request is None or request.over or not self._settings.loads:
+        chunk = self._chunk(key, req_context)
+        if request is None or chunk is None or not self._settings.loads:
             return LookupResult.MISS
-        if not request.asked_at:
+        lookup = request.lookup
+        if lookup is None:
             if self._waiting >= MOST_WAITING:
                 return LookupResult.RETRY
             self._waiting += 1
-            request.asked_at, request.chunks = time.monotonic(), request.keys.chunks()
-            self._inbox.put(request)
-        if not request.answered.is_set():
+            lookup = request.lookup = _Lookup(request.request, request.chain_name, list(self._groups.values()))
+            self._lane.put(lookup)
+        if lookup.over:
+            return LookupResult.MISS
+        if not lookup.answered.is_set():
             begun = time.monotonic()
             if self._waited < STEP_SECONDS:
-                request.answered.wait(STEP_SECONDS - self._waited)
+                lookup.answered.wait(STEP_SECONDS - self._waited)
                 self._waited += time.monotonic() - begun
-            if not request.answered.is_set():
-                late = begun - request.asked_at > self._settings.lookup_timeout
+            if not lookup.answered.is_set():
+                late = begun - lookup.asked_at > self._settings.lookup_timeout
                 return LookupResult.MISS if late else LookupResult.RETRY
-        return LookupResult.HIT if request.found is not None and key in request.found.refs else LookupResult.MISS
+        group = self._groups[get_offload_group_idx(key)]
+        hit = lookup.found is not None and lookup.found.has(group, chunk)
+        return LookupResult.HIT if hit else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._waited = 0.0
         for request_id in (*context.new_req_ids, *context.preempted_req_ids):
             request = self._requests.get(request_id)
             if request is not None and not request.loading:
-                self._ask_anew(request_id, request)
+                # What was found is used, or is not going to be: should vLLM ask again, the pool is asked again.
+                self._let_go(request)
+                request.lookup = None
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
@@ -133,118 +159,146 @@ class EmsOffloadingManager(OffloadingManager):
         elif request is not None:
             self._let_go(request)
 
-    def _ask_anew(self, request_id: str, request: _Request) -> None:
-        """What was found is used, or is not going to be: should vLLM ask again, the pool is asked again."""
-        self._let_go(request)
-        self._requests[request_id] = _Request(request.keys)
-
     def _let_go(self, request: _Request) -> None:
-        if request.asked_at and not request.over:
+        lookup = request.lookup
+        if lookup is not None and not lookup.over:
             self._waiting -= 1
-            request.over = True
-            self._inbox.put(request)  # behind the search that may still be under way
+            lookup.over = True
+            self._lane.put(lookup)  # behind the search that may still be under way
+
+    def _chunk(self, key: OffloadKey, context: ReqContext) -> int | None:
+        """The number of a chunk; None for a part of one, which vLLM asks for by a key of its own."""
+        size = self._groups[get_offload_group_idx(key)].tokens
+        end = context.get_offload_key_position(key)
+        return None if end is None or end % size else end // size - 1
 
     # Loads and stores
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PagesToLoad:
         request = self._requests[req_context.req_id]
-        found = request.found
-        assert found is not None, "vLLM loads what a lookup found"
+        lookup = request.lookup
+        assert lookup is not None, "vLLM loads what a lookup found"
+        assert lookup.found is not None, "vLLM loads what a lookup found"
         request.loading = True
-        by_group = self._by_group(keys)
+        pages: list[list[PlanePages]] = []
+        chunks = self._by_group(keys, req_context)
+        for group in self._groups.values():
+            wanted = chunks.get(group.number, [])
+            pages.append([self._pages(lookup, group, plane, wanted) for plane in group.planes])
+        return PagesToLoad(lookup.found.node, pages)
+
+    def _pages(self, lookup: _Lookup, group: Group, plane: int, chunks: Sequence[int]) -> PlanePages:
+        assert lookup.found is not None
+        shards, chain, refs = self._planes[plane].shards, lookup.chains[group.tokens], lookup.found.refs
+        keys = page_keys(b"".join(chain.packed(chunk, chunk + 1) for chunk in chunks), shards)
         # A chunk that no lookup found is at no place: its load fails, and the engine computes it.
-        nowhere = [bytes(REF_BYTES)] * len(self._namespaces)
-        return PagesToLoad(
-            found.node,
-            [packed(map_keys(request.keys, of_group)) for of_group in by_group],
-            [
-                [packed([found.refs.get(key, nowhere)[rank] for key in of_group]) for of_group in by_group]
-                for rank in range(len(self._namespaces))
-            ],
-        )
+        nowhere = bytes(REF_BYTES * shards)
+        return PlanePages(plane, keys, b"".join(refs.get((plane, chunk), nowhere) for chunk in chunks))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        if (ended := self._ended.pop(req_context.req_id, None)) is not None:
-            self._let_go(ended)
-        elif (request := self._requests.get(req_context.req_id)) is not None:
+        request = self._ended.pop(req_context.req_id, None) or self._requests.get(req_context.req_id)
+        if request is not None:
             # Should the load have failed, vLLM asks again, and the same pages would fail for ever.
             request.loading = False
             self._let_go(request)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
-        request = self._requests.get(req_context.req_id) or self._begun(req_context)
-        wanted = list(keys) if self._settings.saves else []
-        by_group = self._by_group(wanted)
-        to_store = PagesToStore(
-            [packed(map_keys(request.keys, of_group)) for of_group in by_group],
-            [packed([request.keys.parent(key) for key in of_group]) for of_group in by_group],
-        )
-        return PrepareStoreOutput(wanted, to_store, [])
+        self._epoch.empty = False
+        request = self._requests.get(req_context.req_id)
+        if request is None or not self._settings.saves:
+            return PrepareStoreOutput([], PagesToStore([]), [])
+        wanted = [key for key in keys if self._chunk(key, req_context) is not None]
+        runs: dict[tuple[int, int, int], list[int]] = {}
+        for number, chunks in self._by_group(wanted, req_context).items():
+            for first, end in _runs(chunks):
+                runs.setdefault((first, end, self._groups[number].tokens), []).append(number)
+        to_store = [
+            ChunkRun(first, chain.parent(first), chain.tails(first, end), tuple(groups))
+            for (first, end, size), groups in sorted(runs.items())
+            for chain in [request.chain(size, end)]
+        ]
+        return PrepareStoreOutput(wanted, PagesToStore(to_store), [])
 
-    def _by_group(self, keys: Collection[OffloadKey]) -> list[list[bytes]]:
-        places = {group.number: place for place, group in enumerate(self._groups)}
-        found: list[list[bytes]] = [[] for _ in self._groups]
+    def _by_group(self, keys: Collection[OffloadKey], context: ReqContext) -> dict[int, list[int]]:
+        """Numbers of chunks in order, by group."""
+        found: dict[int, list[int]] = {}
         for key in keys:
-            found[places[group_of(key)]].append(key)
-        return found
+            chunk = self._chunk(key, context)
+            if chunk is not None:
+                found.setdefault(get_offload_group_idx(key), []).append(chunk)
+        return {number: sorted(chunks) for number, chunks in found.items()}
+
+    # Weights
 
     def reset_cache(self) -> None:
-        """The weights may be others from now on."""
+        """The engine's own cache was emptied, and the weights may be others from now on."""
         self._epoch.reset()
+        self._epoch.empty = True
+        self._begin_epoch()
+
+    def weights_declared(self, version: str) -> None:
+        if not self._epoch.declare(version):
+            logger.warning(
+                "EMS shares nothing with other engines: weights version %s was declared while the engine holds KV of "
+                "other weights; reset its cache with reset_connector=True, then declare the version",
+                version,
+            )
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
         for request_id, request in list(self._requests.items()):
-            self._let_go(request)
-            ends = request.keys.ends
-            self._requests[request_id] = _Request(ChunkKeys(self._epoch.chain_name, self._tokens, ends))
+            if request.chain_name != self._epoch.chain_name and not request.loading:
+                self._let_go(request)
+                self._requests[request_id] = _Request(request.request, self._epoch.chain_name)
 
     def shutdown(self) -> None:
-        self._inbox.put(None)
+        self._lane.end()
         self._client.close()
 
     # The thread
 
     def _run(self) -> None:
-        while (item := self._inbox.get()) is not None:
-            assert isinstance(item, _Request)
+        while (lookup := self._lane.next()) is not None:
             try:
-                self._handle(item)
+                self._handle(lookup)
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost hits, never the engine.
                 logger.exception("EMS lookup failed, the request is computed")
             finally:
-                item.answered.set()
+                lookup.answered.set()
 
-    def _handle(self, request: _Request) -> None:
-        if request.over:
-            found, request.found = request.found, None
+    def _handle(self, lookup: _Lookup) -> None:
+        if lookup.over:
+            found, lookup.found = lookup.found, None
             for lease in found.leases if found is not None else ():
                 self._client.release(lease)
             return
         found = Found()
         try:
-            if time.monotonic() < self._away_until:
-                raise PoolTimeout("the pool node did not answer a moment ago")
-            search(found, self._groups, request.chunks, len(self._namespaces), partial(self._look, request))
+            lookup.name_chunks()
+            search(found, list(self._groups.values()), self._planes, lookup.chains, self._look)
         except EmsError as error:
             found.refs = {}
             if not self._failing:
                 logger.warning("EMS cannot look for chunks, serving on without it: %s", error)
             self._failing = True
-            if isinstance(error, PoolTimeout) and time.monotonic() >= self._away_until:
-                self._away_until = time.monotonic() + AWAY_SECONDS
         else:
             self._failing = False
         if found.mixed:  # pages of two lives of a node cannot be loaded together
             found.refs = {}
-        request.found = found
+        lookup.found = found
 
-    def _look(self, request: _Request, place: int, rank: int, keys: list[bytes]) -> tuple[int, Lease | None]:
-        wanted = packed(map_keys(request.keys, keys))
-        hits = self._client.lookup(
-            self._namespaces[rank][place], wanted, lease=True, timeout=self._settings.call_timeout
-        )
+    def _look(self, plane: int, keys: bytes) -> tuple[int, Lease | None]:
+        hits = self._client.lookup(self._namespaces[plane], keys, lease=True, timeout=self._settings.call_timeout)
         return hits.count, hits.lease
 
 
-def map_keys(keys: ChunkKeys, of_vllm: Collection[bytes]) -> list[bytes]:
-    """The pool's keys of vLLM's."""
-    return [keys.pool_key(key) for key in of_vllm]
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Where runs of consecutive numbers begin and end."""
+    runs: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if runs and runs[-1][1] == chunk:
+            runs[-1] = (runs[-1][0], chunk + 1)
+        else:
+            runs.append((chunk, chunk + 1))
+    return runs

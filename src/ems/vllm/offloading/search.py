@@ -7,80 +7,94 @@ window, or with a state, need the last chunks before a boundary only, so these a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from ems.pool.client.answers import Lease
+from ems.pool.keys import KeyChain
 from ems.pool.layout import REF_BYTES
+from ems.vllm.planes import Plane, page_keys
 
 MOST_BACKWARDS = 64
 """Chunks that are looked at for a window before it counts as missing."""
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A group of the engine: its number, tokens a chunk, and how many last chunks it needs (0: all of them)."""
+    """A KV cache group that vLLM offloads.
+
+    ``number`` is the engine's, ``tokens`` those of a chunk, ``window`` how many last chunks it needs (0: all of them),
+    ``planes`` the numbers of its planes.
+    """
 
     number: int
     tokens: int
-    window: int = 0
+    window: int
+    planes: tuple[int, ...]
 
 
 class Found(msgspec.Struct):
-    """Where pages of chunks lie, packed, for each rank, by vLLM's key; and the leases that keep them there."""
+    """Where pages lie, packed, all shards together, by plane and chunk; and the leases that keep them there."""
 
     node: str = ""
-    refs: dict[bytes, list[bytes]] = {}
+    refs: dict[tuple[int, int], bytes] = {}
     leases: list[Lease] = []
     mixed: bool = False
     """Whether the node was another one in the middle of the search."""
 
+    def has(self, group: Group, chunk: int) -> bool:
+        return all((plane, chunk) in self.refs for plane in group.planes)
 
-Look = Callable[[int, int, list[bytes]], tuple[int, Lease | None]]
-"""How many leading chunks of a list are present for a rank and the group at a place, and their lease."""
+
+Look = Callable[[int, bytes], tuple[int, Lease | None]]
+"""How many leading ones of some keys of pages are present in a plane, and their lease."""
 
 
-def search(found: Found, groups: Sequence[Group], chunks: dict[int, list[bytes]], ranks: int, look: Look) -> None:
-    """Look for ``chunks`` (vLLM's keys in order, by group) of ``groups``; what ``look`` raises is for the caller."""
-    boundary: int | None = None
-    for place, group in enumerate(groups):
+class _Search:
+    def __init__(self, found: Found, planes: Sequence[Plane], chains: Mapping[int, KeyChain], look: Look) -> None:
+        self.found = found
+        self.planes = planes
+        self.chains = chains
+        self.look = look
+
+    def leading(self, group: Group, begin: int, end: int) -> int:
+        """How many leading ones of the chunks ``[begin, end)`` are present in all planes of a group."""
+        common = end - begin
+        for plane in group.planes:
+            shards = self.planes[plane].shards
+            keys = page_keys(self.chains[group.tokens].packed(begin, begin + common), shards)
+            count, lease = self.look(plane, keys) if keys else (0, None)
+            common = min(common, count // shards)
+            if lease is not None:
+                self._keep(plane, begin, common, lease, shards * REF_BYTES)
+        return common
+
+    def _keep(self, plane: int, begin: int, count: int, lease: Lease, size: int) -> None:
+        self.found.leases.append(lease)
+        self.found.mixed = self.found.mixed or self.found.node not in ("", lease.node)
+        self.found.node = lease.node
+        for at in range(count):
+            self.found.refs[plane, begin + at] = lease.packed_refs[at * size : (at + 1) * size]
+
+    def backwards(self, group: Group, end: int) -> None:
+        """Look for as many consecutive chunks before chunk ``end`` as a group needs, and one more."""
+        run = 0
+        for chunk in range(end - 1, max(end - MOST_BACKWARDS, 0) - 1, -1):
+            run = run + 1 if self.leading(group, chunk, chunk + 1) else 0
+            if run > group.window:
+                return
+
+
+def search(
+    found: Found, groups: Sequence[Group], planes: Sequence[Plane], chains: Mapping[int, KeyChain], look: Look
+) -> None:
+    """Look for the chunks of ``chains`` (by the tokens of a chunk); what ``look`` raises is for the caller."""
+    one, boundary = _Search(found, planes, chains, look), None
+    for group in groups:
         if not group.window:
-            count = _leading(found, place, chunks[group.number], ranks, look)
-            boundary = count * group.tokens if boundary is None else min(boundary, count * group.tokens)
-    for place, group in enumerate(groups):
-        if group.window and boundary != 0:
-            keys = chunks[group.number]
-            end = len(keys) if boundary is None else min(len(keys), -(-boundary // group.tokens))
-            _backwards(found, place, keys[:end], group.window, ranks, look)
-
-
-def _leading(found: Found, place: int, keys: list[bytes], ranks: int, look: Look) -> int:
-    if not keys:
-        return 0
-    counts, refs = [], []
-    for rank in range(ranks):
-        count, lease = look(place, rank, keys)
-        counts.append(count)
-        refs.append(list(_keep(found, lease, count)))
-    common = min(counts)
-    for at in range(common):
-        found.refs[keys[at]] = [of_rank[at] for of_rank in refs]
-    return common
-
-
-def _backwards(found: Found, place: int, keys: list[bytes], window: int, ranks: int, look: Look) -> None:
-    run = 0
-    for key in list(reversed(keys))[:MOST_BACKWARDS]:
-        run = run + 1 if _leading(found, place, [key], ranks, look) else 0
-        if run > window:
-            return
-
-
-def _keep(found: Found, lease: Lease | None, count: int) -> Iterator[bytes]:
-    if lease is None:
-        return
-    found.leases.append(lease)
-    found.mixed = found.mixed or found.node not in ("", lease.node)
-    found.node = lease.node
-    for at in range(count):
-        yield lease.packed_refs[at * REF_BYTES : (at + 1) * REF_BYTES]
+            tokens = one.leading(group, 0, len(chains[group.tokens])) * group.tokens
+            boundary = tokens if boundary is None else min(boundary, tokens)
+    for group in groups:
+        if group.window:
+            chunks = len(chains[group.tokens])
+            one.backwards(group, chunks if boundary is None else min(chunks, -(-boundary // group.tokens)))

@@ -1,19 +1,22 @@
 """What vLLM's ``OffloadingConnector`` makes of ``"spec_name": "EmsOffloadingSpec"``: a manager or a worker over a pool.
 
-vLLM tells a spec neither the engine's configuration nor which connector makes it, and both are needed: what the model
-is gives the bytes of a page their meaning, and only the connector can report a load that failed.  They are
-taken from the frame of the connector that is being made.
+vLLM tells a spec neither the engine's configuration nor which connector makes it nor how its layers' tensors are
+shaped, and all of these are needed: what the model is gives the bytes of a page their meaning, engines that run their
+kernels otherwise share pages cut by heads and tokens, and only the connector hears of a request's tokens and can report
+a load that failed.  They are taken from the frames of the calls that lead here.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -21,22 +24,20 @@ from ems.errors import ConfigError, EmsError
 from ems.pool.client.answers import Namespace
 from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import fingerprint, namespace_name
 from ems.pool.node.launcher import ensure_node
 from ems.transfers.device import DevicePair
+from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings, read_settings
+from ems.vllm.hooks import follow_engine
 from ems.vllm.memory import map_segments
-from ems.vllm.model import check_run, engine_facts, model_name
+from ems.vllm.model import check_hosts, describe, local_planes
 from ems.vllm.offloading.manager import EmsOffloadingManager
-from ems.vllm.offloading.mover import EmsOffloadingWorker, group_rows, page_sizes_of
 from ems.vllm.offloading.search import Group
+from ems.vllm.offloading.worker import EmsOffloadingWorker
+from ems.vllm.pages import plane_rows
 
 logger = init_logger("vllm.ems.offloading")
 
-CHUNK_TOKENS = 256
-"""Tokens a chunk where the user names neither ``block_size`` nor ``blocks_per_chunk``."""
-LAYOUT_VERSION = 1
-"""Grows when the meaning of a stored chunk changes."""
 _OF_VLLM = frozenset(
     {
         "spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only", "canonical_layout",
@@ -46,21 +47,14 @@ _OF_VLLM = frozenset(
 """Settings that vLLM reads itself."""
 
 
-class _Engine(NamedTuple):
-    """The connector that makes this spec, and what it was given."""
-
-    connector: Any
-    vllm_config: Any
-    kv_cache_config: Any
-
-
-def _engine() -> _Engine:
+def _caller(kind: type, *names: str) -> dict[str, Any]:
+    """The local variables of the nearest call of a method of ``kind`` that has these ``names``."""
     frame = sys._getframe()  # noqa: SLF001 - there is no other way to them, see above
     while frame.f_back is not None:
         frame = frame.f_back
         known = frame.f_locals
-        if isinstance(known.get("self"), OffloadingConnector) and {"vllm_config", "kv_cache_config"} <= known.keys():
-            return _Engine(known["self"], known["vllm_config"], known["kv_cache_config"])
+        if isinstance(known.get("self"), kind) and known.keys() >= {*names}:
+            return dict(known)
     raise ConfigError("EmsOffloadingSpec is for vLLM's OffloadingConnector, name that as kv_connector")
 
 
@@ -69,75 +63,51 @@ class EmsOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._connector, vllm_config, kv_cache_config = _engine()
-        transfer = vllm_config.kv_transfer_config
+        caller = _caller(OffloadingConnector, "vllm_config", "kv_cache_config")
+        self._connector, self._engine, self._kv_caches = (
+            caller[name] for name in ("self", "vllm_config", "kv_cache_config")
+        )
+        transfer = self._engine.kv_transfer_config
         own = {name: value for name, value in config.extra_config.items() if name not in _OF_VLLM}
-        self._settings, warnings = read_settings(transfer.kv_role, own)
+        settings, warnings = read_settings(transfer.kv_role, own)
         for warning in warnings:
             logger.warning("EMS: %s", warning)
-        check_run(vllm_config)
-        if vllm_config.lora_config is not None:
+        if self._engine.lora_config is not None:
             raise ConfigError("EmsOffloadingSpec does not serve LoRA adapters, use the connector EmsStoreConnector")
         # vLLM's default fails the request; a cache that lost a page must not.
         transfer.kv_load_failure_policy = "recompute"
-        specs = [kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec for group in config.groups]
-        self.blocks_per_chunk = self._blocks_a_chunk(config, specs)
-        self._groups = [
-            Group(group.group_id, group.tokens_per_block * self.blocks_per_chunk, self._window(spec, group))
-            for group, spec in zip(config.groups, specs, strict=True)
-        ]
-        self._identity = self._named(vllm_config, config, specs)
-
-    def _blocks_a_chunk(self, config: OffloadingConfig, specs: list[Any]) -> int:
         if {"block_size", "blocks_per_chunk"} & config.extra_config.keys():
-            return int(config.cache.blocks_per_chunk)
-        if any(isinstance(spec, MambaSpec) for spec in specs):
-            return 1  # vLLM stores a state only where a block ends that ends a chunk, too
-        return max(CHUNK_TOKENS // max(int(group.tokens_per_block) for group in config.groups), 1)
-
-    def _window(self, spec: Any, group: Any) -> int:
-        """How many last chunks of a group a load needs; 0 for all of them."""
-        if isinstance(spec, FullAttentionSpec):
-            return 0
-        if isinstance(spec, MambaSpec):
-            return 1
-        tokens = int(getattr(spec, "sliding_window", 0) or getattr(spec, "attention_chunk_size", 0))
-        tokens += int(getattr(spec, "extra_retained_tokens", 0))
-        return -(-tokens // (int(group.tokens_per_block) * self.blocks_per_chunk)) + 1
-
-    def _named(self, vllm_config: Any, config: OffloadingConfig, specs: list[Any]) -> str:
-        parallel = config.parallel
-        facts = {
-            "layout_version": LAYOUT_VERSION,
-            **engine_facts(vllm_config, self._settings),
-            "groups": [repr(spec) for spec in specs],
-            "layers": [list(group.layer_names) for group in config.groups],
-            "blocks_per_chunk": self.blocks_per_chunk,
-            "tokens_per_hash": config.cache.tokens_per_hash,
-            "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
-            "layout": str(config.kv_cache_layout),
-            "ranks": [parallel.world_size, parallel.tp_size, parallel.pp_size],
-        }
-        name = model_name(vllm_config)
-        return namespace_name(self._settings.tenant, name, fingerprint(facts))
-
-    def _namespaces(self, rank: int, page_sizes: list[int]) -> list[Namespace]:
-        return [
-            Namespace(f"{self._identity}/{group.number}.{rank}", size)
-            for group, size in zip(self._groups, page_sizes, strict=True)
+            tokens = config.cache.blocks_per_chunk * max(group.tokens_per_block for group in config.groups)
+            settings = msgspec.structs.replace(settings, chunk_tokens=tokens)
+        self._settings = settings
+        self._model = describe(
+            self._engine, self._kv_caches, settings, offloaded=[group.group_id for group in config.groups]
+        )
+        self.blocks_per_chunk = self._model.page_blocks
+        self._groups = [
+            self._group(group.group_id, group.tokens_per_block * self.blocks_per_chunk) for group in config.groups
         ]
+
+    def _group(self, number: int, tokens: int) -> Group:
+        planes = [(at, plane) for at, plane in enumerate(self._model.planes) if plane.group == number]
+        window = max(plane.window for _, plane in planes)
+        return Group(number, tokens, -(-window // tokens), tuple(at for at, _ in planes))
 
     def get_manager(self) -> OffloadingManager:
-        ranks = range(self.config.parallel.world_size)
-        # Whoever only looks needs no size of a page.
-        namespaces = [self._namespaces(rank, [0] * len(self._groups)) for rank in ranks]
-        return EmsOffloadingManager(self._settings, self._identity, self._groups, namespaces)
+        manager = EmsOffloadingManager(self._settings, self._model, self._groups)
+        self._connector.on_new_request = _both(manager.arrived, self._connector.on_new_request)
+        self._connector.weights_declared = manager.weights_declared
+        self._connector.paused = self._connector.adapter_loaded = _both()
+        follow_engine()
+        return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        groups = group_rows(kv_caches, self.blocks_per_chunk)
-        rank = self.config.parallel.rank
-        namespaces = self._namespaces(rank, page_sizes_of(groups))
-        devices = DevicePair([tensor for rows in groups for tensor in rows.tensors])
+        check_hosts(compat.hosts_of_ranks())
+        layers = _caller(OffloadingConnectorWorker, "kv_caches", "kv_cache_config")["kv_caches"]
+        rank, stage = get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+        local = local_planes(self._model, self._engine, self._kv_caches, rank, stage)
+        planes = plane_rows(local, layers, self._model.num_blocks, self.blocks_per_chunk)
+        devices = DevicePair([tensor for plane in planes for tensor in plane.rows.tensors])
         client = PoolClient(
             self._settings.socket,
             "vllm-offloading",
@@ -145,10 +115,20 @@ class EmsOffloadingSpec(OffloadingSpec):
             credentials=self._settings.credentials,
             restart_seconds=RESTART_SECONDS,
         )
-        start(self._settings, client, namespaces)
-        worker = EmsOffloadingWorker(client, devices, rank, groups, namespaces, self._settings.call_timeout)
+        start(self._settings, client, [plane.namespace for plane in planes])
+        worker = EmsOffloadingWorker(
+            client, devices, planes, self._groups, self.blocks_per_chunk, self._settings.call_timeout
+        )
         report_failures(self._connector, worker)
         return worker
+
+
+def _both(*calls: Any) -> Any:
+    def call(*given: Any, **named: Any) -> None:
+        for one in calls:
+            one(*given, **named)
+
+    return call
 
 
 def report_failures(connector: Any, worker: EmsOffloadingWorker) -> None:

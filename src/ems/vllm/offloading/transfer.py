@@ -1,24 +1,43 @@
-"""What the manager in the scheduler tells the workers: pages by group, as plain data that is pickled."""
+"""What the manager in the scheduler tells the workers, as plain data that is pickled."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import LoadStoreSpec
+
+from ems.pool.keys import Tail
+
+
+class ChunkRun(NamedTuple):
+    """Consecutive chunks of a request from number ``first`` on, behind the one of the key ``parent``, in ``groups``."""
+
+    first: int
+    parent: bytes
+    tails: Sequence[Tail]
+    groups: tuple[int, ...]
+
+
+class PlanePages(NamedTuple):
+    """Chunks in one plane: the keys of their pages and where these lie, packed, all shards of each chunk."""
+
+    plane: int
+    keys: bytes
+    packed_refs: bytes
 
 
 @dataclass(slots=True)
 class PagesToStore(LoadStoreSpec):
-    """Keys of chunks and of the chunk before each, packed, for each group in the order of its blocks."""
+    """Runs of chunks; in each group they come in the order of its blocks."""
 
-    keys: list[bytes]
-    parents: list[bytes]
+    runs: list[ChunkRun]
 
 
 @dataclass(slots=True)
 class PagesToLoad(LoadStoreSpec):
-    """Keys of chunks, packed, for each group; where their pages lie on the node ``node``, for each rank and group."""
+    """For each of the groups that vLLM offloads, pages that lie on the node ``node``, in the order of its blocks."""
 
     node: str
-    keys: list[bytes]
-    refs: list[list[bytes]]
+    groups: list[list[PlanePages]]
