@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.layout import REF_BYTES
 from ems.transfers.device import CpuDevice
+from ems.transfers.plan import CopyPlan
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.loads import Loader, LoadJob
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
@@ -135,13 +135,12 @@ def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None
 def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
     node: Node, worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the engine's own thread: waking another one takes longer than a small load."""
-    threads: list[threading.Thread] = []
+    copies: list[CopyPlan] = []
     copy = CpuDevice.copy
 
-    def noted(*arguments: Any) -> None:
-        threads.append(threading.current_thread())
-        copy(*arguments)
+    def noted(device: CpuDevice, plan: CopyPlan) -> None:
+        copy(device, plan)
+        copies.append(plan)
 
     monkeypatch.setattr(CpuDevice, "copy", noted)
     chain = KeyChain(NAME, BLOCK)
@@ -153,9 +152,9 @@ def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
     lease = client.lookup(Namespace(NAME, 0), chain.packed(0, 2), lease=True).lease
     assert lease is not None
     part = LoadPart(0, [1, 2], chain.packed(0, 2), lease.packed_refs)
-    threads.clear()
+    copies.clear()
     worker.begin(StepMetadata(loads=[Load("s", lease.node, [part], in_step=True)]))
-    assert threads == [threading.current_thread()]
+    assert len(copies) == 1
     worker.computed()
     assert worker.results() == (set(), set())
     report = worker.take_report()

@@ -1,4 +1,4 @@
-"""Copies pool pages into engine blocks, in a thread beside the engine's compute or for a step that waits for it.
+"""Copies pool pages into engine blocks, in a thread beside the engine's compute.
 
 What always holds: a loaded block is reported good only if the headers of all its pages said the same before and
 after the copy, and their bytes were right as far as these are checked; every load ends, whatever fails, and its end
@@ -109,24 +109,14 @@ class Loader:
 
     def start(self, load: Load, mark: object, *, in_step: bool = False) -> LoadJob:
         """Queue a load, to begin once the engine's work up to ``mark`` is over: that may write into the same blocks."""
-        job = self._begun(load, mark, in_step=in_step)
-        if self._stuck:
-            self._end(job, None, 0.0, PoolTimeout.__name__)
-        else:
-            self._lane.put(job)
-        return job
-
-    def make(self, load: Load, mark: object) -> LoadJob:
-        """A load on the caller's thread, which would wait for it all the same; its end is reported as any other's."""
-        job = self._begun(load, mark, in_step=True)
-        self._make(job)
-        return job
-
-    def _begun(self, load: Load, mark: object, *, in_step: bool) -> LoadJob:
         if not self._jobs:
             self._moved_at = time.monotonic()
         job = LoadJob(load, mark, in_step=in_step)
         self._jobs.append(job)
+        if self._stuck:
+            self._end(job, None, 0.0, PoolTimeout.__name__)
+        else:
+            self._lane.put(job)
         return job
 
     def wait(self, job: LoadJob, layer: str | None) -> None:

@@ -50,10 +50,9 @@ class StepReport(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        both = Counter(self.in_step)
-        both.update(other.in_step)
-        saved = Counter(self.saved)
-        saved.update(other.saved)
-        errors = Counter(self.errors)
-        errors.update(other.errors)
-        return StepReport(dict(both), [*self.transfers, *other.transfers], dict(errors), dict(saved))
+        return StepReport(
+            Counter(self.in_step) + Counter(other.in_step),
+            [*self.transfers, *other.transfers],
+            Counter(self.errors) + Counter(other.errors),
+            Counter(self.saved) + Counter(other.saved),
+        )

@@ -172,7 +172,7 @@ def describe(
         "groups": [_group_facts(vllm_config, spec) for spec in specs],
         "shards": shards,
         "layers": [list(group.layer_names) for group in groups] if stages == 1 else [],
-        "stages": [get_pp_indices(_layer_count(model), rank, stages) for rank in range(stages)],
+        "stages": [get_pp_indices(int(model.hf_text_config.num_hidden_layers), rank, stages) for rank in range(stages)],
     }
     name = model_name(vllm_config)
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
@@ -405,10 +405,6 @@ def _group_facts(vllm_config: Any, spec: Any) -> list[object]:
         compat.state_content_size_bytes(spec),
         compat.tokens_per_state(spec),
     ]
-
-
-def _layer_count(model: Any) -> int:
-    return int(model.hf_text_config.num_hidden_layers)
 
 
 def _draft_identity(vllm_config: Any, *, named: bool) -> str:

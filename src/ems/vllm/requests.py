@@ -244,9 +244,6 @@ class RequestBook:
         self._later: list[str] | None = None
         """Requests of :attr:`_waiting` that the engine had not asked for in this step when another one needed room."""
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def loading_blocks(self) -> set[int]:
         """The blocks of the first group that loads under way fill."""
         return {block for request in self._requests.values() for block in request.loading}

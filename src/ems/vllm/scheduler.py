@@ -215,7 +215,7 @@ class SchedulerSide:
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """VLLM's ``get_num_new_matched_tokens``."""
         request_id, now = request.request_id, time.monotonic()
-        if request_id not in self._book:
+        if self._book.get(request_id) is None:
             self._enter(request)
         if local and self._loading_in_step:
             # VLLM finds blocks that a step loads at once.  Should the load fail, whoever shares them must not have

@@ -189,8 +189,6 @@ class WorkerSide:
                 urgent.append(self._loader.start(last, mark, in_step=True))
                 self._in_step_jobs.append(self._loader.start(rest, mark, in_step=True))
                 self.in_layers = True
-            elif self._devices.load.at_once:
-                urgent.append(self._loader.make(load, mark))
             else:
                 urgent.append(self._loader.start(load, mark, in_step=True))
         self._wait(urgent)
