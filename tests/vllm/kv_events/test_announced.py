@@ -10,15 +10,24 @@ from hypothesis import strategies as st
 
 from ems.pool.protocol.messages import ChangeRun
 from ems.vllm.kv_events import announced
-from ems.vllm.kv_events.announced import Announced, Block, BlockEvent, Page, Removed, Stored
+from ems.vllm.kv_events.announced import Announced, BlockEvent, Chunk, Page
 
 SHARDS = 2
 PLANES = (0, 1)
 """Two planes of one group, each with two pages a block."""
 
 
-def block(number: int) -> Block:
-    return Block(number, 0, number - 1 if number else None, (number,) * 4)
+def chunk(*numbers: int) -> Chunk:
+    first = numbers[0]
+    return Chunk(0, numbers, first - 1 if first else None, tuple(n for n in numbers for _ in range(4)))
+
+
+def stored(*numbers: int) -> BlockEvent:
+    return BlockEvent(chunk(*numbers), stored=True)
+
+
+def removed(*numbers: int) -> BlockEvent:
+    return BlockEvent(Chunk(0, numbers), stored=False)
 
 
 def pages(number: int) -> list[Page]:
@@ -29,8 +38,8 @@ def run(page: Page, *, stored: bool) -> ChangeRun:
     return ChangeRun(page[0], stored, page[1])
 
 
-def offer(*numbers: int) -> list[tuple[list[Block], list[Page]]]:
-    return [([block(number)], pages(number)) for number in numbers]
+def offer(*numbers: int) -> list[tuple[Chunk, list[Page]]]:
+    return [(chunk(number), pages(number)) for number in numbers]
 
 
 def store(*numbers: int) -> list[ChangeRun]:
@@ -42,22 +51,21 @@ def test_a_block_is_told_of_when_its_last_page_is_committed() -> None:
     assert known.offered(offer(0)) == []
     *first, last = store(0)
     assert known.changed(first) == []
-    assert known.changed([last]) == [Stored(block(0))]
+    assert known.changed([last]) == [stored(0)]
 
 
 def test_all_blocks_of_a_chunk_are_told_of_and_taken_back() -> None:
     known = Announced()
-    known.offered([([block(0), block(1)], pages(1))])
-    assert known.changed(store(1)) == [Stored(block(0)), Stored(block(1))]
-    gone = known.changed([run(pages(1)[0], stored=False)])
-    assert gone == [Removed(block(0).name, 0), Removed(block(1).name, 0)]
+    known.offered([(chunk(0, 1), pages(1))])
+    assert known.changed(store(1)) == [stored(0, 1)]
+    assert known.changed([run(pages(1)[0], stored=False)]) == [removed(0, 1)]
 
 
 def test_pages_that_were_committed_before_the_offer_count() -> None:
     """Another engine stored them, or the news came sooner."""
     known = Announced()
     assert known.changed(store(0)) == []
-    assert known.offered(offer(0, 1)) == [Stored(block(0))]
+    assert known.offered(offer(0, 1)) == [stored(0)]
     assert known.offered(offer(0)) == []
 
 
@@ -67,10 +75,10 @@ def test_a_block_that_loses_a_page_is_taken_back_once() -> None:
     known.changed(store(0))
     gone = [run(page, stored=False) for page in pages(0)]
 
-    assert known.changed(gone[:2]) == [Removed(0, 0)]
+    assert known.changed(gone[:2]) == [removed(0)]
     assert known.changed(gone[2:]) == []
     assert known.changed(store(0)) == []
-    assert known.offered(offer(0)) == [Stored(block(0))]
+    assert known.offered(offer(0)) == [stored(0)]
 
 
 def test_a_block_whose_lost_page_is_stored_again_is_told_of_when_it_is_offered_again() -> None:
@@ -79,14 +87,14 @@ def test_a_block_whose_lost_page_is_stored_again_is_told_of_when_it_is_offered_a
     known.offered(offer(0))
     known.changed(store(0))
     page = pages(0)[1]
-    assert known.changed([run(page, stored=False), run(page, stored=True)]) == [Removed(0, 0)]
+    assert known.changed([run(page, stored=False), run(page, stored=True)]) == [removed(0)]
 
-    assert known.offered(offer(0)) == [Stored(block(0))]
+    assert known.offered(offer(0)) == [stored(0)]
 
 
 def test_blocks_that_a_lookup_found_are_told_of_at_once() -> None:
     known = Announced()
-    assert known.offered(offer(0, 1), present=True) == [Stored(block(0)), Stored(block(1))]
+    assert known.offered(offer(0, 1), present=True) == [stored(0), stored(1)]
     assert known.offered(offer(0, 1), present=True) == []
 
 
@@ -95,8 +103,8 @@ def test_all_is_taken_back_when_nothing_is_known_any_more() -> None:
     known.offered(offer(0, 1, 2))
     known.changed(store(0, 2))
 
-    assert known.withdraw() == [Removed(0, 0), Removed(2, 0)]
-    assert len(known) == 0
+    assert known.withdraw() == [removed(0), removed(2)]
+    assert not known._chunks
     assert known.withdraw() == []
 
 
@@ -109,9 +117,9 @@ def test_who_is_forgotten_for_want_of_room_is_taken_back(monkeypatch: pytest.Mon
         told += known.offered(offer(number))
         told += known.changed(store(number))
 
-    assert told.count(Stored(block(5))) == 1
-    assert [news for news in told if isinstance(news, Removed)] == [Removed(number, 0) for number in range(8)]
-    assert len(known) == 2
+    assert told.count(stored(5)) == 1
+    assert [news for news in told if not news.stored] == [removed(number) for number in range(8)]
+    assert len(known._chunks) == 2
     assert len(known._strays) == 8
     assert len(known._by_page) == 2 * len(pages(0))
 
@@ -155,10 +163,11 @@ def test_after_any_history_those_are_told_of_that_were_offered_and_are_whole(
         else:
             continue
         for news in events:
-            if isinstance(news, Stored):
-                assert news.block.name not in told
-                told.add(news.block.name)
+            (name,) = news.chunk.names
+            if news.stored:
+                assert name not in told
+                told.add(name)
             else:
-                told.remove(news.name)
-                wanted.remove(int(str(news.name)))
+                told.remove(name)
+                wanted.remove(int(str(name)))
         assert told == {number for number in wanted if here.issuperset(pages(number))}

@@ -24,41 +24,33 @@ Page = tuple[int, bytes]
 """A plane's number and a key."""
 
 
-class Block(msgspec.Struct, frozen=True):
-    """A full block of one KV cache group as the engine names it; ``parent`` is the name of the block before."""
+class Chunk(msgspec.Struct, frozen=True):
+    """Full blocks of one KV cache group in a row, by the engine's ``names``; the block before is ``parent``."""
 
-    name: Hashable
     group: int
-    parent: Hashable | None
-    tokens: tuple[int, ...]
-    extra: object = None
+    names: tuple[Hashable, ...]
+    parent: Hashable | None = None
+    tokens: tuple[int, ...] = ()
+    extra: tuple[object, ...] = ()
+    """What else names each block."""
     adapter: tuple[int, str] | None = None
-    """Number and name of the LoRA adapter that computed it."""
+    """Number and name of the LoRA adapter that computed them."""
 
 
-class Stored(msgspec.Struct, frozen=True):
-    """All pages of the block are in the pool."""
+class BlockEvent(msgspec.Struct, frozen=True):
+    """All pages of the chunk are in the pool (``stored``), or no longer; then it has its group and names only."""
 
-    block: Block
-
-
-class Removed(msgspec.Struct, frozen=True):
-    """The block ``name`` of ``group`` is no longer whole in the pool."""
-
-    name: Hashable
-    group: int
-
-
-BlockEvent = Stored | Removed
+    chunk: Chunk
+    stored: bool
 
 
 class _Followed:
-    """A chunk of ``blocks`` of which others have been told, or will be once none of its ``pages`` is ``missing``."""
+    """A chunk of which others have been told, or will be once none of its ``pages`` is ``missing``."""
 
-    __slots__ = ("announced", "blocks", "missing", "pages")
+    __slots__ = ("announced", "chunk", "missing", "pages")
 
-    def __init__(self, blocks: Sequence[Block], pages: Collection[Page]) -> None:
-        self.blocks = blocks
+    def __init__(self, chunk: Chunk, pages: Collection[Page]) -> None:
+        self.chunk = chunk
         self.pages = tuple(pages)
         self.missing = set(pages)
         self.announced = False
@@ -73,18 +65,13 @@ class Announced:
         self._by_page: dict[Page, _Followed] = {}
         self._strays: dict[Page, None] = {}
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def offered(
-        self, chunks: Iterable[tuple[Sequence[Block], Sequence[Page]]], *, present: bool = False
-    ) -> list[BlockEvent]:
+    def offered(self, chunks: Iterable[tuple[Chunk, Sequence[Page]]], *, present: bool = False) -> list[BlockEvent]:
         """The engine offers chunks for saving, each with its pages, or found them in the pool (``present``)."""
         events: list[BlockEvent] = []
-        for blocks, pages in chunks:
-            followed = self._chunks.get((blocks[-1].group, blocks[-1].name))
+        for chunk, pages in chunks:
+            followed = self._chunks.get((chunk.group, chunk.names[-1]))
             if followed is None:
-                followed = self._follow(blocks, pages, events)
+                followed = self._follow(chunk, pages, events)
             if present:
                 followed.missing.clear()
             for page in [page for page in followed.missing if page in self._strays]:
@@ -102,17 +89,16 @@ class Announced:
         return events
 
     def withdraw(self) -> list[BlockEvent]:
-        announced = (block for one in self._chunks.values() if one.announced for block in one.blocks)
-        taken: list[BlockEvent] = [Removed(block.name, block.group) for block in announced]
+        taken = [BlockEvent(one.chunk, stored=False) for one in self._chunks.values() if one.announced]
         self._chunks.clear()
         self._by_page.clear()
         self._strays.clear()
         return taken
 
-    def _follow(self, blocks: Sequence[Block], pages: Sequence[Page], events: list[BlockEvent]) -> _Followed:
+    def _follow(self, chunk: Chunk, pages: Sequence[Page], events: list[BlockEvent]) -> _Followed:
         if len(self._chunks) >= MOST_CHUNKS:
             self._forget(next(iter(self._chunks.values())), events)
-        followed = self._chunks[blocks[-1].group, blocks[-1].name] = _Followed(blocks, pages)
+        followed = self._chunks[chunk.group, chunk.names[-1]] = _Followed(chunk, pages)
         for page in pages:
             self._by_page[page] = followed
         return followed
@@ -141,16 +127,15 @@ class Announced:
 
     def _announce(self, followed: _Followed, events: list[BlockEvent]) -> None:
         if not followed.announced and not followed.missing:
-            events += map(Stored, followed.blocks)
+            events.append(BlockEvent(followed.chunk, stored=True))
             followed.announced = True
             # Its tokens are not needed to take it back.
-            followed.blocks = [msgspec.structs.replace(block, tokens=()) for block in followed.blocks]
+            followed.chunk = Chunk(followed.chunk.group, followed.chunk.names)
 
     def _forget(self, followed: _Followed, events: list[BlockEvent]) -> None:
-        last = followed.blocks[-1]
         if followed.announced:
-            events += [Removed(block.name, block.group) for block in followed.blocks]
-        del self._chunks[last.group, last.name]
+            events.append(BlockEvent(followed.chunk, stored=False))
+        del self._chunks[followed.chunk.group, followed.chunk.names[-1]]
         for page in followed.pages:
             self._by_page.pop(page, None)
             if page not in followed.missing:

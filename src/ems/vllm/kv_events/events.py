@@ -21,7 +21,7 @@ from ems.pool.client.answers import PageLocation, PoolChanges
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain
 from ems.vllm import compat
-from ems.vllm.kv_events.announced import Announced, Block, BlockEvent, Page, Removed, Stored
+from ems.vllm.kv_events.announced import Announced, BlockEvent, Chunk, Page
 from ems.vllm.model import BlockModel
 from ems.vllm.planes import page_keys
 from ems.vllm.requests import Found, Save
@@ -104,9 +104,10 @@ class BlockEvents:
         keys = b"".join(tail.key for tail in save.tails[: len(save.tails) - save.partial])
         for group in range(self._model.groups):
             held = save.block_ids[group][:: self._model.page_blocks]
+            windowed = any(plane.window for plane in self._model.planes if plane.group == group)
             chunks = self._chunks(request, group, save.first, keys, extra)
             self._untaken += self._announced.offered(
-                one for one, there in zip(chunks, held, strict=False) if there or not self._windowed(group)
+                one for one, there in zip(chunks, held, strict=False) if there or not windowed
             )
 
     def found(self, request: Any, found: Found, chain: KeyChain, extra: Sequence[object]) -> None:
@@ -129,13 +130,10 @@ class BlockEvents:
     def close(self) -> None:
         self._feed.close()
 
-    def _windowed(self, group: int) -> bool:
-        return any(plane.window for plane in self._model.planes if plane.group == group)
-
     def _chunks(
         self, request: Any, group: int, first: int, keys: bytes, extra: Sequence[object]
-    ) -> Iterator[tuple[list[Block], list[Page]]]:
-        """The chunks from ``first`` on with their ``keys``, as blocks, as far as the engine has hashed them."""
+    ) -> Iterator[tuple[Chunk, list[Page]]]:
+        """The chunks from ``first`` on with their ``keys``, as far as the engine has hashed their blocks."""
         size, count = self._model.block_size, self._model.page_blocks
         step = size // self._hash_tokens()
         hashes = request.block_hashes
@@ -148,39 +146,36 @@ class BlockEvents:
         ]
         for position in range(len(keys) // KEY_BYTES):
             begin = (first + position) * count
-            if (begin + count) * step > len(hashes):
+            end = begin + count
+            if end * step > len(hashes):
                 return
             pages = [
                 (plane, named[at * KEY_BYTES : (at + 1) * KEY_BYTES])
                 for plane, shards, named in planes
                 for at in range(position * shards, (position + 1) * shards)
             ]
-            blocks = []
-            for number in range(begin, begin + count):
-                name, parent = hashes[(number + 1) * step - 1], hashes[number * step - 1] if number else None
-                tokens = tuple(request.all_token_ids[number * size : (number + 1) * size])
-                blocks.append(
-                    Block(name, group, parent, tokens, extra[number] if number < len(extra) else None, adapter)
-                )
-            yield blocks, pages
+            names = tuple(hashes[(begin + 1) * step - 1 : end * step : step])
+            parent = hashes[begin * step - 1] if begin else None
+            tokens = tuple(request.all_token_ids[begin * size : end * size])
+            extras = tuple(extra[number] if number < len(extra) else None for number in range(begin, end))
+            yield Chunk(group, names, parent, tokens, extras, adapter), pages
 
     def _event(self, events: list[BlockEvent]) -> KVCacheEvent:
-        stored = [news.block for news in events if isinstance(news, Stored)]
-        if not stored:
-            removed = [news for news in events if isinstance(news, Removed)]
-            names = [maybe_convert_block_hash(news.name) for news in removed]
-            return BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=removed[0].group)
-        first, spec = stored[0], self._specs[stored[0].group]
+        chunks, first = [event.chunk for event in events], events[0].chunk
+        names = [maybe_convert_block_hash(name) for chunk in chunks for name in chunk.names]
+        if not events[0].stored:
+            return BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=first.group)
+        spec = self._specs[first.group]
         return compat.block_stored(
             BlockStored,
-            block_hashes=[maybe_convert_block_hash(block.name) for block in stored],
+            block_hashes=names,
             parent_block_hash=None if first.parent is None else maybe_convert_block_hash(first.parent),
-            token_ids=[token for block in stored for token in block.tokens],
+            token_ids=[token for chunk in chunks for token in chunk.tokens],
             block_size=self._model.block_size,
             lora_id=first.adapter[0] if first.adapter else None,
             lora_name=first.adapter[1] if first.adapter else None,
             medium=MEDIUM_CPU,
-            extra_keys=compat.event_extra_keys([block.extra for block in stored]),
+            extra_keys=compat.event_extra_keys([keys for chunk in chunks for keys in chunk.extra]),
             group_idx=first.group,
             kv_cache_spec_kind=compat.spec_kind(spec),
             kv_cache_spec_sliding_window=getattr(spec, "sliding_window", None),
@@ -188,21 +183,17 @@ class BlockEvents:
 
 
 def _together(events: Sequence[BlockEvent]) -> Iterator[list[BlockEvent]]:
-    """Runs that one event of vLLM can carry: blocks of a group in a row, or removed blocks of a group."""
+    """Runs that one event of vLLM can carry: chunks of a group in a row, or removed chunks of a group."""
     run: list[BlockEvent] = []
     for news in events:
-        if run and not _continues(run[-1], news):
+        last, chunk = run[-1] if run else news, news.chunk
+        follows = not news.stored or last.chunk.names[-1] == chunk.parent
+        if run and not (last.stored is news.stored and last.chunk.group == chunk.group and follows):
             yield run
             run = []
         run.append(news)
     if run:
         yield run
-
-
-def _continues(before: BlockEvent, news: BlockEvent) -> bool:
-    if isinstance(before, Stored) and isinstance(news, Stored):
-        return before.block.group == news.block.group and before.block.name == news.block.parent
-    return isinstance(before, Removed) and isinstance(news, Removed) and before.group == news.group
 
 
 def publishes_events(vllm_config: Any) -> bool:
