@@ -14,12 +14,11 @@ from typing import Self
 
 from ems.errors import ProtocolError
 from ems.router import headers
-from ems.router.admin import Admin
 from ems.router.config import RouterConfig
 from ems.router.exchange import ClientLeft, Exchange, Parts, receive_body
 from ems.router.fleet import Fleet, Role
 from ems.router.metrics import CONTENT_TYPE, Counters, RouterCollector
-from ems.router.models import EveryInstance
+from ems.router.pages import Pages
 from ems.router.prober import Prober
 from ems.router.reply import Receive, Refusal, Reply, Scope, Send
 from ems.router.upstream import Upstream
@@ -44,11 +43,10 @@ class Router:
         self._upstream = upstream or Upstream(config.connect_timeout)
         self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
         self._parts = Parts(config, self.fleet, self.counters, self._upstream, self._prober)
-        self._admin = Admin(self.fleet, self.counters, self._prober)
-        self._every = EveryInstance(self.fleet, self._upstream, config.probe_timeout)
+        pages = Pages(self.fleet, self.counters, self._prober, self._upstream, config.probe_timeout)
         self._metrics = RouterCollector(self.fleet, self.counters)
         self._probing: asyncio.Task[None] | None = None
-        self._pages = self._table()
+        self._pages = self._table(pages)
 
     async def __aenter__(self) -> Self:
         now = asyncio.get_running_loop().time()
@@ -98,22 +96,22 @@ class Router:
             )
         return page
 
-    def _table(self) -> dict[str, dict[str, Page]]:
+    def _table(self, pages: Pages) -> dict[str, dict[str, Page]]:
         def readable(answer: Callable[[Reply], Awaitable[None]]) -> dict[str, Page]:
             return dict.fromkeys(("GET", "HEAD"), lambda _scope, _receive, reply: answer(reply))
 
         return {
             "/v1/completions": {"POST": self._complete},
             "/v1/chat/completions": {"POST": self._complete},
-            "/v1/models": {"GET": lambda scope, _, reply: self._every.models(scope, reply)},
-            "/reset_prefix_cache": {"POST": lambda scope, _, reply: self._every.reset_prefix_cache(scope, reply)},
-            "/healthcheck": readable(self._admin.healthcheck),
-            "/health": readable(self._admin.health),
-            "/livez": readable(self._admin.livez),
-            "/readyz": readable(self._admin.readyz),
+            "/v1/models": {"GET": lambda scope, _, reply: pages.models(scope, reply)},
+            "/reset_prefix_cache": {"POST": lambda scope, _, reply: pages.reset_prefix_cache(scope, reply)},
+            "/healthcheck": readable(pages.healthcheck),
+            "/health": readable(pages.health),
+            "/livez": readable(pages.livez),
+            "/readyz": readable(pages.readyz),
             "/metrics": readable(lambda reply: reply.whole(200, self._metrics.page(), kind=CONTENT_TYPE)),
-            "/instances/add": {"POST": self._changing(self._admin.add)},
-            "/instances/remove": {"POST": self._changing(self._admin.remove)},
+            "/instances/add": {"POST": self._changing(pages.add)},
+            "/instances/remove": {"POST": self._changing(pages.remove)},
         }
 
     def _changing(self, change: Callable[[bytes, Reply], Awaitable[None]]) -> Page:

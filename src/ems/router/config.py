@@ -67,41 +67,29 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     decodes: tuple[Address, ...]
     """Instances that decode; at least one.  Without prefill instances they do the whole work."""
-
     prefills: tuple[Address, ...] = ()
     """Instances that prefill; none makes the router a plain balancer."""
-
     host: str = "127.0.0.1"
     """The address to listen on."""
-
     port: int = 8000
     """The port to listen on; 0 takes any free one."""
-
     max_retries: int = 3
     """How often a failed prefill, and apart from it a failed decode, is tried again."""
-
     retry_delay: float = 0.001
     """Seconds before the first retry; doubled for each further one, at most :data:`~ems.router.dispatch.DELAY_CAP`."""
-
     connect_timeout: float = 3.0
     """Seconds until a connection to an instance stands."""
-
     prefill_timeout: float = 600.0
     """Seconds for the whole prefill of one request, retries included; then decode goes on without it."""
-
     idle_timeout: float = 1800.0
     """Seconds without a byte from the decode instance, or without the client taking one, until a request is given up.
     A non-streamed answer arrives at its end only, so this also bounds how long such an answer may take."""
-
     body_timeout: float = 60.0
     """Seconds for the client to send its request's body."""
-
     probe_timeout: float = 5.0
     """Seconds for an instance to answer ``/health``, ``/v1/models`` or ``/reset_prefix_cache``."""
-
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
-
     max_body_bytes: int = 64 << 20
     """Largest request body; what is larger is refused with 413."""
 
@@ -116,22 +104,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"--port {self.port} is out of range: expected 0 (any free port) to 65535")
         if not 0 <= self.max_retries <= 100:
             raise ConfigError(f"--max-retries {self.max_retries} is out of range: expected 0 to 100")
-        if not (math.isfinite(self.retry_delay) and self.retry_delay >= 0):
+        if not 0 <= self.retry_delay < math.inf:
             raise ConfigError(f"--retry-delay {self.retry_delay} is not a delay: expected seconds, 0 or more")
         if self.max_body_bytes < 1:
             raise ConfigError("--max-body-mib must be at least 1")
-        for name in (
-            "connect_timeout",
-            "prefill_timeout",
-            "idle_timeout",
-            "body_timeout",
-            "probe_timeout",
-            "drain_timeout",
-        ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} {value} is not a time-out: expected seconds, more than 0")
+        for name in self.__struct_fields__:
+            if name.endswith("_timeout") and not 0 < getattr(self, name) < math.inf:
+                given = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ConfigError(f"{given} is not a time-out: expected seconds, more than 0")
 
 
 def pair(role: str, hosts: list[str], ports: list[int]) -> tuple[Address, ...]:

@@ -23,7 +23,7 @@ from ems.router.metrics import Counters
 from ems.router.prober import Prober
 from ems.router.reply import Receive, Refusal, Reply, Scope, error_events
 from ems.router.request import CompletionRequest, decode_body, handoff_of, parse, prefill_body
-from ems.router.upstream import Answer, Upstream, UpstreamBroken, read_whole
+from ems.router.upstream import Answer, Upstream, UpstreamBroken
 
 _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
 
@@ -210,10 +210,12 @@ class Exchange:
         dispatch = self._dispatch
         try:
             async with asyncio.timeout_at(self._prefill_until):
-                answer = await self._send(instance, prefill_body(self._request), to_prefill=True)
-                content = await read_whole(answer, _ANSWER_LIMIT)
+                fields, body = self._fields(to_prefill=True), prefill_body(self._request)
+                answer = await self._parts.upstream.page(
+                    "POST", instance.address, self._target, fields, body, limit=_ANSWER_LIMIT
+                )
             if 200 <= answer.status < 300:
-                self._handoff = handoff_of(content)
+                self._handoff = handoff_of(answer.body)
         except TimeoutError:
             self._failed(instance, "the time for prefill is over")
             return dispatch.prefill_timed_out(self._loop.time())
@@ -222,10 +224,10 @@ class Exchange:
             return dispatch.prefill_broke(self._loop.time())
         step = dispatch.prefill_answered(answer.status, self._loop.time())
         if isinstance(step, PassOn):
-            fields = headers.returned(answer.headers, self._reply.request_id).headers
-            kept = [pair for pair in fields if pair[0].lower() != b"content-length"]
-            await self._reply.head(answer.status, [*kept, (b"content-length", b"%d" % len(content))])
-            await self._reply.piece(content, more=False)
+            returned = headers.returned(answer.headers, self._reply.request_id).headers
+            kept = [pair for pair in returned if pair[0].lower() != b"content-length"]
+            await self._reply.head(answer.status, [*kept, (b"content-length", b"%d" % len(answer.body))])
+            await self._reply.piece(answer.body, more=False)
             return None
         if not 200 <= answer.status < 300:
             self._failed(instance, f"it answers {answer.status}")
@@ -236,7 +238,8 @@ class Exchange:
     async def _decode(self, instance: Instance) -> Step | None:
         self._watch.arm()
         try:
-            answer = await self._send(instance, decode_body(self._request, self._handoff), to_prefill=False)
+            fields, body = self._fields(to_prefill=False), decode_body(self._request, self._handoff)
+            answer = await self._parts.upstream.send("POST", instance.address, self._target, fields, body)
             try:
                 piece = await answer.read()
             except BaseException:
@@ -303,9 +306,8 @@ class Exchange:
         else:
             await self._break_off(message, "shutting_down")
 
-    async def _send(self, instance: Instance, body: bytes, *, to_prefill: bool) -> Answer:
-        fields = headers.sent(self._scope["headers"], self._reply.request_id, to_prefill=to_prefill)
-        return await self._parts.upstream.send("POST", instance.address, self._target, fields, body)
+    def _fields(self, *, to_prefill: bool) -> list[tuple[str, str]]:
+        return headers.sent(self._scope["headers"], self._reply.request_id, to_prefill=to_prefill)
 
     def _failed(self, instance: Instance, reason: str) -> None:
         log.warning(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ems.histogram import Histogram
-from ems.router.fleet import Fleet, Role
+from ems.router.fleet import Fleet, Instance, Role
 from ems.version import __version__
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -65,61 +65,49 @@ class RouterCollector(Collector):
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
+        counters, fleet = self._counters, self._fleet
         build = GaugeMetricFamily("ems_build_info", "1, with the release as label", labels=("version",))
         build.add_metric((__version__,), 1)
         yield build
-        yield from self._requests()
-        yield from self._instances()
-
-    def _requests(self) -> Iterator[Metric]:
-        counters = self._counters
         yield GaugeMetricFamily("ems_router_requests_running", "Completion requests being served", counters.running)
-        requests = CounterMetricFamily(
-            "ems_router_requests",
-            "Completion requests by status; 499: the client left first",
-            labels=("endpoint", "status"),
-        )
+        text, labels = "Completion requests by status; 499: the client left first", ("endpoint", "status")
+        requests = CounterMetricFamily("ems_router_requests", text, labels=labels)
         for (endpoint, status), count in sorted(counters.answered.items()):
             requests.add_metric((endpoint, str(status)), count)
-        yield requests
         prefills = CounterMetricFamily("ems_router_prefills", "Prefills by how they ended", labels=("outcome",))
         for outcome, count in sorted(counters.prefills.items()):
             prefills.add_metric((outcome,), count)
-        yield prefills
         retries = CounterMetricFamily("ems_router_retries", "Attempts after the first one", labels=("role",))
         for role in Role:
             retries.add_metric((role,), counters.retries[role])
-        yield retries
-        yield CounterMetricFamily(
-            "ems_router_client_disconnects", "Clients that left before their answer was complete", counters.disconnects
-        )
-        yield CounterMetricFamily(
-            "ems_router_broken_answers", "Answers that ended early after the first byte", counters.breaks
-        )
-        yield _histogram(
-            "ems_router_time_to_first_byte_seconds", "From a request to its answer's first byte", counters.first_byte
-        )
+        yield from (requests, prefills, retries)
+        text = "Clients that left before their answer was complete"
+        yield CounterMetricFamily("ems_router_client_disconnects", text, counters.disconnects)
+        text = "Answers that ended early after the first byte"
+        yield CounterMetricFamily("ems_router_broken_answers", text, counters.breaks)
+        text = "From a request to its answer's first byte"
+        yield _histogram("ems_router_time_to_first_byte_seconds", text, counters.first_byte)
         yield _histogram("ems_router_prefill_seconds", "Duration of the prefills that were done", counters.prefill_time)
+        yield from self._instances()
+        text = "Removed instances that still finish requests"
+        yield GaugeMetricFamily("ems_router_instances_leaving", text, len(fleet.leaving()))
 
     def _instances(self) -> Iterator[Metric]:
-        labels = ("role", "instance")
-        up = GaugeMetricFamily("ems_router_instance_up", "1 while the instance may get requests", labels=labels)
-        running = GaugeMetricFamily("ems_router_instance_requests_running", "Requests on the instance", labels=labels)
-        load = GaugeMetricFamily("ems_router_instance_load_tokens", "Estimated tokens on the instance", labels=labels)
-        served = CounterMetricFamily("ems_router_instance_requests", "Requests sent to the instance", labels=labels)
-        failures = CounterMetricFamily("ems_router_instance_failures", "Failures of the instance", labels=labels)
-        for role in Role:
-            for instance in self._fleet.listed(role):
-                values = (role, str(instance.address))
-                up.add_metric(values, float(instance.breaker.usable))
-                running.add_metric(values, instance.running)
-                load.add_metric(values, instance.load)
-                served.add_metric(values, instance.served)
-                failures.add_metric(values, instance.failures)
-        yield from (up, running, load, served, failures)
-        yield GaugeMetricFamily(
-            "ems_router_instances_leaving", "Removed instances that still finish requests", len(self._fleet.leaving())
-        )
+        for kind, name, text, value in _OF_AN_INSTANCE:
+            family = kind(f"ems_router_instance_{name}", text, labels=("role", "instance"))
+            for role in Role:
+                for instance in self._fleet.listed(role):
+                    family.add_metric((role, str(instance.address)), value(instance))
+            yield family
+
+
+_OF_AN_INSTANCE: Final[tuple[tuple[Any, str, str, Callable[[Instance], float]], ...]] = (
+    (GaugeMetricFamily, "up", "1 while the instance may get requests", lambda one: float(one.breaker.usable)),
+    (GaugeMetricFamily, "requests_running", "Requests on the instance", lambda one: one.running),
+    (GaugeMetricFamily, "load_tokens", "Estimated tokens on the instance", lambda one: one.load),
+    (CounterMetricFamily, "requests", "Requests sent to the instance", lambda one: one.served),
+    (CounterMetricFamily, "failures", "Failures of the instance", lambda one: one.failures),
+)
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:

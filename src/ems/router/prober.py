@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from ems.router.fleet import Fleet, Instance
-from ems.router.upstream import Upstream, UpstreamBroken, read_whole
+from ems.router.upstream import Upstream, UpstreamBroken
 
 _PAGE_LIMIT = 1 << 20
 
@@ -57,10 +57,9 @@ class Prober:
     async def _ask(self, instance: Instance) -> str | None:
         try:
             async with asyncio.timeout(self._timeout):
-                answer = await self._upstream.send("GET", instance.address, "/health", [])
-                await read_whole(answer, _PAGE_LIMIT)
+                page = await self._upstream.page("GET", instance.address, "/health", [], limit=_PAGE_LIMIT)
         except UpstreamBroken as error:
             return str(error)
         except TimeoutError:
             return f"/health does not answer within {self._timeout:g} s"
-        return f"/health answers {answer.status}" if answer.status >= 500 else None
+        return f"/health answers {page.status}" if page.status >= 500 else None

@@ -8,7 +8,7 @@ waits any more.
 from __future__ import annotations
 
 import io
-from typing import Self
+from typing import NamedTuple, Self
 
 import aiohttp
 from multidict import CIMultiDict
@@ -61,22 +61,12 @@ class Answer:
             self._response.close()
 
 
-async def read_whole(answer: Answer, limit: int) -> bytes:
-    """Read an answer to its end and close it.
+class Page(NamedTuple):
+    """An answer that was read to its end."""
 
-    :raises UpstreamBroken: it ends early, or is larger than ``limit`` bytes.
-    """
-    try:
-        pieces = []
-        size = 0
-        while piece := await answer.read():
-            size += len(piece)
-            if size > limit:
-                raise UpstreamBroken(f"The answer is larger than {limit} bytes")
-            pieces.append(piece)
-        return b"".join(pieces)
-    finally:
-        answer.close()
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
 
 
 class Upstream:
@@ -124,6 +114,33 @@ class Upstream:
             response.close()
             raise UpstreamBroken(f"The answer has the status {response.status}")
         return Answer(response)
+
+    async def page(
+        self,
+        method: str,
+        address: Address,
+        target: str,
+        headers: list[tuple[str, str]],
+        body: bytes | None = None,
+        *,
+        limit: int,
+    ) -> Page:
+        """:meth:`send`, and read the answer.
+
+        :raises UpstreamBroken: as :meth:`send`; or it ends early, or is larger than ``limit`` bytes.
+        """
+        answer = await self.send(method, address, target, headers, body)
+        try:
+            pieces = []
+            size = 0
+            while piece := await answer.read():
+                size += len(piece)
+                if size > limit:
+                    raise UpstreamBroken(f"The answer is larger than {limit} bytes")
+                pieces.append(piece)
+            return Page(answer.status, answer.headers, b"".join(pieces))
+        finally:
+            answer.close()
 
 
 def _reason(error: Exception) -> str:

@@ -1,18 +1,27 @@
-"""Pages about the router itself: its health, its instances, and how those change while it runs."""
+"""Pages beside the completions: the router's health, its instances and how they change, and what concerns all of them.
+
+Instances are asked all at once, each for a bounded time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
+from msgspec import Raw
 
 from ems.errors import ConfigError
+from ems.router import headers
 from ems.router.config import Address
-from ems.router.fleet import Fleet, Role
+from ems.router.fleet import Fleet, Instance, Role
 from ems.router.metrics import Counters
 from ems.router.prober import Prober
-from ems.router.reply import Refusal, Reply
+from ems.router.reply import Refusal, Reply, Scope
+from ems.router.upstream import Page, Upstream, UpstreamBroken
+
+_PAGE_LIMIT = 16 << 20
 
 log = logging.getLogger("ems.router")
 
@@ -24,7 +33,18 @@ class InstancesChange(msgspec.Struct):
     instances: str | list[str]
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[Raw]
+
+
 _change = msgspec.json.Decoder(InstancesChange)
+_model = msgspec.json.Decoder(_Model)
+_model_list = msgspec.json.Decoder(_ModelList)
+_encode = msgspec.json.Encoder().encode
 
 
 def read_change(body: bytes) -> tuple[Role, list[Address]]:
@@ -49,13 +69,30 @@ def read_change(body: bytes) -> tuple[Role, list[Address]]:
         raise Refusal(400, str(error), code="invalid_instances", param="instances") from None
 
 
-class Admin:
-    """Health pages and changes of the fleet."""
+def merged(bodies: Sequence[bytes]) -> bytes:
+    """Join lists of models; a model that several instances have is listed once, as the first one describes it.
 
-    def __init__(self, fleet: Fleet, counters: Counters, prober: Prober) -> None:
+    A body that is no such list adds nothing.
+    """
+    models: dict[str, Raw] = {}
+    for body in bodies:
+        try:
+            for model in _model_list.decode(body).data:
+                models.setdefault(_model.decode(model).id, model)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+    return _encode({"object": "list", "data": list(models.values())})
+
+
+class Pages:
+    """Each method is one page."""
+
+    def __init__(self, fleet: Fleet, counters: Counters, prober: Prober, upstream: Upstream, timeout: float) -> None:
         self._fleet = fleet
         self._counters = counters
         self._prober = prober
+        self._upstream = upstream
+        self._timeout = timeout
 
     async def healthcheck(self, reply: Reply) -> None:
         await reply.json(
@@ -120,3 +157,46 @@ class Admin:
                 "current_decode_instances": [str(one.address) for one in self._fleet.listed(Role.DECODE)],
             },
         )
+
+    async def models(self, scope: Scope, reply: Reply) -> None:
+        asked = self._fleet.usable(Role.DECODE) + self._fleet.usable(Role.PREFILL)
+        pages = await self._ask("GET", "/v1/models", scope, reply, asked)
+        answered = [page for page in pages if page is not None]
+        lists = [page.body for page in answered if page.status == 200]
+        if lists:
+            await reply.whole(200, merged(lists))
+        elif answered:
+            kind = headers.returned(answered[0].headers, b"").kind or b"application/octet-stream"
+            await reply.whole(answered[0].status, answered[0].body, kind=kind)
+        else:
+            raise Refusal(
+                503, "No server is available; try again later", code="no_server", headers={"retry-after": "1"}
+            )
+
+    async def reset_prefix_cache(self, scope: Scope, reply: Reply) -> None:
+        asked = self._fleet.listed(Role.PREFILL) + self._fleet.listed(Role.DECODE)
+        query = scope["query_string"]
+        target = "/reset_prefix_cache" + ("?" + query.decode("latin-1") if query else "")
+        pages = await self._ask("POST", target, scope, reply, asked)
+        failed = [
+            str(instance.address)
+            for instance, page in zip(asked, pages, strict=True)
+            if page is None or page.status != 200
+        ]
+        if failed:
+            await reply.json(500, {"message": "Some instances did not reset their prefix cache", "failed": failed})
+        else:
+            await reply.json(200, {"message": f"Reset the prefix cache of {len(asked)} instances", "failed": []})
+
+    async def _ask(
+        self, method: str, target: str, scope: Scope, reply: Reply, instances: list[Instance]
+    ) -> list[Page | None]:
+        fields = headers.sent(scope["headers"], reply.request_id, to_prefill=True)
+        return await asyncio.gather(*(self._one(method, target, fields, instance) for instance in instances))
+
+    async def _one(self, method: str, target: str, fields: list[tuple[str, str]], instance: Instance) -> Page | None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await self._upstream.page(method, instance.address, target, fields, limit=_PAGE_LIMIT)
+        except (UpstreamBroken, TimeoutError):
+            return None
