@@ -192,7 +192,10 @@ class Catalogue:
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         pages = self._of(namespace).pages
-        return next((count for count, key in enumerate(keys) if key not in pages), len(keys))
+        for count, key in enumerate(keys):
+            if key not in pages:
+                return count
+        return len(keys)
 
     def tail(self, namespace: str, key: bytes) -> Tail | None:
         """The tokens of the page of ``key``, if it is to be found by them."""

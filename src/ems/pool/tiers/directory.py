@@ -62,18 +62,16 @@ class FolderBlobs:
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise Gone(name) from error
         done = 0
-        with _told(f"cannot read {name}"), os.fdopen(descriptor, "rb", buffering=0) as file:
+        with _told(f"cannot read {name}"), os.fdopen(descriptor, "rb") as file:
             if _distrust(os.fstat(descriptor)):
                 raise Gone(name)
             # What is read of a pack lies side by side; the kernel reads ahead further when it is told.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             file.seek(offset)
             for part in into:
-                left = part
-                while len(left) and (count := file.readinto(left)):
-                    done += count
-                    left = left[count:]
-                if len(left):
+                count = file.readinto(part)
+                done += count
+                if count < len(part):
                     break
         return done
 

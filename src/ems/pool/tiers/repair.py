@@ -79,12 +79,8 @@ class Quarantine:
         name = QUARANTINE + blob.name.replace("/", "-")
         self._blobs.move(blob.name, name)
         self._kept[name] = msgspec.structs.replace(blob, name=name)
-        left, leaving = self.bytes, []
-        for old in self._kept.values():
-            if left > self._most:
-                leaving.append(old.name)
-                left -= old.size
-        self._remove(leaving)
+        while self.bytes > self._most:
+            self._remove([next(iter(self._kept))])
 
     def clear(self, namespace: str, older: float) -> None:
         """Remove what there is of ``namespace`` from before the time ``older``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
@@ -21,18 +22,13 @@ import msgspec
 from ems.config import MIB, parse_duration, parse_size
 from ems.errors import ConfigError
 
-_KINDS = {
-    **dict.fromkeys(("size", "queue", "batch"), "size"),
-    **dict.fromkeys(("ttl", "timeout", "refresh"), "duration"),
-    **dict.fromkeys(("readers", "element"), "number"),
-    **dict.fromkeys(("key", "seal_key"), "path"),
-    **dict.fromkeys(("write", "compress", "endpoint", "region", "style"), "word"),
-    "sync": "switch",
+_PARSERS: dict[str, Callable[..., object]] = {
+    **dict.fromkeys(("size", "queue", "batch"), parse_size),
+    **dict.fromkeys(("ttl", "timeout", "refresh"), parse_duration),
 }
-"""What the value of each setting is."""
+_PATHS = ("key", "seal_key")
 _ONLY_FOR = {"endpoint": "s3", "region": "s3", "style": "s3", "sync": "dir"}
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
-_SWITCH = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
 MAX_THREADS = 64
 
 
@@ -134,7 +130,7 @@ def parse_tier(text: str) -> TierConfig:
         if _ONLY_FOR.get(name, kind) != kind:
             raise ConfigError(f"{name} is for tiers of the kind {_ONLY_FOR[name]} only, leave it out")
     try:
-        return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig)
+        return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the tier {kind}:… makes no sense: {error}") from error
 
@@ -148,7 +144,7 @@ def absolute_tier(text: str, folder: Path) -> str:
     kind = parse_tier(text).kind
     parts = urlsplit(text)
     fields = parse_qsl(parts.query, keep_blank_values=True)
-    named = [(name, str(folder.absolute() / value) if _KINDS[name] == "path" else value) for name, value in fields]
+    named = [(name, str(folder.absolute() / value) if name in _PATHS else value) for name, value in fields]
     path = quote(str(folder.absolute() / unquote(parts.path))) if kind == "dir" else parts.path
     return urlunsplit(parts._replace(path=path, query=urlencode(named, safe="/:")))
 
@@ -162,25 +158,13 @@ def _place(scheme: str, netloc: str, path: str, text: str) -> tuple[str, str]:
 
 
 def _value(name: str, text: str) -> object:
-    if name not in _KINDS:
-        near = difflib.get_close_matches(name, _KINDS, 1)
+    """What ``text`` says of the setting ``name``, as far as its type alone does not say it."""
+    known = TierConfig.__struct_fields__[2:]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
         raise ConfigError(
-            f"a tier has no setting {name!r}, {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(_KINDS)}"
+            f"a tier has no setting {name!r}, {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(known)}"
         )
-    match _KINDS[name]:
-        case "size":
-            return parse_size(text, name=name)
-        case "duration":
-            return parse_duration(text, name=name)
-        case "number":
-            if not re.fullmatch(r"[0-9]{1,4}", text):
-                raise ConfigError(f"{name} is {text!r}, expected a whole number")
-            return int(text)
-        case "path":
-            return Path(text).absolute()
-        case "switch":
-            if text.lower() not in _SWITCH:
-                raise ConfigError(f"{name} is {text!r}, expected true or false")
-            return _SWITCH[text.lower()]
-        case _:
-            return text
+    if name in _PARSERS:
+        return _PARSERS[name](text, name=name)
+    return Path(text).absolute() if name in _PATHS else text
