@@ -65,7 +65,6 @@ class PinSet:
 class Announcement:
     """One request of ``client_id`` that waits for ``keys`` of the namespace of ``pins``, until then at the latest."""
 
-    number: int
     client_id: int
     pins: PinSet
     keys: Sequence[bytes]
@@ -96,10 +95,10 @@ class Announcements:
     def announce(self, number: int, client_id: int, pins: PinSet, keys: Sequence[bytes], now: float) -> None:
         """A request of ``client_id`` waits for ``keys`` of the namespace of ``pins``: announcement ``number``."""
         keys = keys[: MAX_ANNOUNCED_EACH - ANNOUNCEMENT_WEIGHT]
-        one, tenant = Announcement(number, client_id, pins, keys, now + ANNOUNCED_SECONDS), pins.tenant
-        self._all[one.number] = one
+        one, tenant = Announcement(client_id, pins, keys, now + ANNOUNCED_SECONDS), pins.tenant
+        self._all[number] = one
         for name in (client_id, tenant, None):
-            self._of.setdefault(name, OrderedDict())[one.number] = None
+            self._of.setdefault(name, OrderedDict())[number] = None
             self._weight[name] += one.weight
         self._put_off(one, 1)
         while self._weight[client_id] > MAX_ANNOUNCED_EACH:

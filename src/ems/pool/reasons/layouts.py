@@ -26,37 +26,27 @@ class Layouts:
     def __init__(self) -> None:
         self.all: dict[str, dict[str, str]] = {}
         """The oldest description first."""
-        self._related: dict[tuple[str, str, str], dict[str, None]] = {}
 
     def describe(self, namespace: str, facts: Mapping[str, str]) -> None:
         """``namespace`` means ``facts``.  Raises PoolRefused: see :func:`check_facts`, or the name is too long."""
         check_facts(facts)
         if len(namespace) > MAX_NAME:
             raise PoolRefused(f"a namespace's name has {len(namespace)} characters, expected at most {MAX_NAME}")
-        self._forget(namespace)
+        self.all.pop(namespace, None)
         if len(self.all) >= MAX_DESCRIBED:
             tenants = [tenant_of(name) for name in self.all]
-            self._forget(list(self.all)[tenants.index(Counter(tenants).most_common(1)[0][0])])
+            del self.all[list(self.all)[tenants.index(Counter(tenants).most_common(1)[0][0])]]
         self.all[namespace] = dict(facts)
-        self._related.setdefault(_family(facts), {})[namespace] = None
-
-    def _forget(self, namespace: str) -> None:
-        facts = self.all.pop(namespace, None)
-        if facts is not None:
-            family = self._related[_family(facts)]
-            del family[namespace]
-            if not family:
-                del self._related[_family(facts)]
 
     def facts(self, namespace: str) -> Mapping[str, str]:
         return self.all.get(namespace, {})
 
     def related(self, namespace: str) -> Iterator[str]:
         """Other layouts of the model that ``namespace`` has."""
-        facts = self.all.get(namespace)
-        if facts is not None:
-            others = (name for name in reversed(self._related[_family(facts)]) if name != namespace)
-            yield from islice(others, MAX_RELATED)
+        if namespace in self.all:
+            family = _family(self.all[namespace])
+            alike = (name for name, facts in reversed(self.all.items()) if _family(facts) == family)
+            yield from islice((name for name in alike if name != namespace), MAX_RELATED)
 
     def differences(self, namespace: str, other: str) -> Difference:
         mine, theirs = self.facts(namespace), self.facts(other)

@@ -236,7 +236,7 @@ class Arena:
 
     def adopt(self, recovered: Recovered) -> list[Listed]:
         """Go on with what could be read, begin the other segments anew; the tokens of blocks that are not full."""
-        self.headers.go_on(recovered.stamp, recovered.carving)
+        self.headers.stamp, self.headers.carving = recovered.stamp, recovered.carving
         # Where there is nothing memory may have been given back from the beginning on: that is touched again.
         readable = {segment.number for segment in recovered.segments}
         self.touched = [touched if number in readable else 0 for number, touched in enumerate(self.touched)]

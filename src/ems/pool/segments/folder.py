@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ems.errors import ConfigError
-from ems.pool.segments import side_file
+from ems.pool import layout
+from ems.pool.segments import side_file, tail_file
 from ems.pool.segments.plan import MAX_SEGMENTS
 
 LOG_NAME = "node.log"
@@ -44,12 +45,13 @@ _LOCK_NAME = "node.lock"
 _TAILS_NAME = "tails"
 _MARKS_NAME = "marks"
 _SEGMENT = re.compile(r"segment-([0-9]{5})")
-_SIDE_FILES = {_TAILS_NAME, OWNERS_NAME, GIVEN_UP_NAME, PINS_NAME, SIZE_NAME}
-_SIDE_FILES |= {f"{name}.new" for name in _SIDE_FILES}
-"""Files beside segments; the ones that replace them, too."""
+_SIDE_FILES = dict.fromkeys((OWNERS_NAME, GIVEN_UP_NAME, PINS_NAME, SIZE_NAME), side_file.MAGIC)
+_SIDE_FILES |= {_TAILS_NAME: tail_file.MAGIC}
+_SIDE_FILES |= {f"{name}.new": magic for name, magic in _SIDE_FILES.items()}
+"""How the files beside segments begin, by name; the ones that replace them, too."""
 _LOCK_BEGINS = b"EMS node lock\n"
-_BEGINNINGS = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: side_file.MARKS_MAGIC}
-"""How the files begin that may be in a folder before it is marked, or mark it."""
+_FIRST_FILES = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: side_file.MARKS_MAGIC}
+"""How the files begin that are in a folder before it is marked, or mark it."""
 _BEGINNING_BYTES = 64
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 """File systems that live in memory, by the numbers that statfs(2) gives them."""
@@ -101,19 +103,20 @@ def _is_marked(path: Path) -> bool:
 def _is_own(path: Path, *, marked: bool) -> bool:
     """Whether a node wrote the file, in a folder that is ``marked`` as a node's or not.
 
-    Clients can write anything into a segment, and memory goes bad: the others are known by name and by being private.
+    Clients can write anything into a segment, and what is damaged costs what is in it, never the start of the node:
+    what nobody else can open is known by its name.
     """
     name, status = path.name, path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         return False
     private = not status.st_mode & 0o077
-    if name in _BEGINNINGS:
-        begins = _beginning(path)
+    begins = _beginning(path)
+    if name in _FIRST_FILES:
         # A node that was killed in between may have made the file and written nothing yet.
-        return begins.startswith(_BEGINNINGS[name]) or (private and not begins)
+        return begins.startswith(_FIRST_FILES[name]) or (private and not begins)
     segment = _SEGMENT.fullmatch(name)
-    known = int(segment[1]) < 2 * MAX_SEGMENTS if segment else name in _SIDE_FILES
-    return marked and private and known
+    magic = layout.MAGIC if segment and int(segment[1]) < 2 * MAX_SEGMENTS else _SIDE_FILES.get(name)
+    return marked and magic is not None and (private or not any(begins) or begins.startswith(magic))
 
 
 def _beginning(path: Path) -> bytes:

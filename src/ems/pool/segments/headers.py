@@ -49,9 +49,6 @@ class Headers:
         """The number of the next description that is written."""
         self.ends: list[int] = []
 
-    def go_on(self, stamp: int, carving: int) -> None:
-        self.stamp, self.carving = stamp, carving
-
     def describe(self, assigned: Assigned) -> None:
         """Write a segment's description and clear its slot headers, the old ones too.
 
@@ -128,12 +125,8 @@ class Headers:
 
     def look_at(self, ref: PageRef, key: bytes, length: int) -> Generator[None, None, bool]:
         """Whether header and bytes of a present page of ``length`` bytes are right, a part of them in each step."""
-        file = self._files[ref.segment]
-        raw = file.read(header_offset(ref.slot), HEADER_BYTES)
-        if raw is None or not header_is_sound(raw, 0):
-            return False
-        header = unpack_header(raw, 0)
-        if (*header[:3], header.length) != (SlotState.PRESENT, ref.generation, key, length):
+        header = self._header(ref)
+        if header is None or (*header[:3], header.length) != (SlotState.PRESENT, ref.generation, key, length):
             return False
         if not header.flags & PageFlag.CHECKSUMMED:
             return True
@@ -141,7 +134,7 @@ class Headers:
         for start in range(0, length, LOOKED_AT_ONCE):
             if start:
                 yield
-            part = file.read(ref.offset + start, min(LOOKED_AT_ONCE, length - start))
+            part = self._files[ref.segment].read(ref.offset + start, min(LOOKED_AT_ONCE, length - start))
             if part is None:
                 return False
             checksum = crc32c(part, checksum)
@@ -156,8 +149,12 @@ class Headers:
 
         -1, which no bytes have, where its header is damaged: it may say that there is none.
         """
-        raw = self._files[ref.segment].read(header_offset(ref.slot), HEADER_BYTES)
-        if raw is None or not header_is_sound(raw, 0):
+        header = self._header(ref)
+        if header is None:
             return -1
-        header = unpack_header(raw, 0)
         return header.checksum if header.flags & PageFlag.CHECKSUMMED else None
+
+    def _header(self, ref: PageRef) -> Header | None:
+        """What is in a slot's header; None where that is damaged."""
+        raw = self._files[ref.segment].read(header_offset(ref.slot), HEADER_BYTES)
+        return unpack_header(raw, 0) if raw is not None and header_is_sound(raw, 0) else None

@@ -45,14 +45,8 @@ class SegmentFile:
 
     def read(self, offset: int, length: int) -> bytes | None:
         """``length`` bytes from ``offset`` on, a copy; None when they are not all there."""
-        try:
-            data = os.pread(self.descriptor, length, offset)
-        except OSError:
-            data = b""
-        if len(data) < length:
-            self.hurt = True
-            return None
-        return data
+        data = bytearray(length)
+        return bytes(data) if self.read_into(offset, memoryview(data)) else None
 
     def read_into(self, offset: int, into: memoryview) -> bool:
         done = 0

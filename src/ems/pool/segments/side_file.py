@@ -80,8 +80,8 @@ class NodeStateFile:
         self._file = -1
         self.segment = 0
         """Bytes of each segment's file, 0 where that is not known."""
-        self.stamps = self.carvings = MOST
-        """MOST where they are not known."""
+        self.stamps = self.carvings = 0
+        """0 where they are not known."""
         with contextlib.suppress(OSError):
             self._open(0)
             raw = os.pread(self._file, _RECORD_BYTES, 0)
@@ -97,8 +97,7 @@ class NodeStateFile:
         Where that is not known it is half of what they can be, which none reaches: a node that goes on from what a
         client wrote still has as many before it.
         """
-        stamps, carvings = (MOST >> 1 if one == MOST else one for one in (self.stamps, self.carvings))
-        return stamps, carvings
+        return self.stamps or MOST >> 1, self.carvings or MOST >> 1
 
     def _open(self, flags: int) -> None:
         self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
@@ -112,11 +111,11 @@ class NodeStateFile:
             os.pwrite(self._file, self._packed(), 0)
 
     def cover(self, stamp: int, carving: int) -> None:
-        if self.stamps == MOST or stamp > self.stamps:
-            self.stamps = stamp + STAMPS_AHEAD
-        elif self.carvings != MOST and carving <= self.carvings:
+        if stamp <= self.stamps and carving <= self.carvings:
             return
-        if self.carvings == MOST or carving > self.carvings:
+        if stamp > self.stamps:
+            self.stamps = stamp + STAMPS_AHEAD
+        if carving > self.carvings:
             self.carvings = carving + CARVINGS_AHEAD
         if self._file >= 0:
             with contextlib.suppress(OSError):  # nothing is lost as long as this node lives
@@ -129,7 +128,7 @@ class NodeStateFile:
     def forget(self) -> None:
         """The segments of which it told are gone, and the file with them."""
         self.close()
-        self.segment, self.stamps, self.carvings = 0, MOST, MOST
+        self.segment = self.stamps = self.carvings = 0
 
     def close(self) -> None:
         if self._file >= 0:
