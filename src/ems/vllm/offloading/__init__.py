@@ -9,8 +9,9 @@ from importlib.util import find_spec
 import vllm
 
 from ems.errors import ConfigError
+from ems.vllm.compat import REPORTS_FAILED_REQUESTS
 
-if find_spec("vllm.v1.kv_offload.config") is None:
+if not REPORTS_FAILED_REQUESTS or find_spec("vllm.v1.kv_offload.config") is None:
     raise ConfigError(
         f"EmsOffloadingSpec needs vLLM 0.32, and this is {vllm.__version__}; name EmsStoreConnector instead"
     )

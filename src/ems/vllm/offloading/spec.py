@@ -9,6 +9,7 @@ a load that failed.  They are taken from the frames of the calls that lead here.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ logger = init_logger("vllm.ems.offloading")
 _OF_VLLM = frozenset(
     {
         "spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only", "canonical_layout",
-        "self_describing_kv_events",
+        "self_describing_kv_events", "sync_load_budget_bytes",
     }
 )  # fmt: skip
 """Settings that vLLM reads itself."""
@@ -68,6 +69,7 @@ class EmsOffloadingSpec(OffloadingSpec):
             caller[name] for name in ("self", "vllm_config", "kv_cache_config")
         )
         transfer = self._engine.kv_transfer_config
+        check_loads(config.extra_config)
         own = {name: value for name, value in config.extra_config.items() if name not in _OF_VLLM}
         settings, warnings = read_settings(transfer.kv_role, own)
         for warning in warnings:
@@ -129,6 +131,16 @@ def _both(*calls: Any) -> Any:
             one(*given, **named)
 
     return call
+
+
+def check_loads(extra: Mapping[str, Any]) -> None:
+    """Refuse loads within a step, which vLLM makes from 0.33 on if asked to: no failure of theirs could be reported.
+
+    Raises:
+        ConfigError: they were asked for.
+    """
+    if extra.get("sync_load_budget_bytes"):
+        raise ConfigError("sync_load_budget_bytes is set, but EmsOffloadingSpec loads between steps; leave it out")
 
 
 def report_failures(connector: Any, worker: EmsOffloadingWorker) -> None:
