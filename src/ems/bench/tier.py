@@ -23,8 +23,8 @@ from ems.errors import ConfigError
 from ems.pool.keys import NO_PARENT
 from ems.pool.tiers.answers import Outcome, Stored, Wanted
 from ems.pool.tiers.manager import PORTION
-from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.pack_seal import make_key
+from ems.pool.tiers.packs import open_tier
 from ems.pool.tiers.settings import TierConfig
 
 DEFAULT_PAGES = (64 << 10, 512 << 10, 4 * MIB)

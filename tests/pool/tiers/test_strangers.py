@@ -13,8 +13,7 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.pool.tiers.answers import Outcome
-from ems.pool.tiers.opening import open_tier
-from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.packs import PackTier, open_tier
 from ems.pool.tiers.settings import parse_tier
 from tests.kit.tiers import NAMESPACE, PAGE, chain, fetch, key
 from tests.pool.tiers.forging import forged

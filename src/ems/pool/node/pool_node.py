@@ -42,7 +42,7 @@ from ems.pool.service.storing import Storing
 from ems.pool.tenants.registry import Registry
 from ems.pool.tenants.tenancy import Tenancy
 from ems.pool.tiers.manager import TierManager
-from ems.pool.tiers.opening import open_tier
+from ems.pool.tiers.packs import open_tier
 from ems.pool.tiers.settings import parse_tier
 from ems.pool.writer import INSTANCE_BYTES, Writer, writer_of
 from ems.version import __version__

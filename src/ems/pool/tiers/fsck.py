@@ -14,9 +14,10 @@ import msgspec
 from ems.errors import ConfigError
 from ems.pool.tiers.blobs import Blob
 from ems.pool.tiers.catalogue import CATALOGUE
-from ems.pool.tiers.opening import open_blobs, open_keys
 from ems.pool.tiers.pack_format import PACK_NAME
+from ems.pool.tiers.pack_seal import open_keys
 from ems.pool.tiers.pack_store import PROBE_BYTES, PROBE_NAME, UNFINISHED_SECONDS
+from ems.pool.tiers.packs import open_blobs
 from ems.pool.tiers.repair import QUARANTINE, Finding, Quarantine, mend
 from ems.pool.tiers.settings import TierConfig
 

@@ -223,14 +223,14 @@ def find_head(read: Callable[[int, int], bytes], size: int, name: str, keys: Sea
     """
     try:
         start = read(0, min(FIRST_READ, size))
-        if (more := head_bytes(start) - len(start)) > 0:
+        if (more := min(head_bytes(start), size) - len(start)) > 0:
             start += read(len(start), more)
         head = parse_head(start, name, keys)
     except Malformed as error:
         last = read(max(size - PREAMBLE_BYTES, 0), PREAMBLE_BYTES)
         try:
-            length = head_bytes(last)
-            return parse_head(last + read(max(size - length, 0), length - PREAMBLE_BYTES), name, keys), False
+            length = min(head_bytes(last), size)
+            return parse_head(last + read(size - length, length - PREAMBLE_BYTES), name, keys), False
         except Malformed:
             raise error from None
     return head, head.total == size

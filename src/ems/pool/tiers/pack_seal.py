@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ems.errors import ConfigError
 from ems.pool.names import tenant_of
+from ems.pool.tiers.settings import TierConfig
 
 SALT_BYTES = 32
 NONCE_BYTES = 12
@@ -93,6 +94,30 @@ class PackSeal:
             return self._aead.decrypt(nonce, b"".join((stored, tag)), names)
         except InvalidTag:
             return None
+
+
+def open_keys(config: TierConfig, *, make: bool = True) -> SealKeys | None:
+    """What seals the pages of the tier.
+
+    The key of a folder that names none is made where there is none yet; None without ``make``.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    if config.key is not None:
+        return read_keys(config.key, encrypts=True)
+    path = config.seal_key or (default_seal_key() if config.kind == "dir" or "EMS_SEAL_KEY" in os.environ else None)
+    if path is None:
+        raise ConfigError(
+            f"{config.name} can be written by more than this node: give seal_key=FILE, a secret of all its nodes "
+            "('openssl rand -base64 32 > FILE && chmod 600 FILE')"
+        )
+    if config.kind == "dir" and config.seal_key is None:
+        if make:
+            make_key(path)
+        elif not path.exists():
+            return None
+    return read_keys(path, encrypts=False)
 
 
 def read_keys(path: Path, *, encrypts: bool) -> SealKeys:

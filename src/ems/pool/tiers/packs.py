@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun,
 from ems.pool.tiers.blobs import Blobs, Gone, read_whole
 from ems.pool.tiers.catalogue import Pack, PackLocation
 from ems.pool.tiers.codec import Codec, Compressor, expand
+from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.pack_format import (
     MAX_RECORDS,
     RECORD,
@@ -31,9 +33,10 @@ from ems.pool.tiers.pack_format import (
     open_page,
     page_names,
 )
-from ems.pool.tiers.pack_seal import PackSeal, SealKeys
+from ems.pool.tiers.pack_seal import PackSeal, SealKeys, open_keys
 from ems.pool.tiers.pack_store import PackStore
 from ems.pool.tiers.repair import inspect, with_only
+from ems.pool.tiers.settings import TierConfig
 
 FORGET_SECONDS = 1.0
 """How long one call forgets, which gets something done however slow the place is; a pack goes whole."""
@@ -293,3 +296,28 @@ def _runs(found: Sequence[_Found]) -> Iterable[list[_Found]]:
         run.append(one)
     if run:
         yield run
+
+
+def open_blobs(config: TierConfig) -> Blobs:
+    """The place of a tier.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if config.kind == "dir":
+        return FolderBlobs(Path(config.place), sync=config.sync)
+    from ems.pool.tiers.object_store import BucketBlobs
+
+    return BucketBlobs(config)
+
+
+def open_tier(config: TierConfig) -> PackTier:
+    """The tier that ``config`` describes; nothing of it was read yet.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    compressor = Compressor(config.element) if config.compress == "zstd" else None
+    keys = open_keys(config)
+    assert keys is not None
+    return PackTier(config.name, open_blobs(config), keys, limit=config.size, ttl=config.ttl, compressor=compressor)
