@@ -7,7 +7,7 @@ pages a sentence, and nobody waits for it; each pass ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,6 @@ from ems.pool.administration.passes import Clearing
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ems.pool.core.namespaces import NamespacePages
     from ems.pool.pages import Page
     from ems.pool.tiers.manager import TierManager
@@ -29,29 +27,22 @@ MAX_NAMED = 32
 """Namespaces that are named which a tier still has; more are only counted."""
 
 
-class _OneTier:
-    """How far one tier is."""
+class _DoesNotWork(Exception):
+    """Why a tier does not do what it was asked to do."""
 
-    def __init__(self, number: int, name: str, errand: Errand | None) -> None:
+
+class _OneTier:
+    """What came of one tier so far."""
+
+    def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.errand = errand
-        self.left: list[str] | None = None
-        """Namespaces to be cleared, the next one last; None before it has seen what is there."""
-        self.matches: ForgetRequest | None = None
-        self.sparing: Iterator[Page] | None = None
-        """What memory has of the next namespace, as far as it was not looked at."""
-        self.spared: set[bytes] = set()
         self.pages = 0
         self.bytes = 0
         self.not_understood = 0
         """Packs of what is cleared, which stay."""
         self.reason = ""
         self.remaining: list[str] = []
-
-    @property
-    def done(self) -> bool:
-        return bool(self.reason) or self.left == []
 
     def report(self) -> dict[str, object]:
         named = {"remaining": self.remaining[:MAX_NAMED], "namespaces_remaining": len(self.remaining)}
@@ -83,11 +74,12 @@ class DeepClearing:
         self._unused_for = unused_for
         self._dry_run = dry_run
         self._let_in: Callable[[], None] | None = None
-        self._new: list[tuple[NamespacePages, Iterator[Page]]] = []
-        """What is offered to the tiers at the end."""
         if not dry_run:
             self._close_doors()
-        self._below = [_OneTier(at, name, None) for at, (name, _) in enumerate(tiers.holdings())]
+        self._below = [_OneTier(at, name) for at, (name, _) in enumerate(tiers.holdings())]
+        self._now = 0.0
+        self._work = self._steps()
+        self.done = False
 
     def _close_doors(self) -> None:
         for ns in self._namespaces:
@@ -97,92 +89,97 @@ class DeepClearing:
             # With an age nothing is held back: what is fetched now is not old any more.
             self._let_in = self._tiers.hold_back(self._matches)
 
-    @property
-    def done(self) -> bool:
-        return self._memory.done and all(one.done for one in self._below) and self._let_in is None and not self._new
-
     def step(self, now: float) -> bool:
-        if not self._memory.done:
-            return self._memory.step(now)
-        if at_work := [one for one in self._below if not one.done]:
-            return sum(self._go_on(one) for one in at_work) > 0
-        return self._open_doors()
+        self._now = now
+        at_once = next(self._work, None)
+        self.done = at_once is None
+        return bool(at_once)
 
-    def _go_on(self, one: _OneTier) -> bool:
-        if one.errand is None:
-            return self._ask(one)
-        outcome = one.errand.outcome()
-        if outcome is None:
-            return False
-        one.errand = None
-        if isinstance(outcome, str):
-            self._give_up(one, outcome)
-        elif one.left is None:
-            if not outcome.more:
-                one.left = sorted(self._names_in(one), reverse=True)
-        else:
+    def _steps(self) -> Iterator[bool]:
+        """All of the work; each step says whether the next one has something to do at once."""
+        while not self._memory.done:
+            yield self._memory.step(self._now)
+        below = [self._clear(one) for one in self._below]
+        while below:
+            said = {work: next(work, None) for work in below}
+            below = [work for work in below if said[work] is not None]
+            yield any(one is not False for one in said.values())
+        if self._let_in is not None:
+            yield from self._open_doors(self._let_in)
+
+    def _clear(self, one: _OneTier) -> Iterator[bool]:
+        """The work in one tier; each step says whether something came about."""
+        left: list[str] = []
+        try:
+            while (yield from _outcome(self._tiers.look(one.number))).more:
+                pass
+            left = sorted(self._names_in(one))
+            while left:
+                yield from self._forget(one, left[0])
+                del left[0]
+            if one.not_understood:
+                one.reason = f"{one.not_understood} packs stay that this node does not understand, 'ems fsck' says why"
+        except _DoesNotWork as error:
+            one.reason = str(error)
+            one.remaining = sorted({*self._names_in(one), *left})
+        self._tiers.settle(one.number)
+
+    def _forget(self, one: _OneTier, name: str) -> Iterator[bool]:
+        spared = yield from self._spared(name)
+        request = ForgetRequest(name, self._unused_for, frozenset(spared))
+        more = True
+        while more:
+            outcome = yield from _outcome(self._tiers.forget(one.number, request, dry_run=self._dry_run))
             one.pages += outcome.pages
             one.bytes += outcome.bytes
-            if not outcome.more:
-                self._end(one, one.left.pop(), outcome)
-        if one.done:
-            self._tiers.settle(one.number)
-        return True
-
-    def _end(self, one: _OneTier, name: str, outcome: ForgetResult) -> None:
-        """``one`` is done with the namespace ``name``."""
-        one.matches = None
+            more = outcome.more
         if outcome.left:
             one.not_understood += outcome.left
             one.remaining.append(name)
-        if not one.left and one.not_understood:
-            one.reason = f"{one.not_understood} packs stay that this node does not understand, 'ems fsck' says why"
-
-    def _ask(self, one: _OneTier) -> bool:
-        if one.left is None:
-            one.errand = self._tiers.look(one.number)
-        elif one.matches is not None or self._spare(one, one.left[-1]):
-            one.matches = one.matches or ForgetRequest(one.left[-1], self._unused_for, frozenset(one.spared))
-            one.sparing = None
-            one.errand = self._tiers.forget(one.number, one.matches, dry_run=self._dry_run)
-        return True
 
     def _names_in(self, one: _OneTier) -> list[str]:
         known = {*self._tiers.holdings()[one.number][1], *self._tiers.left_alone(one.number)}
         return [name for name in known if self._matches(name)]
 
-    def _give_up(self, one: _OneTier, reason: str) -> None:
-        one.reason = reason
-        one.remaining = sorted(set(self._names_in(one)).union(one.left or ()))
-
-    def _spare(self, one: _OneTier, name: str) -> bool:
-        """Note what memory still has of the namespace ``name``; whether all of it was noted."""
-        ns = next((ns for ns in self._namespaces if ns.name == name), None)
-        if one.sparing is None:
-            one.sparing = iter([] if ns is None else list(ns.index))
-            one.spared.clear()
-        looked = list(islice(one.sparing, STEP))
-        if ns is not None:
-            one.spared.update(page.key for page in looked if self._stays(ns, page))
-        return len(looked) < STEP
+    def _spared(self, name: str) -> Generator[bool, None, set[bytes]]:
+        """The keys of what memory still has of the namespace ``name``."""
+        spared: set[bytes] = set()
+        for ns in self._namespaces:
+            if ns.name == name:
+                for looked in _some(list(ns.index)):
+                    spared.update(page.key for page in looked if self._stays(ns, page))
+                    yield True
+        return spared
 
     def _stays(self, ns: NamespacePages, page: Page) -> bool:
         return not self._memory.matches(ns, page) if self._dry_run else ns.index.get(page.key) is page
 
-    def _open_doors(self) -> bool:
+    def _open_doors(self, let_in: Callable[[], None]) -> Iterator[bool]:
         """Let pages move again, and offer what memory has of what was cleared: it could not be written meanwhile."""
-        if self._let_in is not None:
-            self._let_in()
-            self._let_in = None
-            self._new = [(ns, iter(list(ns.index))) for ns in self._namespaces if self._matches(ns.name)]
-        if self._new:
-            ns, pages = self._new[-1]
-            looked = list(islice(pages, STEP))
-            self._tiers.offer(ns.number, [page for page in looked if ns.index.get(page.key) is page and page.present])
-            if len(looked) < STEP:
-                self._new.pop()
-        return bool(self._new)
+        let_in()
+        for ns, pages in [(ns, list(ns.index)) for ns in self._namespaces if self._matches(ns.name)]:
+            for looked in _some(pages):
+                self._tiers.offer(
+                    ns.number, [page for page in looked if ns.index.get(page.key) is page and page.present]
+                )
+                yield True
 
     def report(self) -> dict[str, Any]:
         unmatched = self._unmatched() if self.done else ""  # tiers may not have seen before what they have
         return {**self._memory.report(), "tiers": [one.report() for one in self._below], "unmatched": unmatched}
+
+
+def _outcome(errand: Errand) -> Generator[bool, None, ForgetResult]:
+    """What came of ``errand``.  Raises _DoesNotWork: nothing."""
+    while (outcome := errand.outcome()) is None:
+        yield False
+    if isinstance(outcome, str):
+        raise _DoesNotWork(outcome)
+    return outcome
+
+
+def _some(pages: Iterable[Page]) -> Iterator[list[Page]]:
+    """``pages``, as many at a time as one step looks at."""
+    left = iter(pages)
+    while looked := list(islice(left, STEP)):
+        yield looked

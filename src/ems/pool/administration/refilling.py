@@ -69,54 +69,49 @@ class Refilling:
         self._dry_run = dry_run
         self._bytes = 0
         self._under_way: list[tuple[_Space, list[bytes]]] = []
-        self._namespaces: dict[str, _Space] = {}
-        self._turns: deque[tuple[int, _Space, Iterator[KeyRun]]] = deque()
-        """The tiers from the top; the namespaces of one take turns, because a block has pages in several."""
-        self._next: tuple[int, _Space, KeyRun] | None = None
+        self._turns: deque[tuple[_Space, Iterator[KeyRun]]] = deque()
+        """The namespaces of one tier, which take turns, because a block has pages in several."""
         self._reasons: list[dict[str, str]] = []
-        holdings = tiers.holdings()
+        self._holdings = tiers.holdings()
+        self._spaces: list[_Space] = []
         for name in names:
-            size = next((held[name].page_size for _, held in holdings if name in held), 0)
-            self._namespaces[name] = _Space(name, size, core.find_namespace(name))
-        self._left = deque((tier, [one for one in names if one in held]) for tier, (_, held) in enumerate(holdings))
-        self._names = [name for name, _ in holdings]
-
-    @property
-    def done(self) -> bool:
-        return not (self._left or self._turns or self._next or self._under_way)
+            size = next((held[name].page_size for _, held in self._holdings if name in held), 0)
+            self._spaces.append(_Space(name, size, core.find_namespace(name)))
+        self._budget = 0
+        self._work = self._steps()
+        self.done = False
 
     def step(self, _now: float) -> bool:
         self._look_what_came()
-        budget = STEP
-        while budget > 0 and (self._next is not None or self._take()):
-            assert self._next is not None
-            tier, ns, run = self._next
-            budget -= len(run.keys) + 1
-            rest = self._bring(tier, ns, run)
-            if rest is run:
-                return False
-            self._next = None if rest is None else (tier, ns, rest)
-        return not self.done and budget <= 0
+        self._budget = STEP
+        at_once = next(self._work, None)
+        self.done = at_once is None
+        return bool(at_once)
 
-    def _take(self) -> bool:
-        while True:
-            if not self._turns and not self._next_tier():
-                return False
-            tier, ns, runs = self._turns.popleft()
+    def _steps(self) -> Iterator[bool]:
+        """All of the work, the tiers from the top; each step says whether the next has something to do at once."""
+        for tier, (_, held) in enumerate(self._holdings):
+            here = [one for one in self._spaces if one.name in held]
+            if here and not self._ends(tier):
+                self._turns.extend((one, self._tiers.recent(tier, one.name)) for one in here)
+                yield from self._take_turns(tier)
+            while self._under_way:  # a prefix of what the next tier has may be among it
+                yield False
+
+    def _take_turns(self, tier: int) -> Iterator[bool]:
+        while self._turns:
+            ns, runs = self._turns.popleft()
             run = None if ns.reason else next(runs, None)  # what ended it ends it for all tiers
             if run is not None:
-                self._turns.append((tier, ns, runs))
-                self._next = (tier, ns, run)
-                return True
-
-    def _next_tier(self) -> bool:
-        """Begin with the next tier, once all of the one before is there: a prefix may come from it."""
-        if self._under_way or not self._left:
-            return False
-        tier, names = self._left.popleft()
-        if names and not self._ends(tier):
-            self._turns.extend((tier, self._namespaces[name], self._tiers.recent(tier, name)) for name in names)
-        return bool(self._turns) or self._next_tier()
+                self._turns.append((ns, runs))
+            while run is not None:
+                if self._budget <= 0:
+                    yield True
+                self._budget -= len(run.keys) + 1
+                rest = self._bring(tier, ns, run)
+                if rest is run:
+                    yield False
+                run = rest
 
     def _bring(self, tier: int, ns: _Space, run: KeyRun) -> KeyRun | None:
         """Ask for the beginning of ``run`` that memory lacks; what is left of it, all of it when that must wait."""
@@ -163,7 +158,7 @@ class Refilling:
         """Whether nothing more comes from ``tier``, which is noted."""
         reason = self._tiers.why_not_read(tier)
         if reason:
-            self._reasons.append({"name": self._names[tier], "reason": reason})
+            self._reasons.append({"name": self._holdings[tier][0], "reason": reason})
             self._turns.clear()
         return bool(reason)
 
@@ -202,11 +197,10 @@ class Refilling:
         self._under_way = still
 
     def report(self) -> dict[str, Any]:
-        namespaces = list(self._namespaces.values())
         return {
-            "namespaces": [ns.report() for ns in namespaces],
-            "pages": sum(ns.pages for ns in namespaces),
+            "namespaces": [ns.report() for ns in self._spaces],
+            "pages": sum(ns.pages for ns in self._spaces),
             "bytes": self._bytes,
-            "on_their_way": sum(ns.asked for ns in namespaces),
+            "on_their_way": sum(ns.asked for ns in self._spaces),
             "tiers": self._reasons,
         }
