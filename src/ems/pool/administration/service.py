@@ -22,20 +22,7 @@ from ems.pool.administration.resize import Effect, Shrinking, plan
 from ems.pool.administration.selection import means, nothing_matches, unknown_namespace
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import split_keys
-from ems.pool.protocol.acts import (
-    Acts,
-    CancelResize,
-    Clear,
-    Drain,
-    Follow,
-    List,
-    Pin,
-    Refill,
-    Resize,
-    Show,
-    Warm,
-    check_act,
-)
+from ems.pool.protocol import acts
 from ems.pool.segments.plan import MAX_SEGMENTS
 
 if TYPE_CHECKING:
@@ -84,25 +71,25 @@ class AdminService:
         self._reports: dict[int, Report] = {}
         self._next_job = 1
         self._verbs: dict[type, Callable[[Any, bool, float], Report]] = {
-            List: lambda _act, _dry_run, now: self._inspector.overview(now),
-            Show: lambda act, _dry_run, now: self._inspector.show(act.what, now),
-            Clear: self._clear,
-            Drain: self._drain,
-            Follow: self._follow,
-            Pin: self._pin,
-            Warm: self._warm,
-            Refill: self._refill,
-            Resize: self._resize,
-            CancelResize: self._cancel_resize,
+            acts.List: lambda _act, _dry_run, now: self._inspector.overview(now),
+            acts.Show: lambda act, _dry_run, now: self._inspector.show(act.what, now),
+            acts.Clear: self._clear,
+            acts.Drain: self._drain,
+            acts.Follow: self._follow,
+            acts.Pin: self._pin,
+            acts.Warm: self._warm,
+            acts.Refill: self._refill,
+            acts.Resize: self._resize,
+            acts.CancelResize: self._cancel_resize,
         }
 
-    def do(self, act: Acts, now: float, *, dry_run: bool = False) -> Report:
+    def do(self, act: acts.Acts, now: float, *, dry_run: bool = False) -> Report:
         """Do ``act``, or say what it would do.
 
         Raises:
             PoolRefused: it cannot be done, with the reason.
         """
-        check_act(act)
+        acts.check_act(act)
         return self._verbs[type(act)](act, dry_run, now)
 
     # Passes
@@ -139,9 +126,9 @@ class AdminService:
         # What is done in one step needs nobody to come back for it; other passes go on in their own time, because what
         # they take out would be neither this one's doing nor in its figures.
         self._step(job, now)
-        return self._follow(Follow(job), False, now)
+        return self._follow(acts.Follow(job), False, now)
 
-    def _follow(self, act: Follow, _dry_run: bool, _now: float) -> Report:
+    def _follow(self, act: acts.Follow, _dry_run: bool, _now: float) -> Report:
         if act.job in self._reports:
             return self._reports[act.job]
         running = self._running.get(act.job)
@@ -156,7 +143,7 @@ class AdminService:
 
     # Changing
 
-    def _clear(self, act: Clear, dry_run: bool, now: float) -> Report:
+    def _clear(self, act: acts.Clear, dry_run: bool, now: float) -> Report:
         self._may_begin()
         tiers = None if act.memory_only else self._tiers
 
@@ -183,7 +170,7 @@ class AdminService:
             work = DeepClearing(memory, self._core.namespaces, tiers, matches, age, unmatched, dry_run=dry_run)
         return {"namespaces": list(filter(matches, known())), **self._begin(work, now)}
 
-    def _drain(self, act: Drain, dry_run: bool, _now: float) -> Report:
+    def _drain(self, act: acts.Drain, dry_run: bool, _now: float) -> Report:
         if not dry_run:
             self._core.draining = act.draining
         stats = self._core.stats()
@@ -194,7 +181,7 @@ class AdminService:
             "slots_resting": stats["slots_resting"],
         }
 
-    def _pin(self, act: Pin, dry_run: bool, now: float) -> Report:
+    def _pin(self, act: acts.Pin, dry_run: bool, now: float) -> Report:
         number = self._core.find_namespace(act.namespace)
         if number < 0:
             raise PoolRefused(unknown_namespace(act.namespace, [ns.name for ns in self._core.namespaces]))
@@ -210,7 +197,7 @@ class AdminService:
             raise PoolRefused("this node has no tier below memory from which pages could be brought, give it a --tier")
         return self._tiers
 
-    def _refill(self, act: Refill, dry_run: bool, now: float) -> Report:
+    def _refill(self, act: acts.Refill, dry_run: bool, now: float) -> Report:
         tiers = self._below()
         known = sorted({name for _, held in tiers.holdings() for name in held})
         names = [name for name in known if means(act, name)]
@@ -218,7 +205,7 @@ class AdminService:
             raise PoolRefused(f"below memory {nothing_matches(act, known)}")
         return self._begin(Refilling(self._core, tiers, names, act.limit, dry_run=dry_run), now)
 
-    def _warm(self, act: Warm, dry_run: bool, _now: float) -> Report:
+    def _warm(self, act: acts.Warm, dry_run: bool, _now: float) -> Report:
         tiers = self._below()
         number = self._core.find_namespace(act.namespace)
         page_size = 0 if number >= 0 else tiers.page_size(act.namespace)
@@ -236,7 +223,7 @@ class AdminService:
         coming = tiers.prefetch(number, keys)
         return {"pages": len(keys), "in_memory": known, "on_their_way": max(coming - known, 0)}
 
-    def _resize(self, act: Resize, dry_run: bool, now: float) -> Report:
+    def _resize(self, act: acts.Resize, dry_run: bool, now: float) -> Report:
         if any(isinstance(running, Shrinking) for running in self._running.values()):
             raise PoolRefused("the pool is being resized, wait until that is done or end it with `ems resize --cancel`")
         ns = self._core.slots
@@ -266,7 +253,7 @@ class AdminService:
         self.effects += [Effect(ns.add(todo.size), todo.size) for _ in range(todo.add)]
         return {**report, **self._begin(Shrinking(self._core, todo.give_up, self.effects), now)}
 
-    def _cancel_resize(self, _act: CancelResize, dry_run: bool, _now: float) -> Report:
+    def _cancel_resize(self, _act: acts.CancelResize, dry_run: bool, _now: float) -> Report:
         for job, running in self._running.items():
             if isinstance(running, Shrinking):
                 pins = running.report()["emptying"] if dry_run else running.cancel()
