@@ -67,8 +67,7 @@ class Inspector:
     def show(self, what: str, now: float) -> Report:
         """All that is known of ``what``: a namespace's name, a key in hex, or (a part of) a request's id.
 
-        Raises:
-            PoolRefused: nothing is called so.
+        Raises PoolRefused: nothing is called so.
         """
         known = self._core.find_namespace(what)
         if known >= 0:

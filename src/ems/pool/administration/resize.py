@@ -42,8 +42,7 @@ def plan(segments: list[Segment], wanted: int) -> Plan:
     A segment that is closed while nobody resizes has lost its memory for now and gets other memory: it counts, and
     cannot be given up.
 
-    Raises:
-        PoolRefused: there are more of those than wanted, or less than one segment is, or there is none.
+    Raises PoolRefused: there are more of those than wanted, or less than one segment is, or there is none.
     """
     have = [segment for segment in segments if segment.size and not segment.closing]
     lost = sum(bool(segment.size) and segment.closing for segment in segments)

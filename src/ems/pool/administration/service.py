@@ -84,11 +84,7 @@ class AdminService:
         }
 
     def do(self, act: acts.Acts, now: float, *, dry_run: bool = False) -> Report:
-        """Do ``act``, or say what it would do.
-
-        Raises:
-            PoolRefused: it cannot be done, with the reason.
-        """
+        """Do ``act``, or say what it would do.  Raises PoolRefused: it cannot be done, with the reason."""
         acts.check_act(act)
         return self._verbs[type(act)](act, dry_run, now)
 

@@ -50,9 +50,7 @@ class AdminRunner:
     def do(self, peer: Peer, act: Acts, *, dry_run: bool) -> dict[str, Any]:
         """Do ``act`` for ``peer``, or begin it.
 
-        Raises:
-            Unauthorised: it is another user.
-            PoolRefused: it cannot be done.
+        Raises Unauthorised: it is another user.  PoolRefused: it cannot be done.
         """
         if peer.uid not in (os.geteuid(), 0):
             raise Unauthorised("only the node's own user and root may administer it, use the account that runs it")
@@ -87,8 +85,7 @@ class AdminRunner:
     def look(self, act: List | Show) -> dict[str, Any]:
         """The report of an act that changes nothing; who may see it is for the caller to know.
 
-        Raises:
-            PoolRefused: what is to be shown is not there.
+        Raises PoolRefused: what is to be shown is not there.
         """
         return self._service.do(act, self._node.clock())
 

@@ -46,8 +46,7 @@ class AuditLog:
     def record(self, one: Act) -> None:
         """Add an act; on the disk when this returns.
 
-        Raises:
-            ConfigError: it cannot be written, so the act must not happen.
+        Raises ConfigError: it cannot be written, so the act must not happen.
         """
         line = msgspec.json.encode(one) + b"\n"
         try:

@@ -70,8 +70,7 @@ class ClientLimits:
     def greeted(self, client: int, party: str, room: int) -> None:
         """``client``, which has greeted, is of ``party``.
 
-        Raises:
-            PoolRefused: there are too many connections; it has to end.
+        Raises PoolRefused: there are too many connections; it has to end.
         """
         most = room - max(room // GREETING_SHARE, 2)
         mine = max(most // 2, 1)

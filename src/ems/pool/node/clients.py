@@ -131,11 +131,7 @@ class Clients:
             self._node.loop.call_later(GRACE_SECONDS, self._node.look_whether_dead, writer)
 
     def welcome(self, client_id: int, principal: Principal, version: int, signature: bytes) -> messages.Welcome:
-        """The answer to a good greeting.
-
-        Raises:
-            PoolRefused: there are too many connections.
-        """
+        """The answer to a good greeting.  Raises PoolRefused: there are too many connections."""
         party = self._party(client_id, principal)
         self.limits.greeted(client_id, party, self.room())
         self.connections[client_id].party = party
@@ -174,8 +170,7 @@ class Clients:
     def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None:
         """Where a tenant's client is served; None for anybody on an open node, and for an administrator.
 
-        Raises:
-            PoolRefused: an administrator asked for what is the tenants' business.
+        Raises PoolRefused: an administrator asked for what is the tenants' business.
         """
         principal = self.principals.get(client_id)
         return None if principal is None else self._node.tenancy.request_filter(principal, request)
@@ -191,9 +186,7 @@ class Clients:
     def segment_size(self, segment: int) -> int:
         """The size of a segment whose file a client asks for.
 
-        Raises:
-            ProtocolError: there is none.
-            StaleReference: it has no memory now.
+        Raises ProtocolError: there is none.  StaleReference: it has no memory now.
         """
         sizes = self._node.arena.sizes
         if not 0 <= segment < len(sizes):

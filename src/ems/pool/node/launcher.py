@@ -49,10 +49,9 @@ def ensure_node(config: NodeConfig, timeout: float = START_SECONDS) -> bool:
 
     One that it did not start may be anybody's: whoever connects to it finds out (:mod:`ems.pool.client.introduction`).
 
-    Raises:
-        ConfigError: the node cannot start with these settings (its own sentence is in the message).
-        PoolUnavailable: it did not listen within ``timeout`` seconds.
-        Unauthorised: nobody listens there, and the place is somebody else's.
+    Raises ConfigError: the node cannot start with these settings (its own sentence is in the message).
+    PoolUnavailable: it did not listen within ``timeout`` seconds.  Unauthorised: nobody listens there, and the place is
+    somebody else's.
     """
     deadline = time.monotonic() + timeout
     while not node_listens(config.socket):

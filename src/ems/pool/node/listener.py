@@ -20,9 +20,8 @@ class Listener:
     With ``descriptor`` it is the socket on which an earlier process of the node listened; from now on new clients see
     this process behind it.
 
-    Raises:
-        ConfigError: something is there that is no dead node's socket, or the socket cannot be made, or others may
-            connect to it but cannot reach it.
+    Raises ConfigError: something is there that is no dead node's socket, or the socket cannot be made, or others may
+    connect to it but cannot reach it.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None, *, mode: int = 0o600) -> None:
@@ -94,8 +93,7 @@ def _refuse_if_hidden(path: Path, mode: int) -> None:
 def refuse_if_taken(path: Path) -> None:
     """Look whether a node could listen on ``path``.
 
-    Raises:
-        ConfigError: somebody listens there, or something is there that is no socket.
+    Raises ConfigError: somebody listens there, or something is there that is no socket.
     """
     try:
         _is_dead(path)

@@ -216,11 +216,7 @@ class Node:
     # Life
 
     def start(self) -> None:
-        """Listen; from now on clients are served.
-
-        Raises:
-            ConfigError: the socket cannot be made.
-        """
+        """Listen; from now on clients are served.  Raises ConfigError: the socket cannot be made."""
         segments = self.core.slots.segments
         usable = [one.number for one in segments if one.size and one.number not in self.memory.lost]
         self.memory.touch_first(usable)
@@ -299,8 +295,7 @@ class Node:
     ) -> messages.Answer | Steps[messages.Answer | None] | None:
         """Do what a greeted client asks, or begin it; None for requests that have no answer.
 
-        Raises:
-            EmsError: it is refused, with the reason.
+        Raises EmsError: it is refused, with the reason.
         """
         begin, seconds = self.clock(), self.handler.measured.seconds[type(request)]
         answer: messages.Answer | Steps[messages.Answer | None] | None = None

@@ -82,8 +82,7 @@ def _command() -> list[str]:
 def become(kept: KeptOpen) -> NoReturn:
     """Start again in this process, with the same arguments and whatever release is installed by now.
 
-    Raises:
-        OSError: the interpreter cannot be run any more.
+    Raises OSError: the interpreter cannot be run any more.
     """
     for descriptor in kept.descriptors:
         os.set_inheritable(descriptor, True)
@@ -96,8 +95,7 @@ def become(kept: KeptOpen) -> NoReturn:
 def check(command: Sequence[str] | None = None) -> Check:
     """Ask the installed release whether it could start as this process was started.
 
-    Raises:
-        PoolRefused: it could not, and why.
+    Raises PoolRefused: it could not, and why.
     """
     try:
         done = subprocess.run(
@@ -150,11 +148,7 @@ class Restart:
         return self._task is not None
 
     def wish(self) -> None:
-        """Restart as soon as the installed release has said that it can start.
-
-        Raises:
-            PoolRefused: not now.
-        """
+        """Restart as soon as the installed release has said that it can start.  Raises PoolRefused: not now."""
         if self.wished:
             return
         self._refuse_if_hindered()

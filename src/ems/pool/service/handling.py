@@ -117,8 +117,7 @@ class RequestHandler:
 
         None stands for the answer of a request that has none.
 
-        Raises:
-            EmsError: it is refused, with the reason; so may the work.
+        Raises EmsError: it is refused, with the reason; so may the work.
         """
         mine = self._host.request_filter(client_id, request)
         inner = request if mine is None else mine.inward(request)

@@ -109,8 +109,7 @@ class Gate:
     def greet(self, hello: messages.Hello, body: bytes, peer: Peer, now: float) -> Principal | Pending:
         """What becomes of a greeting that came as ``body``: let in, or asked for a proof.
 
-        Raises:
-            Unauthorised: neither.
+        Raises Unauthorised: neither.
         """
         own = peer.uid in (self._uid, ROOT)
         registry = self._registry
@@ -131,8 +130,7 @@ class Gate:
     def prove(self, pending: Pending, proof: bytes, peer: Peer, now: float, wall: float) -> tuple[Principal, bytes]:
         """Who answered a challenge with ``proof``, and the node's own proof.
 
-        Raises:
-            Unauthorised: it is not a good one.
+        Raises Unauthorised: it is not a good one.
         """
         registry = self._registry
         found = None if registry is None else registry.recognise(pending.access_id, pending.transcript, proof, wall)

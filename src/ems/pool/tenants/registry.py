@@ -104,11 +104,7 @@ class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return {name: tenant.quota for name, tenant in self.tenants.items()}
 
     def tenant(self, name: str) -> Tenant:
-        """The tenant ``name``.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The tenant ``name``.  Raises ConfigError: there is none."""
         known = self.tenants.get(name)
         if known is None:
             raise ConfigError(f"there is no tenant {name!r}, see 'ems tenant list'")
@@ -145,8 +141,7 @@ def _with(registry: Registry, name: str, tenant: Tenant) -> Registry:
 def add_tenant(registry: Registry, name: str, quota: Quota, salt: bytes) -> Registry:
     """With another tenant, who has no key yet.
 
-    Raises:
-        ConfigError: there is one of that name, or it cannot be one's name.
+    Raises ConfigError: there is one of that name, or it cannot be one's name.
     """
     if name in registry.tenants:
         raise ConfigError(f"there is a tenant {name!r} already, change it with 'ems tenant set'")
@@ -165,8 +160,7 @@ def remove_tenant(registry: Registry, name: str) -> Registry:
 def add_key(registry: Registry, name: str, secret: str, wall: float, expires: float | None = None) -> Registry:
     """With the key ``secret`` for a tenant; keys that are over are dropped.
 
-    Raises:
-        ConfigError: the tenant has too many keys.
+    Raises ConfigError: the tenant has too many keys.
     """
     tenant = registry.tenant(name)
     verifier = scram.verifier(secret, tenant.salt, registry.iterations)
@@ -191,8 +185,7 @@ def rotate_key(registry: Registry, name: str, secret: str, wall: float, overlap:
 def revoke_key(registry: Registry, name: str, key: str) -> Registry:
     """Without the key called ``key`` of a tenant, or without any when it is ``all``.
 
-    Raises:
-        ConfigError: the tenant has no such key.
+    Raises ConfigError: the tenant has no such key.
     """
     tenant = registry.tenant(name)
     kept = () if key == "all" else tuple(one for one in tenant.keys if one.id != key)

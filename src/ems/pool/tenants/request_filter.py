@@ -73,9 +73,8 @@ class TenantRequestFilter:
     def inward(self, request: messages.Request) -> messages.Request:
         """The request in the node's words.
 
-        Raises:
-            PoolRefused: it is not a tenant's to ask.
-            StaleReference: it names a namespace that this tenant has not opened.
+        Raises PoolRefused: it is not a tenant's to ask.  StaleReference: it names a namespace that this tenant has not
+        opened.
         """
         if not isinstance(request, ALLOWED):
             raise PoolRefused(f"{type(request).__name__} is for the administrator of the node")
@@ -96,11 +95,7 @@ class TenantRequestFilter:
         return request
 
     def opens(self) -> None:
-        """The tenant is about to make a namespace.
-
-        Raises:
-            PoolRefused: it has too many.
-        """
+        """The tenant is about to make a namespace.  Raises PoolRefused: it has too many."""
         if len(self.numbers) >= MAX_NAMESPACES:
             raise PoolRefused(f"this tenant has {MAX_NAMESPACES} namespaces and may have no more")
 

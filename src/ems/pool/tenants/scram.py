@@ -67,8 +67,7 @@ def transcript(hello: bytes, challenge: bytes) -> bytes:
 def prove(key: str, salt: bytes, iterations: int, message: bytes) -> Proof:
     """The answer of the owner of ``key`` to a challenge.
 
-    Raises:
-        Unauthorised: the challenge asks for less or more work than is sensible.
+    Raises Unauthorised: the challenge asks for less or more work than is sensible.
     """
     if not ITERATIONS <= iterations <= MOST_ITERATIONS or len(salt) < SALT_BYTES:
         raise Unauthorised(

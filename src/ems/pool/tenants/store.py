@@ -48,11 +48,7 @@ def stamp(path: Path) -> Stamp | None:
 
 
 def read(path: Path) -> Registry:
-    """The tenants in ``path``.
-
-    Raises:
-        ConfigError: there is no such file, or it cannot be trusted or understood.
-    """
+    """The tenants in ``path``.  Raises ConfigError: there is no such file, or it cannot be trusted or understood."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -85,8 +81,7 @@ def _refuse_if_shared(path: Path, facts: os.stat_result) -> None:
 def changing(path: Path, *, create: bool = False) -> Iterator[Registry]:
     """The tenants in ``path`` while nobody else changes them; with ``create`` none where there is no file yet.
 
-    Raises:
-        ConfigError: as :func:`read` does, or the folder cannot be used.
+    Raises ConfigError: as :func:`read` does, or the folder cannot be used.
     """
     refuse_shared_memory(path)
     lock_path = path.with_name(f"{path.name}.lock")
@@ -108,8 +103,7 @@ def changing(path: Path, *, create: bool = False) -> Iterator[Registry]:
 def write(path: Path, registry: Registry) -> None:
     """Put ``registry`` into ``path`` in one step that also outlives a power cut; within :func:`changing`.
 
-    Raises:
-        ConfigError: it cannot be written.
+    Raises ConfigError: it cannot be written.
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -119,11 +113,7 @@ def write(path: Path, registry: Registry) -> None:
 
 
 def refuse_shared_memory(path: Path) -> None:
-    """Refuse a place that is empty after the next start of the host.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse a place that is empty after the next start of the host.  Raises ConfigError: it is one."""
     if path.absolute().is_relative_to(_SHARED_MEMORY):
         raise ConfigError(f"{path} is in memory and gone with the next start of this host, give a file on a disk")
 

@@ -41,8 +41,7 @@ _log = structlog.get_logger("ems.node")
 class Tenancy:
     """Gate, desks and file of a node's tenants; ``path`` is None for an open node.
 
-    Raises:
-        ConfigError: the file cannot be used.
+    Raises ConfigError: the file cannot be used.
     """
 
     def __init__(self, path: Path | None, directory: Path, changed: Callable[[Registry], None]) -> None:
@@ -74,8 +73,7 @@ class Tenancy:
     def _put_owner(self, segment: int, tenant: str) -> None:
         """The memory of ``segment`` is ``tenant``'s, or nobody's where that is empty.
 
-        Raises:
-            OSError: the file cannot be written.
+        Raises OSError: the file cannot be written.
         """
         others = {number: name for number, name in self.segment_tenants.items() if number != segment}
         self._owners.replace({**others, segment: tenant} if tenant else others)
@@ -142,8 +140,7 @@ class Tenancy:
     def request_filter(self, principal: Principal, request: messages.Request) -> TenantRequestFilter | None:
         """Where ``principal`` is served; None for an administrator.
 
-        Raises:
-            PoolRefused: an administrator asked for what is the tenants' business.
+        Raises PoolRefused: an administrator asked for what is the tenants' business.
         """
         if principal.stores:
             return self._request_filters.setdefault(principal.tenant, TenantRequestFilter(principal.tenant))
