@@ -167,7 +167,7 @@ def _tails_of(world: World, node: HistoryNode) -> set[Listed]:
 def restarted(world: World) -> None:
     """The node restarts in its own process, unless an administrator's work is under way."""
     node = world.node
-    if node._hindered():
+    if node.admin.busy:
         world.counts["restart refused"] += 1
         return
     world.account()

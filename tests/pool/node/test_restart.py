@@ -269,7 +269,7 @@ def test_what_was_kept_open_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_node_restarts_when_nobody_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "check", lambda: restart.Check("9.9", 1))
     held = [True, True, True]
-    way = Restart(lambda: bool(held and held.pop()), lambda: "")
+    way = Restart(lambda: bool(held and held.pop()), lambda: None)
     way.wish()
     way.wish()  # once is enough
     assert way.figures() == {"wished": True, "failure": ""}
@@ -280,8 +280,13 @@ async def test_a_node_restarts_when_nobody_holds_anything(monkeypatch: pytest.Mo
 
 async def test_a_node_that_is_hindered_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = ["", "work is under way", "still"]
+
+    def refuse() -> None:
+        if reason := reasons.pop(0):
+            raise PoolRefused(reason)
+
     monkeypatch.setattr(restart, "check", lambda: restart.Check("9.9", 1))
-    way = Restart(lambda: False, lambda: reasons.pop(0))
+    way = Restart(lambda: False, refuse)
     way.wish()
     assert way._task is not None
     await way._task

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ems.pool.administration.passes import Clearing
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult
 
@@ -31,18 +33,17 @@ class _DoesNotWork(Exception):
     """Why a tier does not do what it was asked to do."""
 
 
-class _OneTier:
+class _OneTier(msgspec.Struct):
     """What came of one tier so far."""
 
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        self.pages = 0
-        self.bytes = 0
-        self.not_understood = 0
-        """Packs of what is cleared, which stay."""
-        self.reason = ""
-        self.remaining: list[str] = []
+    number: int
+    name: str
+    pages: int = 0
+    bytes: int = 0
+    not_understood: int = 0
+    """Packs of what is cleared, which stay."""
+    reason: str = ""
+    remaining: list[str] = []
 
     def report(self) -> dict[str, object]:
         named = {"remaining": self.remaining[:MAX_NAMED], "namespaces_remaining": len(self.remaining)}

@@ -267,38 +267,35 @@ class Clearing:
         }
 
 
-class Pinning:
-    """Pins ``keys`` of ``namespace`` until ``until``, or takes their pins off (None); ``dry_run`` only counts."""
+class Pinning(msgspec.Struct):
+    """Pins ``left`` of ``namespace`` until ``until``, or takes their pins off (None); ``dry_run`` only counts."""
 
-    def __init__(
-        self, core: PoolCore, namespace: NamespacePages, keys: list[bytes], until: float | None, *, dry_run: bool
-    ) -> None:
-        self._core = core
-        self._namespace = namespace
-        self._left = keys
-        self._until = until
-        self._dry_run = dry_run
-        self.pages = 0
-        self.refused = 0
+    core: PoolCore
+    namespace: NamespacePages
+    left: list[bytes]
+    until: float | None
+    dry_run: bool
+    pages: int = 0
+    refused: int = 0
 
     def step(self, _now: float) -> bool:
-        keys, self._left = self._left[-STEP:], self._left[:-STEP]
-        known = map(self._namespace.index.get, keys)
+        keys, self.left = self.left[-STEP:], self.left[:-STEP]
+        known = map(self.namespace.index.get, keys)
         present = [page.key for page in known if page is not None and page.present]
-        if self._until is None:
-            pinned = [key for key in keys if key in self._namespace.pins.pinned]
-            self.pages += len(pinned) if self._dry_run else self._namespace.pins.unpin(pinned)
-        elif self._dry_run:
+        if self.until is None:
+            pinned = [key for key in keys if key in self.namespace.pins.pinned]
+            self.pages += len(pinned) if self.dry_run else self.namespace.pins.unpin(pinned)
+        elif self.dry_run:
             self.pages += len(present)
         else:
-            count = self._core.pin(self._namespace.number, present, self._until)
+            count = self.core.pin(self.namespace.number, present, self.until)
             self.pages += count
             self.refused += len(present) - count
-        return bool(self._left)
+        return bool(self.left)
 
     @property
     def done(self) -> bool:
-        return not self._left
+        return not self.left
 
     def report(self) -> dict[str, object]:
-        return {"pages": self.pages, "refused": self.refused, "pinned": len(self._namespace.pins.pinned)}
+        return {"pages": self.pages, "refused": self.refused, "pinned": len(self.namespace.pins.pinned)}

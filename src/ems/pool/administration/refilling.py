@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ems.config import MIB
 from ems.errors import EmsError
 from ems.pool.core.pool_core import PoolCore
@@ -30,23 +32,22 @@ NO_ROOM = "memory has no more room, and nothing leaves for what is only brought 
 LIMIT = "the limit is reached"
 
 
-class _Space:
+class _Space(msgspec.Struct, eq=False):
     """How far one namespace is."""
 
-    def __init__(self, name: str, page_size: int, number: int) -> None:
-        self.name = name
-        self.page_size = page_size
-        self.number = number
-        """-1 while it is not open."""
-        self.pages = 0
-        """Brought, or asked for and not yet there or lost, or counted."""
-        self.asked = 0
-        """Pages that are on their way."""
-        self.in_memory = 0
-        self.without_prefix = 0
-        self.reason = ""
-        """Why no more of it comes; empty when all of it did."""
-        self.coming: set[bytes] = set()
+    name: str
+    page_size: int
+    number: int
+    """-1 while it is not open."""
+    pages: int = 0
+    """Brought, or asked for and not yet there or lost, or counted."""
+    asked: int = 0
+    """Pages that are on their way."""
+    in_memory: int = 0
+    without_prefix: int = 0
+    reason: str = ""
+    """Why no more of it comes; empty when all of it did."""
+    coming: set[bytes] = msgspec.field(default_factory=set)
 
     def report(self) -> dict[str, object]:
         return {

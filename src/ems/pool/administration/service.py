@@ -186,7 +186,7 @@ class AdminService:
         if not act.pinned and not act.keys:
             keys = list(namespace.pins.pinned)
         until = (now + act.seconds if act.seconds else inf) if act.pinned else None
-        return self._begin(Pinning(self._core, namespace, keys, until, dry_run=dry_run), now)
+        return self._begin(Pinning(self._core, namespace, keys, until, dry_run), now)
 
     def _below(self) -> TierManager:
         if self._tiers is None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
+import msgspec
+
 from ems.errors import (
     PoolNotTried,
     PoolRefused,
@@ -45,20 +47,17 @@ Answer = TypeVar("Answer", bound=messages.Message)
 Result = TypeVar("Result")
 
 
-class Connection:
+class Connection(msgspec.Struct):
     """One greeted socket, the namespaces opened on it and the segments mapped through it."""
 
-    def __init__(
-        self, sock: socket.socket, epoch: int, welcome: messages.Welcome, segments: SegmentMap, tenant: str
-    ) -> None:
-        self.sock = sock
-        self.tenant = tenant
-        """Whose pages it is for; empty on an open node."""
-        self.epoch = epoch
-        self.welcome = welcome
-        self.segments = segments
-        self.namespaces: dict[Namespace, int] = {}
-        self.described: set[str] = set()
+    sock: socket.socket
+    epoch: int
+    welcome: messages.Welcome
+    segments: SegmentMap
+    tenant: str
+    """Whose pages it is for; empty on an open node."""
+    namespaces: dict[Namespace, int] = msgspec.field(default_factory=dict)
+    described: set[str] = msgspec.field(default_factory=set)
 
 
 class Turn:

@@ -10,11 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from ems.pool.layout import FORMAT_VERSION
-from ems.pool.protocol import greeting
+from ems.pool.protocol.greeting import NEWEST_VERSION
 from ems.pool.reasons.words import Reason
 from ems.pool.service.handling import Measured
 
@@ -106,7 +112,8 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         figures = self._figures()
-        yield _build(figures["release"])
+        versions = {"version": figures["release"], "protocol": str(NEWEST_VERSION), "format": str(FORMAT_VERSION)}
+        yield InfoMetricFamily("ems_build", "1, with the versions as labels", value=versions)
         for figure, name, text in _GAUGES:
             yield GaugeMetricFamily(f"ems_pool_{name}", text, value=figures[figure])
         for figure, name, text in _COUNTERS:
@@ -115,8 +122,10 @@ class PoolCollector(Collector):
         rows = figures["namespaces"]
         yield GaugeMetricFamily("ems_pool_namespaces", "Namespaces of the pool", value=len(rows))
         if self._names:
-            yield from _namespaces(rows)
-            yield from _tiers(figures["tiers"])
+            largest = nlargest(MOST_NAMESPACES, rows, key=lambda row: row["pages"] * row["page_size"])
+            yield from _labelled(GaugeMetricFamily, "namespace", _NAMESPACE_GAUGES, largest)
+            yield from _labelled(GaugeMetricFamily, "tier", _TIER_GAUGES, figures["tiers"])
+            yield from _labelled(CounterMetricFamily, "tier", _TIER_COUNTERS, figures["tiers"])
         yield from self._histograms()
 
     def _histograms(self) -> Iterator[Metric]:
@@ -133,14 +142,6 @@ class PoolCollector(Collector):
             yield HistogramMetricFamily(f"ems_pool_{name}_bytes", text, taken.cumulative(), taken.total)
 
 
-def _build(release: str) -> Metric:
-    build = GaugeMetricFamily(
-        "ems_build_info", "1, with the versions as labels", labels=["version", "protocol", "format"]
-    )
-    build.add_metric([release, str(greeting.NEWEST_VERSION), str(FORMAT_VERSION)], 1)
-    return build
-
-
 def _misses(counts: Mapping[str, int]) -> Metric:
     misses = CounterMetricFamily(
         "ems_pool_misses", "Lookups that missed something, by why the first missing key is missing", labels=["reason"]
@@ -151,23 +152,15 @@ def _misses(counts: Mapping[str, int]) -> Metric:
     return misses
 
 
-def _namespaces(rows: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    largest = nlargest(MOST_NAMESPACES, rows, key=lambda row: row["pages"] * row["page_size"])
-    for figure, name, text in _NAMESPACE_GAUGES:
-        family = GaugeMetricFamily(f"ems_pool_namespace_{name}", text, labels=["namespace"])
-        for row in largest:
-            family.add_metric([row["name"]], row[figure])
+def _labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    label: str,
+    table: Sequence[tuple[str, str, str]],
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterator[Metric]:
+    """The metrics of ``table`` for each of ``rows``, a namespace or a tier as ``label`` says."""
+    for figure, name, text in table:
+        family = kind(f"ems_pool_{label}_{name}", text, labels=[label])
+        for row in rows:
+            family.add_metric([row["name"]], float(row.get(figure, 0)))
         yield family
-
-
-def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    for figure, name, text in _TIER_GAUGES:
-        gauge = GaugeMetricFamily(f"ems_pool_tier_{name}", text, labels=["tier"])
-        for tier in tiers:
-            gauge.add_metric([tier["name"]], float(tier.get(figure, 0)))
-        yield gauge
-    for figure, name, text in _TIER_COUNTERS:
-        counter = CounterMetricFamily(f"ems_pool_tier_{name}", text, labels=["tier"])
-        for tier in tiers:
-            counter.add_metric([tier["name"]], tier[figure])
-        yield counter

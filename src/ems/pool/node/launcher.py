@@ -146,20 +146,14 @@ def _flags(config: NodeConfig) -> list[str]:
     flags = ["node", "--dir", str(directory), "--socket", str(socket_path), "--autostarted"]
     flags += ["--high-watermark", str(config.high_watermark), "--eviction-ratio", str(config.eviction_ratio)]
     flags += ["--verify", config.verify]
-    if config.size:
-        flags += ["--size", str(config.size)]
-    if config.segment_size:
-        flags += ["--segment-size", str(config.segment_size)]
+    sizes = {"--size": config.size, "--segment-size": config.segment_size}
+    flags += [word for flag, size in sizes.items() if size for word in (flag, str(size))]
     if config.http_port is None:
         flags.append("--no-http")
     else:
         flags += ["--http-host", config.http_host, "--http-port", str(config.http_port)]
-    if config.fresh:
-        flags.append("--fresh")
-    if config.allow_disk:
-        flags.append("--allow-disk")
+    switches = {"--fresh": config.fresh, "--allow-disk": config.allow_disk, "--no-prefault": not config.prefault}
+    flags += [flag for flag, given in switches.items() if given]
     for tier in config.tiers or os.environ.get("EMS_TIER", "").split():
         flags += ["--tier", absolute_tier(tier, Path())]
-    if not config.prefault:
-        flags.append("--no-prefault")
     return flags

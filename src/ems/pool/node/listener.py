@@ -37,7 +37,8 @@ class Listener:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_if_foreign(path)
             _refuse_if_hidden(path, mode)
-            _remove_dead(path)
+            if _is_dead(path):
+                path.unlink(missing_ok=True)
             mask = os.umask(~mode & 0o777)
             try:
                 self.sock.bind(str(path))
@@ -99,11 +100,6 @@ def refuse_if_taken(path: Path) -> None:
         _is_dead(path)
     except OSError as error:
         raise ConfigError(f"cannot listen on {path}: {error.strerror}; give another path with --socket") from error
-
-
-def _remove_dead(path: Path) -> None:
-    if _is_dead(path):
-        path.unlink(missing_ok=True)
 
 
 def _is_dead(path: Path) -> bool:

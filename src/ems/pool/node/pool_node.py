@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from ems.errors import PoolRefused
 from ems.histogram import Histogram
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.writing import Reserved
@@ -102,7 +103,7 @@ class Node:
         self.admin = AdminRunner(self)
         self.handler = RequestHandler(self.core, self.storing, self.tier_manager, self.clients)
         self.applier = Applier(self.core, self.arena, self.memory, self.tenancy, self._writer)
-        self.restart = Restart(self._held, self._hindered)
+        self.restart = Restart(self._held, self._refuse_restart)
         self._recover()
 
     # What a test kit puts itself in place of
@@ -186,10 +187,9 @@ class Node:
         holders += [one.client_id for one in self.core.reservations.all.values()]
         return bool(self.rounds.turns) or max(holders, default=0) > 0
 
-    def _hindered(self) -> str:
+    def _refuse_restart(self) -> None:
         if self.admin.busy:
-            return "an administrator's work is under way on this node, upgrade it when that is done"
-        return ""
+            raise PoolRefused("an administrator's work is under way on this node, upgrade it when that is done")
 
     def keep_open(self, http: socket.socket | None) -> KeptOpen:
         """What stays open for the release that this process becomes; call :meth:`close` next."""

@@ -130,12 +130,12 @@ def _goes_on(reason: str) -> PoolRefused:
 class Restart:
     """A node's way from the wish to restart to the moment in which it may: :attr:`due` is set then.
 
-    ``held`` tells whether clients hold anything, ``hindered`` why the node must not restart now, empty if it may.
+    ``held`` tells whether clients hold anything; ``refuse`` raises PoolRefused where the node must not restart now.
     """
 
-    def __init__(self, held: Callable[[], bool], hindered: Callable[[], str]) -> None:
+    def __init__(self, held: Callable[[], bool], refuse: Callable[[], None]) -> None:
         self._held = held
-        self._hindered = hindered
+        self._refuse = refuse
         self._task: asyncio.Task[None] | None = None
         self.due = asyncio.Event()
         self.waits = False
@@ -151,19 +151,15 @@ class Restart:
         """Restart as soon as the installed release has said that it can start.  Raises PoolRefused: not now."""
         if self.wished:
             return
-        self._refuse_if_hindered()
+        self._refuse()
         self.failure = ""
         self._task = asyncio.create_task(self._go())
-
-    def _refuse_if_hindered(self) -> None:
-        if reason := self._hindered():
-            raise PoolRefused(reason)
 
     async def _go(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             said = await loop.run_in_executor(None, check)
-            self._refuse_if_hindered()
+            self._refuse()
         except PoolRefused as error:
             self._task, self.failure = None, str(error)
             _log.warning("the node does not restart", reason=self.failure)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -42,9 +43,9 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One tenant: its keys, all hashed with ``salt``, and its share of the pool."""
 
-    salt: bytes
+    salt: Annotated[bytes, msgspec.Meta(min_length=scram.SALT_BYTES)]
     quota: Quota = Quota()
-    keys: tuple[Key, ...] = ()
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
 
 
 class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,21 +53,19 @@ class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     format: int = FORMAT
     revision: int = 0
-    iterations: int = scram.ITERATIONS
-    secret: bytes
-    tenants: dict[str, Tenant] = {}
+    iterations: Annotated[int, msgspec.Meta(ge=scram.ITERATIONS, le=scram.MOST_ITERATIONS)] = scram.ITERATIONS
+    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    tenants: Annotated[dict[str, Tenant], msgspec.Meta(max_length=MAX_TENANTS)] = {}
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ConfigError(f"the tenants file has format {self.format}, this release knows {FORMAT}; upgrade EMS")
-        if len(self.secret) != SECRET_BYTES:
-            raise ConfigError(f"the tenants file has a secret of {len(self.secret)} bytes, expected {SECRET_BYTES}")
-        if len(self.tenants) > MAX_TENANTS:
-            raise ConfigError(f"there are {len(self.tenants)} tenants, expected at most {MAX_TENANTS}")
-        if not scram.ITERATIONS <= self.iterations <= scram.MOST_ITERATIONS:
-            raise ConfigError(f"keys are hashed {self.iterations} times, expected at least {scram.ITERATIONS}")
-        for name, tenant in self.tenants.items():
-            _check(name, tenant)
+        for name in self.tenants:
+            if not is_tenant(name):
+                raise ConfigError(
+                    f"a tenant is called {name[:80]!r}, expected 1 to 64 letters, digits and . _ @ + - that begin with "
+                    "no sign"
+                )
 
     # What the node asks
 
@@ -111,22 +110,6 @@ class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return known
 
 
-def _check(name: str, tenant: Tenant) -> None:
-    if not is_tenant(name):
-        raise ConfigError(
-            f"a tenant is called {name[:80]!r}, expected 1 to 64 letters, digits and . _ @ + - that begin with no sign"
-        )
-    if len(tenant.salt) < scram.SALT_BYTES:
-        raise ConfigError(f"tenant {name} has a salt of {len(tenant.salt)} bytes, expected {scram.SALT_BYTES}")
-    if len(tenant.keys) > MAX_KEYS:
-        raise ConfigError(
-            f"tenant {name} has {len(tenant.keys)} keys, expected at most {MAX_KEYS}; revoke one with 'ems key revoke'"
-        )
-    for key in tenant.keys:
-        if not len(key.verifier.stored_key) == len(key.verifier.server_key) == hashlib.sha256().digest_size:
-            raise ConfigError(f"key {key.id} of tenant {name} is cut, revoke it and add another")
-
-
 # Changes
 
 
@@ -145,6 +128,8 @@ def add_tenant(registry: Registry, name: str, quota: Quota, salt: bytes) -> Regi
     """
     if name in registry.tenants:
         raise ConfigError(f"there is a tenant {name!r} already, change it with 'ems tenant set'")
+    if len(registry.tenants) >= MAX_TENANTS:
+        raise ConfigError(f"there are {len(registry.tenants)} tenants, which is the most")
     return _with(registry, name, Tenant(salt=salt, quota=quota))
 
 

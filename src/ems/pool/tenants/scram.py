@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import Annotated
 
 import msgspec
 
@@ -27,11 +28,14 @@ MOST_ITERATIONS = 1 << 20
 SALT_BYTES = 16
 
 
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
 class Verifier(msgspec.Struct, frozen=True):
     """What the node knows of a key."""
 
-    stored_key: bytes
-    server_key: bytes
+    stored_key: Digest
+    server_key: Digest
 
 
 class Proof(msgspec.Struct, frozen=True):
