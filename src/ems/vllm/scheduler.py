@@ -26,7 +26,6 @@ from ems.vllm import compat
 from ems.vllm.adapters import Adapters
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.epoch import KeyEpoch
-from ems.vllm.gate.cost import Offer
 from ems.vllm.kv_events.events import BlockEvents
 from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
@@ -237,8 +236,8 @@ class SchedulerSide:
         if self._turned_away:
             return 0, False
         if found:
-            offer = Offer(local, found, handoff=self._announced(request) > 0)
-            reason = self._observer.why_not(request_id, offer, now)
+            handoff = self._announced(request) > 0
+            reason = self._observer.why_not(request_id, local, found, now, handoff=handoff)
             if reason is None and self._not_taken(request_id):
                 reason = Reason.NOT_LOADED
             if reason is not None:

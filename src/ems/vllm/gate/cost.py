@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-import msgspec
-
 from ems.pool.movement.speed import Reluctance, Samples
-from ems.pool.reasons.words import Reason
 
 LOADS_LAST_SECONDS = 60.0
 """How long the measurement of a load counts.  Those of computing are made all the time and do not grow old."""
@@ -73,31 +70,6 @@ class CostModel:
     def refused(self) -> int:
         """Loads that were advised against."""
         return self._reluctance.refused
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """What could be loaded: ``external`` tokens of a prompt behind the ``local`` ones that the engine has."""
-
-    local: int
-    external: int
-    handoff: bool = False
-
-    def blocks(self, block_size: int) -> int:
-        return -(-(self.local + self.external) // block_size) - self.local // block_size
-
-
-def why_not(
-    offer: Offer, block_size: int, cost: CostModel, now: float, *, min_reuse_tokens: int = 0, min_load_blocks: int = 0
-) -> Reason | None:
-    """The reason not to load ``offer``, by the thresholds of the settings and then by the cost; None to load it.
-
-    A hand-off is always loaded: its prefill was run only so that this engine need not compute.
-    """
-    if offer.handoff or offer.external <= 0:
-        return None
-    if offer.local + offer.external < min_reuse_tokens or offer.blocks(block_size) <= min_load_blocks:
-        return Reason.BELOW_MINIMUM
-    return None if cost.worth_loading(offer.external, now) else Reason.DEAR
 
 
 class StepTimes:

@@ -21,7 +21,7 @@ from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.reasons.words import Reason
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.gate.cost import CostModel, Offer, StepTimes, why_not
+from ems.vllm.gate.cost import CostModel, StepTimes
 from ems.vllm.reporting.explain import Explanations
 from ems.vllm.reporting.stats import EmsStats, PoolState, Transferred
 
@@ -95,15 +95,23 @@ class Observer:
         wanted = self._settings.explain or bool((request.kv_transfer_params or {}).get(EXPLAIN))
         self.requests.arrived(request.request_id, request.num_prompt_tokens, wanted=wanted)
 
-    def why_not(self, request_id: str, offer: Offer, now: float) -> Reason | None:
-        """The reason not to load ``offer``; decided once for each request."""
-        if request_id in self._admitted:
+    def why_not(
+        self, request_id: str, local: int, external: int, now: float, *, handoff: bool = False
+    ) -> Reason | None:
+        """The reason not to load ``external`` tokens behind the ``local`` ones that the engine has; one for a request.
+
+        A hand-off is always loaded: its prefill was run only so that this engine need not compute.
+        """
+        if handoff or request_id in self._admitted:
             return None
-        least, blocks = self._settings.min_reuse_tokens, self._settings.min_load_blocks
-        reason = why_not(offer, self._block_size, self.cost, now, min_reuse_tokens=least, min_load_blocks=blocks)
-        if reason is None:
-            self._admitted.add(request_id)
-        return reason
+        tokens, size = local + external, self._block_size
+        blocks = -(-tokens // size) - local // size
+        if tokens < self._settings.min_reuse_tokens or blocks <= self._settings.min_load_blocks:
+            return Reason.BELOW_MINIMUM
+        if not self.cost.worth_loading(external, now):
+            return Reason.DEAR
+        self._admitted.add(request_id)
+        return None
 
     def finished(self, request: Any) -> dict[str, Any]:
         """The request ended; what its response should say about the pool."""
