@@ -380,15 +380,11 @@ def _shards(vllm_config: Any, spec: Any, wanted: int) -> int:
     heads = _heads(vllm_config, spec)
     if not _is_cut(spec):
         return heads
-    shards = shard_count(heads, _holders(vllm_config, spec), wanted)
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    shards = shard_count(heads, min(ranks, heads), wanted)
     # Every rank would find out; the scheduler is to know before.
-    portion(heads, shards, vllm_config.parallel_config.tensor_parallel_size, 0)
+    portion(heads, shards, ranks, 0)
     return shards
-
-
-def _holders(vllm_config: Any, spec: Any) -> int:
-    """Ranks that hold distinct heads."""
-    return min(int(vllm_config.parallel_config.tensor_parallel_size), _heads(vllm_config, spec))
 
 
 def _group_facts(vllm_config: Any, spec: Any) -> list[object]:

@@ -298,10 +298,8 @@ class Saver:
             self._give_up(job)
 
     def _publish(self, job: SaveJob) -> None:
-        if job.reservation is not None and not job.cancelled:
-            self._commit(job, job.reservation, list(job.reservation.granted))
-        elif job.reservation is not None:
-            self._give_back(job.reservation)
+        if job.reservation is not None:
+            self._commit(job, job.reservation, [] if job.cancelled else list(job.reservation.granted))
 
     def _give_back(self, reserved: Reservation) -> None:
         try:

@@ -566,9 +566,7 @@ class SchedulerSide:
             found, request = answer.found, self._vllm_requests.get(answer.request_id)
             if self._events is not None and answer.chain is not None and found.chunks and request is not None:
                 self._events.found(request, found, answer.chain, extra_keys(request, self._model.block_size))
-            self._observer.requests.answered(
-                answer.request_id, found.tokens, found.tokens // self._model.block_size, answer.reason, answer.detail
-            )
+            self._observer.requests.answered(answer.request_id, found.tokens, answer.reason, answer.detail)
             if answer.chain is None:
                 self._do(self._book.leave_out(answer.request_id))
             else:

@@ -18,9 +18,9 @@ def taught(compute: Line, load: Line, *, now: float = 0.0, step_tokens: int = 0,
     """A model that saw steps and loads of many sizes, with a tenth of noise."""
     model, random = CostModel(step_tokens=step_tokens), Random(seed)
     for _ in range(SAMPLES):
-        for add, line in ((model.computed, compute), (model.loaded, load)):
+        for samples, line in ((model.computed, compute), (model.loaded, load)):
             tokens = random.randrange(64, 4096)
-            add(tokens, line.seconds(tokens) * random.uniform(0.95, 1.05), now)
+            samples.add(tokens, line.seconds(tokens) * random.uniform(0.95, 1.05), now)
     return model
 
 
@@ -84,12 +84,12 @@ def test_without_evidence_of_both_nothing_is_refused(
 ) -> None:
     model = CostModel()
     for size, seconds in few if few_loads else many:
-        model.loaded(size, seconds, 0.0)
+        model.loaded.add(size, seconds, 0.0)
     for size, seconds in many if few_loads else few:
-        model.computed(size, seconds, 0.0)
+        model.computed.add(size, seconds, 0.0)
 
     assert model.worth_loading(tokens, 0.0)
-    assert model.refused == 0
+    assert model.reluctance.refused == 0
 
 
 def test_a_load_that_takes_longer_than_computing_is_refused_and_one_that_does_not_is_made() -> None:
@@ -98,7 +98,7 @@ def test_a_load_that_takes_longer_than_computing_is_refused_and_one_that_does_no
 
     assert not model.worth_loading(100, 0.0)
     assert model.worth_loading(500, 0.0)
-    assert model.refused == 1
+    assert model.reluctance.refused == 1
 
 
 def test_steps_that_need_not_be_made_count_whole() -> None:
@@ -111,8 +111,8 @@ def test_steps_that_need_not_be_made_count_whole() -> None:
 def test_switched_off_it_refuses_nothing() -> None:
     model = CostModel(enabled=False)
     for _ in range(SAMPLES):
-        model.computed(1000, 0.001, 0.0)
-        model.loaded(1000, 10.0, 0.0)
+        model.computed.add(1000, 0.001, 0.0)
+        model.loaded.add(1000, 10.0, 0.0)
 
     assert all(model.worth_loading(1000, 0.0) for _ in range(100))
 
@@ -122,8 +122,8 @@ def test_a_few_strange_measurements_change_no_mind(seed: int, strange: list[tupl
     fast = taught(Line(0.005, 1e-4), Line(0.001, 1e-5), seed=seed)
     slow = taught(Line(0.005, 1e-4), Line(0.001, 1e-3), seed=seed)
     for tokens, seconds in strange:
-        fast.loaded(tokens, seconds, 0.0)
-        slow.loaded(tokens, seconds, 0.0)
+        fast.loaded.add(tokens, seconds, 0.0)
+        slow.loaded.add(tokens, seconds, 0.0)
 
     assert fast.worth_loading(1000, 0.0)
     assert not slow.worth_loading(1000, 0.0)
@@ -138,7 +138,7 @@ def test_whatever_was_measured_a_load_is_tried_now_and_then(
 ) -> None:
     model, now = CostModel(), 0.0
     for tokens, seconds, load in history:
-        (model.loaded if load else model.computed)(tokens, seconds, now)
+        (model.loaded if load else model.computed).add(tokens, seconds, now)
     advised = []
     for tokens, pause in decisions:
         now += pause
@@ -146,7 +146,7 @@ def test_whatever_was_measured_a_load_is_tried_now_and_then(
 
     for start in range(len(advised) - TRY_EVERY + 1):
         assert any(advised[start : start + TRY_EVERY])
-    assert model.refused == advised.count(False)
+    assert model.reluctance.refused == advised.count(False)
 
 
 def test_a_pool_that_became_fast_is_used_again() -> None:
@@ -158,9 +158,9 @@ def test_a_pool_that_became_fast_is_used_again() -> None:
         yes = model.worth_loading(1000, now)
         advised.append((now, yes))
         if yes:
-            model.loaded(1000, load.seconds(1000), now)
+            model.loaded.add(1000, load.seconds(1000), now)
         else:
-            model.computed(1000, 0.105, now)
+            model.computed.add(1000, 0.105, now)
         model.learn(now)
         now += 0.5
 

@@ -49,13 +49,13 @@ def test_thresholds(make: Make, local: int, external: int, reuse: int, blocks: i
     assert observer.why_not("r", local, external, 0.0) is reason
     assert observer.why_not("r", local, external, 0.0, handoff=True) is None
     # What is below a threshold does not count as refused for its cost.
-    assert observer.cost.refused == 0
+    assert observer.cost.reluctance.refused == 0
 
 
 def test_what_is_dear_is_computed_unless_a_prefill_was_run_for_it(make: Make) -> None:
     observer = make()
     for _ in range(SAMPLES):
-        observer.cost.computed(1000, 0.1, 0.0)
-        observer.cost.loaded(1000, 1.0, 0.0)
+        observer.cost.computed.add(1000, 0.1, 0.0)
+        observer.cost.loaded.add(1000, 1.0, 0.0)
     assert observer.why_not("r", 0, 1000, 0.0) is Reason.DEAR
     assert observer.why_not("r", 0, 1000, 0.0, handoff=True) is None

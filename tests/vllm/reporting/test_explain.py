@@ -21,25 +21,25 @@ def explained(way: Way, prompt: int = 100) -> Explanation:
     way(explanations)
     explanation = explanations.ended("r")
     assert explanation is not None
-    assert len(explanations) == 0
+    assert len(explanations._records) == 0
     return explanation
 
 
 def whole_hit(explanations: Explanations) -> None:
-    explanations.answered("r", 100, 6)
+    explanations.answered("r", 100)
     explanations.matched("r", 0, None)
     explanations.matched("r", 0, 100)
     explanations.loading("r", 100)
 
 
 def partial_hit(explanations: Explanations) -> None:
-    explanations.answered("r", 48, 3)
+    explanations.answered("r", 48)
     explanations.matched("r", 16, 32)
     explanations.loading("r", 32)
 
 
 def gap(explanations: Explanations) -> None:
-    explanations.answered("r", 48, 3, Reason.GAP)
+    explanations.answered("r", 48, Reason.GAP)
     explanations.matched("r", 0, 48)
     explanations.loading("r", 48)
 
@@ -55,22 +55,22 @@ def no_answer(explanations: Explanations) -> None:
 
 
 def pool_error(explanations: Explanations) -> None:
-    explanations.answered("r", 0, 0, Reason.LOOKUP_FAILED)
+    explanations.answered("r", 0, Reason.LOOKUP_FAILED)
     explanations.matched("r", 0, 0)
 
 
 def absent(explanations: Explanations) -> None:
-    explanations.answered("r", 0, 0)
+    explanations.answered("r", 0)
     explanations.matched("r", 0, 0)
 
 
 def engine_has_more(explanations: Explanations) -> None:
-    explanations.answered("r", 32, 2)
+    explanations.answered("r", 32)
     explanations.matched("r", 64, 0)
 
 
 def declined(explanations: Explanations) -> None:
-    explanations.answered("r", 32, 2)
+    explanations.answered("r", 32)
     explanations.left_out("r", Reason.DEAR)
 
 
@@ -110,7 +110,7 @@ def test_a_hit_names_its_blocks_and_its_tier() -> None:
 
 def test_what_the_pool_knows_of_its_reason_is_told_with_it() -> None:
     def evicted(explanations: Explanations) -> None:
-        explanations.answered("r", 48, 3, Reason.EVICTED_FULL, "12 s ago")
+        explanations.answered("r", 48, Reason.EVICTED_FULL, "12 s ago")
         explanations.matched("r", 0, 48)
         explanations.loading("r", 48)
 
@@ -121,7 +121,7 @@ def test_what_the_pool_knows_of_its_reason_is_told_with_it() -> None:
 
 def test_what_the_pool_knows_does_not_stick_to_a_later_reason() -> None:
     def failed_then(explanations: Explanations) -> None:
-        explanations.answered("r", 48, 3, Reason.EVICTED_FULL, "12 s ago")
+        explanations.answered("r", 48, Reason.EVICTED_FULL, "12 s ago")
         explanations.left_out("r", Reason.DEAR)
 
     assert explained(failed_then).sentence == Reason.DEAR.sentence
@@ -139,10 +139,10 @@ def test_who_did_not_ask_gets_no_explanation_and_is_counted() -> None:
     explanations = Explanations(16)
     for number in range(3):
         explanations.arrived(f"{number}", 100)
-    explanations.answered("0", 48, 3)
+    explanations.answered("0", 48)
     explanations.matched("0", 0, 48)
     explanations.loading("0", 48)
-    explanations.answered("1", 0, 0)
+    explanations.answered("1", 0)
     explanations.matched("1", 20, 0)
     explanations.left_out("2", Reason.POOL_DOWN)
 
@@ -158,7 +158,7 @@ def test_a_request_counts_once_however_often_it_is_looked_up() -> None:
     explanations = Explanations(16)
     explanations.arrived("r", 100)
     for _ in range(3):
-        explanations.answered("r", 48, 3)
+        explanations.answered("r", 48)
         explanations.matched("r", 0, 48)
         explanations.loading("r", 48)
 
@@ -171,14 +171,14 @@ def test_requests_whose_end_nobody_tells_are_forgotten(monkeypatch: pytest.Monke
     for number in range(100):
         explanations.arrived(f"{number}", 100, wanted=True)
 
-    assert len(explanations) == 10
+    assert len(explanations._records) == 10
     assert explanations.ended("0") is None
     assert explanations.ended("99") is not None
 
 
 _COUNTS = st.integers(0, 200)
 _EVENTS = st.one_of(
-    st.tuples(st.just("answered"), _COUNTS, _COUNTS),
+    st.tuples(st.just("answered"), _COUNTS),
     st.tuples(st.just("matched"), _COUNTS, st.none() | _COUNTS),
     st.tuples(st.just("loading"), st.integers(1, 200)),
     st.tuples(st.just("load_failed"), _COUNTS),

@@ -28,32 +28,27 @@ class CostModel:
     def __init__(self, *, enabled: bool = True, step_tokens: int = 0) -> None:
         self._enabled = enabled
         self._step_tokens = step_tokens
-        self._computed = Samples(None)
-        self._loaded = Samples(LOADS_LAST_SECONDS)
-        self._reluctance = Reluctance()
-
-    def computed(self, tokens: int, seconds: float, now: float) -> None:
-        self._computed.add(tokens, seconds, now)
-
-    def loaded(self, tokens: int, seconds: float, now: float) -> None:
-        """A load of ``tokens`` tokens took ``seconds``, not counting the time in the queue."""
-        self._loaded.add(tokens, seconds, now)
+        self.computed = Samples(None)
+        """Tokens that were computed, and how long it took."""
+        self.loaded = Samples(LOADS_LAST_SECONDS)
+        """Tokens that were loaded, and how long it took, not counting the time in the queue."""
+        self.reluctance = Reluctance()
 
     def learn(self, now: float) -> None:
         """Learn from new measurements.  This takes a moment, so no request should be waiting for it."""
-        self._computed.line(now)
-        self._loaded.line(now)
+        self.computed.line(now)
+        self.loaded.line(now)
 
     def worth_loading(self, tokens: int, now: float) -> bool:
-        return self._reluctance.allows(not self._enabled or self.saving(tokens, now) >= 0)
+        return self.reluctance.allows(not self._enabled or self.saving(tokens, now) >= 0)
 
     def load_seconds(self, tokens: int, now: float) -> float | None:
-        loaded = self._loaded.line(now, draw=False)
+        loaded = self.loaded.line(now, draw=False)
         return None if loaded is None else loaded.seconds(tokens)
 
     def saving(self, tokens: int, now: float) -> float:
         """Seconds that loading ``tokens`` tokens saves, negative where it costs some; 0 while nothing is known."""
-        computed, loaded = self._computed.line(now, draw=False), self._loaded.line(now, draw=False)
+        computed, loaded = self.computed.line(now, draw=False), self.loaded.line(now, draw=False)
         if computed is None or loaded is None:
             return 0.0
         # The step that computes the rest of the prompt is needed in any case: only further ones count whole.
@@ -62,14 +57,9 @@ class CostModel:
 
     def speeds(self, now: float) -> tuple[float, float]:
         """Tokens that are computed, and that are loaded, in a second; 0 where that is not known yet."""
-        lines = (samples.line(now, draw=False) for samples in (self._computed, self._loaded))
+        lines = (samples.line(now, draw=False) for samples in (self.computed, self.loaded))
         computed, loaded = (1 / line.per_unit if line is not None and line.per_unit > 0 else 0.0 for line in lines)
         return computed, loaded
-
-    @property
-    def refused(self) -> int:
-        """Loads that were advised against."""
-        return self._reluctance.refused
 
 
 class StepTimes:

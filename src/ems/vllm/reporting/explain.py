@@ -53,7 +53,6 @@ class _Record(msgspec.Struct):
     prompt: int
     wanted: bool
     found: int = 0
-    found_blocks: int = 0
     local: int = 0
     loaded: int = 0
     answered: bool = False
@@ -71,9 +70,6 @@ class Explanations:
         self._block_size = block_size
         self._records: dict[str, _Record] = {}
         self.tally = Tally()
-
-    def __len__(self) -> int:
-        return len(self._records)
 
     def take_tally(self) -> Tally:
         taken, self.tally = self.tally, Tally()
@@ -95,9 +91,7 @@ class Explanations:
         if record is not None and not record.decided:
             self._miss(record, reason)
 
-    def answered(
-        self, request_id: str, tokens: int, blocks: int, reason: Reason | None = None, detail: str = ""
-    ) -> None:
+    def answered(self, request_id: str, tokens: int, reason: Reason | None = None, detail: str = "") -> None:
         """The lookup found ``tokens`` tokens, and not more for ``reason`` (None: there is no more).
 
         ``detail`` says more about the reason.
@@ -105,7 +99,7 @@ class Explanations:
         record = self._records.get(request_id)
         if record is not None and not record.decided:
             record.answered = True
-            record.found, record.found_blocks = tokens, blocks
+            record.found = tokens
             record.reason = record.reason_found = reason
             record.detail = detail
 
@@ -151,7 +145,7 @@ class Explanations:
         return Explanation(
             prompt=record.prompt,
             found=record.found,
-            found_blocks=record.found_blocks,
+            found_blocks=record.found // self._block_size,
             from_engine=record.local,
             from_pool=record.loaded,
             loaded_blocks=-(-record.loaded // self._block_size),

@@ -144,7 +144,7 @@ class Observer:
 
     def step_ended(self, now: float) -> None:
         if (computed := self._steps.ended(now)) is not None:
-            self.cost.computed(*computed, now)
+            self.cost.computed.add(*computed, now)
             self._measured = True
 
     def transferred(self, transfers: Sequence[Transferred], errors: Mapping[str, int], now: float) -> None:
@@ -158,7 +158,7 @@ class Observer:
                 )
                 if one.load and not one.failed:
                     self._measured = True
-                    self.cost.loaded(one.blocks * self._block_size, one.seconds, now)
+                    self.cost.loaded.add(one.blocks * self._block_size, one.seconds, now)
 
     def has_stats(self, usable: bool) -> bool:
         """Whether :meth:`take_stats` has something to tell of a pool that is ``usable`` or not; False in most steps."""
@@ -179,7 +179,7 @@ class Observer:
         self._next_state, self._shown_usable = now + STATE_SECONDS, usable
         computes, loads = self.cost.speeds(now)
         self.seconds_a_token = 1 / computes if computes and self._settings.cost_model else 0.0
-        return PoolState(usable, computes, loads, self.cost.refused)
+        return PoolState(usable, computes, loads, self.cost.reluctance.refused)
 
     def close(self) -> None:
         self._monitor.close()
