@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ems.cli.clear import _complaints
+from ems.cli.pages import _complaints
 
 VLLM = {"client_id": 3, "leases": 2, "reservations": 0, "pages": 5, "client": "vllm", "pid": 41, "tenant": "ann"}
 TIERS = {"client_id": -1, "leases": 1, "reservations": 1, "pages": 1, "client": "the tiers", "pid": 7, "tenant": ""}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ems.cli.shown import show, table
+from ems.cli.shown import print_tables, table
 
 NAME = "tenant/" + "organisation/a-model-with-a-long-name" * 3 + "/0123456789abcdef0123456789abcdef/0.0"
 COLUMNS = ("NAMESPACE", "PAGES", "WRITING", "LEASES", "PINNED", "BYTES", "IDLE", "dir")
@@ -18,7 +18,7 @@ def shown(
     monkeypatch.setattr("sys.stdout.isatty", lambda: columns is not None, raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", str(columns))
-    show(table(COLUMNS, rows))
+    print_tables(table(COLUMNS, rows))
     return capsys.readouterr().out.splitlines()
 
 

@@ -16,9 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cyclopts import App, CycloptsError
-
-    from ems.errors import EmsError
+    from cyclopts import App
 
 __all__ = ["build_app", "main"]
 
@@ -31,12 +29,12 @@ VERBS = {
     "node": ("node:node", "Run the pool node of this host."),
     "status": ("status:status", "Show the pool at a glance."),
     "explain": ("explain:explain", "Say why a prompt, a request or a key was a miss."),
-    "list": ("show:listing", "List what the pool holds: namespaces, models or tenants."),
-    "show": ("show:show", "Show a namespace or a page."),
-    "clear": ("clear:clear", "Take pages out of the pool: memory and tiers."),
-    "pin": ("pin:pin", "Keep pages from being evicted."),
-    "unpin": ("pin:unpin", "Let pinned pages be evicted again."),
-    "warm": ("warm:warm", "Bring pages from a lower tier into memory."),
+    "list": ("status:listing", "List what the pool holds: namespaces, models or tenants."),
+    "show": ("status:show", "Show a namespace or a page."),
+    "clear": ("pages:clear", "Take pages out of the pool: memory and tiers."),
+    "pin": ("pages:pin", "Keep pages from being evicted."),
+    "unpin": ("pages:unpin", "Let pinned pages be evicted again."),
+    "warm": ("pages:warm", "Bring pages from a lower tier into memory."),
     "drain": ("lifecycle:drain", "Let the node take nothing new in, and stop it if wished."),
     "resize": ("lifecycle:resize", "Give the running pool another size."),
     "health": ("status:health", "Say what is well with the node and what is not."),
@@ -160,13 +158,19 @@ def _call(tokens: Sequence[str]) -> object:
     # Loading these takes long enough to be interrupted.
     from cyclopts import CycloptsError
 
-    from ems.errors import EmsError
+    from ems.cli.shown import complain
+    from ems.cli.usage import sentence
+    from ems.errors import ConfigError, EmsError
 
     try:
         _check_text(tokens)
         return build_app(list(tokens))(list(tokens), result_action="return_value")
-    except (CycloptsError, EmsError) as error:
-        return _complain(error)
+    except CycloptsError as error:
+        complain(sentence(error))
+        return EXIT_USAGE
+    except EmsError as error:
+        complain(" ".join(str(error).split()).removesuffix("."))
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
 
 
 def _check_text(tokens: Sequence[str]) -> None:
@@ -177,16 +181,3 @@ def _check_text(tokens: Sequence[str]) -> None:
         if not token.isascii() and any("\ud800" <= letter <= "\udfff" for letter in token):
             shown = token.encode(errors="backslashreplace").decode()
             raise ConfigError(f"the argument {shown} is not in UTF-8, give another name")
-
-
-def _complain(error: CycloptsError | EmsError) -> int:
-    from ems.cli.shown import complain
-    from ems.errors import ConfigError, EmsError
-
-    if isinstance(error, EmsError):
-        complain(" ".join(str(error).split()).removesuffix("."))
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
-    from ems.cli.usage import sentence
-
-    complain(sentence(error))
-    return EXIT_USAGE

@@ -11,8 +11,8 @@ import msgspec
 
 from ems.cli.acts import connected
 from ems.cli.options import ASKING, Asking
-from ems.cli.show import show
 from ems.cli.shown import present_facts
+from ems.cli.status import show
 from ems.errors import ConfigError, PoolRefused
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient

@@ -30,14 +30,14 @@ def present(report: object, tables: Table | Sequence[Table], output: Output) -> 
     if output == "json":
         print_json(report)
     else:
-        show(*([tables] if isinstance(tables, Table) else tables))
+        print_tables(*([tables] if isinstance(tables, Table) else tables))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     return Table(columns, [[str(cell) for cell in row] for row in rows])
 
 
-def show(*tables: Table) -> None:
+def print_tables(*tables: Table) -> None:
     for number, table in enumerate(tables):
         if number:
             print()
