@@ -128,31 +128,21 @@ class PoolReport(msgspec.Struct, frozen=True):
 def own_node() -> Iterator[Path]:
     """A node for this run alone; yields its socket and leaves nothing behind."""
     directory = Path(tempfile.mkdtemp(prefix="ems-bench-", dir="/dev/shm"))
+    config = NodeConfig(
+        directory=directory, socket=directory / "node.sock", size=POOL_BYTES, segment_size=64 * MIB, http_port=None
+    )
     try:
-        config = NodeConfig(
-            directory=directory, socket=directory / "node.sock", size=POOL_BYTES, segment_size=64 * MIB, http_port=None
-        )
+        ensure_node(config)
         try:
-            ensure_node(config)
             yield config.socket
         finally:
-            _end_node(config.socket)
+            with suppress(PoolError, ProcessLookupError), closing(PoolClient(config.socket, "ems bench")) as client:
+                client.connect()
+                pid = client.node_pid
+                os.kill(pid, signal.SIGTERM)
+                _wait(lambda: not process_lives(pid), 10.0, "the node ends")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _end_node(socket: Path) -> None:
-    client = PoolClient(socket, "ems bench")
-    try:
-        client.connect()
-        pid = client.node_pid
-    except PoolError:
-        return  # it never started, or it is gone
-    finally:
-        client.close()
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    _wait(lambda: not process_lives(pid), 10.0, "the node ends")
 
 
 def _wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
@@ -181,17 +171,16 @@ class Bench:
         self._client.close()
         with closing(PoolClient(self._socket, "ems bench", administers=True)) as administrator:
             try:
-                for row in administrator.administer(List())["namespaces"]:
-                    if own_name(row["namespace"]).startswith(f"bench/{self._tag}/"):
-                        job = administrator.administer(Clear(namespace=row["namespace"]))["job"]
-                        cleared = partial(self._is_cleared, administrator, job)
-                        _wait(cleared, CLEAR_SECONDS, "the pages of this run left the pool")
+                names = [row["namespace"] for row in administrator.administer(List())["namespaces"]]
+                ours = [name for name in names if own_name(name).startswith(f"bench/{self._tag}/")]
+                jobs = [administrator.administer(Clear(namespace=name))["job"] for name in ours]
+
+                def done() -> bool:
+                    return all(administrator.administer(Follow(job))["done"] for job in jobs)
+
+                _wait(done, CLEAR_SECONDS, "the pages of this run left the pool")
             except PoolError as error:
                 self._progress(f"the pages of this run stay in the pool until they are evicted: {error}")
-
-    @staticmethod
-    def _is_cleared(administrator: PoolClient, job: int) -> bool:
-        return bool(administrator.administer(Follow(job))["done"])
 
     def _touch(self) -> None:
         self._progress("touching memory")

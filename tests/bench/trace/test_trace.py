@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ems.bench.trace.compare import TracePlan, compare, plot, table, tier_table
-from ems.bench.trace.replay import optimal_hits, pool_of, replay
-from ems.bench.trace.residence import Tier, residence
+from ems.bench.trace.replay import Tier, optimal_hits, pool_of, replay, residence
 from ems.bench.trace.traffic import KINDS, TraceRequest, block_key, made_trace, read_trace
 from ems.cli import run
 from ems.config import POLICIES, PolicyName

@@ -1,5 +1,5 @@
 """Replays of recorded traffic through the pool's own brains: no bytes, no sockets, virtual time.
 
-``traffic`` (traces, and what is made up), ``replay`` (a trace through a pool, and the optimum), ``residence`` (what a
-tier below brings up in time), ``compare`` (policies side by side, shown).
+``traffic`` (traces, and what is made up), ``replay`` (a trace through a pool, alone or above a tier, and the optimum),
+``compare`` (policies side by side, shown).
 """

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ems.bench.trace.replay import optimal_hits, replay
-from ems.bench.trace.residence import Residence, Tier, residence
+from ems.bench.trace.replay import Residence, Tier, optimal_hits, replay, residence
 from ems.bench.trace.traffic import TraceRequest
 from ems.config import PolicyName
 from ems.errors import ConfigError
