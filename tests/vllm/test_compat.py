@@ -45,9 +45,10 @@ def test_another_release_is_named_in_a_warning(version: str) -> None:
     assert warning == f"this is vLLM {version}, and EMS was tested with 0.23 to 0.32"
 
 
-def test_of_a_release_that_could_only_be_read_it_is_said_so() -> None:
+def test_of_a_release_without_a_cpu_build_it_is_said_what_was_tested() -> None:
     assert compat.untested_release("0.33.0") == (
-        "this is vLLM 0.33.0, whose sources EMS was compared with and fits, and EMS was tested with 0.23 to 0.32"
+        "this is vLLM 0.33.0, and EMS was tested with 0.23 to 0.32, and with this one's Python code over the kernels of "
+        "0.32"
     )
 
 

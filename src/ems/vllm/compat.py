@@ -23,8 +23,8 @@ from ems.errors import ConfigError
 
 OLDEST, NEWEST = (0, 23), (0, 32)
 """The releases that EMS is tested with, both included."""
-READ = (0, 33)
-"""The release after them: EMS was compared with its sources, and nobody could run it where EMS is tested."""
+IN_PART = (0, 33)
+"""The release after them, which has no CPU build: its Python code was tested over the kernels of the one before."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ def untested_release(version: str = vllm.__version__) -> str | None:
     if numbers is None or OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return None
     first, last = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-    read = (int(numbers[1]), int(numbers[2])) == READ
-    fits = ", whose sources EMS was compared with and fits" if read else ""
-    return f"this is vLLM {version}{fits}, and EMS was tested with {first} to {last}"
+    in_part = (int(numbers[1]), int(numbers[2])) == IN_PART
+    rest = f", and with this one's Python code over the kernels of {last}" if in_part else ""
+    return f"this is vLLM {version}, and EMS was tested with {first} to {last}{rest}"
 
 
 def runs_on_v2(vllm_config: Any) -> bool:
