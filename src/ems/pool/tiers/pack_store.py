@@ -137,18 +137,19 @@ class PackStore:
             self._blobs.put(name, parts)
         except TierFailed as error:
             most = max(self._catalogue.bytes - 2 * sum(map(len, parts)), 0)
-            if not _is_full(error) or not self._leave("evicted_packs", self._catalogue.to_leave, most):
+            if not _is_full(error) or not self._leave("evicted_packs", lambda: self._catalogue.to_leave(most)):
                 raise
             self._blobs.put(name, parts)
 
     def _make_room(self, size: int) -> None:
         if self._limit:
-            self._leave("evicted_packs", self._catalogue.to_leave, self._limit - size - self._quarantine.bytes)
+            most = self._limit - size - self._quarantine.bytes
+            self._leave("evicted_packs", lambda: self._catalogue.to_leave(most))
 
-    def _leave(self, count: str, choose: Callable[..., list[Pack]], *args: float) -> bool:
-        """Remove the packs that ``choose`` says of ``args``; whether there are any."""
+    def _leave(self, count: str, choose: Callable[[], list[Pack]]) -> bool:
+        """Remove the packs that ``choose`` says of what is known then; whether there are any."""
         with self._lock:
-            names = [pack.name for pack in choose(*args)]
+            names = [pack.name for pack in choose()]
             for name in names:
                 self._catalogue.remove(name)
             self._left[count] += len(names)
@@ -190,7 +191,7 @@ class PackStore:
         self._mend_suspects()
         self._look()
         now = self._clock()
-        self._leave("expired_packs", self._catalogue.too_old, now, self._ttl)
+        self._leave("expired_packs", lambda: self._catalogue.too_old(now, self._ttl))
         self._make_room(0)
         if now >= self._next_sweep:
             self._next_sweep = now + UNFINISHED_SECONDS
