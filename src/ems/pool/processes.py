@@ -17,10 +17,7 @@ def process_lives(pid: int) -> bool:
 
     A client in a process namespace of its own has an id of 0 here; what cannot be seen is taken to live.
     """
-    if pid <= 0:
-        return True
-    fields = _stat(pid)
-    return _exists(pid) if fields is None else _runs(fields)
+    return pid <= 0 or may_write(Writer(pid, pid_namespace=pid_namespace()))
 
 
 def may_write(writer: Writer) -> bool:

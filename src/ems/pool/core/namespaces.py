@@ -103,15 +103,3 @@ class Namespaces:
                 f"a segment of {largest} bytes would hold more than {MAX_SLOTS} pages of {page_size} bytes, use a "
                 "larger block size, or start the node with a smaller --segment-size"
             )
-
-
-def refuse_other_size(namespace: NamespacePages, page_size: int) -> None:
-    """Refuse to take ``namespace`` for one with pages of ``page_size`` bytes.
-
-    Raises PoolRefused: its pages have another size.
-    """
-    if namespace.page_size != page_size:
-        raise PoolRefused(
-            f"namespace {namespace.name} has pages of {namespace.page_size} bytes, but {page_size} were asked for; "
-            "the layout fingerprint must change whenever the page size does"
-        )

@@ -17,11 +17,12 @@ from itertools import count
 import msgspec
 
 from ems.config import DEFAULT_POLICY, PolicyName
+from ems.errors import PoolRefused
 from ems.pool.core.changes import ChangeLog
 from ems.pool.core.damage import Damage
 from ems.pool.core.deferred_frees import DeferredFrees
 from ems.pool.core.leases import Leases
-from ems.pool.core.namespaces import NamespacePages, Namespaces, refuse_other_size
+from ems.pool.core.namespaces import NamespacePages, Namespaces
 from ems.pool.core.pins import MAX_PIN_SECONDS, PINNED_SHARE, Announcements
 from ems.pool.core.reading import Reading
 from ems.pool.core.reclaim import Reclaimer
@@ -106,7 +107,6 @@ class PoolCore:
         self.damage = Damage(self)
 
     def new_id(self) -> int:
-        """A number for a lease, a reservation or an announcement."""
         return next(self._ids)
 
     def writer(self, client_id: int) -> Writer:
@@ -160,7 +160,11 @@ class PoolCore:
         """
         known = self.namespaces.named(name)
         if known is not None:
-            refuse_other_size(known, page_size)
+            if known.page_size != page_size:
+                raise PoolRefused(
+                    f"namespace {name} has pages of {known.page_size} bytes, but {page_size} were asked for; "
+                    "the layout fingerprint must change whenever the page size does"
+                )
             return known.number
         largest = max((segment.size for segment in self.slots.segments), default=0)
         self.namespaces.refuse_unfit(name, page_size, largest)

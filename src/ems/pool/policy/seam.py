@@ -56,5 +56,4 @@ _POLICIES: dict[PolicyName, Callable[[], Policy]] = {"forecast": Forecast, "lru"
 
 
 def make_policy(name: PolicyName) -> Policy:
-    """A new policy called ``name``, for one namespace."""
     return _POLICIES[name]()

@@ -32,7 +32,6 @@ Listed = tuple[str, bytes, bytes, Tail]
 
 
 def pack_record(namespace: str, key: bytes, ref: bytes, tail: Tail) -> bytes:
-    """The record of one page."""
     name = namespace.encode()
     body = b"".join((name, key, ref, tail.directory, tail.tokens))
     return _RECORD.pack(len(body), zlib.crc32(body), len(name)) + body
