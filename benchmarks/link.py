@@ -5,8 +5,8 @@ For each shape of model and engine block one rank loads a prompt: batch by batch
 the driver.  A page has the state of one block of the engine, or of a chunk of 256 tokens.  "Planning" is the time of
 the interpreter, which the engine's model runner needs as well; "pieces" is what the driver is told of; "one by one" is
 the time of the interpreter where each piece is a copy of its own (measured for 20,000 of them).  "Lookup" is the median
-of five lookups of all pages with a lease; "told" is what the scheduler tells the worker of the load; "save" is what the
-worker's main thread does with the save of 8,192 tokens.
+of five lookups of all pages with a lease; "told" is what the scheduler tells the worker of the load; "save" is what a
+worker does with the message of a save of 8,192 tokens, to the list of its pages.
 
 Without an accelerator nothing is copied and the driver is a stand-in that counts.  With ``--device cuda`` (or ``xpu``,
 ``npu``) the pages are copied to it out of pinned memory, and the share of a plain copy of as many bytes is printed.
@@ -148,7 +148,7 @@ def _looked_up(client: PoolClient, namespace: Namespace, keys: bytes) -> tuple[f
 
 
 def _save(rows: PlaneRows, chain: KeyChain, block: int, page_blocks: int) -> float:
-    """Seconds in which the worker's main thread reads what is to be saved and makes the list of its pages."""
+    """Seconds in which a worker reads what is to be saved and makes the list of its pages, in a thread of its own."""
     end = min(SAVED_TOKENS // (block * page_blocks), len(chain))
     save = Save(1, "request", 0, NO_PARENT, chain.tails(0, end), [list(range(end * page_blocks))])
     told = pickle.dumps(StepMetadata(saves=[save]), pickle.HIGHEST_PROTOCOL)

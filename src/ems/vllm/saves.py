@@ -23,7 +23,7 @@ from ems.transfers.device import Device
 from ems.transfers.lane import Lane
 from ems.transfers.plan import ALL, CopyPlan
 from ems.vllm.layers import LayerOrder, Progress
-from ems.vllm.pages import PlaneRows
+from ems.vllm.pages import PlaneRows, StoredPage
 from ems.vllm.requests import Save
 
 COMPUTE_SECONDS = 600.0
@@ -44,12 +44,12 @@ class SaveResult(msgspec.Struct, frozen=True):
 
 
 class SaveJob:
-    """The pages of one save in one plane: how far they have come, whether they were called off."""
+    """One save in one plane: how far its pages have come, whether they were called off."""
 
     def __init__(self, save: Save, plane: PlaneRows) -> None:
         self.save = save
         self.plane = plane
-        self.parent, self.pages = plane.stored(save)
+        self.pages: list[StoredPage] = []
         self.reservation: Reservation | None = None
         self.again = False
         self.cancelled = False
@@ -124,14 +124,10 @@ class Saver:
 
     def start(self, saves: Sequence[Save]) -> SaveBatch:
         jobs = [SaveJob(save, plane) for save in saves for plane in self._planes]
-        batch = self._latest = SaveBatch([job for job in jobs if job.pages], by_layer=self._by_layer)
+        batch = self._latest = SaveBatch(jobs, by_layer=self._by_layer)
         with self._lock:
-            for job in batch.jobs:
+            for job in jobs:
                 self._open.setdefault(job.save.number, []).append(job)
-            without = [save.number for save in saves if save.number not in self._open]
-            self._over += without
-        if without:
-            self._lane.news = True
         self._lane.put(batch)
         return batch
 
@@ -213,8 +209,11 @@ class Saver:
             self._give_back(reserved)
 
     def _reserve(self, job: SaveJob) -> None:
+        parent, job.pages = job.plane.stored(job.save)
+        if not job.pages:
+            return
         keys, tails = [page.key for page in job.pages], [page.tail for page in job.pages]
-        reserved = self._client.reserve(job.plane.namespace, job.parent, keys, self._call_timeout, tails)
+        reserved = self._client.reserve(job.plane.namespace, parent, keys, self._call_timeout, tails)
         if self._failing:
             self._failing = False
             self._logger.info("EMS stores blocks again")
