@@ -38,51 +38,35 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: Literal["dir", "s3"]
     place: str
     """A folder, or ``bucket/prefix``."""
-
     size: int = 0
     """Bytes that it may take; 0: half of what is free in a folder, no limit in a bucket."""
-
     ttl: float = 0.0
     """Seconds after which what nobody used is removed; 0: never."""
-
     write: Literal["on_save", "on_evict", "never"] = "on_save"
     """When pages are written: soon after they were saved, before they would leave memory, or not at all."""
-
     sync: bool = False
     """Wait for the disk before a page counts as stored; without, a crash of the host may cost the last seconds."""
-
     compress: Literal["none", "zstd"] = "none"
     """``zstd`` shuffles bytes and compresses, where that saves more than a tenth."""
-
     element: int = 2
     """Bytes of one value of the KV state, for the shuffle."""
-
     key: Path | None = None
     """File with the secret that pages are encrypted with, or a folder with one ``TENANT.key`` a tenant."""
-
     seal_key: Path | None = None
     """File with the secret that proves pages to be of nodes that share the tier; None: this host's own, for folders."""
-
     queue: int = 256 * MIB
     """Most bytes that wait to be written; what comes on top is not written."""
-
     batch: int = 16 * MIB
     """Bytes that are written in one go."""
-
     readers: int = 4
     """Reads at the same time."""
-
     timeout: float = 10.0
     """Seconds after which a read or write counts as hung, and the tier is left alone."""
-
     refresh: float = 0.0
     """How long what another node wrote may stay unknown, in seconds; 0: 10 for a folder, 60 for a bucket."""
-
     endpoint: str = ""
     """Of an object store that is not Amazon's."""
-
     region: str = ""
-
     style: Literal["path", "virtual"] = "path"
     """Whether the bucket is part of the path or of the host name."""
 
