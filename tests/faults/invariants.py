@@ -187,7 +187,7 @@ def _tiers_are_idle(world: World) -> None:
     if waits or tier_manager._held_back:
         raise Violation("something is still to be fetched when nobody asks for it")
     for state in tier_manager.states:
-        if state.fetches or state.writes or state.write_back.size or state._keeping is not None or state._chores:
+        if state.fetches or state.writes or state.write_back.size or state._keeping is not None or state._errands:
             raise Violation("the threads of a tier have gone, and something is still waited for")
 
 

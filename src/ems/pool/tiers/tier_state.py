@@ -36,26 +36,17 @@ _COUNTS = (
 _log = structlog.get_logger("ems.tier")
 
 
-class Errand:
-    """What an administrator had a tier do: ``job``, or why it was not even asked.
-
-    It ends, because a tier that hangs is cut out and its errands with it.
-    """
-
-    def __init__(self, job: Job | None, refused: str = "") -> None:
-        self._job = job
-        self._refused = refused
+class Errand(Job):
+    """What an administrator has a tier do.  It ends, because a tier that hangs is cut out and its errands with it."""
 
     def outcome(self) -> ForgetResult | str | None:
         """What it did, or why it did not do it; None while it is under way."""
-        if self._job is None:
-            return self._refused
-        if self._job.abandoned:
+        if self.abandoned:
             return "it hangs and is left alone"
-        if not self._job.done():
+        if not self.done():
             return None
-        result: ForgetResult | str = error_text(self._job.exception()) or self._job.result()
-        return result
+        done: ForgetResult | str = error_text(self.exception()) or self.result()
+        return done
 
 
 class TierState:
@@ -87,7 +78,7 @@ class TierState:
         self.writers = crew("ems-tier-write", self.most_writers, tell, clock)
         self._keeper = crew("ems-tier-keep", 1, tell, clock)
         self._keeping: Job | None = None
-        self._chores: deque[Job] = deque()
+        self._errands: deque[Errand] = deque()
         """What the keeper is to do besides, in order."""
         self._probed: list[Gate] = []
         """The directions that are being tried out."""
@@ -112,9 +103,9 @@ class TierState:
             keeping.abandoned = True
             self.counts["hung"] += 1
             self._cut_all("a look at what is there hangs", now)
-            for chore in self._chores:
-                chore.abandoned = chore.cancel()
-            self._chores.clear()
+            for errand in self._errands:
+                errand.abandoned = errand.cancel()
+            self._errands.clear()
         self.counts["hung"] += len(late)
         return late
 
@@ -128,8 +119,8 @@ class TierState:
         """Have the tier looked at, or tried out, when that is due; one at a time."""
         if self._keeping is not None:
             return
-        if self._chores:
-            self._give(self._chores.popleft())
+        if self._errands:
+            self._give(self._errands.popleft())
         elif self.reading.open and self.writing.open:
             if now >= self._next_look:
                 self._give(Job(self.tier.maintain, self._looked))
@@ -153,16 +144,17 @@ class TierState:
         refused = why_left_alone(self.writing) or why_left_alone(self.reading)
         if writes and self.config.write == "never":
             refused = "this node only reads it (write=never)"
+        errand = Errand(partial(work, self.tier), self._did_errand)
         if refused:
-            return Errand(None, refused)
-        chore = Job(partial(work, self.tier), self._did_chore)
-        self._chores.append(chore)
-        self.keep(self._clock())
-        return Errand(chore)
+            errand.set_exception(TierFailed(refused))
+        else:
+            self._errands.append(errand)
+            self.keep(self._clock())
+        return errand
 
-    def _did_chore(self, chore: Job) -> None:
+    def _did_errand(self, errand: Job) -> None:
         now = self._clock()
-        if reason := self._kept(chore):
+        if reason := self._kept(errand):
             self.cut(self.writing, reason, now)
         self.keep(now)
 
