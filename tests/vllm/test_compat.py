@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from vllm.distributed import parallel_state
-from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -87,25 +85,6 @@ def test_results_have_the_fields_that_the_engine_reads() -> None:
         )
 
 
-def test_an_event_has_what_the_release_has_in_one() -> None:
-    event = compat.block_stored(
-        BlockStored, block_hashes=[1], parent_block_hash=None, token_ids=[2], block_size=1, lora_id=None,
-        medium="CPU", lora_name=None, unheard_of="x",
-    )  # fmt: skip
-
-    assert (event.block_hashes, event.token_ids, event.medium) == ([1], [2], "CPU")
-
-
-def test_fields_that_later_releases_add_to_an_event_are_left_as_they_are() -> None:
-    """0.33 names tokens behind a block where its hash covers them, which it never does beside a connector."""
-
-    class Stored(msgspec.Struct):
-        block_hashes: list[int]
-        lookahead_token_ids: list[list[int]] | None = None
-
-    assert compat.block_stored(Stored, block_hashes=[1], medium="CPU") == Stored([1])
-
-
 def test_what_else_names_blocks_is_told_without_tags() -> None:
     tagged = hasattr(kv_cache_utils, "to_event_extra_keys")
     salt: tuple[object, ...] = (("salt", "s"),) if tagged else ("s",)
@@ -118,12 +97,6 @@ def test_a_hash_stands_for_a_block_unless_the_engine_says_otherwise() -> None:
     assert compat.hash_tokens(SimpleNamespace(hash_block_size=16), 64) == 16
     assert compat.hash_tokens(SimpleNamespace(hash_block_size=None), 64) == 64
     assert compat.hash_tokens(SimpleNamespace(), 64) == 64
-
-
-def test_a_kind_of_state_has_a_word() -> None:
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
-
-    assert compat.spec_kind(spec) == "full_attention"
 
 
 def test_failed_receives_of_an_output_with_and_without_them() -> None:

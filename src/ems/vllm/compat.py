@@ -16,7 +16,6 @@ import vllm
 from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 
 from ems.errors import ConfigError
@@ -183,17 +182,6 @@ def event_extra_keys(entries: list[Any]) -> list[Any] | None:
     return entries if convert is None else convert(entries)
 
 
-def block_stored(kind: Any, **fields: Any) -> Any:
-    """A ``BlockStored`` event with those ``fields`` that this release knows."""
-    known = kind.__struct_fields__
-    return kind(**{name: value for name, value in fields.items() if name in known})
-
-
-def spec_kind(spec: Any) -> str | None:
-    name = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
-    return None if name is None else str(name(spec).value)
-
-
 def hash_tokens(kv_cache_config: Any, block_size: int) -> int:
     """How many tokens one of a request's block hashes stands for; before 0.32 a whole block unless told otherwise."""
     return int(getattr(kv_cache_config, "hash_block_size", None) or block_size)
@@ -221,5 +209,5 @@ def extra_retained_tokens(spec: Any) -> int:
 
 
 def kv_quant_mode(spec: Any) -> str:
-    """How keys and values are quantised; before 0.24 the cache's dtype says all that is known of it."""
+    """How keys and values are quantised; a state that is none of attention is not."""
     return str(getattr(spec, "kv_quant_mode", "none"))

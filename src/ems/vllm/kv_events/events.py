@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from ems.errors import EmsError
 from ems.pool.client.answers import PageLocation, PoolChanges
@@ -166,8 +167,7 @@ class BlockEvents:
         if not events[0].stored:
             return BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=first.group)
         spec = self._specs[first.group]
-        return compat.block_stored(
-            BlockStored,
+        return BlockStored(
             block_hashes=names,
             parent_block_hash=None if first.parent is None else maybe_convert_block_hash(first.parent),
             token_ids=[token for chunk in chunks for token in chunk.tokens],
@@ -177,7 +177,7 @@ class BlockEvents:
             medium=MEDIUM_CPU,
             extra_keys=compat.event_extra_keys([keys for chunk in chunks for keys in chunk.extra]),
             group_idx=first.group,
-            kv_cache_spec_kind=compat.spec_kind(spec),
+            kv_cache_spec_kind=str(get_kv_cache_spec_kind(spec).value),
             kv_cache_spec_sliding_window=getattr(spec, "sliding_window", None),
         )
 
