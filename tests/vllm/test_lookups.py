@@ -18,6 +18,7 @@ from ems.pool.reasons.words import Reason
 from ems.pool.tiers.answers import Stored
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.lookups import LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING
@@ -55,18 +56,28 @@ class Side:
     """A scheduler's lookups and a writer beside it."""
 
     def __init__(
-        self, node: Node, start_node: Callable[[], None] = lambda: None, *, call_timeout: float = 60.0
+        self,
+        node: Node,
+        start_node: Callable[[], None] = lambda: None,
+        *,
+        call_timeout: float = 60.0,
+        handoff_timeout: float = 2.0,
     ) -> None:
         self.client = PoolClient(node.socket, "scheduler")
         self.writer = PoolClient(node.socket, "writer")
         self.lookups = Lookups(
+            ConnectorSettings(
+                saves=True,
+                socket=node.socket,
+                directory=node.socket.parent,
+                handoff_timeout=handoff_timeout,
+                tier_timeout=60.0,
+                call_timeout=call_timeout,
+            ),
             self.client,
             [Plane(NAMESPACE.name)],
             16,
             NAMESPACE.name,
-            handoff_timeout=2.0,
-            tier_timeout=60.0,
-            call_timeout=call_timeout,
             start_node=start_node,
         )
         self.lookups.start()
@@ -157,11 +168,9 @@ def test_a_handoff_gets_the_blocks_once_they_are_committed(side: Side) -> None:
     assert side.answer().found.tokens == 64
 
 
-def test_a_handoff_that_nobody_asks_for_waits_in_the_queue_and_is_over_when_its_request_is(
-    side: Side, node: Node
-) -> None:
+def test_a_handoff_that_nobody_asks_for_waits_in_the_queue_and_is_over_when_its_request_is(node: Node) -> None:
+    side = Side(node, handoff_timeout=0.05)
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
-    side.lookups.handoff_timeout = 0.05
     side.ask(expected=64)
     side.lookups.ask(LookupJob("other", TOKENS, tuple, 64, time.monotonic()))
     with pytest.raises(pytest.fail.Exception):
@@ -174,6 +183,7 @@ def test_a_handoff_that_nobody_asks_for_waits_in_the_queue_and_is_over_when_its_
     before = node.counters["lookups"]
     with pytest.raises(pytest.fail.Exception):
         wait_for(lambda: node.counters["lookups"] > before, "nothing is asked any more", 0.2)
+    side.close()
 
 
 def test_more_that_is_stored_while_an_answer_waits_is_answered_again(side: Side) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ from ems.errors import EmsError
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.lookups import PARTS, LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NOTHING, Found
@@ -35,7 +37,8 @@ class Engine(Lookups):
 
     def __init__(self, node: SteppedNode, token_seconds: float = 0.0) -> None:
         client = cast("PoolClient", cast("Any", node))
-        super().__init__(client, [Plane("n")], BLOCK, "n", call_timeout=1.0, handoff_timeout=2.0, tier_timeout=0.8)
+        said = ConnectorSettings(saves=True, socket=Path("socket"), directory=Path("pool"))
+        super().__init__(said, client, [Plane("n")], BLOCK, "n")
         self.node = node
         self.now = 0.0
         self.given: list[LookupAnswer] = []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from ems.pool.client.answers import Lease
 from ems.pool.keys import KeyChain
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.planes import Plane
 from ems.vllm.requests import (
     EAGER_LEASES,
@@ -27,16 +31,10 @@ BLOCK = 4
 REF = 20
 
 
-def make_book(*, saves: bool = True, several_ranks: bool = False, page_blocks: int = 1) -> RequestBook:
-    return RequestBook(
-        BLOCK,
-        [Plane("p")],
-        page_blocks=page_blocks,
-        saves=saves,
-        lookup_timeout=1.0,
-        handoff_timeout=2.0,
-        several_ranks=several_ranks,
-    )
+def make_book(*, saves: bool = True, several_ranks: bool = False, page_blocks: int = 1, **more: Any) -> RequestBook:
+    """An engine that waits a second for a lookup, and two for a hand-off."""
+    said = ConnectorSettings(saves=saves, socket=Path("socket"), directory=Path("pool"), **more)
+    return RequestBook(said, BLOCK, [Plane("p")], page_blocks=page_blocks, several_ranks=several_ranks)
 
 
 def make_chain(tokens: int, chunk: int = BLOCK) -> KeyChain:
@@ -669,7 +667,7 @@ TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 
 def test_an_engine_that_does_not_load_never_asks_but_saves() -> None:
-    book = RequestBook(BLOCK, [Plane("p")], saves=True, loads=False, lookup_timeout=1.0, handoff_timeout=2.0)
+    book = make_book(loads=False)
 
     assert book.arrive("a", 10, 0) == []
     assert book.match("a", 10, 0, 0.0) == (0, [])
@@ -681,7 +679,7 @@ def test_an_engine_that_does_not_load_never_asks_but_saves() -> None:
 
 
 def test_an_engine_may_be_told_to_save_full_blocks_only() -> None:
-    book = RequestBook(BLOCK, [Plane("p")], saves=True, saves_tails=False, lookup_timeout=1.0, handoff_timeout=2.0)
+    book = make_book(save_tails=False)
     book.arrive("a", 10, 0)
     book.allocated("a", [[5, 6, 7]], 0)
 

@@ -24,6 +24,7 @@ from ems.pool.keys import KEY_BYTES, KeyChain
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
 from ems.transfers.lane import Lane
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.planes import Plane, page_keys
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt, Search
@@ -108,24 +109,22 @@ class Lookups:
 
     def __init__(
         self,
+        settings: ConnectorSettings,
         client: PoolClient,
         planes: Sequence[Plane],
         chunk_tokens: int,
         chain_name: str,
         *,
-        call_timeout: float,
-        handoff_timeout: float,
-        tier_timeout: float = 0.0,
         start_node: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._planes = planes
-        self._search = Search(client, planes, chunk_tokens, call_timeout)
+        self._search = Search(client, planes, chunk_tokens, settings.call_timeout)
         self._chunk_tokens = chunk_tokens
         self.chain_name = chain_name
         """Where chains of keys begin; another name makes all pages stored before unfindable."""
-        self._call_timeout = call_timeout
-        self.handoff_timeout, self.tier_timeout = handoff_timeout, tier_timeout
+        self._settings = settings
+        self._call_timeout = settings.call_timeout
         self.usable: Callable[[], bool] = lambda: True
         """Whether the pool may be asked for what need not be."""
         self.seconds_a_token: Callable[[], float] = lambda: 0.0
@@ -288,7 +287,7 @@ class Lookups:
         """What a lease now holds for the request; None if the request should wait for more."""
         if job.expected:
             tokens, pending = self._search.reach(prompt)
-            if job.waiting.for_prefill(tokens, pending, self.handoff_timeout, now):
+            if job.waiting.for_prefill(tokens, pending, self._settings.handoff_timeout, now):
                 return None
         # In the queue a tier may take its time.
         queued = job.promoting and not job.waiting.due
@@ -343,7 +342,7 @@ class Lookups:
     def _promotes(self, job: LookupJob, tokens: int, now: float) -> bool:
         """Whether to wait for the chunks behind ``tokens`` tokens that the last search saw being promoted."""
         promoting = min(self._search.promoting * self._chunk_tokens, len(job.tokens) - tokens)
-        return job.waiting.for_tiers(tokens, promoting, self.seconds_a_token(), self.tier_timeout, now)
+        return job.waiting.for_tiers(tokens, promoting, self.seconds_a_token(), self._settings.tier_timeout, now)
 
     # While the request stands in the queue
 

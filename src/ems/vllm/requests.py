@@ -25,6 +25,7 @@ import msgspec
 from ems.pool.client.answers import Lease
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
 from ems.pool.layout import REF_BYTES
+from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.planes import Plane, first_in_sight
 
 NEVER = 1 << 62
@@ -199,20 +200,17 @@ class RequestBook:
     to be sound.
     """
 
-    def __init__(  # noqa: PLR0913 - one name for each thing that an engine may be told to do or not
+    def __init__(
         self,
+        settings: ConnectorSettings,
         block_size: int,
         planes: Sequence[Plane],
         groups: int = 1,
         *,
         page_blocks: int = 1,
-        saves: bool,
-        saves_tails: bool = True,
-        loads: bool = True,
-        lookup_timeout: float,
-        handoff_timeout: float,
         several_ranks: bool = False,
     ) -> None:
+        self._settings = settings
         self._block_size = block_size
         self._page_blocks = page_blocks
         self._chunk_tokens = block_size * page_blocks
@@ -221,15 +219,10 @@ class RequestBook:
         # With a window the engine drops what a new token cannot see: the last token, computed again, would see more.
         self._windows = any(plane.window for plane in planes)
         self._several_ranks = several_ranks
-        self._saves = saves
-        self._saves_tails = saves_tails
-        self._loads = loads
         self.paused = False
         """While this is set nothing is offered for saving, nor later what follows it."""
-        self._lookup_timeout = lookup_timeout
         self.restarted_at = float("-inf")
         """When the node was not there for a moment: nobody's lookup can have been answered, and none had waited yet."""
-        self._handoff_timeout = handoff_timeout
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, None] = {}
         self.unasked: OrderedDict[str, None] = OrderedDict()
@@ -257,7 +250,7 @@ class RequestBook:
         """A request came in; ``expected`` of its tokens were announced by a prefill (0: none were)."""
         request = Request(request_id, prompt_tokens, expected, adapter)
         self._requests[request_id] = request
-        if prompt_tokens < 2 or not self._loads:
+        if prompt_tokens < 2 or not self._settings.loads:
             # One token must be computed in any case.
             request.phase = Phase.SETTLED
             return []
@@ -334,7 +327,7 @@ class RequestBook:
         if request.matched_at is None:
             request.matched_at = now
         if request.phase is Phase.ASKED:
-            patience = self._lookup_timeout + (self._handoff_timeout if request.expected else 0.0)
+            patience = self._settings.lookup_timeout + (self._settings.handoff_timeout if request.expected else 0.0)
             if now - max(request.matched_at, self.restarted_at) < patience:
                 return None, []
             self._settle(request)
@@ -470,7 +463,7 @@ class RequestBook:
 
     def _offer(self, request: Request, computed: int, end: int) -> Span | None:
         """The full chunks of ``computed`` tokens that were not offered yet, and the tail once ``end`` is reached."""
-        if not self._saves or not request.block_ids or not request.prompt_tokens:
+        if not self._settings.saves or not request.block_ids or not request.prompt_tokens:
             # Without tokens: the cache was reset since, its keys name what other weights computed.
             return None
         if request.next_save == NEVER or self._may_fail(request):
@@ -479,7 +472,7 @@ class RequestBook:
         whole = min(computed // self._chunk_tokens, held // self._page_blocks)
         first = min(request.next_save, whole)
         tail = computed - whole * self._chunk_tokens
-        may_end = self._saves_tails and computed >= end and computed > request.saved_tail
+        may_end = self._settings.save_tails and computed >= end and computed > request.saved_tail
         if not may_end or tail >= self._chunk_tokens or computed > held * self._block_size:
             tail = 0
         if first == whole and not tail:
@@ -515,7 +508,7 @@ class RequestBook:
         request.next_save = request.found.chunks
         request.saved_tail = 0
         request.offered = False
-        if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._loads:
+        if request.phase is Phase.SETTLED and not request.failed and request.prompt_tokens > 1 and self._settings.loads:
             self._look_up_later(request)
             # It is the next in the engine's queue.
             self.unasked.move_to_end(request_id, last=False)
@@ -542,7 +535,7 @@ class RequestBook:
                 released += self.leave_out(request_id)
                 continue
             request.chain, request.next_save, request.saved_tail = None, 0, 0
-            if request.prompt_tokens > 1 and self._loads:
+            if request.prompt_tokens > 1 and self._settings.loads:
                 self._look_up_later(request)
         return released
 

@@ -80,15 +80,11 @@ class SchedulerSide:
         self._loading_in_step: set[str] = set()
         """Requests whose loads are part of a step that is not over."""
         self._book = RequestBook(
+            settings,
             model.block_size,
             model.planes,
             model.groups,
             page_blocks=model.page_blocks,
-            saves=settings.saves,
-            saves_tails=settings.save_tails,
-            loads=settings.loads,
-            lookup_timeout=settings.lookup_timeout,
-            handoff_timeout=settings.handoff_timeout,
             several_ranks=workers > 1,
         )
         start_node = self._start_node if settings.autostart else _nothing
@@ -99,15 +95,9 @@ class SchedulerSide:
         for name, facts in model.descriptions().items():
             self._client.describe(name, facts)
         self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
+        chain_name = self._epoch.chain_name
         self._lookups = Lookups(
-            self._client,
-            model.planes,
-            model.chunk_tokens,
-            self._epoch.chain_name,
-            start_node=start_node,
-            handoff_timeout=settings.handoff_timeout,
-            tier_timeout=settings.tier_timeout,
-            call_timeout=settings.call_timeout,
+            settings, self._client, model.planes, model.chunk_tokens, chain_name, start_node=start_node
         )
         self._lookups.failed = self._observer.failed
         self._lookups.usable = lambda: self._observer.usable
