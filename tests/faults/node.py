@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ems.pool.keys import Tail
     from ems.pool.node.restart import KeptOpen
     from ems.pool.pages import Page
-    from ems.pool.service.effects import Work
     from ems.pool.tiers.packs import PackTier
     from ems.pool.tiers.settings import TierConfig
 
@@ -70,7 +69,7 @@ class WatchedStoring(Storing):
     """Has all reservations of ``node`` looked at."""
 
     def __init__(self, node: HistoryNode) -> None:
-        super().__init__(node.core)
+        super().__init__(node.core, node.applier)
         self._node = node
 
     def reserve(
@@ -81,10 +80,10 @@ class WatchedStoring(Storing):
         keys: list[bytes],
         tails: Sequence[Tail | None] = (),
         begun: Begun | None = None,
-    ) -> Work[Reserved]:
+    ) -> Reserved:
         """Reserve, and have it looked at."""
         granted = self._node.see(client_id, [parent, *keys], namespace)
-        reserved = yield from super().reserve(client_id, namespace, parent, keys, tails, begun)
+        reserved = super().reserve(client_id, namespace, parent, keys, tails, begun)
         granted(reserved)
         return reserved
 

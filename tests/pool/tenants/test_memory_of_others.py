@@ -70,7 +70,7 @@ def reserve(node: Node, name: str, keys: list[bytes]) -> list[Outcome]:
     number = node.core.open_namespace(name, PAGE)
     reserved = node.promise(1, number, bytes(16), keys)
     if reserved.granted:
-        node.applier.finish(node.storing.commit(1, reserved.reservation))
+        node.storing.commit(1, reserved.reservation)
     return outcomes(reserved)
 
 

@@ -56,7 +56,7 @@ class Bench:
         for granted in reserved.granted:
             self.memory(granted)[:] = page(granted.key)
         if reserved.granted:
-            done = self.node.applier.finish(self.node.storing.commit(client_id, reserved.reservation))
+            done = self.node.storing.commit(client_id, reserved.reservation)
             self.tier_manager.committed(self.namespace, done.pages)
         return len(reserved.granted)
 

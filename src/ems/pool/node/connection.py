@@ -21,10 +21,10 @@ import structlog
 from ems.config import format_size
 from ems.errors import EmsError, ProtocolError
 from ems.pool.keys import KEY_BYTES
-from ems.pool.node.applier import Steps
 from ems.pool.ownership import peer_of
 from ems.pool.protocol import coding, greeting, messages
 from ems.pool.service.handling import MOST_AT_ONCE, STEP
+from ems.pool.service.storing import Steps
 from ems.pool.tenants.gate import Peer, Pending, Principal
 
 if TYPE_CHECKING:

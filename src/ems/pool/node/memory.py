@@ -99,7 +99,7 @@ class Memory:
                 _log.warning("a client made a segment's file longer, it is cut back", segment=number, tenant=tenant)
         for number in filter(self._set_aside, self._host.arena.hurt()):
             if slots.settled(slots.segments[number]):
-                self._host.applier.finish(self._host.storing.spoilt(number))
+                self._host.storing.spoilt(number)
             else:
                 self.lost.add(number)
                 self._host.core.reclaimer.lose(number)

@@ -26,7 +26,7 @@ from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.writing import Reserved
 from ems.pool.layout import PageFlag
 from ems.pool.node.admin_runner import AdminRunner
-from ems.pool.node.applier import Applier, Steps
+from ems.pool.node.applier import Applier
 from ems.pool.node.clients import Clients
 from ems.pool.node.listener import Listener, refuse_if_taken
 from ems.pool.node.memory import Memory
@@ -39,7 +39,7 @@ from ems.pool.segments.folder import PINS_NAME
 from ems.pool.segments.recovery import recover
 from ems.pool.segments.side_file import Pins, SideFile
 from ems.pool.service.handling import RequestHandler
-from ems.pool.service.storing import Storing
+from ems.pool.service.storing import Steps, Storing
 from ems.pool.tenants.registry import Registry
 from ems.pool.tenants.tenancy import Tenancy
 from ems.pool.tiers.manager import TierManager
@@ -98,11 +98,11 @@ class Node:
         self.memory = self._new_memory()
         self._own_process = writer_at(os.getpid(), bytes(INSTANCE_BYTES))
         self._ticker: asyncio.TimerHandle | None = None
+        self.applier = Applier(self.core, self.arena, self.memory, self.tenancy, self._writer)
         self.storing = self._new_storing()
         self.tier_manager = self._new_tier_manager()
         self.admin = AdminRunner(self)
-        self.handler = RequestHandler(self.core, self.storing, self.tier_manager, self.clients)
-        self.applier = Applier(self.core, self.arena, self.memory, self.tenancy, self._writer)
+        self.handler = RequestHandler(self.core, self.storing, self.applier, self.tier_manager, self.clients)
         self.restart = Restart(self._held, self._refuse_restart)
         self._recover()
 
@@ -120,7 +120,7 @@ class Node:
         return time.time()
 
     def _new_storing(self) -> Storing:
-        return Storing(self.core)
+        return Storing(self.core, self.applier)
 
     def _new_memory(self) -> Memory:
         return Memory(self)
@@ -256,7 +256,7 @@ class Node:
         self._look_for_the_dead()
         self.memory.look_after()
         self.memory.renew_lost()
-        self.applier.finish(self.storing.tick(now))
+        self.storing.tick(now)
 
     def close(self) -> None:
         """Stop serving and remove the socket; segments stay if there are pages in them.
@@ -300,8 +300,12 @@ class Node:
         begin, seconds = self.clock(), self.handler.measured.seconds[type(request)]
         answer: messages.Answer | Steps[messages.Answer | None] | None = None
         try:
-            work = self.handler.handle(client_id, request, begin)
-            answer = work if work is None or isinstance(work, messages.Message) else self.applier.begin(work)
+            answer = self.handler.handle(client_id, request, begin)
+            if type(answer) is GeneratorType:
+                try:
+                    next(answer)
+                except StopIteration as end:
+                    answer = end.value
         finally:
             if type(answer) is not GeneratorType:
                 seconds.observe(self.clock() - begin)
@@ -319,13 +323,13 @@ class Node:
         """All that came in together has been answered: do what was put off."""
         self.core.settle_some()
         if self.core.slots.unclear:
-            self.applier.finish(self.storing.clear())
+            self.storing.clear()
 
     def promise(
         self, client_id: int, namespace: int, parent: bytes, keys: list[bytes], tails: Sequence[Tail | None] = ()
     ) -> Reserved:
         """Reserve pages and say in their headers that they are being written."""
-        return self.applier.finish(self.storing.reserve(client_id, namespace, parent, keys, tails))
+        return self.storing.reserve(client_id, namespace, parent, keys, tails)
 
     def _writer(self, client_id: int) -> Writer:
         """Who writes for a client, as a node that comes after this one can know; tiers' threads are of this process."""
@@ -335,8 +339,7 @@ class Node:
 
     def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None:
         """Commit pages that came from a tier below memory: their checksums by position."""
-        work = self.storing.commit(client_id, reservation, sorted(checksums), checksums, PageFlag.FROM_BELOW)
-        self.applier.finish(work)
+        self.storing.commit(client_id, reservation, sorted(checksums), checksums, PageFlag.FROM_BELOW)
 
     def own_figures(self) -> dict[str, object]:
         """Those that only say what node it is."""

@@ -7,9 +7,9 @@ what takes long pauses after each step of bounded work, and may find things chan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,14 +26,13 @@ from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Acts, Follow, List, Show, Upgrade
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import LOOKED_AT_ONCE
-from ems.pool.service.effects import PAUSE, QuarantineHeader, VerifyPage, Work
+from ems.pool.service.storing import Applier, Steps, Storing
 from ems.pool.tiers.answers import revised, why
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
     from ems.pool.core.reading import Found
     from ems.pool.pages import Page
-    from ems.pool.service.storing import Storing
     from ems.pool.tenants.request_filter import TenantRequestFilter
     from ems.pool.tiers.manager import TierManager
 
@@ -47,8 +46,7 @@ BYTES = tuple(float(4**power) for power in range(6, 17))
 _GRANTED, _NO_SPACE = bytes([Outcome.GRANTED]), bytes([Outcome.NO_SPACE])
 _REFUSALS = (Outcome.NO_SPACE, Outcome.NOT_TOUCHED, Outcome.OVER_SHARE)
 _GAP = bytes([Reason.GAP.code])
-_Result = TypeVar("_Result")
-_Verb = Callable[[int, Any, float], "messages.Answer | Work[Any] | None"]
+_Verb = Callable[[int, Any, float], "messages.Answer | Steps[Any] | None"]
 
 _log = structlog.get_logger("ems.node")
 
@@ -83,9 +81,10 @@ class Measured:
 class RequestHandler:
     """Every verb of a greeted client."""
 
-    def __init__(self, core: PoolCore, storing: Storing, below: TierManager, host: Host) -> None:
+    def __init__(self, core: PoolCore, storing: Storing, applier: Applier, below: TierManager, host: Host) -> None:
         self._core = core
         self._storing = storing
+        self._applier = applier
         self._below = below
         self._host = host
         self._verbs: dict[type, _Verb] = {
@@ -112,7 +111,7 @@ class RequestHandler:
 
     def handle(
         self, client_id: int, request: messages.Request, now: float
-    ) -> messages.Answer | Work[messages.Answer | None] | None:
+    ) -> messages.Answer | Steps[messages.Answer | None] | None:
         """What the client asks: the answer where nothing has to be done for it, or else the work that ends with it.
 
         None stands for the answer of a request that has none.
@@ -129,7 +128,7 @@ class RequestHandler:
 
     def _handle_tenants(
         self, mine: TenantRequestFilter, client_id: int, request: messages.Request, inner: messages.Request, now: float
-    ) -> Work[messages.Answer | None]:
+    ) -> Steps[messages.Answer | None]:
         self._refuse_foreign(mine, inner)
         if isinstance(inner, messages.Stats):
             return messages.Figures({**self._host.figures(own=True), **mine.figures(self._core.rows(mine.numbers))})
@@ -147,7 +146,7 @@ class RequestHandler:
 
     def _lookup(
         self, client_id: int, request: messages.Lookup, _now: float
-    ) -> messages.Hits | Work[messages.Answer | None]:
+    ) -> messages.Hits | Steps[messages.Answer | None]:
         if request.tail is not None:
             return self._lookup_tail(client_id, request.namespace, request.tail, lease=request.lease)
         asked = len(request.keys) // KEY_BYTES
@@ -162,12 +161,11 @@ class RequestHandler:
             promoting = self._below.looked_up(request.namespace, keys, len(found.pages), request.compute / 1e6)
         return self._hits(request, found, promoting)
 
-    def _look_long(self, client_id: int, request: messages.Lookup, asked: int) -> Work[messages.Answer | None]:
+    def _look_long(self, client_id: int, request: messages.Lookup, asked: int) -> Steps[messages.Answer | None]:
         ns, promoting = request.namespace, 0
-        steps = self._core.reading.lookup_in_steps(
+        found = yield from self._core.reading.lookup_in_steps(
             client_id, ns, _parts(request.keys), asked, lease=request.lease, request=request.request
         )
-        found = yield from _paused(steps)
         if self._below.states:
             promoting = yield from _some_at_a_time(
                 request.keys,
@@ -194,10 +192,10 @@ class RequestHandler:
         key = held.pages[0].key if held.pages else b""
         return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, int(comes))
 
-    def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> Work[messages.Done]:
+    def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> Steps[messages.Done]:
         return messages.Done((yield from self._prefetch_some(request.namespace, request.keys)))
 
-    def _prefetch_some(self, namespace: int, keys: bytes) -> Work[int]:
+    def _prefetch_some(self, namespace: int, keys: bytes) -> Steps[int]:
         return (yield from _some_at_a_time(keys, 0, lambda some, start: self._below.prefetch(namespace, some) - start))
 
     def _release(self, client_id: int, request: messages.Release, _now: float) -> None:
@@ -205,9 +203,9 @@ class RequestHandler:
         with contextlib.suppress(StaleReference):
             self._core.reading.release(client_id, request.lease)
 
-    def _abort(self, client_id: int, request: messages.Abort, _now: float) -> Work[messages.Done]:
+    def _abort(self, client_id: int, request: messages.Abort, _now: float) -> Steps[messages.Done]:
         while self._core.writing.abort(client_id, request.reservation, STEP):
-            yield PAUSE
+            yield
         return messages.Done()
 
     def _still_writing(self, client_id: int, request: messages.StillWriting, _now: float) -> messages.Done:
@@ -242,12 +240,12 @@ class RequestHandler:
         code = self._core.reading.missed_namespace(request.name, request.keys, request.request)
         return messages.Hits(0, 0, 0, b"", b"", code)
 
-    def _explain(self, _client_id: int, request: messages.Explain, _now: float) -> Work[messages.Explained]:
+    def _explain(self, _client_id: int, request: messages.Explain, _now: float) -> Steps[messages.Explained]:
         answer: messages.Explained | None = None
         told: list[bytes] = []
         for keys in _parts(request.keys):
             if told:
-                yield PAUSE
+                yield
             one = self._core.reading.explain(request.name, keys)
             codes = one.codes if answer is None else one.codes.replace(b"\0", _GAP)
             told.append(revised(self._below.states, request.name, keys, codes))
@@ -256,41 +254,41 @@ class RequestHandler:
                 answer = one if same else messages.Explained(b"")
         return msgspec.structs.replace(answer or messages.Explained(b""), codes=b"".join(told))
 
-    def _announce(self, client_id: int, request: messages.Announce, now: float) -> Work[messages.Announced]:
+    def _announce(self, client_id: int, request: messages.Announce, now: float) -> Steps[messages.Announced]:
         yield from self._prefetch_some(request.namespace, request.keys)
         keys: list[bytes] = []
         for part in _parts(request.keys):
             if keys:
-                yield PAUSE
+                yield
             keys += part
         number = self._core.announce(client_id, request.namespace, keys, now)
         yield from self._settle_announcements()
         return messages.Announced(number)
 
-    def _withdraw(self, client_id: int, request: messages.Withdraw, _now: float) -> Work[None]:
+    def _withdraw(self, client_id: int, request: messages.Withdraw, _now: float) -> Steps[None]:
         self._core.announcements.withdraw(client_id, request.announcement)
         yield from self._settle_announcements()
 
-    def _settle_announcements(self) -> Work[None]:
+    def _settle_announcements(self) -> Steps[None]:
         """Who puts off much waits until it is done, so that what is put off stays bounded."""
         while self._core.announcements.unsettled:
-            yield PAUSE
+            yield
             self._core.announcements.settle_some()
 
     def _administer(self, client_id: int, request: messages.Administer, _now: float) -> messages.Reported:
         return messages.Reported(self._host.administer(client_id, request.act, dry_run=request.dry_run))
 
-    def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Work[messages.Granted]:
+    def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Steps[messages.Granted]:
         keys, parent = split_keys(request.keys), request.parent
         tails = yield from self._tails(request, keys)
         outcomes, begun = b"", Begun()
         refs: list[bytes] = []
         for start in range(0, max(len(keys), 1), STEP):
             if start:
-                yield PAUSE
+                yield
             part = keys[start : start + STEP]
             listed = tails[start : start + STEP]
-            reserved = yield from self._storing.reserve(client_id, request.namespace, parent, part, listed, begun)
+            reserved = self._storing.reserve(client_id, request.namespace, parent, part, listed, begun)
             if begun.reservation and not reserved.reservation:
                 # All of it was taken back.
                 outcomes, refs = outcomes.replace(_GRANTED, _NO_SPACE), []
@@ -301,16 +299,16 @@ class RequestHandler:
             parent = part[-1] if part else parent
         return messages.Granted(begun.reservation, outcomes, b"".join(refs))
 
-    def _tails(self, request: messages.Reserve, keys: list[bytes]) -> Work[list[Tail | None]]:
+    def _tails(self, request: messages.Reserve, keys: list[bytes]) -> Steps[list[Tail | None]]:
         """The tails of all ``keys``, none at all when no key has one; each is looked at before anything is stored."""
         given = request.tails or {}
         for count, (position, tail) in enumerate(given.items()):
             if count and count % STEP == 0:
-                yield PAUSE
+                yield
             self._core.writing.refuse_unfit_tail(request.namespace, keys[position], tail)
         return [given.get(position) for position in range(len(keys))] if given else []
 
-    def _corrupt(self, _client_id: int, request: messages.Corrupt, _now: float) -> Work[messages.Done]:
+    def _corrupt(self, _client_id: int, request: messages.Corrupt, _now: float) -> Steps[messages.Done]:
         """A reader found wrong bytes: look at them, and take the page out of the pool if it is so."""
         core = self._core
         count = looked = 0
@@ -319,37 +317,37 @@ class RequestHandler:
             if core.damage.find(request.namespace, key, ref.pack()) is None:
                 continue  # its slot has another page by now
             if looked + length > LOOKED_AT_ONCE and looked:
-                yield PAUSE
+                yield
                 looked = 0
             looked += length
-            if (yield VerifyPage(ref, key, length)):
+            if (yield from self._applier.verify_page(ref, key, length)):
                 core.counters.corrupt_unconfirmed += 1
                 continue
             page = core.damage.find(request.namespace, key, ref.pack())
             if page is None:
                 continue  # it left while its bytes were looked at
             core.damage.quarantine(request.namespace, page)
-            yield QuarantineHeader(ref, key)
+            self._applier.quarantine_header(ref, key)
             count += 1
             _log.error("bytes of a page are wrong, its slot is not used any more", key=key.hex(), slot=str(ref[:3]))
         return messages.Done(count)
 
-    def _commit(self, client_id: int, request: messages.Commit, _now: float) -> Work[messages.Done]:
+    def _commit(self, client_id: int, request: messages.Commit, _now: float) -> Steps[messages.Done]:
         core = self._core
         positions = core.reservations.written(client_id, request.reservation, request.positions)
         checksums = _checksums(request)
         pages: list[Page] = []
         for start in range(0, max(len(positions), 1), STEP):
             if start:
-                yield PAUSE
+                yield
             part = positions[start : start + STEP]
-            done = yield from self._storing.commit(client_id, request.reservation, part, checksums)
+            done = self._storing.commit(client_id, request.reservation, part, checksums)
             self._below.committed(core.find_namespace(done.namespace), done.pages)
             pages += done.pages
         self.measured.saved_bytes.observe(len(pages) * done.page_size)
         # What came in the first steps is not to leave before what hangs on it.
         for start in range((len(pages) - 1) // STEP * STEP, -1, -STEP) if len(pages) > STEP else ():
-            yield PAUSE
+            yield
             core.writing.refresh(pages[start : start + STEP], done.namespace)
         return messages.Done(len(pages))
 
@@ -360,18 +358,7 @@ def _parts(keys: bytes) -> Iterator[list[bytes]]:
         yield split_keys(keys[start : start + STEP * KEY_BYTES])
 
 
-def _paused(steps: Generator[None, None, _Result]) -> Work[_Result]:
-    """``steps``, with a pause after each."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: _Result = end.value
-            return result
-        yield PAUSE
-
-
-def _some_at_a_time(keys: bytes, start: int, ask: Callable[[list[bytes], int], int]) -> Work[int]:
+def _some_at_a_time(keys: bytes, start: int, ask: Callable[[list[bytes], int], int]) -> Steps[int]:
     """``ask`` for ``keys`` from ``start`` on, :data:`MOST_AT_ONCE` at a time; how many come without a gap.
 
     It gets some keys and where those begin that are asked for: the one before says what they continue.
@@ -379,7 +366,7 @@ def _some_at_a_time(keys: bytes, start: int, ask: Callable[[list[bytes], int], i
     at = start
     while at < len(keys) // KEY_BYTES:
         if at > start:
-            yield PAUSE
+            yield
         before = min(at, 1)
         some = split_keys(keys[(at - before) * KEY_BYTES : (at + MOST_AT_ONCE) * KEY_BYTES])
         count = max(ask(some, before), 0)

@@ -6,32 +6,63 @@ before a page of it is marked; a page is marked before its writer learns of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
 
 from ems.pool.core.writing import Begun, Committed, Reserved
 from ems.pool.layout import PageFlag
 from ems.pool.pages import Outcome
-from ems.pool.service import effects
-from ems.pool.service.effects import Work
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
     from ems.pool.keys import Tail
+    from ems.pool.layout import PageRef
+    from ems.pool.pages import Assigned, Page
 
-
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]
+"""Work that is done a step at a time, with a result at its end; others have their turns in between."""
 _NO_FLAG = PageFlag(0)
 
 _log = structlog.get_logger("ems.node")
 
 
+class Applier(Protocol):
+    """Does to memory and files what was decided: at once, so in the order in which it is asked."""
+
+    def clear_headers(self, slots: Collection[tuple[int, int]]) -> None:
+        """The headers of these slots (segment, number) vouch for nothing any more."""
+
+    def replace_memory(self, segment: int) -> None:
+        """Put fresh memory in place of a segment's, before somebody else's pages come into it."""
+
+    def note_tenant(self, segment: int, namespace: str) -> bool:
+        """Write down whose pages ``segment`` is about to hold; whether that could be done."""
+
+    def describe_segment(self, assigned: Assigned) -> None:
+        """Write the description of a segment that was carved, unless it has no memory."""
+
+    def mark_writing(self, pages: list[Page], page_size: int, client_id: int) -> None:
+        """Say in the headers of ``pages`` that they are being written; before their writer learns of them."""
+
+    def publish(self, done: Committed, checksums: list[int] | None, flags: PageFlag) -> None:
+        """Say in the headers of committed pages that they are whole, and keep the tokens of those that are not full."""
+
+    def verify_page(self, ref: PageRef, key: bytes, length: int) -> Steps[bool]:
+        """Look at the bytes of a page; whether they are right."""
+
+    def quarantine_header(self, ref: PageRef, key: bytes) -> None:
+        """Say in the header of a page with wrong bytes that its slot is not used again."""
+
+
 class Storing:
     """What changes the slots of ``core``."""
 
-    def __init__(self, core: PoolCore) -> None:
+    def __init__(self, core: PoolCore, applier: Applier) -> None:
         self._core = core
+        self._applier = applier
 
     def reserve(
         self,
@@ -41,22 +72,22 @@ class Storing:
         keys: list[bytes],
         tails: Sequence[Tail | None] = (),
         begun: Begun | None = None,
-    ) -> Work[Reserved]:
+    ) -> Reserved:
         reserved = self._core.writing.reserve(client_id, namespace, parent, keys, tails, begun)
         # In this order: a slot may have been freed, and carved or granted, by this very request.
-        yield from self.clear()
+        self.clear()
         unnoted: list[int] = []
         for assigned in reserved.assigned:
             if assigned.renewed:
-                yield effects.ReplaceMemory(assigned.segment)
-            elif not (yield effects.NoteTenant(assigned.segment, assigned.namespace)):
+                self._applier.replace_memory(assigned.segment)
+            elif not self._applier.note_tenant(assigned.segment, assigned.namespace):
                 unnoted.append(assigned.segment)
                 continue
-            yield effects.DescribeSegment(assigned)
+            self._applier.describe_segment(assigned)
         if unnoted:
             return self._take_back(client_id, reserved, unnoted)
         if reserved.granted:
-            yield effects.MarkWriting(reserved.granted, reserved.page_size, client_id)
+            self._applier.mark_writing(reserved.granted, reserved.page_size, client_id)
         return reserved
 
     def _take_back(self, client_id: int, reserved: Reserved, unnoted: list[int]) -> Reserved:
@@ -75,29 +106,30 @@ class Storing:
         positions: list[int] | None = None,
         checksums: Mapping[int, int] | None = None,
         flags: PageFlag = _NO_FLAG,
-    ) -> Work[Committed]:
+    ) -> Committed:
         """Publish the pages at ``positions`` (all, when None), whose ``checksums`` are by position."""
         done = self._core.writing.commit(client_id, reservation, positions)
-        yield effects.Publish(done, None if checksums is None else [checksums[one] for one in done.positions], flags)
+        told = None if checksums is None else [checksums[one] for one in done.positions]
+        self._applier.publish(done, told, flags)
         return done
 
-    def clear(self) -> Work[None]:
+    def clear(self) -> None:
         """Slots that came free vouch for nothing any more."""
         freed = self._core.slots.freed()
         if freed:
-            yield effects.ClearHeaders(freed)
+            self._applier.clear_headers(freed)
 
-    def tick(self, now: float) -> Work[None]:
+    def tick(self, now: float) -> None:
         self._core.tick(now)
         segment = self._core.reclaimer.replace(now)
         if segment is not None:
             _log.warning("writers that were cut off go on, a segment's memory is replaced", segment=segment)
-            yield effects.ReplaceMemory(segment)
+            self._applier.replace_memory(segment)
         for segment in self._core.reclaimer.shrink():
-            yield effects.ReplaceMemory(segment)
-        yield from self.clear()
+            self._applier.replace_memory(segment)
+        self.clear()
 
-    def spoilt(self, segment: int) -> Work[None]:
+    def spoilt(self, segment: int) -> None:
         """A segment, none of whose slots is out, is not what it was any more."""
         self._core.reclaimer.renew(self._core.slots.segments[segment])
-        yield effects.ReplaceMemory(segment)
+        self._applier.replace_memory(segment)
