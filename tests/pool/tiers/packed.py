@@ -21,7 +21,7 @@ def packed(
     keys: SealKeys = KEYS,
 ) -> Head:
     """The head of a pack of ``pages``, of which key and parent are given."""
-    seal = keys.new_pack(namespace)
+    seal = keys.pack(namespace)
     assert seal is not None
     rows = [(key, parent, 0, size, 0, at, at, bytes(12), bytes(16)) for at, (key, parent) in enumerate(pages)]
     return build_head(namespace, size, 12.5, np.array(rows, dtype=RECORD), tails or {}, seal)

@@ -129,12 +129,12 @@ def test_a_tenants_secret_is_that_of_its_namespaces(namespace: str, tmp_path: Pa
     (tmp_path / "acme.key").write_bytes(b"a secret of thirty-two bytes or so")
     (tmp_path / "acme.key").chmod(0o600)
     keys = read_keys(tmp_path, encrypts=True)
-    seal = keys.new_pack(namespace)
+    seal = keys.pack(namespace)
     assert seal is not None
     nonce, tag, stored = seal.seal(b"a page", b"its name")
     again = keys.pack(namespace, seal.salt)
     assert again is not None
     assert again.open(stored, nonce, tag, b"its name") == b"a page"
     assert again.open(stored, nonce, tag, b"another name") is None
-    assert keys.new_pack(qualified("other", "default/m/0123")) is None
-    assert keys.new_pack(qualified("other", "acme/m/0123")) is None
+    assert keys.pack(qualified("other", "default/m/0123")) is None
+    assert keys.pack(qualified("other", "acme/m/0123")) is None

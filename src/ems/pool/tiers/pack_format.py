@@ -100,8 +100,9 @@ class Head(msgspec.Struct, frozen=True):
     tails: dict[int, Tail]
     """By position in ``records``; none without ``seal``."""
     seal: PackSeal | None
-    """None when it was sealed with another key than those at hand."""
-    encrypted: bool
+    """None when there is no key for it."""
+    other_key: bool
+    """Whether it was sealed with another key than the one that there is for it."""
     raw: bytes
 
     @property
@@ -157,7 +158,7 @@ def build_head(
     said = _SAID.pack(MAGIC, FORMAT_VERSION, _ENCRYPTED * seal.encrypts, len(body), seal.salt)
     nonce, tag, _ = seal.seal(b"", said + body)
     raw = said + _PROOF.pack(nonce, tag, crc32c(said + nonce + tag + body)) + body
-    return Head(namespace, page_size, stored_at, records, dict(tails), seal, seal.encrypts, raw)
+    return Head(namespace, page_size, stored_at, records, dict(tails), seal, other_key=False, raw=raw)
 
 
 def head_bytes(start: Buffer) -> int:
@@ -199,12 +200,13 @@ def parse_head(raw: Buffer, name: str, keys: SealKeys | None) -> Head:
         raise Malformed("its head makes no sense") from error
     if not name.startswith(f"{folder_of(body.namespace)}/"):
         raise Malformed("it is the pack of another namespace than its name says")
-    encrypted = bool(flags & _ENCRYPTED)
-    seal = keys.pack(body.namespace, salt) if keys is not None and keys.encrypts == encrypted else None
-    if seal is not None and seal.open(b"", nonce, tag, raw[: _SAID.size] + raw[PREAMBLE_BYTES:]) is None:
-        seal = None
+    # Nobody is expected to have the key of packs that are encrypted.
+    seal = keys.pack(body.namespace, salt) if keys is not None and (keys.encrypts or not flags & _ENCRYPTED) else None
+    sealed = raw[: _SAID.size] + raw[PREAMBLE_BYTES:]
+    other_key = seal is not None and seal.open(b"", nonce, tag, sealed) is None
+    seal = None if other_key else seal
     tails = {} if seal is None else _open_tails(body.tails, seal)
-    return Head(body.namespace, body.page_size, body.stored_at, records, tails, seal, encrypted, raw)
+    return Head(body.namespace, body.page_size, body.stored_at, records, tails, seal, other_key, raw)
 
 
 def _open_tails(raw: bytes, seal: PackSeal) -> dict[int, Tail]:

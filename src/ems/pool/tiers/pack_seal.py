@@ -34,8 +34,11 @@ class SealKeys:
         self._purpose = b"ems-tier-encrypt-v2\0" if encrypts else b"ems-tier-seal-v2\0"
         self.encrypts = encrypts
 
-    def pack(self, namespace: str, salt: bytes) -> PackSeal | None:
-        """What seals and opens a pack of ``namespace``; None where its tenant has no secret here."""
+    def pack(self, namespace: str, salt: bytes | None = None) -> PackSeal | None:
+        """What seals and opens the pack of ``namespace`` that has this ``salt``, or one that is new.
+
+        None where its tenant has no secret here.
+        """
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -44,20 +47,9 @@ class SealKeys:
         secret = self._common or self._by_tenant.get(tenant)
         if secret is None:
             return None
-        return PackSeal(
-            HKDF(SHA256(), 32, salt, self._purpose + namespace.encode()).derive(secret), salt, self.encrypts
-        )
-
-    def should_open(self, namespace: str, *, encrypted: bool) -> bool:
-        """Whether there is a key that opens the packs of ``namespace``, or is said to.
-
-        Nobody is expected to have the key of packs that are encrypted.
-        """
-        return (self.encrypts or not encrypted) and self.pack(namespace, bytes(SALT_BYTES)) is not None
-
-    def new_pack(self, namespace: str) -> PackSeal | None:
-        """The same for a pack that is to be written."""
-        return self.pack(namespace, secrets.token_bytes(SALT_BYTES))
+        salt = salt or secrets.token_bytes(SALT_BYTES)
+        key = HKDF(SHA256(), 32, salt, self._purpose + namespace.encode()).derive(secret)
+        return PackSeal(key, salt, self.encrypts)
 
 
 class PackSeal:

@@ -108,7 +108,7 @@ class PackTier(PackStore):
     def store(self, namespace: str, pages: Sequence[Stored]) -> list[Outcome]:
         """Keep ``pages``; blocks."""
         expected = self._catalogue.page_size(namespace) or (len(pages[0].payload) if pages else 0)
-        seal = self._keys.new_pack(namespace)
+        seal = self._keys.pack(namespace)
         if seal is None:
             return [Outcome.WRONG_KEY] * len(pages)
         outcomes: dict[int, Outcome] = {}

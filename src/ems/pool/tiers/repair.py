@@ -131,7 +131,7 @@ def mend(
     except Malformed as error:
         return Finding(name, "unreadable", str(error))
     pages = (len(good), len(head.records) - len(good))
-    if head.seal is None and keys is not None and keys.should_open(head.namespace, encrypted=head.encrypted):
+    if head.other_key:
         return Finding(name, "other_key", ", ".join(filter(None, ["it was sealed with another key", reason])), *pages)
     if not reason:
         return Finding(name, "unchecked" if head.seal is None else "good", "", *pages)
