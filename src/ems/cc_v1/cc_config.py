@@ -56,7 +56,9 @@ class CcConfig_v1:  # noqa: N801 - the contract's name
             if rank >= size:
                 raise invalid(f"rank_in_{kind}_group is {rank}, expected less than {kind}_world_size, which is {size}")
         for name in ("model_id", "llm_engine"):
-            _text(name, getattr(self, name), may_be_empty=False)
+            if not isinstance(given := getattr(self, name), str) or not given:
+                what = "empty" if given == "" else f"a {type(given).__name__}"
+                raise invalid(f"{name} is {what}, expected a name")
         if not isinstance(self.kvcache_type, KVCacheType):
             raise invalid(f"kvcache_type is {self.kvcache_type!r}, expected KVCacheType.MHA or KVCacheType.MLA")
 
@@ -106,8 +108,8 @@ class EmsConfig:
         Raises EmsException: EMS_INVALID_ARGUMENT, naming the argument.
         """
         for name in ("access_id", "access_key"):
-            if getattr(self, name) is not None:
-                _text(name, getattr(self, name), may_be_empty=True)
+            if not isinstance(getattr(self, name), str | None):  # which is shown to nobody
+                raise invalid(f"{name} is a {type(getattr(self, name)).__name__}, expected text")
         if not isinstance(self.cc_config_v1, CcConfig_v1):
             raise invalid(f"cc_config_v1 is a {type(self.cc_config_v1).__name__}, expected a CcConfig_v1")
         if not self.summary_seconds > 0:
@@ -121,10 +123,3 @@ class EmsConfig:
         """
         rank = tuple((name, value) for name, value in vars(self.cc_config_v1).items() if name != "kvcache_type")
         return self.tenant, self.access_key or "", rank, self.autostart, self.node, self.health, self.summary_seconds
-
-
-def _text(name: str, value: object, *, may_be_empty: bool) -> None:
-    if not isinstance(value, str):
-        raise invalid(f"{name} is a {type(value).__name__}, expected text")
-    if not value and not may_be_empty:
-        raise invalid(f"{name} is empty, expected a name")

@@ -19,7 +19,7 @@ from ems.cc_v1.cc_config import CcKvOption, EmsConfig
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
 from ems.cc_v1.future import CcFuture, CcResult
 from ems.cc_v1.monitor import GateClosed, Monitor
-from ems.cc_v1.registration import Registration, SegmentPins, description_of, namespace_of
+from ems.cc_v1.registration import Registration, SegmentPins, namespace_of
 from ems.cc_v1.summary import Kind, Sample
 from ems.cc_v1.transfers import LOOKUP_KEYS, Transfers
 from ems.errors import ConfigError, EmsError, NoSpace
@@ -73,14 +73,14 @@ class ContextCaching:
             device = device_of(rows.tensors)
         except (ConfigError, TypeError, RuntimeError) as error:
             raise invalid(f"kv_caches cannot be registered: {error}") from error
-        registration = Registration(rows, device, namespace_of(self._config, rows))
-        name = registration.namespace.name
+        namespace, described = namespace_of(self._config, rows)
         self._pins.serve(device)
-        self._transfers = Transfers(self._pages, registration)
-        _log.info("EMS serves namespace %s: %d tokens a block, %d bytes a page", name, rows.block_size, rows.page_bytes)
-        self._pages.describe(name, description_of(self._config, rows))
+        self._transfers = Transfers(self._pages, Registration(rows, device, namespace))
+        told = "EMS serves namespace %s: %d tokens a block, %d bytes a page"
+        _log.info(told, namespace.name, rows.block_size, rows.page_bytes)
+        self._pages.describe(namespace.name, described)
         try:
-            self._pages.open(registration.namespace, OPEN_SECONDS)
+            self._pages.open(namespace, OPEN_SECONDS)
         except EmsError as error:
             self._monitor.failed(error)
             return

@@ -121,17 +121,12 @@ class NodeProbe:
     When an ``init`` failed for want of a node, looking also starts one in the background: nobody else would.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: EmsConfig | None = None) -> None:
+        self._config = config
         self._lock = threading.Lock()
-        self._config: EmsConfig | None = None
         self._answer = False
         self._looked = float("-inf")
         self._started = float("-inf")
-
-    def expect(self, config: EmsConfig) -> None:
-        with self._lock:
-            self._config = config
-            self._looked = float("-inf")
 
     def look(self) -> bool:
         """Whether a node answers; cheap, never raises, and several callers do not wait for each other."""
@@ -147,10 +142,8 @@ class NodeProbe:
         return self._answer
 
     def _look(self) -> bool:
-        if self._config is None:
-            node, may_start, given = NodeConfig(), False, None
-        else:
-            (node, may_start), given = node_of(self._config), self._config.credentials
+        node, may_start = node_of(self._config) if self._config else (NodeConfig(), False)
+        given = self._config.credentials if self._config else None
         client = PoolClient(node.socket, "health check", credentials=given)
         try:
             client.connect(PROBE_SECONDS)
@@ -202,7 +195,7 @@ class Ems:
                 if cls._session.identity == config.identity():
                     return
                 cls._end()
-            cls._probe.expect(config)
+            cls._probe = NodeProbe(config)
             cls._session = Session(config)
 
     @classmethod

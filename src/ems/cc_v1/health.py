@@ -49,7 +49,9 @@ class HealthGate:
         if self.healthy:
             return False
         self._good += 1
-        if self._good < self._rules.good_checks or self._flaps(now):
+        while self._changes and self._changes[0] <= now - self._rules.flap_seconds:
+            self._changes.popleft()
+        if self._good < self._rules.good_checks or len(self._changes) >= self._rules.flap_changes:
             return False
         self._change(now, healthy=True)
         return True
@@ -63,11 +65,6 @@ class HealthGate:
             return False
         self._change(now, healthy=False)
         return True
-
-    def _flaps(self, now: float) -> bool:
-        while self._changes and self._changes[0] <= now - self._rules.flap_seconds:
-            self._changes.popleft()
-        return len(self._changes) >= self._rules.flap_changes
 
     def _change(self, now: float, *, healthy: bool) -> None:
         self.healthy = healthy

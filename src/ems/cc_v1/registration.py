@@ -25,26 +25,13 @@ REMEMBERED = 1 << 16
 """How many blocks' keys are kept, and of how many at least the block before is remembered."""
 
 
-def namespace_of(config: EmsConfig, rows: TokenRows) -> Namespace:
-    """Where the pages of this rank live: equal for ranks that may read each other's pages, and for no others.
+def namespace_of(config: EmsConfig, rows: TokenRows) -> tuple[Namespace, dict[str, str]]:
+    """Where the pages of this rank live, and what that name means.
 
-    Each rank of a TP group holds heads of its own, so their pages are kept apart; an MLA latent is the same on
-    all of them whatever the size of the group, so it is stored once.
+    It is equal for ranks that may read each other's pages, and for no others.  Each rank of a TP group holds heads of
+    its own, so their pages are kept apart; an MLA latent is the same on all of them whatever the size of the group, so
+    it is stored once.
     """
-    # The tenant is in the name itself, and whoever has the same name and model has the same tenant.
-    name = namespace_name(config.tenant, _model(config), fingerprint(_facts(config, rows)))
-    return Namespace(name, rows.page_bytes)
-
-
-def description_of(config: EmsConfig, rows: TokenRows) -> dict[str, str]:
-    return plain_facts({TENANT: config.tenant, MODEL: _model(config), **_facts(config, rows), "kind": "cc_v1"})
-
-
-def _model(config: EmsConfig) -> str:
-    return f"{config.cc_config_v1.model_id}+{config.cc_config_v1.llm_engine}"
-
-
-def _facts(config: EmsConfig, rows: TokenRows) -> dict[str, object]:
     rank = config.cc_config_v1
     facts: dict[str, object] = {
         "form": PAGE_FORM,
@@ -58,7 +45,11 @@ def _facts(config: EmsConfig, rows: TokenRows) -> dict[str, object]:
     }
     if rank.kvcache_type is KVCacheType.MHA:
         facts["tp"] = [rank.rank_in_tp_group, rank.tp_world_size]
-    return facts
+    model = f"{rank.model_id}+{rank.llm_engine}"
+    # The tenant is in the name itself, and whoever has the same name and model has the same tenant.
+    name = namespace_name(config.tenant, model, fingerprint(facts))
+    described = plain_facts({TENANT: config.tenant, MODEL: model, **facts, "kind": "cc_v1"})
+    return Namespace(name, rows.page_bytes), described
 
 
 class BlockNames:

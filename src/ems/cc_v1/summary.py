@@ -6,9 +6,10 @@ nothing happened has no line, so an idle engine's log stays quiet.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection
 from enum import Enum
+from functools import partial
 
 import msgspec
 
@@ -45,7 +46,7 @@ class Summary:
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
         self.next_line = now + seconds
-        self._samples = _no_samples()
+        self._samples: defaultdict[Kind, deque[Sample]] = defaultdict(partial(deque, maxlen=MOST_SAMPLES))
 
     def add(self, sample: Sample) -> None:
         self._samples[sample.kind].append(sample)
@@ -55,15 +56,12 @@ class Summary:
         if now < self.next_line:
             return None
         self.next_line = now + self._seconds
-        samples, self._samples = self._samples, _no_samples()
-        if not any(samples.values()):
+        if not self._samples:
             return None
-        parts = [_transfers(kind, samples[kind]) for kind in (Kind.LOAD, Kind.SAVE)]
-        return ", ".join([*parts, _lookups(samples[Kind.LOOKUP])])
-
-
-def _no_samples() -> dict[Kind, deque[Sample]]:
-    return {kind: deque(maxlen=MOST_SAMPLES) for kind in Kind}
+        parts = [_transfers(kind, self._samples[kind]) for kind in (Kind.LOAD, Kind.SAVE)]
+        line = ", ".join([*parts, _lookups(self._samples[Kind.LOOKUP])])
+        self._samples.clear()
+        return line
 
 
 def _transfers(kind: Kind, samples: Collection[Sample]) -> str:

@@ -98,8 +98,10 @@ class Transfers:
             if not reader.holds(ref, key):
                 reader.suspect(ref, key)
                 break
-            if not self._enough(blocks, position, key, page):
-                break
+            if key != self._names.whole(blocks.hashes[position]):
+                (tokens,) = TOKEN_COUNT.unpack_from(page, len(page) - TOKEN_COUNT.size)
+                if not blocks.offsets[position] <= tokens < blocks.block_size:
+                    break
             spans.append(blocks.span(position))
             places.append(page)
         if not places:
@@ -112,12 +114,6 @@ class Transfers:
             self.registration.device.synchronise()
         copied = batch[: len(places)]
         return next((n for n, (_, key, ref) in enumerate(copied) if not reader.sound(ref, key)), len(copied))
-
-    def _enough(self, blocks: Blocks, position: int, key: bytes, page: memoryview) -> bool:
-        if key == self._names.whole(blocks.hashes[position]):
-            return True
-        (tokens,) = TOKEN_COUNT.unpack_from(page, len(page) - TOKEN_COUNT.size)
-        return bool(blocks.offsets[position] <= tokens < blocks.block_size)
 
     # Saves
 
