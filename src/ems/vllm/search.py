@@ -71,64 +71,53 @@ class Search:
 
     def take(self, prompt: Prompt) -> Found:
         self.reason, self._request, self.promoting = None, prompt.request, 0
-        if len(self._planes) == 1 and not self._planes[0].window:
-            return self._take_leading(prompt)
+        leading = len(self._planes) == 1 and not self._planes[0].window
         for _ in range(2):
-            # What is evicted between the two halves of a search is noticed; it is then tried once more.
-            reach = self._reach(prompt)
-            found = self._promise_all(prompt, reach) if self._tokens(reach) else NOTHING
-            if found is not None:
+            # What is evicted, or a node that changes, between two calls is noticed; it is then tried once more.
+            leases: list[Lease] = []
+            try:
+                found = (self._take_leading if leading else self._take_all)(prompt, leases)
+            except EmsError:
+                self._give_back(leases)
+                raise
+            if found is not None and len({(lease.node, lease.epoch) for lease in leases}) <= 1:
+                if not found.tokens:
+                    self._give_back(leases)
                 return found
+            self._give_back(leases)
         return NOTHING
 
     def _tokens(self, reach: Reach) -> int:
         return reach.chunks * self._chunk_tokens + reach.tail.tokens
 
-    def _promise_all(self, prompt: Prompt, reach: Reach) -> Found | None:
-        leases: list[Lease] = []
-        try:
-            pages = [self._promise(number, prompt, reach, leases) for number in range(len(self._planes))]
-        except EmsError:
-            self._give_back(leases)
-            raise
-        taken = [part for part in pages if part is not None]
-        if len(taken) < len(pages) or len({(lease.node, lease.epoch) for lease in leases}) > 1:
-            # Something was evicted, or the node changed, since it was looked at.
-            self._give_back(leases)
-            return None
-        return Found(self._tokens(reach), reach.chunks, tuple(taken), tuple(leases))
+    def _take_all(self, prompt: Prompt, leases: list[Lease]) -> Found | None:
+        reach = self._reach(prompt)
+        if not self._tokens(reach):
+            return NOTHING
+        pages = [self._promise(number, prompt, reach, leases) for number in range(len(self._planes))]
+        taken = tuple(part for part in pages if part is not None)
+        return Found(self._tokens(reach), reach.chunks, taken, tuple(leases)) if len(taken) == len(pages) else None
 
     # One plane that needs all chunks: found and promised in one call, with the tail behind them
 
-    def _take_leading(self, prompt: Prompt) -> Found:
+    def _take_leading(self, prompt: Prompt, leases: list[Lease]) -> Found:
         shards = self._planes[0].shards
-        leases: list[Lease] = []
-        try:
-            keys, refs, tail = self._hold_leading(prompt, leases)
-            chunks = len(keys) // (shards * KEY_BYTES)
-            # A chunk of which some pages are missing counts for nothing.
-            keys, refs = keys[: chunks * shards * KEY_BYTES], refs[: chunks * shards * REF_BYTES]
-            if chunks < len(prompt.chain):
-                self._give_back([tail.lease] if tail.lease is not None else [])
-                tail = self._tail(prompt, chunks, lease=shards == 1)
-            leases += [tail.lease] if tail.lease is not None else []
-            tail_keys, tail_refs = tail.key, tail.lease.packed_refs if tail.lease is not None else b""
-            if tail.tokens and shards > 1:
-                wanted = page_keys(tail.key, shards)
-                tail_keys, tail_refs = self._hold(wanted, self._ask(0, wanted, lease=True), leases)
-        except EmsError:
-            self._give_back(leases)
-            raise
-        if len({(lease.node, lease.epoch) for lease in leases}) > 1:
-            self._give_back(leases)
-            return NOTHING
+        keys, refs, tail = self._hold_leading(prompt, leases)
+        chunks = len(keys) // (shards * KEY_BYTES)
+        # A chunk of which some pages are missing counts for nothing.
+        keys, refs = keys[: chunks * shards * KEY_BYTES], refs[: chunks * shards * REF_BYTES]
+        if chunks < len(prompt.chain):
+            self._give_back([tail.lease] if tail.lease is not None else [])
+            tail = self._tail(prompt, chunks, lease=shards == 1)
+        leases += [tail.lease] if tail.lease is not None else []
+        tail_keys, tail_refs = tail.key, tail.lease.packed_refs if tail.lease is not None else b""
+        if tail.tokens and shards > 1:
+            wanted = page_keys(tail.key, shards)
+            tail_keys, tail_refs = self._hold(wanted, self._ask(0, wanted, lease=True), leases)
         whole = len(tail_keys) == shards * KEY_BYTES
         tokens = chunks * self._chunk_tokens + (tail.tokens if whole else 0)
-        if not tokens:
-            self._give_back(leases)
-            return NOTHING
         pages = Pages(0, 0, keys + (tail_keys if whole else b""), refs + (tail_refs if whole else b""))
-        return Found(tokens, chunks, (pages,), tuple(leases))
+        return Found(tokens, chunks, (pages,), tuple(leases)) if tokens else NOTHING
 
     def _hold_leading(self, prompt: Prompt, leases: list[Lease]) -> tuple[bytes, bytes, TailHit]:
         """Pages of the leading chunks, and the tail behind all chunks, which counts only if all chunks are present."""
