@@ -15,8 +15,8 @@ from ems.cli import run
 from ems.errors import PoolUnavailable, Unauthorised
 from ems.pool.client.answers import Namespace
 from ems.pool.tenants import store
-from ems.pool.tenants.credentials import Credentials
 from ems.pool.tenants.registry import MAX_KEYS
+from ems.pool.tenants.scram import Credentials
 from tests.kit.audit_log import acts_in
 from tests.kit.node import NodeProcess
 

@@ -16,7 +16,7 @@ import msgspec
 
 from ems.errors import Unauthorised
 from ems.pool.core.shares import Quota
-from ems.pool.protocol import coding, greeting, messages
+from ems.pool.protocol import coding, limits, messages
 from ems.pool.tenants import registry as registries
 from ems.pool.tenants import scram, store
 from ems.pool.tenants.gate import Pending, Principal
@@ -32,7 +32,7 @@ QUOTAS = (
     Quota(minimum="0", cap="25%"),
     Quota(minimum="50%", cap="75%"),
 )
-_NONCE = bytes(greeting.NONCE_BYTES)
+_NONCE = bytes(limits.NONCE_BYTES)
 
 
 def _salt(tenant: str) -> bytes:

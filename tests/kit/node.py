@@ -17,7 +17,7 @@ from typing import Any, Self
 from ems.config import NodeConfig
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.launcher import node_listens
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 from tests.kit.waiting import until
 
 START_SECONDS = 30.0

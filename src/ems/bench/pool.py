@@ -43,7 +43,7 @@ from ems.pool.processes import process_lives
 from ems.pool.protocol.acts import Clear, Follow, List
 from ems.pool.segments.reader import Verify
 from ems.pool.segments.touch import warm
-from ems.pool.tenants.credentials import from_environment
+from ems.pool.tenants.scram import from_environment
 from ems.tables import Table
 from ems.transfers.memcpy import memcpy_all
 from ems.transfers.plan import Piece, PieceTable, Rows, numbers

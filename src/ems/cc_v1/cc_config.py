@@ -12,7 +12,7 @@ from enum import Enum
 from ems.cc_v1.errors import invalid
 from ems.cc_v1.health import HealthRules
 from ems.config import NodeConfig
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 
 
 class KVCacheType(Enum):

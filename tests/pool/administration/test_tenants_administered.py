@@ -16,7 +16,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.node.audit import NAME
 from ems.pool.protocol.acts import List
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.tenants.people import ANN, BOB, registry_of, save

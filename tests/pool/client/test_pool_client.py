@@ -29,7 +29,7 @@ from ems.pool.client.introduction import Introduction, receive_frames
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.pool.protocol import coding, messages
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.client.scripted import WELCOME, node_that_says

@@ -20,7 +20,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.launcher import ensure_node
 from ems.pool.node.listener import Listener
 from ems.pool.node.pool_node import Node
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 from tests.pool.client.scripted import WELCOME
 from tests.pool.strangers import SERVICE, STRANGER, as_user, folder_of, listening, needs_root, place_for_all
 from tests.pool.tenants.people import ANN, registry_of, save

@@ -13,7 +13,7 @@ import pytest
 from ems.pool.node.connection import Connection
 from ems.pool.protocol import coding, messages
 from ems.pool.protocol.coding import FrameReader
-from ems.pool.protocol.greeting import FRAME_SECONDS, GREETING_SECONDS
+from ems.pool.protocol.limits import FRAME_SECONDS, GREETING_SECONDS
 from ems.pool.tenants.gate import Peer, Pending, Principal
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import msgspec
 from ems.pool.core.shares import Quota
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import store
-from ems.pool.tenants.credentials import Credentials
 from ems.pool.tenants.registry import Registry
+from ems.pool.tenants.scram import Credentials
 
 ANN = Credentials("ann", "ems_key of ann")
 BOB = Credentials("bob", "ems_key of bob")

@@ -8,7 +8,6 @@ from ems.errors import ProtocolError, Unauthorised
 from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram
-from ems.pool.tenants.credentials import Credentials
 from ems.pool.tenants.gate import (
     FREE_FAILURES,
     MAX_PEERS,
@@ -20,6 +19,7 @@ from ems.pool.tenants.gate import (
     Principal,
 )
 from ems.pool.tenants.registry import Registry
+from ems.pool.tenants.scram import Credentials
 from tests.pool.tenants.people import ANN, BOB, registry_of
 
 NODE_USER, OTHER = 1000, 2000

@@ -34,7 +34,7 @@ from ems.pool.protocol.acts import Resize
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import MOST
 from ems.pool.segments.touch import punch
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 from tests.kit.headers import write_header
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until

@@ -17,8 +17,8 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.core.shares import Quota
 from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as tenancy
-from ems.pool.tenants.credentials import Credentials
 from ems.pool.tenants.registry import Registry
+from ems.pool.tenants.scram import Credentials
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain

@@ -10,8 +10,8 @@ from ems.pool.core.shares import Quota
 from ems.pool.names import own_name, qualified, tenant_of
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram
-from ems.pool.tenants.credentials import Credentials
 from ems.pool.tenants.registry import MAX_KEYS, Registry
+from ems.pool.tenants.scram import Credentials
 from tests.pool.tenants.people import ANN, BOB, SALT, registry_of
 
 MESSAGE = b"what was said"

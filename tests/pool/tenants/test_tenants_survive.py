@@ -13,7 +13,7 @@ from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.layout import HEADERS_OFFSET, Description, pack_description, unpack_description
 from ems.pool.tenants import registry as tenancy
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain

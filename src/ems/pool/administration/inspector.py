@@ -6,6 +6,7 @@ of tiers is what the node knows of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ems.errors import PoolRefused
@@ -32,12 +33,9 @@ class Inspector:
 
     def overview(self, now: float) -> Report:
         below = self._held_below()
+        names = dict.fromkeys([*(namespace.name for namespace in self._core.namespaces), *below])
         readers = self._core.leases.by_namespace()
-        rows = [
-            self._row(namespace, now, readers.get(namespace.number, 0), below.pop(namespace.name, []))
-            for namespace in self._core.namespaces
-        ]
-        return {"namespaces": rows + [self._row_below(name, held) for name, held in below.items()]}
+        return {"namespaces": [self._row(name, now, readers, below.get(name, [])) for name in names]}
 
     def _held_below(self) -> dict[str, list[tuple[str, Holding]]]:
         """What tiers have of each namespace: their names, and what each has."""
@@ -47,35 +45,34 @@ class Inspector:
                 below.setdefault(name, []).append((tier, holding))
         return below
 
-    def _row(self, namespace: NamespacePages, now: float, readers: int, below: list[tuple[str, Holding]]) -> Report:
-        pages = len(namespace.index) - namespace.writing
-        figures = {
+    def _row(self, name: str, now: float, readers: Mapping[int, int], below: list[tuple[str, Holding]]) -> Report:
+        """What there is of the namespace ``name``, of which memory or a tier knows."""
+        ns = self._core.namespaces.named(name)
+        idle = min(held.idle_seconds for _, held in below) if ns is None else now - ns.last_used
+        page_size = below[0][1].page_size if ns is None else ns.page_size
+        pages = 0 if ns is None else len(ns.index) - ns.writing
+        return {
+            "namespace": name,
+            "tenant": tenant_of(name),
+            "model": model_of(name),
             "pages": pages,
-            "bytes": pages * namespace.page_size,
-            "writing": namespace.writing,
-            "page_size": namespace.page_size,
-            "leases": readers,
-            "pinned": len(namespace.pins.pinned),
+            "bytes": pages * page_size,
+            "writing": 0 if ns is None else ns.writing,
+            "page_size": page_size,
+            "leases": 0 if ns is None else readers.get(ns.number, 0),
+            "pinned": 0 if ns is None else len(ns.pins.pinned),
+            "idle_seconds": round(max(idle, 0.0), 3),
+            "tiers": [{"name": tier, "pages": held.pages, "bytes": held.bytes} for tier, held in below],
         }
-        return _told_row(namespace.name, figures, now - namespace.last_used, below)
-
-    def _row_below(self, name: str, below: list[tuple[str, Holding]]) -> Report:
-        none = dict.fromkeys(("pages", "bytes", "writing", "leases", "pinned"), 0)
-        figures = {**none, "page_size": below[0][1].page_size}
-        return _told_row(name, figures, min(held.idle_seconds for _, held in below), below)
 
     def show(self, what: str, now: float) -> Report:
         """All that is known of ``what``: a namespace's name, a key in hex, or (a part of) a request's id.
 
         Raises PoolRefused: nothing is called so.
         """
-        known = self._core.find_namespace(what)
-        if known >= 0:
-            namespace = self._core.namespaces[known]
-            readers = self._core.leases.by_namespace().get(known, 0)
-            return self._show_namespace(self._row(namespace, now, readers, self._held_below().get(what, [])))
-        if (below := self._held_below().get(what)) is not None:
-            return self._show_namespace(self._row_below(what, below))
+        below = self._held_below().get(what, [])
+        if below or self._core.find_namespace(what) >= 0:
+            return self._show_namespace(self._row(what, now, self._core.leases.by_namespace(), below))
         if len(what) == 2 * KEY_BYTES and all(digit in "0123456789abcdefABCDEF" for digit in what):
             return self._show_key(bytes.fromhex(what), now)
         request, looks = self._core.reasons.requests.find(what)
@@ -157,9 +154,3 @@ class Inspector:
 def _told_reason(code: int) -> Report:
     reason = Reason.of_code(code) or Reason.NOTHING_MISSED
     return {"reason": reason.value, "sentence": reason.sentence}
-
-
-def _told_row(name: str, figures: Report, idle: float, below: list[tuple[str, Holding]]) -> Report:
-    names = {"namespace": name, "tenant": tenant_of(name), "model": model_of(name)}
-    tiers = [{"name": tier, "pages": held.pages, "bytes": held.bytes} for tier, held in below]
-    return {**names, **figures, "idle_seconds": round(max(idle, 0.0), 3), "tiers": tiers}

@@ -18,9 +18,9 @@ from pathlib import Path
 from ems.errors import EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.retry import ConnectionEnded
 from ems.pool.ownership import foreign_owner, is_foreign, peer_of, stranger
-from ems.pool.protocol import coding, greeting, messages
+from ems.pool.protocol import coding, limits, messages
 from ems.pool.tenants import scram
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 from ems.pool.writer import INSTANCE_BYTES
 
 _READ_SIZE = 64 << 10
@@ -89,8 +89,8 @@ class Introduction:
     def _introduce(self, sock: socket.socket, deadline: float, owner: int | None) -> messages.Welcome:
         """Greet a node, of the user ``owner`` if that is somebody else, and prove who this client is if asked to."""
         given = self._credentials
-        nonce = os.urandom(greeting.NONCE_BYTES) if given.name else b""
-        versions = (greeting.OLDEST_VERSION, greeting.NEWEST_VERSION)
+        nonce = os.urandom(limits.NONCE_BYTES) if given.name else b""
+        versions = (coding.OLDEST_VERSION, coding.NEWEST_VERSION)
         hello = messages.Hello(*versions, self._name, os.getpid(), self._administers, given.name, nonce, self._instance)
         sent = coding.body(hello)
         sock.sendall(coding.frame(sent))

@@ -32,7 +32,7 @@ from ems.errors import (
 from ems.pool.client.answers import Namespace
 from ems.pool.client.introduction import Introduction, receive_frames
 from ems.pool.client.retry import ConnectionEnded, Retry
-from ems.pool.client.segments import NoPins, Pins, SegmentMap
+from ems.pool.client.segments import Pins, SegmentMap
 from ems.pool.protocol import coding, messages
 
 CALL_SECONDS = 5.0
@@ -91,7 +91,7 @@ class Line:
 
     def __init__(self, introduction: Introduction, pins: Pins | None = None, restart_seconds: float = 0.0) -> None:
         self._introduction = introduction
-        self._pins = pins or NoPins()
+        self._pins = pins
         self._lock = threading.RLock()
         self.connection: Connection | None = None
         """The present one; what the last call left behind, and no promise for the next."""
@@ -286,8 +286,9 @@ class Line:
         if connection is None:
             return
         connection.sock.close()
-        for mapped in connection.segments.mapped():
-            self._pins.unpin(mapped)
+        if self._pins is not None:
+            for mapped in connection.segments.mapped():
+                self._pins.unpin(mapped)
 
     def close(self) -> None:
         """End the connection for good; a call that waits for its answer in another thread fails now."""

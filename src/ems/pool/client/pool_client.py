@@ -40,7 +40,7 @@ from ems.pool.protocol.limits import MAX_TAIL_BYTES, TAIL_FRAME_BYTES
 from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import SAMPLE, PageReader, Trust, Verify, policy_named
-from ems.pool.tenants.credentials import Credentials
+from ems.pool.tenants.scram import Credentials
 
 _MOST_MICROS = 10**12
 

@@ -22,20 +22,10 @@ class Pins(Protocol):
         """A segment is about to be unmapped: no copy to or from it may run any more."""
 
 
-class NoPins:
-    """Nobody has to know."""
-
-    def pin(self, buffer: memoryview) -> None:
-        """Does nothing."""
-
-    def unpin(self, buffer: memoryview) -> None:
-        """Does nothing."""
-
-
 class SegmentMap:
     """Segments of one node, mapped into this process when they are first needed."""
 
-    def __init__(self, attach: Callable[[int], memoryview], pins: Pins) -> None:
+    def __init__(self, attach: Callable[[int], memoryview], pins: Pins | None) -> None:
         self._attach = attach
         """Maps a segment of the connection that this map belongs to."""
         self._pins = pins
@@ -50,11 +40,13 @@ class SegmentMap:
             with self._lock:
                 mapped = self._maps.get(number)
                 if mapped is not None and self._is_dead(number, mapped):
-                    self._pins.unpin(mapped)
+                    if self._pins is not None:
+                        self._pins.unpin(mapped)
                     mapped = None
                 if mapped is None:
                     mapped = self._attach(number)
-                    self._pins.pin(mapped)
+                    if self._pins is not None:
+                        self._pins.pin(mapped)
                     self._maps[number] = mapped
                     if mapped[:_MARKED] == MAGIC:
                         self._described.add(number)

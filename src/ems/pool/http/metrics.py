@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ems.pool.layout import FORMAT_VERSION
-from ems.pool.protocol.greeting import NEWEST_VERSION
+from ems.pool.protocol.coding import NEWEST_VERSION
 from ems.pool.reasons.words import Reason
 from ems.pool.service.handling import Measured
 

@@ -19,7 +19,7 @@ from ems.errors import PoolRefused, ProtocolError, StaleReference
 from ems.pool.node.client_limits import ClientLimits, room_for_clients, too_many_greetings, too_much_kept
 from ems.pool.node.connection import Connection
 from ems.pool.node.rounds import Farewell
-from ems.pool.protocol import greeting, messages
+from ems.pool.protocol import limits, messages
 from ems.pool.tenants.gate import Principal, refusal
 from ems.version import __version__
 
@@ -90,7 +90,7 @@ class Clients:
         self._node.loop.add_reader(sock, connection.on_readable)
         gives_way = self.limits.came(client_id, connection.party, self.room())
         if gives_way is not None:
-            self.connections[gives_way].refuse(PoolRefused(too_many_greetings(greeting.GREETING_SECONDS)))
+            self.connections[gives_way].refuse(PoolRefused(too_many_greetings(limits.GREETING_SECONDS)))
         return connection
 
     def room(self) -> int:

@@ -22,7 +22,7 @@ from ems.config import format_size
 from ems.errors import EmsError, ProtocolError
 from ems.pool.keys import KEY_BYTES
 from ems.pool.ownership import peer_of
-from ems.pool.protocol import coding, greeting, messages
+from ems.pool.protocol import coding, limits, messages
 from ems.pool.service.handling import MOST_AT_ONCE, STEP
 from ems.pool.service.storing import Steps
 from ems.pool.tenants.gate import Peer, Pending, Principal
@@ -55,7 +55,7 @@ class Connection:
         self._node = node
         self._sock = sock
         self._owner = client_id
-        self._greet_before = now + greeting.GREETING_SECONDS
+        self._greet_before = now + limits.GREETING_SECONDS
         self._frame_before = inf
         """When the frame must be whole that has come in part."""
         self._kept = 0
@@ -150,7 +150,7 @@ class Connection:
             self._paused = False
             self._node.loop.add_reader(self._sock, self.on_readable)
         if self._reader.size and self._frame_before == inf:
-            self._frame_before = self._node.clock() + greeting.FRAME_SECONDS
+            self._frame_before = self._node.clock() + limits.FRAME_SECONDS
         self._keep()
 
     def _pause(self) -> None:
@@ -212,7 +212,7 @@ class Connection:
         self.client = hello.client
         self.instance = hello.instance
         self.administers = hello.administers
-        self._version = greeting.negotiate(hello.oldest, hello.newest)
+        self._version = coding.negotiate(hello.oldest, hello.newest)
         outcome = self._node.tenancy.gate.greet(hello, body, self.peer, self._node.clock())
         if isinstance(outcome, Pending):
             self._pending = outcome
@@ -238,9 +238,9 @@ class Connection:
     def check_deadlines(self, now: float) -> None:
         """End the connection if its client should have greeted, or finished a frame, by ``now``."""
         if not self.greeted and now >= self._greet_before:
-            self.refuse(ProtocolError(f"the client did not greet within {greeting.GREETING_SECONDS:.0f} s"))
+            self.refuse(ProtocolError(f"the client did not greet within {limits.GREETING_SECONDS:.0f} s"))
         elif self._reader.size and now >= self._frame_before and not self.busy:
-            self.refuse(ProtocolError(f"a frame was begun and not finished within {greeting.FRAME_SECONDS:.0f} s"))
+            self.refuse(ProtocolError(f"a frame was begun and not finished within {limits.FRAME_SECONDS:.0f} s"))
 
     def refuse(self, error: EmsError) -> None:
         self._send_held()

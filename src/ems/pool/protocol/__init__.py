@@ -9,7 +9,7 @@ none.  ``SegmentAttached`` carries one file descriptor beside its bytes.
 Versions: both sides name the oldest and newest they speak, the newest common one is used.  A later version
 may add fields at the end of the greeting and of its answers, which an earlier one ignores.
 
-``messages`` (every message), ``acts`` (what administrators ask), ``greeting`` (versions), ``limits`` (how much a
-request has room for), ``coding`` (messages, frames, errors and bytes; what has to add up).  Brains only: sockets are
-the client's and the node's.
+``messages`` (every message), ``acts`` (what administrators ask), ``limits`` (how much a request has room for),
+``coding`` (messages, frames, errors and bytes; versions; what has to add up).  Brains only: sockets are the client's
+and the node's.
 """

@@ -20,6 +20,10 @@ MAX_FRAME = 4 << 20
 MAX_GREETING = 4096
 """Bytes of the largest frame before the greeting is over."""
 
+OLDEST_VERSION = 1
+NEWEST_VERSION = 1
+"""Versions of the protocol that are spoken here."""
+
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -37,6 +41,17 @@ REFUSALS: dict[str, type[EmsError]] = {
     "refused": PoolRefused,
 }
 """Code on the wire and the error that it stands for, most special first."""
+
+
+def negotiate(oldest: int, newest: int) -> int:
+    """The newest protocol version that a client speaking ``oldest`` to ``newest`` shares with this side."""
+    version = min(newest, NEWEST_VERSION)
+    if version < max(oldest, OLDEST_VERSION):
+        raise errors.VersionMismatch(
+            f"the client speaks protocol versions {oldest} to {newest}, this node {OLDEST_VERSION} to "
+            f"{NEWEST_VERSION}; install the same release of EMS on both sides"
+        )
+    return version
 
 
 def body(message: Message) -> bytes:

@@ -1,4 +1,4 @@
-"""How much a request has room for: the bound of every name, list and string of bytes in it.
+"""How much a request has room for, the bound of every name, list and string of bytes in it, and how long it may take.
 
 :mod:`ems.pool.protocol.messages` says which field has which; what is longer is refused while it is read, before memory
 is spent on it.  A character counts as four bytes at most.
@@ -27,3 +27,11 @@ MAX_NAMESPACES_ASKED = 4096
 """Most namespaces whose changes are asked for in one request: as many as a node has."""
 MAX_CREDENTIAL = 128
 """Characters of the longest access id, and bytes of the longest nonce or proof, that is read."""
+GREETING_SECONDS = 5.0
+"""How long a client may take to greet."""
+FRAME_SECONDS = 10.0
+"""How long a client may take to send a frame that it has begun."""
+NONCE_BYTES = 16
+"""Bytes of the random number with which each side makes a greeting its own."""
+PROOF_BYTES = 32
+"""Bytes of a proof that a side knows an access key."""

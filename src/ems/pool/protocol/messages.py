@@ -15,7 +15,7 @@ from ems.pool.layout import REF_BYTES
 from ems.pool.names import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
 from ems.pool.protocol import limits
 from ems.pool.protocol.acts import Acts, Keys, Text
-from ems.pool.protocol.greeting import PROOF_BYTES
+from ems.pool.protocol.limits import PROOF_BYTES
 from ems.pool.writer import INSTANCE_BYTES
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]

@@ -15,7 +15,7 @@ import msgspec
 
 from ems.errors import Unauthorised
 from ems.pool.core.shares import Quota
-from ems.pool.protocol import coding, greeting, messages
+from ems.pool.protocol import coding, limits, messages
 from ems.pool.tenants import scram
 from ems.pool.tenants.registry import Registry
 
@@ -117,10 +117,10 @@ class Gate:
             return Principal(administers=own)
         if own and hello.administers:
             return Principal(administers=True, stores=False)
-        if not hello.access_id or len(hello.nonce) != greeting.NONCE_BYTES or not self._limiter.allows(peer, now):
+        if not hello.access_id or len(hello.nonce) != limits.NONCE_BYTES or not self._limiter.allows(peer, now):
             raise self._refusal()
         challenge = messages.Challenge(
-            self._random(greeting.NONCE_BYTES),
+            self._random(limits.NONCE_BYTES),
             registry.salt_for(hello.access_id),
             registry.iterations,
             self._uid,

@@ -2,7 +2,9 @@
 
 The construction of SCRAM-SHA-256 (RFC 5802 with RFC 7677).  The node keeps a verifier: from it nobody can prove
 anything to the node, and to find the key behind it one must guess 256 random bits.  The message that both sides
-sign is the whole greeting as it travelled, so nobody in between can change a version or a feature.
+sign is the whole greeting as it travelled, so nobody in between can change a version.
+
+An access id and key, as an engine carries them around (:class:`Credentials`), are never shown and never logged.
 
 This is written by hand because libraries do something else: scramp signs SASL's text messages and no others, knows one
 key a user (a tenant has several while it rotates them), and would add half to the time of ``import ems``.
@@ -12,11 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
 from ems.errors import Unauthorised
+from ems.pool.protocol.limits import MAX_CREDENTIAL
 
 ITERATIONS = 4096
 """How often a key is hashed, the least that RFC 7677 allows.
@@ -26,8 +30,10 @@ Keys are random, so more would slow down engines that connect, and nobody else.
 MOST_ITERATIONS = 1 << 20
 """The most that a client does for a node: about half a second."""
 SALT_BYTES = 16
-
-
+ACCESS_ID = "ACCELERATE_ID"
+ACCESS_KEY = "ACCELERATE_KEY"
+DEFAULT_ID = "default"
+"""Who a client is that names a key but no id."""
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
@@ -92,3 +98,22 @@ def proves(known: Verifier, message: bytes, proof: bytes) -> bool:
 
 def signature(known: Verifier, message: bytes) -> bytes:
     return _hmac(known.server_key, message)
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """Who a client is, and what proves it; without a key it can only use an open node."""
+
+    access_id: str = ""
+    access_key: str = ""
+
+    def __repr__(self) -> str:
+        return f"Credentials(access_id={self.access_id!r}, access_key={'***' if self.access_key else ''!r})"
+
+    @property
+    def name(self) -> str:
+        """The access id to be sent; empty when there is nothing to prove it with."""
+        return (self.access_id or DEFAULT_ID)[:MAX_CREDENTIAL] if self.access_key else ""
+
+
+def from_environment(environment: Mapping[str, str]) -> Credentials:
+    return Credentials(environment.get(ACCESS_ID, ""), environment.get(ACCESS_KEY, ""))

@@ -17,7 +17,7 @@ import msgspec
 
 from ems.config import NodeConfig, default_directory, default_socket
 from ems.errors import ConfigError
-from ems.pool.tenants.credentials import ACCESS_ID, ACCESS_KEY, Credentials
+from ems.pool.tenants.scram import ACCESS_ID, ACCESS_KEY, Credentials
 from ems.vllm.configuration.setting_values import SettingReader
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
