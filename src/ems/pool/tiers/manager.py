@@ -270,16 +270,14 @@ class TierManager:
         arena = self._host.arena
         wanted = [(page.key, arena.place(PageRef.unpack(page.ref), size)) for page in reserved.granted]
         positions = [keys.index(page.key) for page in reserved.granted]
-        ended = partial(self._fetched, state, client_id, portion, reserved.reservation, positions)
+        ended = partial(self._fetched, state, reserved.reservation, positions)
         job = Job(partial(load, state.tier, name, wanted), ended)
         state.fetches[job] = (client_id, portion)
         self._promoting.update(((portion.namespace, page.key), client_id) for page in reserved.granted)
         state.readers.give(job)
 
-    def _fetched(
-        self, state: TierState, client_id: int, portion: Portion, reservation: int, positions: list[int], job: Job
-    ) -> None:
-        del state.fetches[job]
+    def _fetched(self, state: TierState, reservation: int, positions: list[int], job: Job) -> None:
+        client_id, portion = state.fetches.pop(job)
         if self._closed:
             return
         now = self._clock()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -46,14 +46,6 @@ AT_ONCE = 64
 """Packs that are removed in one go."""
 _Row = tuple[Any, ...]
 """The fields of a :class:`Record`, without its place."""
-
-
-class _Found(NamedTuple):
-    """A page that is to be loaded, the ``position``-th of those that were asked for."""
-
-    place: PackLocation
-    record: Record
-    position: int
 
 
 class PackTier(PackStore):
@@ -148,40 +140,39 @@ class PackTier(PackStore):
     def load(self, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
         """Fetch ``wanted``; blocks."""
         outcomes = [Outcome.MISSING] * len(wanted)
-        by_pack: dict[int, list[_Found]] = {}
-        for position, page in enumerate(wanted):
+        by_pack: dict[int, list[tuple[PackLocation, int]]] = {}
+        for number, page in enumerate(wanted):
             place = self._catalogue.find(namespace, page.key)
-            if place is None:
-                continue
-            if place.pack.head.page_size != len(page.into):
-                outcomes[position] = Outcome.WRONG_SIZE
-                continue
-            by_pack.setdefault(place.pack.number, []).append(_Found(place, place.record, position))
+            if place is not None and place.pack.head.page_size == len(page.into):
+                by_pack.setdefault(place.pack.number, []).append((place, number))
+            elif place is not None:
+                outcomes[number] = Outcome.WRONG_SIZE
         for found in by_pack.values():
-            found.sort(key=lambda one: one.record.offset)
+            found.sort(key=lambda one: one[0].position)
             for run in _runs(found):
                 self._load_run(run, wanted, outcomes)
-            self._used(found[0].place.pack)
+            self._used(found[0][0].pack)
         return outcomes
 
-    def _load_run(self, run: list[_Found], wanted: Sequence[Wanted], outcomes: list[Outcome]) -> None:
-        """Load pages that lie side by side in one pack."""
-        pack = run[0].place.pack
-        plain = not self._keys.encrypts and all(one.record.codec == Codec.RAW for one in run)
-        buffers = [wanted[one.position].into if plain else memoryview(bytearray(one.record.stored)) for one in run]
+    def _load_run(self, run: list[tuple[PackLocation, int]], wanted: Sequence[Wanted], outcomes: list[Outcome]) -> None:
+        """Load pages that lie side by side in one pack: the place of each, and its number in ``wanted``."""
+        pack, records = run[0][0].pack, [place.record for place, _ in run]
+        plain = not self._keys.encrypts and all(record.codec == Codec.RAW for record in records)
+        targets = [wanted[number].into for _, number in run]
+        buffers = targets if plain else [memoryview(bytearray(record.stored)) for record in records]
         try:
-            left = self._blobs.read(pack.name, pack.head.data + run[0].record.offset, buffers)
+            left = self._blobs.read(pack.name, pack.head.data + records[0].offset, buffers)
         except Gone:
             self._forget(pack.name)
             return
-        for one, buffer in zip(run, buffers, strict=True):
+        for (place, number), record, buffer, into in zip(run, records, buffers, targets, strict=True):
             left -= len(buffer)
-            opened = open_page(pack.head, one.record, buffer) if left >= 0 else None
-            if opened is not None and (plain or self._expand(one.record, opened, wanted[one.position].into)):
-                outcomes[one.position] = Outcome.DONE
+            opened = open_page(pack.head, record, buffer) if left >= 0 else None
+            if opened is not None and (plain or self._expand(record, opened, into)):
+                outcomes[number] = Outcome.DONE
             else:
-                outcomes[one.position] = Outcome.CORRUPT
-                self._drop(one.place)
+                outcomes[number] = Outcome.CORRUPT
+                self._drop(place)
 
     def _expand(self, record: Record, stored: bytes | bytearray | memoryview, into: memoryview) -> bool:
         return expand(record.codec, stored, into) and (self._keys.encrypts or crc32c(into) == record.page_sum)
@@ -286,14 +277,14 @@ class PackTier(PackStore):
         self._remove_forgotten(self._clock() + REMOVE_SECONDS)
 
 
-def _runs(found: Sequence[_Found]) -> Iterable[list[_Found]]:
+def _runs(found: Sequence[tuple[PackLocation, int]]) -> Iterable[list[tuple[PackLocation, int]]]:
     """``found`` in one pack, in order, cut where pages do not lie side by side."""
-    run: list[_Found] = []
-    for one in found:
-        if run and one.record.offset != run[-1].record.offset + run[-1].record.stored:
+    run: list[tuple[PackLocation, int]] = []
+    for place, number in found:
+        if run and place.position != run[-1][0].position + 1:
             yield run
             run = []
-        run.append(one)
+        run.append((place, number))
     if run:
         yield run
 
