@@ -260,15 +260,33 @@ def not_causal() -> FullAttentionSpec:
     return spec
 
 
-def mamba() -> MambaSpec:
-    return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+def mamba(mode: str = "none") -> MambaSpec:
+    return MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
+@pytest.mark.skipif(not compat.HANDS_OVER_STATES, reason="this release does not say which blocks hold states")
+def test_layers_that_keep_states_have_planes_of_whole_blocks(folder: Path) -> None:
+    config = make_config(folder, tensor_parallel_size=2, kv_heads=4)
+    model = describe(config, make_groups(mamba("align"), make_spec(num_kv_heads=2)), SETTINGS)
+    assert [(plane.group, plane.shards, plane.window, plane.state) for plane in model.planes] == [
+        (1, 4, 0, False),
+        (0, 2, 1, True),
+    ]
+    assert (model.page_blocks, model.fails_whole) == (1, True)
+
+
+@pytest.mark.skipif(not compat.HANDS_OVER_STATES, reason="it is refused as a whole there")
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_states_that_are_not_at_the_ends_of_blocks_are_refused(folder: Path, mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"in the mode '{mode}', but EmsStoreConnector serves 'align'; start with"):
+        describe(make_config(folder), make_groups(make_spec(), mamba(mode)), SETTINGS)
 
 
 @pytest.mark.parametrize(
     ("kv", "named"),
     [
         pytest.param(make_groups, "no KV cache", id="no attention"),
-        pytest.param(lambda: make_groups(make_spec(), mamba()), "MambaSpec", id="state space"),
+        pytest.param(lambda: make_groups(make_spec(), mamba()), "state-space layers", id="state space"),
         pytest.param(lambda: make_groups(make_spec(attention_chunk_size=64)), "chunks of 64", id="chunked attention"),
         pytest.param(
             lambda: make_groups(make_spec(), sliding(block_size=32)), "block sizes [16, 32]", id="block sizes"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from ems.pool.client.answers import Lease
 from ems.pool.keys import KeyChain
+from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.planes import Plane
 from ems.vllm.requests import (
@@ -29,6 +32,7 @@ from ems.vllm.requests import (
 
 BLOCK = 4
 REF = 20
+SETTINGS = ConnectorSettings(socket=Path("socket"), directory=Path("pool"))
 
 
 def make_book(*, saves: bool = True, several_ranks: bool = False, page_blocks: int = 1, **more: Any) -> RequestBook:
@@ -685,6 +689,51 @@ def test_an_engine_may_be_told_to_save_full_blocks_only() -> None:
 
     assert book.scheduled("a", [[5, 6, 7]], 10, replace=True) == Span(0, 2, 0)
     assert book.last_save("a", [[5, 6, 7]], 11) is None
+
+
+def test_states_are_saved_where_the_engine_says_that_they_are_and_loaded_behind_the_last_chunk() -> None:
+    planes = [Plane("attention", group=1), Plane("state", group=0, window=1, state=True)]
+    book = RequestBook(SETTINGS, BLOCK, planes, 2)
+    chain = make_chain(2 * BLOCK + 1)
+    book.arrive("a", 2 * BLOCK + 1, 0)
+    book.allocated("a", [], 0)
+
+    span = book.scheduled("a", [[0, 9, 8], [5, 6, 7]], 2 * BLOCK + 1, replace=True)
+    assert span == Span(0, 2, 0)  # no part of a block: there is no state behind it
+    assert book.save("a", span, chain, None).block_ids == [[], [5, 6]]
+    assert book.stored_tokens("a") == 0
+
+    assert not book.takes_states("a", BLOCK + 1)
+    assert book.takes_states("a", 2 * BLOCK)
+    save = book.save_states("a", 2 * BLOCK, chain, {0: 9})
+    assert (save.first, save.block_ids, save.tails) == (1, [[9], []], chain.tails(1, 2))
+    assert save.parent == chain.parent(1)
+    assert book.stored_tokens("a") == 2 * BLOCK
+
+    book.arrive("b", 2 * BLOCK + 1, 0)
+    pages = tuple(
+        Pages(plane, first, chain.packed(first, 2), bytes((2 - first) * REF_BYTES)) for plane, first in ((0, 0), (1, 1))
+    )
+    book.answered("b", chain, Found(2 * BLOCK, 2, pages, (Lease("node", 1, 1, b""),)))
+    assert book.match("b", 2 * BLOCK + 1, 0, 0.0)[0] == 2 * BLOCK
+    (load,) = book.allocated("b", [[0, 4], [2, 3]], 2 * BLOCK)
+    assert isinstance(load, Load)
+    assert [(part.plane, part.block_ids, part.keys) for part in load.parts] == [
+        (0, [2, 3], chain.packed(0, 2)),
+        (1, [4], chain.packed(1, 2)),
+    ]
+
+
+@pytest.mark.parametrize("why", ["saves nothing", "is paused", "is unknown", "ended with a reset"])
+def test_states_are_not_saved_where_nothing_is(why: str) -> None:
+    planes = [Plane("state", window=1, state=True)]
+    book = RequestBook(msgspec.structs.replace(SETTINGS, saves=why != "saves nothing"), BLOCK, planes)
+    if why != "is unknown":
+        book.arrive("a", 2 * BLOCK, 0)
+    book.paused = why == "is paused"
+    if why == "ended with a reset":
+        book.leave_out("a")
+    assert not book.takes_states("a", BLOCK)
 
 
 class LifeInChunks(Life):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from ems.pool.client.answers import Hits, Lease, Namespace, TailHit
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.reasons.words import Reason
 from ems.vllm.planes import Plane, first_in_sight, page_key, page_keys
 from ems.vllm.requests import NOTHING
 from ems.vllm.search import Prompt, Search
@@ -66,6 +68,15 @@ class Shelf:
     ) -> tuple[Hits, TailHit]:
         hits = self.lookup(namespace, keys, lease=lease_keys, **rest)
         return hits, self.lookup_tail(namespace, tail, lease=lease_tail, timeout=1.0)
+
+    def explain(self, name: str, keys: bytes, timeout: float) -> Any:
+        """As a node does: what is there behind something that is not is no prefix."""
+        assert timeout
+        here, codes = self._here(Namespace(name, 0)), bytearray()
+        for start in range(0, len(keys), KEY_BYTES):
+            behind = Reason.GAP.code if any(codes) else 0
+            codes.append(behind if keys[start : start + KEY_BYTES] in here else Reason.NEVER_STORED.code)
+        return SimpleNamespace(codes=bytes(codes))
 
     def release(self, lease: Lease) -> None:
         del self.leases[lease.number]
@@ -149,6 +160,30 @@ def test_what_is_found_is_what_can_be_used(data: st.DataObject) -> None:
         assert pages.first <= first_in_sight(plane.window, found.tokens - 1, BLOCK)
         refs = [pages.packed_refs[i : i + KEY_BYTES] for i in range(0, len(pages.packed_refs), REF)]
         assert b"".join(refs) == pages.keys
+    assert set(shelf.leases) == {lease.number for lease in found.leases}
+
+
+@given(data=st.data())
+def test_a_prompt_goes_on_from_the_last_state_that_all_such_layers_have(data: st.DataObject) -> None:
+    """Behind chunks that are all there, and never from the prompt's end: its last token is computed again."""
+    shelf, prompt = Shelf(), make_prompt(data.draw(st.integers(1, 40)))
+    full = Plane("full", shards=data.draw(st.integers(1, 2)))
+    states = [Plane(f"state {at}", group=at, shards=2, window=1, state=True) for at in (1, 2)]
+    chunks = data.draw(st.integers(0, len(prompt.chain)))
+    for chunk in range(chunks):
+        put(shelf, full, prompt, chunk)
+    there = [set(data.draw(st.sets(st.integers(1, len(prompt.chain))))) if len(prompt.chain) else set() for _ in states]
+    for plane, ends in zip(states, there, strict=True):
+        for end in ends:
+            put(shelf, plane, prompt, end - 1)
+    put_tail(shelf, [full, *states], prompt, len(prompt.chain))
+
+    found = search(shelf, [full, *states]).take(prompt)
+
+    last = min(chunks, (len(prompt.tokens) - 1) // BLOCK)
+    best = max((end for end in there[0] & there[1] if end <= last), default=0)
+    assert found.tokens == best * BLOCK
+    assert [pages.first for pages in found.pages] == ([0, best - 1, best - 1] if best else [])
     assert set(shelf.leases) == {lease.number for lease in found.leases}
 
 

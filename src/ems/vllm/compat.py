@@ -17,6 +17,7 @@ from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
+from vllm.v1.core.sched import output as sched_output
 
 from ems.errors import ConfigError
 
@@ -88,6 +89,16 @@ def check_failures(groups: int, windows: bool, *, reports: bool = REPORTS_FAILED
         f"the model has {has}, and vLLM {vllm.__version__} cannot be told of a load that failed whole; take vLLM 0.30 "
         f"or later{instead}"
     )
+
+
+HANDS_OVER_STATES = hasattr(sched_output, "KVConnectorBlockState")
+"""Whether the engine tells which blocks hold the states of state-space layers (0.32)."""
+
+
+def states_handed_over(scheduler_output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """By request: KV cache group, block and token count of states that the blocks hold once this step is computed."""
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    return state.boundary_state_offloads if state is not None else {}
 
 
 def failed_receives(connector_output: Any) -> set[str]:

@@ -321,7 +321,8 @@ class Lookups:
             return reason, ""
         full = len(prompt.chain)
         names = prompt.chain.packed(found.chunks, min(full, found.chunks + MAX_KEYS // plane.shards - 1))
-        if rest := prompt.tokens[full * size :]:
+        rest = prompt.tokens[full * size :]
+        if len(rest) and not self._search.states:
             extra = prompt.extra()
             names += prompt.chain.tail(full, rest, extra[full] if full < len(extra) else None).key
         keys = page_keys(names, plane.shards)
@@ -333,6 +334,12 @@ class Lookups:
             return reason, ""
         codes, detail = explanation.codes, explanation.detail
         why = Reason.of_code(next((code for code in codes if code), 0)) or reason
+        if (
+            self._search.states
+            and codes
+            and not any(code not in (0, Reason.GAP.code) for code in codes[: plane.shards])
+        ):
+            return Reason.NO_STATE, detail
         # A chunk behind counts when all of its pages are there.
         behind = (codes[at : at + plane.shards] for at in range(plane.shards, len(codes), plane.shards))
         if any(all(code in (0, Reason.GAP.code) for code in chunk) for chunk in behind):

@@ -313,9 +313,16 @@ def _served(spec: Any, *, any_kind: bool) -> Any:
         raise ConfigError(
             f"the model attends in chunks of {spec.attention_chunk_size} tokens, which EmsStoreConnector does not serve"
         )
+    if compat.HANDS_OVER_STATES and _keeps_state(spec) and spec.mamba_cache_mode != "align":
+        raise ConfigError(
+            f"the model's state-space layers keep states in the mode '{spec.mamba_cache_mode}', but EmsStoreConnector "
+            "serves 'align'; start with --enable-prefix-caching --mamba-cache-mode align"
+        )
+    if compat.HANDS_OVER_STATES and _keeps_state(spec):
+        return spec
     raise ConfigError(
         f"the model has layers that keep their state as {type(spec).__name__}, but EmsStoreConnector serves full "
-        "attention (MHA, GQA), MLA and sliding windows"
+        "attention (MHA, GQA), MLA, sliding windows and, from vLLM 0.32 on, state-space layers"
     )
 
 

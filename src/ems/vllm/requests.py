@@ -15,7 +15,7 @@ a bounded time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
@@ -26,7 +26,7 @@ from ems.pool.client.answers import Lease
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
 from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.planes import Plane, first_in_sight
+from ems.vllm.planes import Plane
 
 NEVER = 1 << 62
 EAGER_LEASES = 64
@@ -190,6 +190,8 @@ class Request:
     """All of its prompt was offered for saving."""
     saved_tail: int = 0
     """Tokens of the request up to the end of the tail that was offered last."""
+    states_until: int = 0
+    """The last token behind which the states of state-space layers were saved and can be gone on from."""
 
 
 class RequestBook:
@@ -219,6 +221,8 @@ class RequestBook:
         # With a window the engine drops what a new token cannot see: the last token, computed again, would see more.
         self._windows = any(plane.window for plane in planes)
         self._several_ranks = several_ranks
+        self._state_groups = {plane.group for plane in planes if plane.state}
+        """Groups that keep states: behind a part of a chunk there is none to go on from."""
         self.paused = False
         """While this is set nothing is offered for saving, nor later what follows it."""
         self.restarted_at = float("-inf")
@@ -407,8 +411,7 @@ class RequestBook:
         return [Load(request_id, found.leases[0].node, parts, broken, request.in_step, request.adapter)]
 
     def _first_wanted(self, request: Request, pages: Pages, tokens: int) -> int:
-        window = self._planes[pages.plane].window
-        return max(request.local // self._block_size, first_in_sight(window, tokens, self._block_size))
+        return max(request.local // self._block_size, self._planes[pages.plane].first_needed(tokens, self._block_size))
 
     def _part(self, request: Request, pages: Pages, tokens: int) -> LoadPart:
         plane = self._planes[pages.plane]
@@ -468,11 +471,12 @@ class RequestBook:
             return None
         if request.next_save == NEVER or self._may_fail(request):
             return None
-        held = min(len(ids) for ids in request.block_ids)
+        lengths = [len(ids) for group, ids in enumerate(request.block_ids) if group not in self._state_groups]
+        held = min(lengths, default=computed)
         whole = min(computed // self._chunk_tokens, held // self._page_blocks)
         first = min(request.next_save, whole)
         tail = computed - whole * self._chunk_tokens
-        may_end = self._settings.save_tails and computed >= end and computed > request.saved_tail
+        may_end = self._settings.save_tails and not self._state_groups and end <= computed > request.saved_tail
         if not may_end or tail >= self._chunk_tokens or computed > held * self._block_size:
             tail = 0
         if first == whole and not tail:
@@ -492,10 +496,47 @@ class RequestBook:
         tails = [*chain.tails(span.first, span.end), *([tail] if tail is not None else [])]
         first, partial = span.first * self._page_blocks, tail is not None
         end = span.end * self._page_blocks + -(-span.tail // self._block_size)
-        block_ids = [ids[first:end] for ids in request.block_ids]
-        parent = chain.parent(span.first)
-        number = next(self._numbers)
-        return Save(number, request_id, span.first, parent, tails, block_ids, partial, adapter=request.adapter)
+        # Which blocks hold states the engine tells apart, see save_states().
+        block_ids = [
+            [] if group in self._state_groups else ids[first:end] for group, ids in enumerate(request.block_ids)
+        ]
+        return self._numbered(request, span.first, chain, tails, block_ids, partial=partial)
+
+    def _numbered(
+        self,
+        request: Request,
+        first: int,
+        chain: KeyChain,
+        tails: Sequence[Tail],
+        block_ids: Sequence[Sequence[int]],
+        *,
+        partial: bool = False,
+    ) -> Save:
+        number, parent = next(self._numbers), chain.parent(first)
+        return Save(number, request.request_id, first, parent, tails, block_ids, partial, adapter=request.adapter)
+
+    def takes_states(self, request_id: str, tokens: int) -> bool:
+        """Whether the states behind ``tokens`` tokens of a request are to be saved."""
+        request = self._requests.get(request_id)
+        if request is None or not self._settings.saves or not request.prompt_tokens or tokens % self._chunk_tokens:
+            return False
+        return request.next_save != NEVER and not self.paused
+
+    def save_states(self, request_id: str, tokens: int, chain: KeyChain, blocks: Mapping[int, int]) -> Save:
+        """The save of the states behind ``tokens`` tokens, which the engine has in ``blocks``, one for each group."""
+        request, end = self._requests[request_id], tokens // self._chunk_tokens
+        if tokens < request.prompt_tokens:  # whoever has the same prompt computes its last token
+            request.states_until = max(request.states_until, tokens)
+        block_ids = [[blocks[group]] if group in blocks else [] for group in range(self._groups)]
+        return self._numbered(request, end - 1, chain, chain.tails(end - 1, end), block_ids)
+
+    def stored_tokens(self, request_id: str) -> int:
+        """Up to which token others will find a request's prompt and answer."""
+        request = self._requests.get(request_id)
+        if request is None or request.next_save == NEVER:
+            return 0
+        stored = max(request.next_save * self._chunk_tokens, request.saved_tail)
+        return min(stored, request.states_until) if self._state_groups else stored
 
     # Ends
 

@@ -32,7 +32,7 @@ from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
-from ems.vllm.requests import NEVER, Adapter, Ask, Load, Phase, Release, RequestBook, Save, Span
+from ems.vllm.requests import Adapter, Ask, Load, Phase, Release, RequestBook, Save, Span
 from ems.vllm.tokens import WithoutAdapter, extra_keys, token_ids
 
 logger = init_logger("vllm.ems.scheduler")
@@ -290,10 +290,7 @@ class SchedulerSide:
         if self._settings.save_answers and ran:
             # One that did not run has blocks that another connector was to fill, and perhaps has not.
             self._save_rest(request, block_ids)
-        known = self._book.get(request_id)
-        stored = 0
-        if known is not None and known.next_save != NEVER:
-            stored = max(known.next_save * self._model.chunk_tokens, known.saved_tail)
+        stored = self._book.stored_tokens(request_id)
         self._do(self._book.finished(request_id))
         self._vllm_requests.pop(request_id, None)
         held = {block.block_id for of, blocks in self._held.values() if of == request_id for block in blocks}
@@ -320,7 +317,9 @@ class SchedulerSide:
         Its blocks are held by references of our own until it is over: until then nobody else gets them when the
         request ends, is preempted, or drops them behind a sliding window.  A reset of the cache makes us give them up.
         """
-        save = self._named(request, span)
+        self._hold(self._named(request, span))
+
+    def _hold(self, save: Save) -> None:
         blocks = list(map(self.block_pool.blocks.__getitem__, filter(None, chain.from_iterable(save.block_ids))))
         self.block_pool.touch(blocks)
         self._held[save.number] = save.request_id, blocks
@@ -396,6 +395,8 @@ class SchedulerSide:
                 cached.num_computed_tokens[position],
                 replace=request_id in cached.resumed_req_ids,
             )
+        for request_id, states in compat.states_handed_over(output).items():
+            self._plan_states(request_id, states)
         if tokens and not (self._loads or self._saves or call_off):
             return QUIET
         loads, saves = self._loads, self._saves
@@ -435,23 +436,39 @@ class SchedulerSide:
         if span is not None:
             self._begin_save(self._vllm_requests[request_id], span)
 
-    def _named(self, request: Any, span: Span) -> Save:
+    def _plan_states(self, request_id: str, states: Sequence[tuple[int, int, int]]) -> None:
+        """Save states of state-space layers: KV cache group, block, and the tokens that each is of."""
+        request, by_tokens = self._vllm_requests.get(request_id), dict[int, dict[int, int]]()
+        for group, block, tokens in states:
+            if request and block and (self._settings.save_answers or tokens <= request.num_prompt_tokens):
+                by_tokens.setdefault(tokens, {})[group] = block
+        for tokens, blocks in by_tokens.items():
+            if self._book.takes_states(request_id, tokens):
+                names, _ = self._chain(request, tokens // self._model.chunk_tokens)
+                self._hold(self._book.save_states(request_id, tokens, names, blocks))
+
+    def _chain(self, request: Any, chunks: int, *, more: bool = False) -> tuple[KeyChain, Sequence[object]]:
+        """Keys of at least ``chunks`` chunks of a request; what else names chunks, if that was needed or ``more``."""
         known = self._book.get(request.request_id)
         assert known is not None
         size = self._model.chunk_tokens
-        end = span.end * size
         if known.chain is None:
             known.chain = KeyChain(self._lookups.chain_name + self._adapter_key(request), size)
-        extra = self._extra(request)() if len(known.chain) < span.end or span.tail else ()
-        if len(known.chain) < span.end:
+        extra = self._extra(request)() if len(known.chain) < chunks or more else ()
+        if len(known.chain) < chunks:
             # The chain takes what it needs of all tokens, without a copy of a long prompt.
-            tokens = request.all_token_ids if request.prompt_token_ids is not None else token_ids(request, 0, end)
-            known.chain.extend(tokens, extra, span.end)
+            whole = request.prompt_token_ids is not None
+            known.chain.extend(request.all_token_ids if whole else token_ids(request, 0, chunks * size), extra, chunks)
+        return known.chain, extra
+
+    def _named(self, request: Any, span: Span) -> Save:
+        names, extra = self._chain(request, span.end, more=span.tail > 0)
         tail = None
         if span.tail:
+            end = span.end * self._model.chunk_tokens
             tokens = token_ids(request, end, end + span.tail)
-            tail = known.chain.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
-        save = self._book.save(request.request_id, span, known.chain, tail)
+            tail = names.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
+        save = self._book.save(request.request_id, span, names, tail)
         if self._events is not None:
             self._events.offered(request, save, extra_keys(request, self._model.block_size))
         return save

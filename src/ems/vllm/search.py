@@ -16,6 +16,7 @@ from ems.pool.client.answers import NO_TAIL, Hits, Lease, Namespace, TailHit
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain, Tail
 from ems.pool.layout import REF_BYTES
+from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
 from ems.vllm.planes import Plane, first_in_sight, page_keys
 from ems.vllm.requests import NOTHING, Found, Pages
@@ -25,6 +26,10 @@ ATTEMPTS = 8
 
 MANY = 64
 """Blocks from which on it is worth while to look for the first of their pages alone at first."""
+
+
+_PRESENT = (0, Reason.GAP.code, Reason.LOWER_TIER.code)
+"""What the node says of keys that it has, also behind others that it has not."""
 
 
 class Prompt(msgspec.Struct):
@@ -51,6 +56,8 @@ class Search:
     def __init__(self, client: PoolClient, planes: Sequence[Plane], chunk_tokens: int, call_timeout: float) -> None:
         self._client = client
         self._planes = planes
+        self.states = [number for number, plane in enumerate(planes) if plane.state]
+        """Planes of layers that keep states: a prompt goes on only where all of these have one."""
         self._namespaces = [Namespace(plane.namespace, 0) for plane in planes]
         self._chunk_tokens = chunk_tokens
         self._timeout = call_timeout
@@ -178,11 +185,14 @@ class Search:
 
     def _reach(self, prompt: Prompt) -> Reach:
         chunks, pending = len(prompt.chain), False
+        if self.states:
+            chunks = min(chunks, (len(prompt.tokens) - 1) // self._chunk_tokens)  # the last token is computed again
         for number, plane in enumerate(self._planes):
             if not plane.window and chunks:
                 found, writing = self._leading(number, prompt.chain.packed(0, chunks))
                 chunks, pending = found, pending or (writing and found < chunks)
         for _ in range(ATTEMPTS):
+            chunks = self._behind_states(prompt, chunks)
             tail = self._whole_tail(prompt, chunks)
             gap, writing = self._gap(prompt, chunks, tail)
             pending = pending or writing or tail.pending
@@ -191,6 +201,18 @@ class Search:
             # Up to the gap some of the window may be there; a tail at a gap is none.
             chunks = min(gap, chunks)
         return Reach(0, NO_TAIL, pending)
+
+    def _behind_states(self, prompt: Prompt, chunks: int) -> int:
+        """How many of the leading ``chunks`` end with states that memory, or a tier, has; all without such layers."""
+        for number in self.states:
+            shards = self._planes[number].shards
+            begin = max(chunks - MAX_KEYS // shards, 0)
+            keys = page_keys(prompt.chain.packed(begin, chunks), shards)
+            codes = self._client.explain(self._planes[number].namespace, keys, self._timeout).codes if keys else ()
+            present = [code in _PRESENT for code in codes]
+            ends = (at for at in range(chunks - begin, 0, -1) if all(present[(at - 1) * shards : at * shards]))
+            chunks = begin + next(ends, -begin)
+        return chunks
 
     def _leading(self, number: int, keys: bytes) -> tuple[int, bool]:
         """How many leading chunks of ``keys`` are whole in a plane, and whether the next is being written."""
@@ -232,7 +254,7 @@ class Search:
     def _tail_name(self, prompt: Prompt, chunks: int) -> Tail | None:
         """The chunk number ``chunks`` as far as the prompt has it; None where the prompt ends before it."""
         rest = prompt.tokens[chunks * self._chunk_tokens : (chunks + 1) * self._chunk_tokens]
-        if not len(rest):
+        if not len(rest) or self.states:
             return None
         extra = prompt.extra()
         return prompt.chain.tail(chunks, rest, extra[chunks] if chunks < len(extra) else None)

@@ -62,6 +62,10 @@ class Reason(Enum):
     LOAD_FAILED = "load_failed", "blocks that were promised could not be loaded and were computed"
     ADAPTER = "adapter", "which weights the request's LoRA adapter has cannot be told, the log says why"
     DOES_NOT_LOAD = "does_not_load", "this engine only stores and loads nothing"
+    NO_STATE = (
+        "no_state",
+        "the pool has the next blocks, but no state of the model's state-space layers behind one of them",
+    )
     NOT_LOADED = "not_loaded", "the engine did not ask for the load"
 
     @classmethod
