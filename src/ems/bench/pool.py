@@ -214,7 +214,7 @@ class Bench:
             taken["memcpy"].append(_seconds(engine.memcpy))
             taken["memcpy_to_slots"].append(self._copy_to_slots(namespace, engine, keys))
             taken["save"].append(_seconds(lambda keys=keys: self._save(namespace, engine, keys, batch)))  # type: ignore[misc]
-            taken["memcpy_from_slots"].append(self._copy_from_slots(namespace, engine, keys, batch))
+            taken["memcpy_from_slots"].append(self._copy_from_slots(namespace, engine, keys))
             for name, policy in checks.items():
                 taken[name].append(_seconds(partial(self._load, namespace, engine, keys, batch, policy)))
         # The first round warms engine memory and page tables.
@@ -241,20 +241,15 @@ class Bench:
         self._client.abort(reserved)
         return seconds
 
-    def _copy_from_slots(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> float:
+    def _copy_from_slots(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes]) -> float:
         """Seconds of the plain copies alone, out of pages that were saved just now."""
-        pages: list[memoryview] = []
-        leases = []
-        for first in range(0, len(keys), batch):
-            hits = self._client.lookup(namespace, b"".join(keys[first : first + batch]), lease=True)
-            if hits.lease is None:
-                raise NoSpace(_TOO_SMALL)
-            segments = self._client.segments(hits.lease.epoch)
-            pages += [segments.page(ref, namespace.page_size) for ref in hits.lease.refs]
-            leases.append(hits.lease)
+        hits = self._client.lookup(namespace, b"".join(keys), lease=True)
+        if hits.lease is None or hits.count != len(keys):
+            raise NoSpace(_TOO_SMALL)
+        segments = self._client.segments(hits.lease.epoch)
+        pages = [segments.page(ref, namespace.page_size) for ref in hits.lease.refs]
         seconds = _seconds(lambda: engine.plain_in(pages))
-        for lease in leases:
-            self._client.release(lease)
+        self._client.release(hits.lease)
         return seconds
 
     def _save(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> None:

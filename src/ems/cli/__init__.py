@@ -59,10 +59,10 @@ GROUPS = {
     "key": (
         "Access keys of tenants.",
         {
-            "add": ("key:add", "Make a key; it is shown this once."),
-            "list": ("key:list_", "List a tenant's keys."),
-            "rotate": ("key:rotate", "Make a key; the others go on for a while."),
-            "revoke": ("key:revoke", "End a key, and the connections that it opened, at once."),
+            "add": ("tenant:add_key", "Make a key; it is shown this once."),
+            "list": ("tenant:list_keys", "List a tenant's keys."),
+            "rotate": ("tenant:rotate_key", "Make a key; the others go on for a while."),
+            "revoke": ("tenant:revoke_key", "End a key, and the connections that it opened, at once."),
         },
     ),
     "bench": (

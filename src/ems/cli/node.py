@@ -12,11 +12,11 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import structlog
@@ -250,10 +250,7 @@ async def _serve(config: NodeConfig, kept: KeptOpen | None) -> None:
             segments=sum(bool(segment.size) for segment in slots.segments),
             http=f"http://{config.http_host}:{port}" if port else "off",
         )
-        if listener is None:
-            await _end_of(node, stop)
-        else:
-            await _serve_http(node, listener, stop, token)
+        await _until_end(node, stop, listener, token)
         if node.restart.due.is_set():
             stays = node.keep_open(listener)
             node.close()
@@ -262,21 +259,16 @@ async def _serve(config: NodeConfig, kept: KeptOpen | None) -> None:
         log.info("stopping")
 
 
-async def _end_of(node: Node, stop: asyncio.Event) -> None:
-    ends = {asyncio.create_task(stop.wait()), asyncio.create_task(node.restart.due.wait())}
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
+async def _until_end(node: Node, stop: asyncio.Event, listener: socket.socket | None, token: str) -> None:
+    """Wait until the node is to stop or to restart, and serve HTTP meanwhile."""
+    waits: list[Coroutine[Any, Any, object]] = [stop.wait(), node.restart.due.wait()]
+    if listener is not None:
+        from ems.pool.http.server import HttpServer
 
-
-async def _serve_http(node: Node, listener: socket.socket, stop: asyncio.Event, token: str) -> None:
-    from ems.pool.http.server import HttpServer
-
-    server = HttpServer(node, private=node.config.tenants is not None, token=token)
-    serving = asyncio.create_task(server.serve(listener))
-    stopping = asyncio.create_task(_end_of(node, stop))
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (serving, stopping):
+        waits.append(HttpServer(node, private=node.config.tenants is not None, token=token).serve(listener))
+    tasks = [asyncio.create_task(one) for one in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
