@@ -32,7 +32,7 @@ from ems.vllm.requests import (
 
 BLOCK = 4
 REF = 20
-SETTINGS = ConnectorSettings(socket=Path("socket"), directory=Path("pool"))
+SETTINGS = ConnectorSettings(saves=True, socket=Path("socket"), directory=Path("pool"))
 
 
 def make_book(*, saves: bool = True, several_ranks: bool = False, page_blocks: int = 1, **more: Any) -> RequestBook:
