@@ -160,6 +160,21 @@ def test_the_second_namespace_gets_segments_when_the_first_filled_everything() -
     assert wrong_core(core) == []
 
 
+def test_a_segment_of_others_none_of_whose_slots_is_out_is_taken_if_it_has_room() -> None:
+    core = core_of(1, 4, 4)
+    first, second = core.open_namespace("a", PAGE), core.open_namespace("b", 2 * PAGE)
+    save(core, first, chain("x", 4))
+    begun = [core.writing.reserve(2, first, bytes(16), chain(name, count)) for name, count in (("y", 4), ("z", 1))]
+    assert [one.segment for reserved in begun for one in reserved.assigned] == [2, 0]
+    for reserved in begun:
+        core.writing.abort(2, reserved.reservation)
+    reserved = core.writing.reserve(3, second, bytes(16), [key("large")])
+    assert outcomes(reserved) == [Outcome.GRANTED]
+    assert [one.segment for one in reserved.assigned] == [2]
+    assert present(core, first, chain("x", 4)) == chain("x", 4)
+    assert wrong_core(core) == []
+
+
 def test_a_namespace_takes_no_more_than_its_share() -> None:
     core = core_of(2, 2, 2, 2)
     first, second = core.open_namespace("a", PAGE), core.open_namespace("b", PAGE)

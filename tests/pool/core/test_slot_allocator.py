@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.core.slot_allocator import Segment, SlotAllocator
+from ems.pool.core.slot_allocator import SlotAllocator
 from ems.pool.layout import PageRef, carve
 from tests.pool.brain import PAGE, segment_for
 from tests.pool.wrong_core import wrong_slots
@@ -119,21 +119,6 @@ def test_waiting_pays_only_while_memory_is_touched_that_one_could_have() -> None
     slots.touching_ended()
     assert not slots.untouched(1)
     assert slots.capacity(1) == 1
-
-
-def anything(_: Segment) -> bool:
-    return True
-
-
-def test_idle_segments_of_others_are_found_if_they_have_room() -> None:
-    slots = space_of(1, 1)
-    for number, segment in enumerate(slots.segments):
-        slots.assign(segment, number, PAGE)
-    assert slots.idle_of_others(0, PAGE, anything) is slots.segments[1]
-    assert slots.idle_of_others(0, 4 * PAGE, anything) is None
-    slots.take(1)
-    assert slots.idle_of_others(0, PAGE, anything) is None
-    assert slots.idle_of_others(1, PAGE, anything) is slots.segments[0]
 
 
 def test_check_sees_what_is_wrong() -> None:

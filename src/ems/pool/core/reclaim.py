@@ -84,17 +84,11 @@ class Reclaimer:
         They are read as they are asked for, and only until the core is told anything else.
         """
         for namespace in self._namespaces:
-            count = self._leaving_soon(namespace)
-            if count:
-                yield namespace.number, islice(namespace.index.policy, max(least, count))
-
-    def _leaving_soon(self, namespace: NamespacePages) -> int:
-        """How many pages the next few evictions take; 0 while ``namespace`` is farther from its capacity than that."""
-        capacity = self._slots.capacity(namespace.number)
-        nearly = (self._high_watermark - AHEAD * self._eviction_ratio) * capacity
-        if capacity == 0 or self._slots.used(namespace.number) < nearly:
-            return 0
-        return max(int(AHEAD * self._eviction_ratio * capacity), 1) + namespace.debt
+            capacity = self._slots.capacity(namespace.number)
+            nearly = (self._high_watermark - AHEAD * self._eviction_ratio) * capacity
+            if capacity and self._slots.used(namespace.number) >= nearly:
+                next_evictions = max(int(AHEAD * self._eviction_ratio * capacity), 1) + namespace.debt
+                yield namespace.number, islice(namespace.index.policy, max(least, next_evictions))
 
     def spare(self, namespace: NamespacePages) -> tuple[int, int]:
         """How many pages of ``namespace`` find room without that any page has to leave for them.
@@ -140,19 +134,21 @@ class Reclaimer:
         return self._slots.unassigned(namespace.page_size, namespace.tenant)
 
     def _idle(self, namespace: NamespacePages) -> Segment | None:
-        """A segment of another namespace that holds nothing, if it may change hands."""
+        """A segment of another namespace none of whose slots is out and that has room, if it may change hands."""
         usage = SegmentUsage(self._namespaces, self._slots.segments)
-
-        def allowed(segment: Segment) -> bool:
-            assert segment.namespace is not None
-            tenant, other = namespace.tenant, self._namespaces[segment.namespace].tenant
-            return tenant == other or (
+        tenant, size = namespace.tenant, namespace.page_size
+        for segment in self._slots.segments:
+            number = segment.namespace
+            if number is None or number == namespace.number or segment.used or not segment.room_for(size):
+                continue
+            other = self._namespaces[number].tenant
+            if tenant == other or (
                 self._slots.settled(segment)
                 and self.shares.may_grow(tenant, usage.bytes[tenant], segment.size)
                 and self.shares.may_donate(other, usage.bytes[other], segment.size)
-            )
-
-        return self._slots.idle_of_others(namespace.number, namespace.page_size, allowed)
+            ):
+                return segment
+        return None
 
     def _evict(self, namespace: NamespacePages, count: int, reason: Reason) -> int:
         let_go = partial(self.let_go, namespace, reason.code, NOBODY)
@@ -179,10 +175,8 @@ class Reclaimer:
             if not segment.room_for(namespace.page_size) or (foreign and not self._slots.settled(segment))
         ]
         number = self._emptied(other, useless, Reason.EVICTED_FOR_OTHERS, namespace.number)
-        if number is None:
-            namespace.denied = True
-            return None
-        return self._slots.segments[number]
+        namespace.denied = number is None
+        return None if number is None else self._slots.segments[number]
 
     def _emptied(
         self, namespace: NamespacePages, useless: Iterable[int], reason: Reason, other: int = NOBODY
@@ -255,9 +249,7 @@ class Reclaimer:
             return []
         usage = SegmentUsage(self._namespaces, self._slots.segments)
         taken = []
-        for tenant, has in usage.bytes.items():
-            if has <= self.shares.bounds(tenant).cap:
-                continue
+        for tenant in [tenant for tenant, has in usage.bytes.items() if has > self.shares.bounds(tenant).cap]:
             segment = self._segment_to_take(tenant, usage)
             if segment is not None and segment.namespace is not None:
                 self.renew(segment)

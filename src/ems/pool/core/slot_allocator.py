@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ems.pool.layout import Geometry, PageRef, carve
@@ -97,14 +97,6 @@ class SlotAllocator:
         fresh = [segment for segment in self.segments if segment.namespace is None and segment.room_for(page_size)]
         fit = [segment for segment in fresh if as_it_is(segment) or self.settled(segment)]
         return max(fit, key=lambda segment: (as_it_is(segment), segment.touched, -segment.number), default=None)
-
-    def idle_of_others(self, namespace: int, page_size: int, allowed: Callable[[Segment], bool]) -> Segment | None:
-        """A segment of another namespace, none of whose slots is out, that has room for a page and is ``allowed``."""
-        for segment in self.segments:
-            idle = segment.namespace not in (None, namespace) and segment.used == 0 and segment.room_for(page_size)
-            if idle and allowed(segment):
-                return segment
-        return None
 
     def settled(self, segment: Segment) -> bool:
         """Whether nobody is touching ``segment``, so that its memory may be replaced, and memory is to be had."""
