@@ -79,7 +79,7 @@ class FakeUpstream(Upstream):
     async def __aexit__(self, *_: object) -> None: ...
 
     async def send(
-        self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None
+        self, method: str, address: Address, target: str, fields: list[tuple[str, str]], body: bytes | None = None
     ) -> FakeAnswer:
         self.asked.append((asyncio.get_running_loop().time(), address, target))
         answer = await self._answer(address, target)

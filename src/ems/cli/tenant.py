@@ -53,19 +53,13 @@ class Writing(Reading, Changing):
 READING = Reading()
 WRITING = Writing()
 KEY_BYTES = 32
+Change = Callable[[Registry], Registry]
 OBEY_SECONDS = 5.0
 """How long a node may take to read a file that was changed."""
 _POLL_SECONDS = 0.05
 
 
-def change(
-    verb: str,
-    what: Mapping[str, object],
-    apply: Callable[[Registry], Registry],
-    *,
-    asked: Writing,
-    create: bool = False,
-) -> Registry:
+def change(verb: str, what: Mapping[str, object], apply: Change, *, asked: Writing, create: bool = False) -> Registry:
     """Make a change of the file of tenants and write it into the audit log; what is there after it.
 
     In a dry run all is checked and nothing changed.
@@ -86,13 +80,7 @@ def change(
 
 
 def change_and_tell(
-    verb: str,
-    what: Mapping[str, object],
-    apply: Callable[[Registry], Registry],
-    said: str,
-    *,
-    asked: Writing,
-    create: bool = False,
+    verb: str, what: Mapping[str, object], apply: Change, said: str, *, asked: Writing, create: bool = False
 ) -> None:
     """:func:`change`, and say what was done and whether the node obeys."""
     after = change(verb, what, apply, asked=asked, create=create)
@@ -107,31 +95,27 @@ def change_and_tell(
 
 def tell(asked: Writing, revision: int) -> None:
     """Wait until the node obeys ``revision`` of the file, and say on stderr whether it does."""
-    path = asked.at
-    file = str(asked.file.absolute())
-    deadline = time.monotonic() + OBEY_SECONDS
+    path, file = asked.at, str(asked.file.absolute())
     try:
-        while True:
-            known: Any = figures(path).get("tenants") or {}
-            if known.get("file") != file:
-                note(f"the node on {path} does not read {file}, start it with 'ems node --tenants {file}'")
-                return
-            if known["revision"] >= revision:
-                unkept = known.get("quotas_unkept")
-                note(
-                    f"the node on {path} has the new keys and keeps the quotas of before: {unkept}"
-                    if unkept
-                    else f"the node on {path} obeys"
-                )
-                return
-            if time.monotonic() >= deadline:
-                note(f"the node on {path} has not read {file} yet, see its log")
-                return
-            time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
+        note(f"the node on {path} {_obedience(path, file, revision)}")
     except PoolUnavailable:
         note(f"no node runs on {path}, the next one started with --tenants {file} obeys")
     except PoolError as error:
         note(f"the node on {path} could not be asked whether it obeys: {error}")
+
+
+def _obedience(path: Path, file: str, revision: int) -> str:
+    deadline = time.monotonic() + OBEY_SECONDS
+    while True:
+        known: Any = figures(path).get("tenants") or {}
+        if known.get("file") != file:
+            return f"does not read {file}, start it with 'ems node --tenants {file}'"
+        if known["revision"] >= revision:
+            unkept = known.get("quotas_unkept")
+            return f"has the new keys and keeps the quotas of before: {unkept}" if unkept else "obeys"
+        if time.monotonic() >= deadline:
+            return f"has not read {file} yet, see its log"
+        time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
 
 
 def usage(socket: Path) -> dict[str, int] | None:

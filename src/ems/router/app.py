@@ -43,10 +43,9 @@ class Router:
         self._upstream = upstream or Upstream(config.connect_timeout)
         self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
         self._parts = Parts(config, self.fleet, self.counters, self._upstream, self._prober)
-        pages = Pages(self.fleet, self.counters, self._prober, self._upstream, config.probe_timeout)
         self._metrics = RouterCollector(self.fleet, self.counters)
         self._probing: asyncio.Task[None] | None = None
-        self._pages = self._table(pages)
+        self._pages = self._table(Pages(self._parts))
 
     async def __aenter__(self) -> Self:
         now = asyncio.get_running_loop().time()

@@ -32,7 +32,7 @@ log = logging.getLogger("ems.router")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What all exchanges of a router share."""
+    """What all exchanges and pages of a router share."""
 
     config: RouterConfig
     fleet: Fleet
@@ -306,7 +306,7 @@ class Exchange:
         else:
             await self._break_off(message, "shutting_down")
 
-    def _fields(self, *, to_prefill: bool) -> list[tuple[str, str]]:
+    def _fields(self, *, to_prefill: bool) -> headers.Fields:
         return headers.sent(self._scope["headers"], self._reply.request_id, to_prefill=to_prefill)
 
     def _failed(self, instance: Instance, reason: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
+Fields = list[tuple[str, str]]
+"""Headers as the HTTP client takes them."""
 
 _HOP_BY_HOP: Final = frozenset(
     (
@@ -43,7 +45,7 @@ def find(headers: RawHeaders, name: bytes) -> bytes | None:
     return None
 
 
-def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool) -> list[tuple[str, str]]:
+def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool) -> Fields:
     dropped = _NOT_TO_PREFILL if to_prefill else _NOT_SENT
     connection = find(headers, b"connection")
     if connection is not None:

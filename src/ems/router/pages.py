@@ -15,11 +15,10 @@ from msgspec import Raw
 from ems.errors import ConfigError
 from ems.router import headers
 from ems.router.config import Address
-from ems.router.fleet import Fleet, Instance, Role
-from ems.router.metrics import Counters
-from ems.router.prober import Prober
+from ems.router.exchange import Parts
+from ems.router.fleet import Instance, Role
 from ems.router.reply import Refusal, Reply, Scope
-from ems.router.upstream import Page, Upstream, UpstreamBroken
+from ems.router.upstream import Page, UpstreamBroken
 
 _PAGE_LIMIT = 16 << 20
 
@@ -87,12 +86,9 @@ def merged(bodies: Sequence[bytes]) -> bytes:
 class Pages:
     """Each method is one page."""
 
-    def __init__(self, fleet: Fleet, counters: Counters, prober: Prober, upstream: Upstream, timeout: float) -> None:
-        self._fleet = fleet
-        self._counters = counters
-        self._prober = prober
-        self._upstream = upstream
-        self._timeout = timeout
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._fleet = parts.fleet
 
     async def healthcheck(self, reply: Reply) -> None:
         await reply.json(
@@ -101,7 +97,7 @@ class Pages:
                 "status": "ok",
                 "prefill_instances": len(self._fleet.listed(Role.PREFILL)),
                 "decode_instances": len(self._fleet.listed(Role.DECODE)),
-                "request_num": self._counters.running,
+                "request_num": self._parts.counters.running,
             },
         )
 
@@ -126,7 +122,7 @@ class Pages:
         role, addresses = read_change(body)
         now = asyncio.get_running_loop().time()
         added = [str(one) for one in addresses if self._fleet.add(role, one, now, trusted=False)]
-        self._prober.wake()
+        self._parts.prober.wake()
         if added:
             log.info("Added %s instances: %s", role, ", ".join(added))
             message = f"Added {role} instances: {', '.join(added)}; each gets requests once it is healthy"
@@ -194,9 +190,9 @@ class Pages:
         fields = headers.sent(scope["headers"], reply.request_id, to_prefill=True)
         return await asyncio.gather(*(self._one(method, target, fields, instance) for instance in instances))
 
-    async def _one(self, method: str, target: str, fields: list[tuple[str, str]], instance: Instance) -> Page | None:
+    async def _one(self, method: str, target: str, fields: headers.Fields, instance: Instance) -> Page | None:
         try:
-            async with asyncio.timeout(self._timeout):
-                return await self._upstream.page(method, instance.address, target, fields, limit=_PAGE_LIMIT)
+            async with asyncio.timeout(self._parts.config.probe_timeout):
+                return await self._parts.upstream.page(method, instance.address, target, fields, limit=_PAGE_LIMIT)
         except (UpstreamBroken, TimeoutError):
             return None

@@ -16,6 +16,7 @@ from yarl import URL
 
 from ems.errors import EmsError
 from ems.router.config import Address
+from ems.router.headers import Fields
 
 # Engines behind uvicorn close idle connections after 5 s; ours must not be in use by then.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -93,7 +94,7 @@ class Upstream:
         await self._session.close()
 
     async def send(
-        self, method: str, address: Address, target: str, headers: list[tuple[str, str]], body: bytes | None = None
+        self, method: str, address: Address, target: str, fields: Fields, body: bytes | None = None
     ) -> Answer:
         """Send a request to ``target`` (path and query, encoded) and return its answer's head.
 
@@ -105,7 +106,7 @@ class Upstream:
                 method,
                 URL(f"http://{address}{target}", encoded=True),
                 data=body if body is None or len(body) < _LARGE_BODY else io.BytesIO(body),
-                headers=CIMultiDict(headers),
+                headers=CIMultiDict(fields),
                 allow_redirects=False,
             )
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
@@ -116,20 +117,13 @@ class Upstream:
         return Answer(response)
 
     async def page(
-        self,
-        method: str,
-        address: Address,
-        target: str,
-        headers: list[tuple[str, str]],
-        body: bytes | None = None,
-        *,
-        limit: int,
+        self, method: str, address: Address, target: str, fields: Fields, body: bytes | None = None, *, limit: int
     ) -> Page:
         """:meth:`send`, and read the answer.
 
         :raises UpstreamBroken: as :meth:`send`; or it ends early, or is larger than ``limit`` bytes.
         """
-        answer = await self.send(method, address, target, headers, body)
+        answer = await self.send(method, address, target, fields, body)
         try:
             pieces = []
             size = 0
