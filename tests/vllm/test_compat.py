@@ -219,6 +219,29 @@ def test_a_spec_of_an_older_release_means_the_same() -> None:
     assert compat.extra_retained_tokens(SimpleNamespace(extra_retained_tokens=7)) == 7
 
 
+def test_a_release_that_asks_nobody_makes_steps_while_something_is_saved() -> None:
+    """As vLLM 0.23: otherwise the blocks of a request that has ended are held until the next one comes."""
+
+    class Scheduler:
+        saving = False
+
+        def _update_after_schedule(self) -> None: ...
+
+        def has_requests(self) -> bool:
+            return False
+
+    class InItsPlace(Scheduler):
+        pass
+
+    compat.keep_stepping(InItsPlace, lambda scheduler: scheduler.saving, base=SimpleNamespace(has_pending_push_work=0))
+    scheduler = Scheduler()
+    scheduler.saving = True
+    assert not scheduler.has_requests(), "a later release asks by itself"
+    compat.keep_stepping(InItsPlace, lambda scheduler: scheduler.saving, base=SimpleNamespace())
+    assert scheduler.has_requests()
+    assert not Scheduler().has_requests()
+
+
 @pytest.fixture
 def node() -> Iterator[Node]:
     with running_node("--size", "1MB") as running:

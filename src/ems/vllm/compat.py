@@ -162,8 +162,7 @@ def count_tokens_in_flight(request: Any, scheduler: Any) -> None:
     if hasattr(request, "num_in_flight_tokens") or "num_in_flight_tokens" in request.__init__.__code__.co_names:
         return
     request.num_in_flight_tokens = 0
-    # Other projects put a scheduler of theirs in the place of vLLM's.
-    kind = next(kind for kind in reversed(scheduler.__mro__) if "_update_after_schedule" in vars(kind))
+    kind = _of_vllm(scheduler)
     begun, ended = kind._update_after_schedule, kind.update_from_output  # noqa: SLF001 - no public place
 
     @functools.wraps(begun)
@@ -180,6 +179,20 @@ def count_tokens_in_flight(request: Any, scheduler: Any) -> None:
         return ended(self, output, *results)
 
     kind._update_after_schedule, kind.update_from_output = update_after_schedule, update_from_output  # noqa: SLF001
+
+
+def keep_stepping(scheduler: Any, saving: Callable[[Any], bool], *, base: Any = base.KVConnectorBase_V1) -> None:
+    """Let the engine make steps while ``saving``, in which workers say that saves are over; vLLM 0.23 asks nobody."""
+    if hasattr(base, "has_pending_push_work"):
+        return
+    kind = _of_vllm(scheduler)
+    has_requests = kind.has_requests
+    kind.has_requests = lambda self: bool(has_requests(self) or saving(self))
+
+
+def _of_vllm(scheduler: Any) -> Any:
+    """VLLM's own scheduler: other projects put one of theirs in its place."""
+    return next(kind for kind in reversed(scheduler.__mro__) if "_update_after_schedule" in vars(kind))
 
 
 # -------------------------------------------------------------------------------------------------------- KV events

@@ -144,12 +144,13 @@ def follow_engine() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
-    from ems.vllm.compat import count_tokens_in_flight
+    from ems.vllm.compat import count_tokens_in_flight, keep_stepping
 
     if _INSTALLED in vars(EngineCore):
         return
     setattr(EngineCore, _INSTALLED, True)
     count_tokens_in_flight(Request, Scheduler)
+    keep_stepping(Scheduler, lambda self: any(one.has_pending_push_work() for one in _ours(self.connector)))
     _tell(EngineCore, "set_weight_version", lambda connector, version: connector.weights_declared(version))
     _tell(Scheduler, "set_pause_state", lambda connector, state: connector.paused(paused=state.name != "UNPAUSED"))
     _tell(EngineCore, "add_lora", lambda connector, lora: connector.adapter_loaded(lora))
