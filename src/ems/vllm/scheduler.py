@@ -136,7 +136,7 @@ class SchedulerSide:
         self._loaded_from = ""
         """The node that the last load which succeeded was from."""
         self._reported: Counter[str] = Counter()
-        self._offered: Counter[str] = Counter()
+        self._untaken = 0
         """Offers in a row that an engine without anything else to do did not take."""
 
     def bind(self, block_pool: Any) -> None:
@@ -228,7 +228,9 @@ class SchedulerSide:
         if found:
             handoff = self._announced(request) > 0
             reason = self._observer.why_not(request_id, local, found, now, handoff=handoff)
-            if reason is None and self._not_taken(request_id):
+            # While it has something to do it may take it later.
+            self._untaken = 0 if self._running or self._book.loading else self._untaken + 1
+            if reason is None and self._untaken > MAX_OFFERS:
                 reason = Reason.NOT_LOADED
             if reason is not None:
                 self._decline(request_id, reason)
@@ -246,14 +248,6 @@ class SchedulerSide:
             return False
         seconds = self._observer.cost.load_seconds(known.found.tokens - local, now)
         return seconds is not None and seconds <= IN_STEP_SECONDS
-
-    def _not_taken(self, request_id: str) -> bool:
-        """Whether the engine could have taken this offer long ago, so that it never will."""
-        if self._running or self._book.loading:
-            self._offered.pop(request_id, None)
-            return False
-        self._offered[request_id] += 1
-        return self._offered[request_id] > MAX_OFFERS
 
     def _patience(self, request: Any) -> float:
         """Seconds to wait for a lookup, once a step, if the engine has nothing to compute.
@@ -274,7 +268,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""
-        self._offered.pop(request.request_id, None)
+        self._untaken = 0
         if external > 0:
             self._observer.requests.loading(request.request_id, external)
         block_ids = blocks.get_block_ids() if external > 0 else ()
@@ -283,7 +277,6 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """VLLM's ``request_finished``: that it need not keep the request's blocks, and what a decode should know."""
         request_id = request.request_id
-        self._offered.pop(request_id, None)
         ran = request_id in self._running
         self._running.discard(request_id)
         self._take_answers()

@@ -1,6 +1,6 @@
 """What the scheduler side notes beside its work: health, cost, explanations, figures.
 
-It ties the brains :mod:`~ems.vllm.gate.cost` and :mod:`~ems.vllm.reporting.explain` and the health gate to the hooks
+It ties the brains :mod:`~ems.vllm.cost` and :mod:`~ems.vllm.reporting.explain` and the health gate to the hooks
 of the scheduler side.  No call waits: the pool is checked on a thread and a connection of their own.  What always
 holds: after a fault of the pool nothing asks it any more until it has recovered.
 """
@@ -21,7 +21,7 @@ from ems.pool.client.line import RESTART_SECONDS
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.reasons.words import Reason
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.gate.cost import CostModel, StepTimes
+from ems.vllm.cost import CostModel, StepTimes
 from ems.vllm.reporting.explain import Explanations
 from ems.vllm.reporting.stats import EmsStats, PoolState, Transferred
 

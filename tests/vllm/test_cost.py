@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.movement.speed import FIT_SECONDS, LEAST_SAMPLES, SAMPLES, TRY_EVERY, Line, Samples
-from ems.vllm.gate.cost import LOADS_LAST_SECONDS, CostModel
+from ems.vllm.cost import LOADS_LAST_SECONDS, CostModel
 
 TOKENS = st.integers(16, 8192)
 SECONDS = st.floats(1e-5, 100, allow_nan=False)

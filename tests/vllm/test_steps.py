@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ems.vllm.gate.cost import StepTimes
+from ems.vllm.cost import StepTimes
 
 
 def test_a_step_takes_from_its_beginning_to_its_end() -> None:

@@ -1,1 +1,0 @@
-"""Whether what the pool has is worth loading."""
