@@ -1,4 +1,7 @@
-"""vLLM's own ``OffloadingConnector`` over the pool: what one engine stored another loads, with the right texts."""
+"""vLLM's own ``OffloadingConnector`` over the pool: what one engine stored another loads, with the right texts.
+
+The other engine has ``EmsStoreConnector``, and where EMS knows the order of tokens in a block, blocks of another size.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from tests.e2e.engines import (
     Reference,
     complete,
     complete_all,
+    connector,
     leave,
     random_prompt,
     running,
@@ -44,7 +48,9 @@ MODELS: dict[Size, EngineOptions] = {
         OPTIONS, block_size=64, prefix_caching=True, arguments=("--prefix-cache-retention-interval", "256")
     ),
 }
-CHUNK = 64
+OTHER_BLOCKS = {"test": 128, "mla": 64}
+CHUNK = 128
+"""Tokens of a chunk.  With windows, or with states, chunks are single blocks."""
 
 
 def offloading(**extra: object) -> dict[str, object]:
@@ -63,7 +69,7 @@ def offloading(**extra: object) -> dict[str, object]:
 
 
 class Pair:
-    """Two engines on one pool, of which the second's steps do not overlap, and what they should say."""
+    """Two engines on one pool, one of each name, and what they should say.  The second's steps do not overlap."""
 
     def __init__(self, size: Size, node: Node, one: VllmServer, two: VllmServer, reference: Reference) -> None:
         self.size = size
@@ -79,18 +85,18 @@ def pair(request: pytest.FixtureRequest, model: Path, logs: Path) -> Iterator[Pa
     path = model if known else make_model(logs / f"offloading-{size}", size)
     with running_node("--size", "256MB") as node:
 
-        def server(name: str, transfer: dict[str, object] | None = None, *, overlap: bool = True) -> VllmServer:
+        def server(name: str, transfer: dict[str, object] | None = None, **options: object) -> VllmServer:
             return VllmServer(
                 path,
                 log=logs / f"offloading-{size}-{name}.log",
-                options=msgspec.structs.replace(MODELS[size], async_scheduling=overlap),
+                options=msgspec.structs.replace(MODELS[size], **options),
                 environment=node.environment,
                 kv_transfer_config=transfer,
             )
 
-        # With states a chunk is one block unless somebody says otherwise.
-        transfer = offloading() if size == "ssm" else offloading(block_size=CHUNK)
-        plain, one, two = server("plain"), server("one", transfer), server("two", transfer, overlap=False)
+        blocks = OTHER_BLOCKS.get(size, MODELS[size].block_size)
+        plain, one = server("plain"), server("one", offloading(block_size=CHUNK))
+        two = server("two", connector("kv_both", chunk_tokens=CHUNK), async_scheduling=False, block_size=blocks)
         with running(one, two, *([] if known else [plain])):
             yield Pair(size, node, one, two, known or Reference(plain.url))
 
@@ -208,28 +214,26 @@ def node() -> Iterator[Node]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", ["test", "mla", "ssm"])
-def test_engines_of_two_ranks_share_what_each_rank_stored(size: Size, logs: Path, node: Node) -> None:
+def test_engines_of_one_and_of_two_ranks_share_what_each_rank_stored(size: Size, logs: Path, node: Node) -> None:
+    """States are those of a rank, so engines of other sizes share none."""
     model, options = make_model(logs / f"ranks-{size}", size), MODELS[size]
     two_ranks = msgspec.structs.replace(options, arguments=(*options.arguments, *TWO_RANKS))
-    transfer = offloading() if size == "ssm" else offloading(block_size=CHUNK)
+    ours, vllms = connector("kv_both", chunk_tokens=CHUNK), offloading(block_size=CHUNK)
 
-    def server(name: str) -> VllmServer:
-        return VllmServer(
-            model,
-            log=logs / f"ranks-{size}-{name}.log",
-            options=two_ranks,
-            environment=node.environment,
-            kv_transfer_config=transfer,
-        )
+    def server(name: str, transfer: dict[str, object], ranks: EngineOptions) -> VllmServer:
+        log = logs / f"ranks-{size}-{name}.log"
+        return VllmServer(model, log=log, options=ranks, environment=node.environment, kv_transfer_config=transfer)
 
     prompts = [random_prompt(100 + number, 500 + 37 * number) for number in range(4)]
     with VllmServer(model, log=logs / f"ranks-{size}-plain.log", options=options) as plain:
         expected = complete_all(plain.url, prompts)
-    with server("one") as one:
-        assert complete_all(one.url, prompts) == expected
+    with server("writer", vllms, two_ranks) as writer:
+        assert complete_all(writer.url, prompts) == expected
         node.wait_stored()
-    with server("two") as two:
-        assert complete_all(two.url, prompts) == expected
-        assert hits(two) >= sum(len(prompt) // CHUNK * CHUNK for prompt in prompts)
-        wait_for(lambda: not node.stats()["leases"], "nothing is held")
+    readers = [("same", vllms, two_ranks), ("ours", ours, two_ranks)]
+    for name, transfer, ranks in [*readers, *([("one", ours, options)] if size != "ssm" else [])]:
+        with server(name, transfer, ranks) as reader:
+            assert complete_all(reader.url, prompts) == expected
+            assert hits(reader) >= sum(len(prompt) // CHUNK * CHUNK for prompt in prompts)
+            wait_for(lambda: not node.stats()["leases"], "nothing is held")
     assert node.counters["pages_corrupt"] == 0
