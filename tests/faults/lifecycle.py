@@ -88,7 +88,7 @@ def crashed(world: World) -> None:
     dead.clients.connections.clear()
     dead.arena.leave()
     assert dead.clients.listener is not None
-    dead.clients.listener.leave()
+    dead.clients.listener.close(stays=True)
     _begin_again(world, dead)
 
 

@@ -301,7 +301,7 @@ class World:
         self.node.clients.connections.clear()
         self.node.arena.leave()
         if self.node.clients.listener is not None:
-            self.node.clients.listener.leave()
+            self.node.clients.listener.close(stays=True)
 
     def everybody_leaves(self) -> None:
         """No client is left, and none of their processes."""

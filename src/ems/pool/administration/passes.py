@@ -27,13 +27,13 @@ RETRY_SECONDS = 0.05
 RETRY_PAGES = 4096
 
 
-class Holder(msgspec.Struct, frozen=True):
+class Holder(msgspec.Struct):
     """Who reads or writes some pages: how many of its leases and reservations have any, and how many these are."""
 
     client_id: int
-    leases: int
-    reservations: int
-    pages: int
+    leases: int = 0
+    reservations: int = 0
+    pages: int = 0
 
 
 def holders(core: PoolCore, pages: Collection[Page]) -> list[Holder]:
@@ -43,10 +43,10 @@ def holders(core: PoolCore, pages: Collection[Page]) -> list[Holder]:
     held += [(one.client_id, 0, 1, list(one.waiting.values())) for one in reservations]
     for client_id, read, written, theirs in held:
         if count := sum(page in pages for page in theirs):
-            so_far = found.get(client_id, Holder(client_id, 0, 0, 0))
-            found[client_id] = Holder(
-                client_id, so_far.leases + read, so_far.reservations + written, so_far.pages + count
-            )
+            holder = found.setdefault(client_id, Holder(client_id))
+            holder.leases += read
+            holder.reservations += written
+            holder.pages += count
     return list(found.values())
 
 

@@ -148,8 +148,8 @@ class Line:
             raise PoolTimeout(f"another call kept the connection to the pool busy for {timeout:.1f} s")
         try:
             connection = self._connected(deadline)
-            if epoch and connection.epoch != epoch:
-                raise _stale()
+            if epoch:
+                self.at(epoch)
             yield Turn(self, connection, deadline)
         finally:
             self._lock.release()
@@ -158,7 +158,7 @@ class Line:
         """The connection ``epoch``.  Raises StaleReference: that connection is gone."""
         connection = self.connection
         if connection is None or connection.epoch != epoch:
-            raise _stale()
+            raise StaleReference("the connection to the pool was lost since, begin again")
         return connection
 
     def _connected(self, deadline: float) -> Connection:
@@ -304,10 +304,6 @@ class Line:
         """In a forked child: let go of the parent's connection, which goes on unharmed.  Takes no lock."""
         self._closed = True
         self.drop()
-
-
-def _stale() -> StaleReference:
-    return StaleReference("the connection to the pool was lost since, begin again")
 
 
 def _map(number: int, size: int, descriptors: list[int]) -> memoryview:

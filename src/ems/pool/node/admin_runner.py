@@ -61,8 +61,8 @@ class AdminRunner:
             if not silent:
                 self._note(peer, act, f"refused: {error}")
             raise
-        self._changed |= not silent
         if not silent:
+            self._changed = True
             self._note(peer, act, "done" if report.get("done", True) else "begun")
         self._keep_pins()
         self._carry_out()
@@ -127,26 +127,22 @@ class AdminRunner:
     def _carry_out(self) -> None:
         """Have memory, or give it back, as the brain asks for."""
         core, arena = self._node.core, self._node.arena
-        added: list[int] = []
-        failed: list[int] = []
-        while self._service.effects:
-            effect = self._service.effects.pop(0)
+        effects = self._service.effects[:]
+        self._service.effects.clear()
+        for effect in effects:
             if not effect.size:
                 self._give_up(effect.segment, 0)
-                continue
-            if failed:
-                failed.append(effect.segment)
-                continue
-            try:
+        wanted = [effect for effect in effects if effect.size]
+        added: list[int] = []
+        try:
+            for effect in wanted:
                 arena.add(effect.segment, effect.size)
-            except OSError as error:
-                failed.append(effect.segment)
-                _log.warning("cannot make a segment", segment=effect.segment, reason=error.strerror)
-                continue
-            added.append(effect.segment)
-        for segment in reversed(failed):
-            core.slots.never_had(segment)
-        if added or failed:
+                added.append(effect.segment)
+        except OSError as error:
+            _log.warning("cannot make a segment", segment=wanted[len(added)].segment, reason=error.strerror)
+        for effect in reversed(wanted[len(added) :]):
+            core.slots.never_had(effect.segment)
+        if wanted:
             self._node.resized()
             # Of none too: it is over when nothing is left to be touched.
             self._node.memory.touch_more(added)

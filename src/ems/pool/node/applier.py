@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from ems.pool.names import tenant_of
 from ems.pool.pages import packed_refs
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Applier:
 
     def note_tenant(self, segment: int, namespace: str) -> bool:
         try:
-            self._tenancy.assigned(segment, namespace)
+            self._tenancy.put_owner(segment, tenant_of(namespace))
         except OSError as error:
             _log.error("cannot note whose a segment is", segment=segment, reason=error.strerror)
             return False

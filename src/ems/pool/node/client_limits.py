@@ -11,7 +11,7 @@ from collections import Counter
 
 import msgspec
 
-from ems.config import MIB, format_size
+from ems.config import MIB
 from ems.errors import PoolRefused
 
 MAX_HTTP = 32
@@ -102,16 +102,3 @@ class ClientLimits:
         one = self._clients.pop(client, None)
         if one is not None:
             self.kept -= one.kept
-
-
-def too_many_greetings(seconds: float) -> str:
-    """What the one is told that ended because it had not greeted when others came."""
-    return f"too many connections have not greeted, say Hello at once and not within {seconds:.0f} s"
-
-
-def too_much_kept(size: int) -> str:
-    """What the one is told that ended because buffers are full."""
-    return (
-        f"the clients of this node left {format_size(MAX_BUFFERED)} unfinished or unread together, {format_size(size)} "
-        "of it on this connection; send requests whole, and read their answers"
-    )

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from ems.config import format_size
 from ems.errors import PoolRefused, ProtocolError, StaleReference
-from ems.pool.node.client_limits import ClientLimits, room_for_clients, too_many_greetings, too_much_kept
+from ems.pool.node.client_limits import MAX_BUFFERED, ClientLimits, room_for_clients
 from ems.pool.node.connection import Connection
 from ems.pool.node.rounds import Farewell
 from ems.pool.protocol import limits, messages
@@ -62,7 +63,7 @@ class Clients:
         """End all connections, and remove the socket unless the node ``stays`` as another release."""
         if self.listener is not None:
             self._node.loop.remove_reader(self.listener.sock)
-            (self.listener.leave if stays else self.listener.close)()
+            self.listener.close(stays=stays)
         for connection in list(self.connections.values()):
             connection.close(None)
 
@@ -90,7 +91,9 @@ class Clients:
         self._node.loop.add_reader(sock, connection.on_readable)
         gives_way = self.limits.came(client_id, connection.party, self.room())
         if gives_way is not None:
-            self.connections[gives_way].refuse(PoolRefused(too_many_greetings(limits.GREETING_SECONDS)))
+            seconds = f"{limits.GREETING_SECONDS:.0f} s"
+            error = PoolRefused(f"too many connections have not greeted, say Hello at once and not within {seconds}")
+            self.connections[gives_way].refuse(error)
         return connection
 
     def room(self) -> int:
@@ -102,7 +105,11 @@ class Clients:
         """So many bytes are kept for the client ``client_id`` from now on; ends whoever has too many."""
         ends = self.limits.keeps(client_id, size)
         if ends is not None:
-            self.connections[ends[0]].refuse(PoolRefused(too_much_kept(ends[1])))
+            said = (
+                f"the clients of this node left {format_size(MAX_BUFFERED)} unfinished or unread together, "
+                f"{format_size(ends[1])} of it on this connection; send requests whole, and read their answers"
+            )
+            self.connections[ends[0]].refuse(PoolRefused(said))
 
     def _listen_again(self) -> None:
         if self.listener is not None and self.listener.sock.fileno() >= 0:

@@ -84,8 +84,6 @@ class Connection:
         """A random number by which the client knows what it was promised on other connections, if it has one."""
         self.administers = False
         """Whether the client says that it looks after the node."""
-        self.principal = Principal(administers=False, stores=False)
-        """Whom the connection belongs to; nobody before the greeting is over."""
 
     def on_readable(self) -> None:
         try:
@@ -231,7 +229,6 @@ class Connection:
     def _let_in(self, principal: Principal, signature: bytes) -> None:
         welcome = self._node.clients.welcome(self._owner, principal, self._version, signature)
         self.greeted = True
-        self.principal = principal
         self._reader.limit = coding.MAX_FRAME
         self.send(coding.encode(welcome))
 

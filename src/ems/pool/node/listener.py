@@ -53,13 +53,10 @@ class Listener:
             self.sock.close()
             raise
 
-    def leave(self) -> None:
-        """Let go of the socket, on which another process goes on."""
-        self.sock.close()
-
-    def close(self) -> None:
+    def close(self, *, stays: bool = False) -> None:
+        """Let go of the socket, and remove it unless it ``stays`` because another process goes on."""
         with contextlib.suppress(OSError):
-            if os.path.samestat(self._made, self._path.lstat()):
+            if not stays and os.path.samestat(self._made, self._path.lstat()):
                 self._path.unlink()
         self.sock.close()
 

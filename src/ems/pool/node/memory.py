@@ -66,7 +66,7 @@ class Memory:
         self._touch(lambda progress: self._host.arena.refill(retired, progress, self._stop))
         try:
             # Not before: until here the old memory was in place, and is its tenant's should the node end.
-            self._host.tenancy.renewed(segment, self._host.core.segment_tenant(segment))
+            self._host.tenancy.put_owner(segment, self._host.core.segment_tenant(segment) or "")
         except OSError as error:
             self.lose(segment, error)
             return

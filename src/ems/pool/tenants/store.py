@@ -83,7 +83,8 @@ def changing(path: Path, *, create: bool = False) -> Iterator[Registry]:
 
     Raises ConfigError: as :func:`read` does, or the folder cannot be used.
     """
-    refuse_shared_memory(path)
+    if path.absolute().is_relative_to(_SHARED_MEMORY):
+        raise ConfigError(f"{path} is in memory and gone with the next start of this host, give a file on a disk")
     lock_path = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,12 +111,6 @@ def write(path: Path, registry: Registry) -> None:
         replace_file(path, new, [msgspec.json.format(msgspec.json.encode(registry))], sync=True)
     except OSError as error:
         raise ConfigError(f"cannot write the tenants file {path}: {error.strerror}") from error
-
-
-def refuse_shared_memory(path: Path) -> None:
-    """Refuse a place that is empty after the next start of the host.  Raises ConfigError: it is one."""
-    if path.absolute().is_relative_to(_SHARED_MEMORY):
-        raise ConfigError(f"{path} is in memory and gone with the next start of this host, give a file on a disk")
 
 
 class TenantsWatch:

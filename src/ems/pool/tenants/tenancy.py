@@ -70,7 +70,7 @@ class Tenancy:
     def segment_tenants(self) -> Mapping[int, str]:
         return self._owners.value
 
-    def _put_owner(self, segment: int, tenant: str) -> None:
+    def put_owner(self, segment: int, tenant: str) -> None:
         """The memory of ``segment`` is ``tenant``'s, or nobody's where that is empty.
 
         Raises OSError: the file cannot be written.
@@ -94,14 +94,8 @@ class Tenancy:
         reason = "they belong to a tenant of another set-up, or say that they belong to somebody else"
         refused = [Unreadable(number, reason) for number in self._disbelieved]
         for number in self._disbelieved:
-            self._put_owner(number, "")
+            self.put_owner(number, "")
         return msgspec.structs.replace(recovered, unreadable=[*recovered.unreadable, *refused])
-
-    def assigned(self, segment: int, namespace: str) -> None:
-        self._put_owner(segment, tenant_of(namespace))
-
-    def renewed(self, segment: int, tenant: str | None) -> None:
-        self._put_owner(segment, tenant or "")
 
     def start(self) -> None:
         if self._watch is not None:
