@@ -188,12 +188,8 @@ class Index:
 
     def use(self, pages: list[Page], *, with_prefix: bool = True) -> None:
         """Present pages of one prefix, in order, were used: they and what they hang on."""
+        if pages and with_prefix:
+            prefix = [above for above in islice(pages[0].ancestors(), MAX_WALK) if above.present]
+            pages = [*reversed(prefix), *pages]
         if pages:
-            self.policy.use([*_present_prefix(pages[0]), *pages] if with_prefix and pages[0].parent else pages)
-
-
-def _present_prefix(page: Page) -> list[Page]:
-    """What ``page`` hangs on next and is present, the first block first."""
-    prefix = [above for above in islice(page.ancestors(), MAX_WALK) if above.present]
-    prefix.reverse()
-    return prefix
+            self.policy.use(pages)

@@ -22,6 +22,7 @@ from ems.pool.layout import (
     MAX_PAGE,
     REF_BYTES,
     Description,
+    Header,
     SlotState,
     unpack_description,
 )
@@ -29,19 +30,8 @@ from ems.pool.names import MAX_NAME
 from ems.pool.writer import UNKNOWN, Writer
 
 _KEY = np.dtype(f"V{KEY_BYTES}")
-_HEADER = np.dtype(
-    [
-        ("state", "<u4"),
-        ("generation", "<u4"),
-        ("key", _KEY),
-        ("parent", _KEY),
-        ("stamp", "<u8"),
-        ("length", "<u4"),
-        ("checksum", "<u4"),
-        ("flags", "<u4"),
-        ("check", "<u4"),
-    ]
-)
+_FORMATS = ["<u4", "<u4", _KEY, _KEY, "<u8", "<u4", "<u4", "<u4", "<u4"]
+_HEADER = np.dtype({"names": [*Header._fields, "check"], "formats": _FORMATS})
 _REF = np.dtype([("segment", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
 _CHECKED = HEADER_BYTES - 4
 MOST = 1 << 62

@@ -26,7 +26,6 @@ _KEEP_SIZE = 1
 _PUNCH_HOLE = 2
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-
 REST = 3.0
 """How long :func:`warm` rests after a step, in times of what the step took."""
 MOST_REST = 0.5
