@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from enum import Enum
 
 from msgspec import Raw
 
@@ -76,68 +75,6 @@ def _too_large(limit: int) -> Refusal:
     return Refusal(413, f"The request body is larger than {limit} bytes", code="body_too_large")
 
 
-class Reason(Enum):
-    """Why a watch cancelled its task."""
-
-    LEFT = "left"
-    """The client closed its connection."""
-    IDLE = "idle"
-    """Nothing moved for too long."""
-
-
-class Watch:
-    """Watches over one running request: has its client left, does anything still move?
-
-    Either ends the request by cancelling its task; :attr:`reason` tells the task why, and is None when somebody else
-    cancelled it.  The timer looks at a time stamp instead of being set anew for each piece of a stream.  A watch
-    belongs to the task that makes it, which must :meth:`stop` it; the request's body has been received before.
-    """
-
-    __slots__ = ("_idle", "_listener", "_loop", "_moved", "_task", "_timer", "reason")
-
-    def __init__(self, receive: Receive, idle: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._loop = task.get_loop()
-        self._idle = idle
-        self._moved = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self.reason: Reason | None = None
-        self._listener = self._loop.create_task(self._listen(receive))
-
-    def arm(self) -> None:
-        """Start to demand that :meth:`moved` is called at least every ``idle`` seconds."""
-        self.moved()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._idle, self._look)
-
-    def moved(self) -> None:
-        self._moved = self._loop.time()
-
-    def stop(self) -> None:
-        self._listener.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        due = self._moved + self._idle
-        if due <= self._loop.time():
-            self._cancel(Reason.IDLE)
-        else:
-            self._timer = self._loop.call_at(due, self._look)
-
-    async def _listen(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass  # what comes after the body, if anything, means nothing
-        self._cancel(Reason.LEFT)
-
-    def _cancel(self, reason: Reason) -> None:
-        if self.reason is None:
-            self.reason = reason
-            self._task.cancel()
-
-
 class Exchange:
     """The course of one completion request, from its head to the last byte of its answer."""
 
@@ -152,7 +89,11 @@ class Exchange:
         self._prefill_until = 0.0
         self._request: CompletionRequest
         self._dispatch: Dispatch
-        self._watch: Watch
+        self._idle = asyncio.timeout(None)
+        """Ends the request when nothing moved for too long, which a timer looks at from the first try to decode on."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._moved = 0.0
+        self._client_left = False
         self._handoff: Raw | None = None
         self._stream_end: bytes | None = None
         """The last piece of an event stream that has begun and can take an error event; None in other answers."""
@@ -173,21 +114,47 @@ class Exchange:
             max_retries=config.max_retries,
             retry_delay=config.retry_delay,
         )
-        self._watch = Watch(self._receive, config.idle_timeout)
+        task = asyncio.current_task()
+        assert task is not None
+        listener = self._loop.create_task(self._listen(task))
         try:
-            now = self._loop.time()
-            self._prefill_until = now + config.prefill_timeout
-            step: Step | None = self._dispatch.start(now)
-            while step is not None:
-                step = await self._take(step)
+            async with self._idle:
+                now = self._loop.time()
+                self._prefill_until = now + config.prefill_timeout
+                step: Step | None = self._dispatch.start(now)
+                try:
+                    while step is not None:
+                        step = await self._take(step)
+                finally:
+                    if self._timer is not None:
+                        self._timer.cancel()
+        except TimeoutError:
+            listener.cancel()  # nobody is to end what is said now
+            await self._fell_silent()
         except asyncio.CancelledError:
-            if self._watch.reason is None:  # by the server, whose time for draining is over
+            if not self._client_left:  # by the server, whose time for draining is over
                 await self._shut_down()
                 raise
-            await self._cancelled(self._watch.reason)
+            task.uncancel()
+            raise ClientLeft from None
         finally:
-            self._watch.stop()
+            listener.cancel()
             self._dispatch.close()
+
+    async def _listen(self, task: asyncio.Task[object]) -> None:
+        """Cancel ``task`` when the client leaves; the request's body has been received before."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # what comes after the body, if anything, means nothing
+        self._client_left = True
+        task.cancel()
+
+    def _look(self) -> None:
+        """The timer is not set anew for each piece of a stream, which only leaves a time stamp."""
+        due = self._moved + self._parts.config.idle_timeout
+        if due <= self._loop.time():
+            self._idle.reschedule(due)
+        else:
+            self._timer = self._loop.call_at(due, self._look)
 
     async def _take(self, step: Step) -> Step | None:
         if isinstance(step, TryPrefill | TryDecode):
@@ -236,7 +203,9 @@ class Exchange:
     # --------------------------------------------------------------------------------------------------------- decode
 
     async def _decode(self, instance: Instance) -> Step | None:
-        self._watch.arm()
+        self._moved = self._loop.time()
+        if self._timer is None:
+            self._look()
         try:
             fields, body = self._fields(to_prefill=False), decode_body(self._request, self._handoff)
             answer = await self._parts.upstream.send("POST", instance.address, self._target, fields, body)
@@ -261,12 +230,11 @@ class Exchange:
         head = headers.returned(answer.headers, self._reply.request_id)
         takes_events = head.is_event_stream and not head.is_encoded
         await self._reply.head(answer.status, head.headers)
-        reply, watch = self._reply, self._watch
         while not answer.ended and piece:
-            await reply.piece(piece, more=True)
+            await self._reply.piece(piece, more=True)
             if takes_events:
                 self._stream_end = piece
-            watch.moved()
+            self._moved = self._loop.time()
             try:
                 piece = await answer.read()
             except UpstreamBroken as error:
@@ -274,7 +242,7 @@ class Exchange:
                 self._dispatch.decode_cut(self._loop.time())
                 await self._break_off("The decode server broke off; send the request again", "upstream_broken")
                 return
-        await reply.piece(piece, more=False)
+        await self._reply.piece(piece, more=False)
 
     async def _break_off(self, message: str, code: str) -> None:
         """End an answer that has begun and cannot be completed: by an event, or by leaving it visibly incomplete."""
@@ -284,11 +252,8 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------------------ the rest
 
-    async def _cancelled(self, reason: Reason) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
-        if reason is Reason.LEFT or self._reply.sending:  # amid sending it is the client that takes nothing
+    async def _fell_silent(self) -> None:
+        if self._reply.sending:  # amid sending it is the client that takes nothing
             raise ClientLeft
         self._dispatch.decode_cut(self._loop.time())
         log.warning("Request %s: no byte from the decode instance in time", self._reply.request_id.decode("latin-1"))
