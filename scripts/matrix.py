@@ -37,13 +37,14 @@ SUITES = {
 """Columns of the table, and the tests behind them."""
 
 LEFT_OUT = {
+    "0.23.0": {"(test_layouts and latent)": "its CPU build computes no MLA"},
     "0.30.0": {
-        "tests/e2e/test_modes.py::test_loads_inside_a_step_with_drafted_tokens": (
+        "test_loads_inside_a_step_with_drafted_tokens": (
             "its CPU build cannot sample drafted tokens, with or without a connector"
         ),
     },
 }
-"""Tests of what a release itself cannot do, and what that is."""
+"""Tests of what a release itself cannot do, by words of their names, and what that is."""
 
 ENVIRONMENTS = CHECKOUT / ".venv-matrix"
 
@@ -156,9 +157,11 @@ def run(version: str, python: Path, suites: list[str]) -> dict[str, Outcome]:
     with tempfile.TemporaryDirectory(prefix="ems-matrix-") as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        for test, reason in LEFT_OUT.get(version, {}).items():
-            say(f"  without {test.rpartition('::')[2]}: {reason}")
-            command.append(f"--deselect={test}")
+        left_out = LEFT_OUT.get(version, {})
+        for words, reason in left_out.items():
+            say(f"  without {words}: {reason}")
+        if left_out:
+            command += ["-k", f"not ({' or '.join(left_out)})"]
         paths = [path for suite in suites for path in SUITES[suite]]
         environment = {**os.environ, "NO_COLOR": "1"}
         status = subprocess.run(
