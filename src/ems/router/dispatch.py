@@ -110,14 +110,11 @@ class Dispatch:
         return self._decode(now)
 
     def _prefill(self, now: float, *, again: bool) -> Step:
-        tried = self._tried[Role.PREFILL]
-        instance = None
-        if len(tried) <= self._max_retries:
-            instance = pick(self._fleet.usable(Role.PREFILL), tried, again=again)
-        if instance is None:
+        taken = self._take(Role.PREFILL, self._request.prefill_cost, again=again)
+        if taken is None:
             self._counters.prefills[Prefill.SKIPPED] += 1
             return self._decode(now)
-        return TryPrefill(instance, self._take(instance, self._request.prefill_cost))
+        return TryPrefill(*taken)
 
     # --------------------------------------------------------------------------------------------------------- decode
 
@@ -139,13 +136,8 @@ class Dispatch:
         self._fleet.failed(self._let_go(), now)
 
     def _decode(self, now: float) -> Step:
-        tried = self._tried[Role.DECODE]
-        instance = None
-        if len(tried) <= self._max_retries:
-            instance = pick(self._fleet.usable(Role.DECODE), tried, again=True)
-        if instance is None:
-            return GiveUp(self._fleet.retry_after(Role.DECODE, now))
-        return TryDecode(instance, self._take(instance, self._request.decode_cost))
+        taken = self._take(Role.DECODE, self._request.decode_cost, again=True)
+        return GiveUp(self._fleet.retry_after(Role.DECODE, now)) if taken is None else TryDecode(*taken)
 
     # ---------------------------------------------------------------------------------------------------------- holds
 
@@ -155,17 +147,20 @@ class Dispatch:
             self._hold.release()
             self._hold = None
 
-    def _take(self, instance: Instance, cost: int) -> float:
-        """Hold an instance and return the delay before it is tried."""
+    def _take(self, role: Role, cost: int, *, again: bool) -> tuple[Instance, float] | None:
+        """Hold the instance to be tried next, after a delay; None when there is none, or no attempt left."""
         assert self._hold is None
-        tried = self._tried[instance.role]
+        tried = self._tried[role]
         retries = len(tried)
+        instance = pick(self._fleet.usable(role), tried, again=again) if retries <= self._max_retries else None
+        if instance is None:
+            return None
         tried.append(instance)
         self._hold = self._fleet.hold(instance, cost)
         if not retries:
-            return 0.0
-        self._counters.retries[instance.role] += 1
-        return min(self._retry_delay * 2.0 ** (retries - 1), DELAY_CAP)
+            return instance, 0.0
+        self._counters.retries[role] += 1
+        return instance, min(self._retry_delay * 2.0 ** (retries - 1), DELAY_CAP)
 
     def _let_go(self) -> Instance:
         assert self._hold is not None

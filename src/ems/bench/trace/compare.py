@@ -5,7 +5,6 @@ A comparison is shown as tables, and as a plot in a file.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from math import inf
@@ -46,7 +45,7 @@ class TracePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """One policy at one capacity: the share of all blocks that were hits, and how fast the replay ran.
+    """One policy at one capacity: the share of all blocks that were hits.
 
     ``of_lru`` is the share in that of LRU at the same capacity.
     """
@@ -55,7 +54,6 @@ class PolicyRow(msgspec.Struct, frozen=True):
     capacity: int
     share: float
     of_lru: float | None
-    requests_per_second: float
     tier: Residence | None = None
     tier_share: float | None = None
 
@@ -76,36 +74,29 @@ def compare(requests: Sequence[TraceRequest], plan: TracePlan, progress: Progres
     blocks = sum(len(request.keys) for request in requests)
     distinct = len({key for request in requests for key in request.keys})
     optimum, rows = [], []
+    total = len(requests)
+
+    def telling(what: str, capacity: int) -> Callable[[int], None]:
+        return lambda done: progress(f"{what} at {capacity}", done, total)
+
     for capacity in plan.capacities:
-        progress(f"optimum at {capacity}", 0, len(requests))
+        telling("optimum", capacity)(0)
         optimum.append(optimal_hits(requests, capacity) / blocks)
-        progress(f"optimum at {capacity}", len(requests), len(requests))
-        of: dict[PolicyName, tuple[float, float]] = {}
+        telling("optimum", capacity)(total)
+        shares: dict[PolicyName, float] = {}
         for policy in dict.fromkeys((*plan.policies, "lru")):
-            begun = time.perf_counter()
-            tell = _telling(progress, policy, capacity, len(requests))
-            replayed = replay(requests, capacity, policy, look_ahead=plan.look_ahead, progress=tell)
-            of[policy] = replayed.share, len(requests) / (time.perf_counter() - begun)
-        base = of["lru"][0]
+            tell = telling(policy, capacity)
+            shares[policy] = replay(requests, capacity, policy, look_ahead=plan.look_ahead, progress=tell).share
+        base = shares["lru"]
         for policy in plan.policies:
-            share, speed = of[policy]
-            tier = _tier(requests, plan, capacity, policy, progress)
+            tier = None
+            if plan.tier_rate:
+                tell, rate = telling(f"{policy} above a tier", capacity), Tier(plan.tier_rate)
+                tier = residence(requests, capacity, policy, rate, look_ahead=plan.look_ahead, progress=tell)
+            share = shares[policy]
             of_lru, in_time = share / base if base else None, None if tier is None else tier.share
-            rows.append(PolicyRow(policy, capacity, share, of_lru, speed, tier, in_time))
-    return Comparison(plan, len(requests), blocks, distinct, optimum, rows)
-
-
-def _tier(
-    requests: Sequence[TraceRequest], plan: TracePlan, capacity: int, policy: PolicyName, progress: Progress
-) -> Residence | None:
-    if not plan.tier_rate:
-        return None
-    tell = _telling(progress, f"{policy} above a tier", capacity, len(requests))
-    return residence(requests, capacity, policy, Tier(plan.tier_rate), look_ahead=plan.look_ahead, progress=tell)
-
-
-def _telling(progress: Progress, what: str, capacity: int, total: int) -> Callable[[int], None]:
-    return lambda done: progress(f"{what} at {capacity}", done, total)
+            rows.append(PolicyRow(policy, capacity, share, of_lru, tier, in_time))
+    return Comparison(plan, total, blocks, distinct, optimum, rows)
 
 
 def table(found: Comparison) -> Table:
