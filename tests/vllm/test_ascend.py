@@ -99,6 +99,15 @@ def test_another_release_of_the_plugin_has_other_pages(config: Any, monkeypatch:
     assert identity(config, make_groups(make_spec())) != before
 
 
+def test_kernels_of_an_unknown_release_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    with pytest.raises(ConfigError, match=r"vllm-ascend, whose release is not known"):
+        identity(config, make_groups(make_spec()))
+
+
 def test_nobody_looked_at_the_order_of_its_tokens(config: Any) -> None:
     assert token_order(config, mla()) is TokenOrder.BLOCK
     assert token_order(config, make_spec(block_size=TOKENS)) is TokenOrder.BLOCK

@@ -435,13 +435,23 @@ def _multimodal(model: Any) -> str:
 
 
 def _device_identity(vllm_config: Any) -> str:
-    """The kind of device, and on a CPU its vector instructions: the attention kernels pack blocks by them."""
+    """The kind of device, and on a CPU its vector instructions: the attention kernels pack blocks by them.
+
+    Raises:
+        ConfigError: the release of the kernels is not known.
+    """
     kind = str(vllm_config.device_config.device_type)
     if kind == "cpu":
         return f"cpu/{torch.backends.cpu.get_cpu_capability()}"
-    # Kernels for NPUs come from a project of its own.
-    plugin = f"/vllm-ascend {importlib.metadata.version('vllm-ascend')}" if kind == "npu" else ""
-    return f"{kind}/{current_platform.get_device_name()}{plugin}"
+    name = f"{kind}/{current_platform.get_device_name()}"
+    if kind != "npu":
+        return name
+    try:
+        return f"{name}/vllm-ascend {importlib.metadata.version('vllm-ascend')}"
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "the kernels for NPUs are those of vllm-ascend, whose release is not known; install it as a package"
+        ) from error
 
 
 def _rope_length(model: Any) -> int:
