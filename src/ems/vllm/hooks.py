@@ -78,11 +78,7 @@ def fill_head_dim() -> None:
 
     if _INSTALLED in vars(ModelConfig):
         return
-    try:
-        original = ModelConfig.__post_init__
-    except AttributeError as error:
-        logger.info("EMS cannot complete models without head_dim with this release of vLLM: %s", error)
-        return
+    original = ModelConfig.__post_init__
 
     @functools.wraps(original)
     def complete(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,6 @@ engine's own hashes.  vLLM sends the events with its next step.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from logging import Logger
@@ -21,6 +20,7 @@ from ems.errors import EmsError
 from ems.pool.client.answers import PageLocation, PoolChanges
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, KeyChain
+from ems.transfers.lane import Lane
 from ems.vllm import compat
 from ems.vllm.kv_events.announced import Announced, BlockEvent, Chunk, Page
 from ems.vllm.model import BlockModel
@@ -41,15 +41,13 @@ class ChangeFeed:
         self._namespaces = namespaces
         self._logger = logger
         self._place: PageLocation | None = None
-        self._changes: queue.SimpleQueue[PoolChanges | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        threading.Thread(target=self._run, name="ems-events", daemon=True).start()
+        self._lane: Lane[None, PoolChanges | None] = Lane("ems-events", self._run)
+        self._lane.start()
 
     def take(self) -> list[PoolChanges | None]:
-        taken = []
-        while not self._changes.empty():
-            taken.append(self._changes.get())
-        return taken
+        """What changed since the last call; None where more may have changed than is known."""
+        return self._lane.results() if self._lane.news else []
 
     def close(self) -> None:
         self._stop.set()
@@ -73,15 +71,15 @@ class ChangeFeed:
             self._void()
             return
         if read.lost:
-            self._changes.put(None)
+            self._lane.ended(None)
         elif read.runs:
-            self._changes.put(read)
+            self._lane.ended(read)
         self._place = read.place
 
     def _void(self) -> None:
         if self._place is not None:
             self._place = None
-            self._changes.put(None)
+            self._lane.ended(None)
 
 
 class BlockEvents:
