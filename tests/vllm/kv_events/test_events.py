@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from ems.errors import PoolRefused
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
@@ -211,3 +213,22 @@ def test_when_the_node_is_gone_its_blocks_are_taken_back(make: Make, node: Node)
 
     assert isinstance(event, BlockRemoved)
     assert event.block_hashes == NAMES[:2]
+
+
+def test_a_node_that_refuses_its_changes_is_asked_seldom_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[float] = []
+
+    def refuse(*_given: object) -> None:
+        asked.append(time.monotonic())
+        raise PoolRefused("the node has no such thing")
+
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.2)
+    feed = ChangeFeed(SimpleNamespace(changes=refuse, close=lambda: None), [], logger)  # type: ignore[arg-type]
+    wait_for(lambda: len(asked) == 3, "the node is asked three times")
+    feed.close()
+
+    assert asked[2] - asked[0] >= 2 * 0.2
+    assert caplog.messages == ["EMS publishes no KV events of the pool: the node has no such thing"]
+    assert feed.take() == []

@@ -31,6 +31,8 @@ MEDIUM_CPU = "CPU"
 """What vLLM calls a host's memory in events; vLLM 0.23 has no constant for it."""
 POLL_SECONDS = 0.25
 """How often the node is asked."""
+PAUSE_SECONDS = 2.0
+"""How long a node that did not answer, or refused to, is left alone."""
 
 
 class ChangeFeed:
@@ -54,22 +56,26 @@ class ChangeFeed:
         self._client.close()
 
     def _run(self) -> None:
+        said = False
         while not self._stop.is_set():
+            pause = PAUSE_SECONDS
             try:
                 self._read()
+                pause = POLL_SECONDS
+            except EmsError as error:
+                # A node that is gone took its memory along.
+                self._void()
+                if not (error.transient or said):
+                    said = True
+                    self._logger.warning("EMS publishes no KV events of the pool: %s", error)
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost events, never the engine.
                 self._logger.exception("EMS could not read what the pool stored and removed")
                 self._void()
-            self._stop.wait(POLL_SECONDS)
+            self._stop.wait(pause)
 
     def _read(self) -> None:
-        try:
-            read = self._client.changes(self._place, self._namespaces)
-        except EmsError:
-            # A node that is gone took its memory along.
-            self._void()
-            return
+        read = self._client.changes(self._place, self._namespaces)
         if read.lost:
             self._lane.ended(None)
         elif read.runs:
