@@ -99,7 +99,7 @@ def measure(shape: Shape, tokens: int, kind: str, page_blocks: int, client: Pool
     count = chain.extend(range(tokens)) * shape.shards
     keys = page_keys(chain.packed(0, len(chain)), shape.shards)
     lookup, refs = _looked_up(client, Namespace(plane.namespace, TINY), keys)
-    part = LoadPart(0, list(range(blocks)), keys, refs)
+    part = LoadPart(0, list(range(blocks)), chain.packed(0, len(chain)), refs)
     told = len(pickle.dumps(StepMetadata([Load("request", "node", [part])]), pickle.HIGHEST_PROTOCOL))
     memory = memoryview(mmap.mmap(-1, count * rows.page_bytes))
     pages = [memory[at * rows.page_bytes : (at + 1) * rows.page_bytes] for at in range(count)]

@@ -36,7 +36,7 @@ class Segments:
         self.memory = memoryview(bytearray(1 << 16))
 
     def page(self, ref: PageRef, size: int) -> memoryview:
-        return self.memory[ref.offset : ref.offset + size]
+        return self.memory[ref.slot * size : (ref.slot + 1) * size]
 
 
 class Pool:
@@ -58,9 +58,7 @@ class Pool:
         outcomes = list(self.answers.pop(0)) if self.answers else [GRANTED] * len(keys)
         assert len(outcomes) == len(keys)
         self.reserved.append((parent, keys))
-        granted = {
-            i: PageRef(0, i, 1, i * namespace.page_size) for i, outcome in enumerate(outcomes) if outcome == GRANTED
-        }
+        granted = {i: PageRef(0, i, 1) for i, outcome in enumerate(outcomes) if outcome == GRANTED}
         return Reservation(self.epoch, 7 if granted else 0, bytes(outcomes), granted)
 
     def segments(self, epoch: int) -> Segments:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ems.pool.layout import PageRef
+from ems.pool.layout import PageRef, slot_offset
 from ems.pool.pages import Outcome
 from tests.faults.settings import Violation
 from tests.faults.simulated_clients import identity
@@ -58,12 +58,16 @@ def granting(world: World, node: HistoryNode, namespace: int, keys: list[bytes])
 def see_grant(world: World, ref: PageRef, size: int) -> None:
     """A slot was promised into which nobody else may write any more."""
     file = identity(world.node.arena._files[ref.segment].descriptor)
+    of_segment = world.node.arena.sizes[ref.segment]
+    begin = slot_offset(of_segment, size, ref.slot)
     for late in world.late:
-        overlaps = late.ref.offset < ref.offset + size and ref.offset < late.ref.offset + late.size
+        other_begin = slot_offset(of_segment, late.size, late.ref.slot)
+        overlaps = other_begin < begin + size and begin < other_begin + late.size
         if late.file == file and overlaps and not late.loose:
             raise Violation("a slot was handed out while another writer may still write into it")
     for other, length, into in world.node.fetching_into():
-        if into == file and other.offset < ref.offset + size and ref.offset < other.offset + length:
+        other_begin = slot_offset(of_segment, length, other.slot)
+        if into == file and other_begin < begin + size and begin < other_begin + length:
             raise Violation("a slot was handed out while a thread of a tier may still write into it")
 
 

@@ -16,7 +16,7 @@ from ems.pool.segments.recovery import recover
 from ems.pool.writer import UNKNOWN
 from tests.faults.settings import Violation, content, size_of
 from tests.faults.simulated_clients import identity
-from tests.pool.segment_memory import map_segment
+from tests.pool.segment_memory import page_memory
 from tests.pool.wrong import wrong_catalogue, wrong_promotions, wrong_queue
 from tests.pool.wrong_core import wrong_core
 
@@ -53,7 +53,7 @@ def _bytes_are_right(world: World, pages: dict[Known, Page]) -> None:
     for (name, key), page in pages.items():
         if page.present:
             ref = PageRef.unpack(page.ref)
-            data = map_segment(world.node.arena, ref.segment)[ref.offset : ref.offset + size_of(name)]
+            data = page_memory(world.node.arena, ref, size_of(name))
             if data != content(name, key) and ref[:3] not in world.hurt:
                 raise Violation(f"page {key.hex()} of {name} has other bytes than were committed")
 

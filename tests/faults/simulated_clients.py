@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from ems.pool.layout import MAGIC, PageRef, generation_of
+from ems.pool.layout import MAGIC, PageRef, generation_of, slot_offset
 from ems.pool.node.pool_node import Node
 from ems.pool.protocol import messages
 from ems.pool.segments.reader import PageReader
@@ -65,7 +65,8 @@ class Maps:
         segment = self._maps[ref.segment]
         if generation_of(segment, ref.slot) != ref.generation:
             return False
-        segment[ref.offset : ref.offset + len(data)] = data
+        begin = slot_offset(len(segment), len(data), ref.slot)
+        segment[begin : begin + len(data)] = data
         return True
 
 

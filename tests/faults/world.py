@@ -36,7 +36,7 @@ from tests.faults.settings import (
 )
 from tests.faults.simulated_clients import GONE, Identity, Late, SimulatedClient
 from tests.faults.times import Times, Turns
-from tests.pool.segment_memory import map_segment
+from tests.pool.segment_memory import map_segment, page_memory
 
 if TYPE_CHECKING:
     from ems.pool.core.writing import Reserved
@@ -251,7 +251,7 @@ class World:
             self.committed[known] = page.ref
             self.counts["page promoted"] += 1
             ref = PageRef.unpack(page.ref)
-            raw = map_segment(node.arena, ref.segment)[ref.offset : ref.offset + size_of(known[0])]
+            raw = page_memory(node.arena, ref, size_of(known[0]))
             if known in self.never_summed and raw != content(*known):
                 # It was damaged in memory before it went down, and nobody could know.
                 self.hurt[ref[:3]] = self.life

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from ems.errors import ConfigError
+from ems.pool.keys import KEY_BYTES
+from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.idle import IdleSide
 from ems.vllm.metadata import StepMetadata
@@ -52,7 +54,7 @@ def test_an_engine_refuses_tensors_that_it_cannot_serve(tmp_path: Path) -> None:
 def test_a_load_that_cannot_be_tried_has_failed(tmp_path: Path, groups: int) -> None:
     worker = make_worker(tmp_path, "serve_without", groups)
     worker.register(WRONG)
-    load = Load("r", "node", [LoadPart(0, [3, 4], bytes(32), bytes(40))])
+    load = Load("r", "node", [LoadPart(0, [3, 4], bytes(2 * KEY_BYTES), bytes(2 * REF_BYTES))])
     save = Save(7, "r", 0, bytes(16), [], [[]])
     worker.begin(StepMetadata(loads=[load], saves=[save]))
     worker.computed()

@@ -14,6 +14,7 @@ from ems.errors import EmsError, PoolUnavailable
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
+from ems.pool.layout import REF_BYTES
 from ems.pool.reasons.words import Reason
 from ems.pool.tiers.answers import Stored
 from ems.pool.tiers.directory import FolderBlobs
@@ -133,7 +134,7 @@ def test_a_part_of_a_block_is_found_by_the_tokens_that_it_shares(side: Side, nod
 
     assert (found.tokens, found.chunks) == (57, 3)
     assert found.pages[0].keys[48:] == side.chain.tail(3, [*TOKENS[48:57], 7]).key
-    assert len(found.pages[0].packed_refs) == 4 * 20
+    assert len(found.pages[0].packed_refs) == 4 * REF_BYTES
     assert node.stats()["leases"] == 2
     for lease in found.leases:
         side.lookups.release(lease)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ems.errors import ConfigError
-from ems.pool.keys import Tail
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import REF_BYTES
 from ems.transfers.device import CpuDevice
 from ems.transfers.rows import PageBlocks
 from ems.vllm.layers import LayerOrder
@@ -135,7 +136,7 @@ def test_blocks_that_the_engine_dropped_are_neither_loaded_nor_stored() -> None:
 
     assert [stored.part.blocks for stored in windowed.stored(save)[1]] == [[2], [2], [3], [3]]
     assert [stored.part.blocks for stored in full.stored(save)[1]] == [[0], [0], [2], [2], [3], [3]]
-    part = LoadPart(0, [0, 2], bytes(64), bytes(80))
+    part = LoadPart(0, [0, 2], bytes(2 * KEY_BYTES), bytes(4 * REF_BYTES))
     assert [loaded.part for loaded in windowed.loaded(part)] == [PageBlocks([2], 0), PageBlocks([2], 1)]
     assert len(list(full.loaded(part))) == 4
 
@@ -149,7 +150,7 @@ def test_pages_of_several_blocks_may_begin_and_end_within_them() -> None:
         PageBlocks([0], 1),
         PageBlocks([0], 0),
     ]
-    loaded = list(rows.loaded(LoadPart(0, [2, 3, 0, 1], bytes(64), bytes(80), skip=2)))
+    loaded = list(rows.loaded(LoadPart(0, [2, 3, 0, 1], bytes(2 * KEY_BYTES), bytes(4 * REF_BYTES), skip=2)))
     assert [(page.position, page.part) for page in loaded] == [
         (0, PageBlocks([2], 0, 2)),
         (0, PageBlocks([2], 1, 2)),

@@ -31,7 +31,7 @@ from ems.vllm.requests import (
 )
 
 BLOCK = 4
-REF = 20
+REF = REF_BYTES
 SETTINGS = ConnectorSettings(saves=True, socket=Path("socket"), directory=Path("pool"))
 
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.client.answers import Hits, Lease, Namespace, TailHit
-from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.keys import KEY_BYTES, KeyChain, Tail, cut
+from ems.pool.layout import REF_BYTES
 from ems.pool.reasons.words import Reason
 from ems.vllm.planes import Plane, first_in_sight, page_key, page_keys
 from ems.vllm.requests import NOTHING
 from ems.vllm.search import Prompt, Search
 
 BLOCK = 4
-REF = 20
 
 
 class Shelf:
@@ -90,8 +90,8 @@ class Shelf:
     def _lease(self, keys: list[bytes]) -> Lease:
         number = len(self.leases) + self.calls * 100
         self.leases[number] = b"".join(keys)
-        # A reference of the test says which key it stands for.
-        return Lease(self.node, 1, number, b"".join(key + bytes(REF - KEY_BYTES) for key in keys))
+        # A reference of the test is the beginning of the key that it stands for.
+        return Lease(self.node, 1, number, b"".join(key[:REF_BYTES] for key in keys))
 
 
 def make_prompt(tokens: int) -> Prompt:
@@ -156,10 +156,10 @@ def test_what_is_found_is_what_can_be_used(data: st.DataObject) -> None:
     for pages in found.pages:
         plane = planes[pages.plane]
         wanted = prompt.chain.packed(pages.first, found.chunks)
-        assert pages.keys.startswith(page_keys(wanted, plane.shards))
+        assert pages.keys.startswith(wanted)
         assert pages.first <= first_in_sight(plane.window, found.tokens - 1, BLOCK)
-        refs = [pages.packed_refs[i : i + KEY_BYTES] for i in range(0, len(pages.packed_refs), REF)]
-        assert b"".join(refs) == pages.keys
+        named = cut(page_keys(pages.keys, plane.shards), KEY_BYTES)
+        assert pages.packed_refs == b"".join(key[:REF_BYTES] for key in named)
     assert set(shelf.leases) == {lease.number for lease in found.leases}
 
 

@@ -15,6 +15,7 @@ started again needs to know; what does not match its checksum is taken for no pa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 import zlib
@@ -38,7 +39,7 @@ _DESCRIPTION_CHECK = HEADERS_OFFSET - _WORD.size
 _CARVING = struct.Struct("<Q")
 _CARVING_OFFSET = 76
 _VERSION = struct.Struct("<8sI")
-_REF = struct.Struct("<IIIQ")
+_REF = struct.Struct("<III")
 REF_BYTES = _REF.size
 _HEADER = struct.Struct("<II16s16sQIII")
 _VOUCH = struct.Struct("<II16s")
@@ -81,12 +82,11 @@ class Header(NamedTuple):
 
 
 class PageRef(NamedTuple):
-    """Where a page lies: segment number, slot number, generation of the slot, byte offset of the slot."""
+    """Where a page lies: segment number, slot number, generation of the slot.  See :func:`slot_offset`."""
 
     segment: int
     slot: int
     generation: int
-    offset: int
 
     def pack(self) -> bytes:
         return _REF.pack(*self)
@@ -145,6 +145,7 @@ def _align(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+@functools.lru_cache(maxsize=256)
 def carve(segment_size: int, page_size: int) -> Geometry:
     """The largest number of equal slots for ``page_size`` bytes that a segment holds (0 when none fits)."""
     stride = _align(page_size, PAGE_ALIGN if page_size >= 16 * PAGE_ALIGN else HEADER_BYTES)
@@ -152,6 +153,11 @@ def carve(segment_size: int, page_size: int) -> Geometry:
     while count and _align(header_offset(count), PAGE_ALIGN) + count * stride > segment_size:
         count -= 1
     return Geometry(segment_size, page_size, stride, count, _align(header_offset(count), PAGE_ALIGN))
+
+
+def slot_offset(segment_size: int, page_size: int, slot: int) -> int:
+    """Where a slot begins in a segment of ``segment_size`` bytes, which is carved for pages of ``page_size`` bytes."""
+    return carve(segment_size, page_size).slot_offset(slot)
 
 
 def namespace_digest(name: str) -> bytes:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
-from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.keys import KEY_BYTES, Tail, cut
 from ems.pool.layout import PageRef, unpack_refs
 from ems.transfers.rows import BlockRows, PageBlocks
-from ems.vllm.planes import page_key
+from ems.vllm.planes import page_key, page_keys
 from ems.vllm.token_order import in_order
 
 if TYPE_CHECKING:
@@ -62,16 +62,15 @@ class PlaneRows:
 
     def loaded(self, part: LoadPart) -> Iterator[LoadedPage]:
         """The pages of ``part`` that are this rank's."""
-        refs = unpack_refs(part.packed_refs)
         shards, mine = self.local.plane.shards, self.local.portion
+        refs, keys = unpack_refs(part.packed_refs), cut(page_keys(part.keys, shards), KEY_BYTES)
         position, first = 0, part.skip
         for number in range(len(refs) // shards):
             blocks = part.block_ids[position : position + self.rows.page_blocks - first]
             if not (self.windowed and not blocks[0]):
                 for shard in range(mine.count):
                     at = number * shards + mine.first + shard
-                    key = part.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-                    yield LoadedPage(position, PageBlocks(blocks, shard, first), key, refs[at])
+                    yield LoadedPage(position, PageBlocks(blocks, shard, first), keys[at], refs[at])
             position, first = position + len(blocks), 0
 
     def stored(self, save: Save) -> tuple[bytes, list[StoredPage]]:

@@ -57,7 +57,10 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """Pages of one plane: those of the chunks ``[first, ...)`` of a prompt, chunk by chunk, all shards of each."""
+    """Pages of one plane: those of the chunks ``[first, ...)`` of a prompt, chunk by chunk, all shards of each.
+
+    ``keys`` are those of the chunks, from which those of the pages follow.
+    """
 
     plane: int
     first: int
@@ -156,9 +159,9 @@ NOTHING = Found(0, 0, (), ())
 
 
 def _of_chunks(keys: bytes, packed_refs: bytes, chunks: slice, shards: int) -> tuple[bytes, bytes]:
-    """Keys and references of all pages of some ``chunks``."""
-    begin, end = chunks.start * shards, chunks.stop * shards
-    return keys[begin * KEY_BYTES : end * KEY_BYTES], packed_refs[begin * REF_BYTES : end * REF_BYTES]
+    """Keys of some ``chunks``, and references of all of their pages."""
+    size, begin, end = shards * REF_BYTES, chunks.start, chunks.stop
+    return keys[begin * KEY_BYTES : end * KEY_BYTES], packed_refs[begin * size : end * size]
 
 
 @dataclass(slots=True, eq=False)

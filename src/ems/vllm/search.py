@@ -111,8 +111,7 @@ class Search:
         shards = self._planes[0].shards
         keys, refs, tail = self._hold_leading(prompt, leases)
         chunks = len(keys) // (shards * KEY_BYTES)
-        # A chunk of which some pages are missing counts for nothing.
-        keys, refs = keys[: chunks * shards * KEY_BYTES], refs[: chunks * shards * REF_BYTES]
+        refs = refs[: chunks * shards * REF_BYTES]  # a chunk of which some pages are missing counts for nothing
         if chunks < len(prompt.chain):
             self._give_back([tail.lease] if tail.lease is not None else [])
             tail = self._tail(prompt, chunks, lease=shards == 1)
@@ -123,7 +122,8 @@ class Search:
             tail_keys, tail_refs = self._hold(wanted, self._ask(0, wanted, lease=True), leases)
         whole = len(tail_keys) == shards * KEY_BYTES
         tokens = chunks * self._chunk_tokens + (tail.tokens if whole else 0)
-        pages = Pages(0, 0, keys + (tail_keys if whole else b""), refs + (tail_refs if whole else b""))
+        names = prompt.chain.packed(0, chunks) + (tail.key if whole else b"")
+        pages = Pages(0, 0, names, refs + (tail_refs if whole else b""))
         return Found(tokens, chunks, (pages,), tuple(leases)) if tokens else NOTHING
 
     def _hold_leading(self, prompt: Prompt, leases: list[Lease]) -> tuple[bytes, bytes, TailHit]:
@@ -272,13 +272,14 @@ class Search:
     def _promise(self, number: int, prompt: Prompt, reach: Reach, leases: list[Lease]) -> Pages | None:
         plane = self._planes[number]
         first = min(first_in_sight(plane.window, self._tokens(reach) - 1, self._chunk_tokens), reach.chunks)
-        keys = page_keys(prompt.chain.packed(first, reach.chunks) + reach.tail.key, plane.shards)
+        names = prompt.chain.packed(first, reach.chunks) + reach.tail.key
+        keys = page_keys(names, plane.shards)
         hits = self._ask(number, keys, lease=True)
         if hits.lease is not None:
             leases.append(hits.lease)
         if hits.lease is None or hits.count * KEY_BYTES < len(keys):
             return None
-        return Pages(number, first, keys, hits.lease.packed_refs)
+        return Pages(number, first, names, hits.lease.packed_refs)
 
     def _give_back(self, leases: list[Lease]) -> None:
         for lease in leases:

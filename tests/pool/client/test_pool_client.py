@@ -28,6 +28,7 @@ from ems.pool.client.answers import NO_TAIL, Namespace
 from ems.pool.client.introduction import Introduction, receive_frames
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.protocol import coding, messages
 from ems.pool.tenants.scram import Credentials
 from tests.kit.waiting import until
@@ -62,9 +63,9 @@ def test_a_node_that_answers_nonsense_is_left(tmp_path: Path, nonsense: bytes) -
 @pytest.mark.parametrize(
     "granted",
     [
-        messages.Granted(1, b"\0\0", bytes(40)),
-        messages.Granted(1, b"\0\0\0", bytes(40)),
-        messages.Granted(1, b"\3\3\3", bytes(20)),
+        messages.Granted(1, b"\0\0", bytes(2 * REF_BYTES)),
+        messages.Granted(1, b"\0\0\0", bytes(2 * REF_BYTES)),
+        messages.Granted(1, b"\3\3\3", bytes(REF_BYTES)),
     ],
     ids=["fewer outcomes", "fewer slots", "a slot too many"],
 )

@@ -16,7 +16,7 @@ from ems.pool.core.index import Index
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.reservations import LIMITS, UncommittedLimits
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.layout import PageRef
+from ems.pool.layout import PageRef, slot_offset
 from ems.pool.pages import Outcome, Page
 from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.writer import writer_of
@@ -201,7 +201,8 @@ class PoolHistory(RuleBasedStateMachine):
         assert slot not in resting, "a slot that rests was handed out"
         assert ref.generation > self.generations.get(slot, 0), "a generation did not grow"
         self.generations[slot] = ref.generation
-        assert ref.offset + PAGE_SIZES[name] <= self.touched[ref.segment], "untouched memory was handed out"
+        begin = slot_offset(self.core.slots.segments[ref.segment].size, PAGE_SIZES[name], ref.slot)
+        assert begin + PAGE_SIZES[name] <= self.touched[ref.segment], "untouched memory was handed out"
 
     @rule(client=st.sampled_from(SEATS), name=st.sampled_from(sorted(PAGE_SIZES)), run=runs(), partial=st.booleans())
     def save(self, client: int, name: str, run: list[str], partial: bool) -> None:
@@ -337,9 +338,7 @@ class PoolHistory(RuleBasedStateMachine):
             self.resting[client_id] = still
 
     def packed(self, slot: Slot) -> bytes:
-        geometry = self.core.slots.segments[slot.segment].geometry
-        assert geometry is not None
-        return PageRef(slot.segment, slot.number, self.generations[slot], geometry.slot_offset(slot.number)).pack()
+        return PageRef(slot.segment, slot.number, self.generations[slot]).pack()
 
     def memory_replaced(self, segment: int) -> None:
         """Nobody who was there can write into ``segment`` any more."""

@@ -28,7 +28,7 @@ class Pool:
         pages = []
         for at, one in enumerate(keys):
             self._next += 1
-            ref = PageRef(segments[at] if segments else 0, self._next, 1, 0)
+            ref = PageRef(segments[at] if segments else 0, self._next, 1)
             pages.append(self.index.insert(one, ref.pack(), before))
             before = one
         self.index.publish(pages)
@@ -76,7 +76,7 @@ def test_a_prefix_of_a_page_being_written_stays() -> None:
     pool = Pool()
     keys = chain("x", 2)
     pool.add(keys[:1])
-    writing = pool.index.insert(keys[1], PageRef(0, 9, 1, 0).pack(), keys[0])
+    writing = pool.index.insert(keys[1], PageRef(0, 9, 1).pack(), keys[0])
     assert pool.evict(9) == 0
     pool.index.discard(writing)
     assert pool.evict(9) == 1

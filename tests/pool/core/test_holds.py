@@ -10,6 +10,7 @@ from ems.errors import StaleReference
 from ems.pool.core.leases import Leases
 from ems.pool.core.namespaces import NamespacePages
 from ems.pool.core.reservations import Reservations
+from ems.pool.layout import REF_BYTES
 from ems.pool.pages import Page
 from tests.pool.brain import chain
 from tests.pool.wrong_core import wrong_leases, wrong_reservations
@@ -21,7 +22,7 @@ def ns(*, present: bool = True) -> tuple[NamespacePages, list[Page]]:
     namespace = NamespacePages(0, "a", 64, 0.0, "lru")
     before, pages = bytes(16), []
     for number, key in enumerate(KEYS):
-        pages.append(namespace.index.insert(key, bytes([number]) * 20, before))
+        pages.append(namespace.index.insert(key, bytes([number]) * REF_BYTES, before))
         before = key
     if present:
         namespace.index.publish(pages)

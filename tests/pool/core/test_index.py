@@ -12,7 +12,7 @@ from ems.pool.pages import Page
 from tests.pool.brain import chain, key
 from tests.pool.wrong_core import wrong_index
 
-REF = PageRef(0, 0, 1, 0).pack()
+REF = PageRef(0, 0, 1).pack()
 
 
 def index_of(*chains: list[bytes]) -> Index:

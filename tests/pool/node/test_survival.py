@@ -13,7 +13,7 @@ import pytest
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
-from ems.pool.layout import HEADERS_OFFSET, header_offset
+from ems.pool.layout import HEADERS_OFFSET, header_offset, slot_offset
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain
@@ -138,7 +138,8 @@ def place_of(client: PoolClient, key: bytes) -> tuple[int, int, int]:
     assert lease is not None
     client.release(lease)
     ref = lease.refs[0]
-    return ref.segment, ref.slot, ref.offset
+    segment = client.segments(client.epoch).segment(ref.segment)
+    return ref.segment, ref.slot, slot_offset(len(segment), NAMESPACE.page_size, ref.slot)
 
 
 @pytest.mark.process

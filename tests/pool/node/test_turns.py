@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.config import NodeConfig
+from ems.pool.layout import REF_BYTES
 from ems.pool.node.connection import Connection
 from ems.pool.node.pool_node import Node
 from ems.pool.node.rounds import AT_ONCE, ROUND, Farewell, Turns
@@ -203,7 +204,7 @@ async def reporting(clients: list[Client], keys: list[bytes]) -> Callable[[], No
     for _ in range(40):
         hits = await clients[0].ask(messages.Lookup(0, b"".join(keys), lease=True))
     assert isinstance(hits, messages.Hits)
-    return lambda: clients[0].send(messages.Corrupt(0, b"".join(keys[:64]), hits.refs[: 64 * 20]))
+    return lambda: clients[0].send(messages.Corrupt(0, b"".join(keys[:64]), hits.refs[: 64 * REF_BYTES]))
 
 
 ATTACKS = [reserving, committing, aborting, leaving, leasing, asking_for_much_at_once, reporting]
@@ -274,7 +275,7 @@ async def test_long_requests_do_what_they_say(node: Node, connect: MakeClient) -
     more = await client.ask(messages.Reserve(0, bytes(16), b"".join([*keys, *chain("y", LONG)])))
     assert isinstance(more, messages.Granted)
     assert more.outcomes == b"\1" * LONG + bytes(LONG)
-    assert len(more.refs) == 20 * LONG
+    assert len(more.refs) == REF_BYTES * LONG
     some = list(range(LONG, LONG + 3000))
     checksums = b"".join(position.to_bytes(4, "little") for position in some)
     assert await client.ask(messages.Commit(more.reservation, some, checksums)) == messages.Done(3000)
@@ -290,7 +291,7 @@ async def test_long_requests_do_what_they_say(node: Node, connect: MakeClient) -
     assert isinstance(too_many, messages.Granted)
     refused = too_many.outcomes.index(Outcome.OVER_SHARE)
     assert set(too_many.outcomes[refused:]) == {Outcome.OVER_SHARE}, "nothing behind what is too much is granted"
-    assert len(too_many.refs) == 20 * refused
+    assert len(too_many.refs) == REF_BYTES * refused
     client.sock.close()
     await rounds_until(lambda: not node.rounds.turns and not node.clients.connections)
     figures = node.core.stats()

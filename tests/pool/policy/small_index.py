@@ -12,7 +12,7 @@ from ems.pool.pages import Page
 from ems.pool.policy.seam import make_policy
 from tests.pool.brain import chain, key
 
-REF = PageRef(0, 0, 1, 0).pack()
+REF = PageRef(0, 0, 1).pack()
 
 
 CAPACITY = 12

@@ -148,7 +148,7 @@ def test_limits_hold_on_both_ends() -> None:
     with_tails = messages.Reserve(2**32, bytes(16), bytes(16 * most), longest)
     assert len(coding.encode(with_tails)) < coding.MAX_FRAME
     assert coding.decode_request(body_of(with_tails)) == with_tails
-    assert len(coding.encode(messages.Granted(2**32, bytes(most), bytes(20 * most)))) < coding.MAX_FRAME
+    assert len(coding.encode(messages.Granted(2**32, bytes(most), bytes(REF_BYTES * most)))) < coding.MAX_FRAME
     each_for_itself = messages.Changed(2**62, lost=False, runs=[ChangeRun(2**31, True, bytes(16))] * CAPACITY)
     assert len(coding.encode(each_for_itself)) < coding.MAX_FRAME
     for message in (

@@ -55,8 +55,9 @@ class Memory:
         self.geometry = carve(1 << 20, PAGE)
         self.segment = memoryview(bytearray(1 << 20))
         self.describe("a", 1)
-        self.ref = PageRef(0, 3, 1, self.geometry.slot_offset(3))
-        self.page = self.segment[self.ref.offset : self.ref.offset + PAGE]
+        self.ref = PageRef(0, 3, 1)
+        begin = self.geometry.slot_offset(3)
+        self.page = self.segment[begin : begin + PAGE]
         self.page[:] = b"x" * PAGE
         write_header(self.segment, 3, header()._replace(checksum=page_checksum(self.page)))
 

@@ -24,6 +24,7 @@ from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import (
     HEADER_BYTES,
     HEADERS_OFFSET,
+    REF_BYTES,
     Description,
     Header,
     PageRef,
@@ -40,7 +41,7 @@ from ems.pool.segments.reader import PageReader, Trust, Verify
 from ems.pool.segments.recovery import MOST, Recovered, SegmentImage, header_checksums, recover
 from tests.kit.headers import write_header
 from tests.pool.brain import chain, key, segment_for, tails_of
-from tests.pool.segment_memory import map_segment
+from tests.pool.segment_memory import map_segment, page_memory
 from tests.pool.wrong_core import wrong_core
 
 SMALL, LARGE = 4096, 16384
@@ -89,8 +90,7 @@ def pages_of(node: Node) -> dict[tuple[str, bytes], bytes]:
 
 
 def bytes_at(node: Node, packed: bytes, size: int) -> bytes:
-    ref = PageRef.unpack(packed)
-    return bytes(map_segment(node.arena, ref.segment)[ref.offset : ref.offset + size])
+    return bytes(page_memory(node.arena, PageRef.unpack(packed), size))
 
 
 def order_of(node: Node, name: str) -> list[bytes]:
@@ -100,8 +100,7 @@ def order_of(node: Node, name: str) -> list[bytes]:
 
 def write(node: Node, packed: bytes, data: bytes) -> int:
     """Copy a page to its slot; its checksum."""
-    ref = PageRef.unpack(packed)
-    map_segment(node.arena, ref.segment)[ref.offset : ref.offset + len(data)] = data
+    page_memory(node.arena, PageRef.unpack(packed), len(data))[:] = data
     return page_checksum(memoryview(data))
 
 
@@ -213,9 +212,9 @@ class Restarts(RuleBasedStateMachine):
         pages = [(space, page) for space in self.node.core.namespaces for page in space.index if page.present]
         if pages:
             space, page = data.draw(st.sampled_from(pages))
-            ref = PageRef.unpack(page.ref)
-            at = ref.offset + data.draw(st.integers(0, space.page_size - 1))
-            map_segment(self.node.arena, ref.segment)[at] ^= 1 << data.draw(st.integers(0, 7))
+            at = data.draw(st.integers(0, space.page_size - 1))
+            memory = page_memory(self.node.arena, PageRef.unpack(page.ref), space.page_size)
+            memory[at] ^= 1 << data.draw(st.integers(0, 7))
 
     @rule()
     def report(self) -> None:
@@ -240,7 +239,7 @@ class Restarts(RuleBasedStateMachine):
     @rule(more=st.sampled_from([0, 0, 0, 1, -1]))
     def crash(self, more: int) -> None:
         before, listed = pages_of(self.node), tails_of(self.node.core)
-        waiting = sum(len(refs) // 20 for _, _, _, refs in self.held)
+        waiting = sum(len(refs) // REF_BYTES for _, _, _, refs in self.held)
         resting = len(self.node.core.deferred.segments()) > 0
         count = max(len(self.node.arena.sizes) + more, 1)
         kept = self.end(range(count))

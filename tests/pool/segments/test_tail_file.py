@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.keys import Tail
+from ems.pool.layout import REF_BYTES
 from ems.pool.segments import tail_file
 from ems.pool.segments.tail_file import STEP_RECORDS, Listed, TailFile, pack_record, unpack_records
 
 MOST = 1 << 20
-KEYS, REFS = st.binary(min_size=16, max_size=16), st.binary(min_size=20, max_size=20)
+KEYS, REFS = st.binary(min_size=16, max_size=16), st.binary(min_size=REF_BYTES, max_size=REF_BYTES)
 TOKENS = st.binary(min_size=4, max_size=64).map(lambda raw: raw[: len(raw) // 4 * 4])
 LISTED = st.lists(st.tuples(st.text(min_size=1, max_size=20), KEYS, REFS, st.builds(Tail, KEYS, TOKENS)), max_size=8)
 
@@ -52,7 +53,7 @@ def tail(number: int) -> Tail:
 
 def entry(name: str, number: int) -> Listed:
     """What is stored of one page."""
-    return name, number.to_bytes(16, "little"), number.to_bytes(20, "little"), tail(number)
+    return name, number.to_bytes(16, "little"), number.to_bytes(REF_BYTES, "little"), tail(number)
 
 
 def test_it_is_there_when_it_is_opened_again(tmp_path: Path) -> None:

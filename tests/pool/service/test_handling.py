@@ -13,7 +13,7 @@ from ems.errors import PoolRefused, PoolRestarting, StaleReference
 from ems.pool.core import leases
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.layout import PageFlag, carve
+from ems.pool.layout import REF_BYTES, PageFlag, carve
 from ems.pool.pages import Outcome
 from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Acts, Clear, List
@@ -351,7 +351,7 @@ def test_what_is_damaged_during_a_long_lookup_is_promised_to_nobody(large: Surro
         large.core.damage.quarantine(large.namespace, page)
         save(large.core, large.namespace, [keys[at]], parent=keys[at - 1], client_id=3)
     hits = large.run(looking)
-    assert (hits.count, len(hits.refs)) == (LONG, 20 * LONG)
+    assert (hits.count, len(hits.refs)) == (LONG, REF_BYTES * LONG)
     assert len(large.core.leases.pages(1, hits.lease)) == LONG - 1
     assert wrong_core(large.core) == []
     large.core.reading.release(1, hits.lease)

@@ -17,7 +17,7 @@ from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.settings import TierConfig
 from tests.kit.tiers import KEYS, key, page
-from tests.pool.segment_memory import map_segment
+from tests.pool.segment_memory import page_memory
 from tests.pool.tiers.faulty_tier import FaultyTier
 
 NAME = "t/m/l"
@@ -80,8 +80,7 @@ class Bench:
         return all(bytes(self.memory(one)) == page(one.key) for one in pages)
 
     def memory(self, one: Page) -> memoryview:
-        ref = PageRef.unpack(one.ref)
-        return map_segment(self.node.arena, ref.segment)[ref.offset : ref.offset + PAGE]
+        return page_memory(self.node.arena, PageRef.unpack(one.ref), PAGE)
 
     def nothing_is_held(self) -> bool:
         stats = self.node.core.stats()

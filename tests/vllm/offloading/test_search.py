@@ -31,7 +31,7 @@ def pages(plane: int, chunks: Sequence[int], shards: int = 1) -> set[tuple[int, 
 
 
 def ref(plane: int, key: bytes) -> bytes:
-    return (bytes([plane]) + key).ljust(REF_BYTES, b".")
+    return bytes([plane]) + key[: REF_BYTES - 1]
 
 
 class Pool:

@@ -100,7 +100,7 @@ class Engine:
             [
                 PlanePages(
                     number,
-                    page_keys(chain_of(name, end).packed(begin, end), plane.shards),
+                    chain_of(name, end).packed(begin, end),
                     refs[number][begin * plane.shards * REF_BYTES : end * plane.shards * REF_BYTES],
                 )
             ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ems.errors import StaleReference
-from ems.pool.layout import MAGIC, PageRef, generation_of, vouches
+from ems.pool.layout import MAGIC, PageRef, generation_of, slot_offset, vouches
 
 _MARKED = len(MAGIC)
 
@@ -67,7 +67,8 @@ class SegmentMap:
         segment = self.segment(ref.segment)
         if generation_of(segment, ref.slot) != ref.generation:
             raise StaleReference(f"slot {ref.slot} of segment {ref.segment} is not promised any more, reserve again")
-        return segment[ref.offset : ref.offset + size]
+        begin = slot_offset(len(segment), size, ref.slot)
+        return segment[begin : begin + size]
 
     def holds(self, ref: PageRef, key: bytes) -> bool:
         return vouches(self.segment(ref.segment), ref.slot, ref.generation, key)

@@ -192,11 +192,10 @@ class SlotAllocator:
             return None
         entry = stack.pop()
         segment, slot = self.segments[entry >> _SLOT_BITS], entry & _SLOT_MASK
-        assert segment.geometry is not None
         generation = (segment.generations[slot] + 1) & _GENERATION_MASK
         segment.generations[slot] = generation
         segment.used += 1
-        return PageRef(segment.number, slot, generation, segment.geometry.slot_offset(slot))
+        return PageRef(segment.number, slot, generation)
 
     def give_back(self, ref: PageRef, *, told: bool = True) -> None:
         """The slot of ``ref`` is free again; its header is to say so, unless it goes before the slot is used."""

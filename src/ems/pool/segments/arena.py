@@ -19,7 +19,15 @@ import msgspec
 
 from ems.config import NodeConfig, format_size
 from ems.errors import ConfigError
-from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, Description, PageRef, header_offset, unpack_description
+from ems.pool.layout import (
+    HEADER_BYTES,
+    HEADERS_OFFSET,
+    Description,
+    PageRef,
+    header_offset,
+    slot_offset,
+    unpack_description,
+)
 from ems.pool.pages import Page
 from ems.pool.segments.folder import GIVEN_UP_NAME, SIZE_NAME, Folder, refuse_disk
 from ems.pool.segments.headers import Headers
@@ -345,7 +353,9 @@ class Arena:
             self._tails.add(namespace, page.key, page.ref, page.tail, most)
 
     def place(self, ref: PageRef, length: int) -> FileRange:
-        return FileRange(self._files[ref.segment], ref.offset, length, mapped=self._trusting)
+        """Where the page of ``length`` bytes lies, which is the size of all pages of its namespace."""
+        file = self._files[ref.segment]
+        return FileRange(file, slot_offset(file.size, length, ref.slot), length, mapped=self._trusting)
 
     def prefault(
         self, progress: Callable[[int, int], None], stop: threading.Event, segments: Iterable[int] | None = None

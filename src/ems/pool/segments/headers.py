@@ -22,6 +22,7 @@ from ems.pool.layout import (
     header_offset,
     pack_description,
     pack_header,
+    slot_offset,
     unpack_header,
     unpack_refs,
 )
@@ -130,11 +131,12 @@ class Headers:
             return False
         if not header.flags & PageFlag.CHECKSUMMED:
             return True
-        checksum = 0
+        checksum, file = 0, self._files[ref.segment]
+        begin = slot_offset(file.size, length, ref.slot)
         for start in range(0, length, LOOKED_AT_ONCE):
             if start:
                 yield
-            part = self._files[ref.segment].read(ref.offset + start, min(LOOKED_AT_ONCE, length - start))
+            part = file.read(begin + start, min(LOOKED_AT_ONCE, length - start))
             if part is None:
                 return False
             checksum = crc32c(part, checksum)

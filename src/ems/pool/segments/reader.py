@@ -25,6 +25,7 @@ from ems.pool.layout import (
     header_is_sound,
     header_offset,
     namespace_digest,
+    slot_offset,
     unpack_header,
     vouches,
 )
@@ -85,7 +86,9 @@ class PageReader:
         """Keys and places of pages with wrong bytes or a strange header, to be reported to the node."""
 
     def page(self, ref: PageRef) -> memoryview:
-        return self._segment(ref.segment)[ref.offset : ref.offset + self._page_size]
+        segment = self._segment(ref.segment)
+        begin = slot_offset(len(segment), self._page_size, ref.slot)
+        return segment[begin : begin + self._page_size]
 
     def holds(self, ref: PageRef, key: bytes) -> bool:
         """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key`` of this namespace."""

@@ -32,7 +32,7 @@ from ems.pool.writer import UNKNOWN, Writer
 _KEY = np.dtype(f"V{KEY_BYTES}")
 _FORMATS = ["<u4", "<u4", _KEY, _KEY, "<u8", "<u4", "<u4", "<u4", "<u4"]
 _HEADER = np.dtype({"names": [*Header._fields, "check"], "formats": _FORMATS})
-_REF = np.dtype([("segment", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
+_REF = np.dtype([("segment", "<u4"), ("slot", "<u4"), ("generation", "<u4")])
 _CHECKED = HEADER_BYTES - 4
 MOST = 1 << 62
 """What stamps and carvings never reach: a larger one was written by a client, who can write into its segments."""
@@ -116,11 +116,9 @@ class _Found(msgspec.Struct, frozen=True):
 
     def refs(self, slots: Mask) -> list[bytes]:
         numbers = np.flatnonzero(slots)
-        geometry = self.description.geometry
         refs = np.empty(len(numbers), dtype=_REF)
         refs["segment"], refs["slot"] = self.description.segment, numbers
         refs["generation"] = self.headers["generation"][numbers]
-        refs["offset"] = geometry.data_offset + numbers.astype("<u8") * geometry.slot_stride
         packed: list[bytes] = refs.view(f"V{REF_BYTES}").tolist()
         return packed
 

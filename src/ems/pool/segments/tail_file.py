@@ -18,7 +18,7 @@ from pathlib import Path
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
 
-MAGIC = b"EMSTAIL2"
+MAGIC = b"EMSTAIL3"
 _RECORD = struct.Struct("<III")
 LEAST_BYTES = 4 << 20
 """The file may always grow so large before it is written anew."""

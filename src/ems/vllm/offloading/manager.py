@@ -38,7 +38,6 @@ from ems.vllm.epoch import KeyEpoch
 from ems.vllm.model import BlockModel
 from ems.vllm.offloading.search import Found, Group, search
 from ems.vllm.offloading.transfer import ChunkRun, PagesToLoad, PagesToStore, PlanePages
-from ems.vllm.planes import page_keys
 from ems.vllm.tokens import extra_keys, token_ids
 
 logger = init_logger("vllm.ems.offloading")
@@ -190,7 +189,7 @@ class EmsOffloadingManager(OffloadingManager):
     def _pages(self, lookup: _Lookup, group: Group, plane: int, chunks: Sequence[int]) -> PlanePages:
         assert lookup.found is not None
         shards, chain, refs = self._planes[plane].shards, lookup.chains[group.tokens], lookup.found.refs
-        keys = page_keys(b"".join(chain.packed(chunk, chunk + 1) for chunk in chunks), shards)
+        keys = b"".join(chain.packed(chunk, chunk + 1) for chunk in chunks)
         # A chunk that no lookup found is at no place: its load fails, and the engine computes it.
         nowhere = bytes(REF_BYTES * shards)
         return PlanePages(plane, keys, b"".join(refs.get((plane, chunk), nowhere) for chunk in chunks))

@@ -21,7 +21,7 @@ class ChunkRun(NamedTuple):
 
 
 class PlanePages(NamedTuple):
-    """Chunks in one plane: the keys of their pages and where these lie, packed, all shards of each chunk."""
+    """Chunks in one plane: their keys, and where their pages lie, packed, all shards of each chunk."""
 
     plane: int
     keys: bytes
