@@ -162,7 +162,7 @@ def test_a_second_namespace_gets_segments_of_a_full_pool(make_node: MakeNode, ma
     assert shown["first"] > 100, "the first namespace lost more than it had to"
     found = client.lookup(second, b"".join(chain("y", 10)), lease=True)
     assert found.lease is not None
-    assert [segments.page(ref, 1)[0] for ref in found.lease.refs] == list(range(10))
+    assert [segments.page(ref, second.page_size)[0] for ref in found.lease.refs] == list(range(10))
 
 
 def test_a_page_larger_than_any_segment_is_refused_in_one_sentence(

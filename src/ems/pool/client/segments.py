@@ -60,7 +60,7 @@ class SegmentMap:
         return list(self._maps.values())
 
     def page(self, ref: PageRef, size: int) -> memoryview:
-        """The ``size`` bytes of a page's slot, for who was promised it.
+        """A page's slot, for who was promised it; ``size`` is that of the pages of its namespace.
 
         Raises StaleReference: the slot, or the segment's memory, is another's by now.
         """
