@@ -36,19 +36,14 @@ class Blobs(Protocol):
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
         """Fill ``into``, one after the other, from ``offset`` on; how many bytes there were.
 
-        Raises:
-            Gone: there is no such blob.
+        Raises Gone: there is no such blob.
         """
 
     def blobs(self) -> Iterable[Blob]:
         """All blobs, in any order, without what is not yet whole."""
 
     def move(self, name: str, new: str) -> None:
-        """Give a blob another name.
-
-        Raises:
-            Gone: there is no such blob.
-        """
+        """Give a blob another name.  Raises Gone: there is no such blob."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove blobs; those that are gone are no error."""
@@ -64,11 +59,7 @@ class Blobs(Protocol):
 
 
 def read_whole(blobs: Blobs, name: str, most: int = 1 << 30) -> bytes:
-    """All bytes of a blob, at most ``most``.
-
-    Raises:
-        Gone: there is none of that name.
-    """
+    """All bytes of a blob, at most ``most``.  Raises Gone: there is none of that name."""
     found = bytearray()
     step = 1 << 20
     while len(found) < most:

@@ -40,8 +40,7 @@ def _blosc() -> Any:
 class Compressor:
     """Compresses pages of values of ``element`` bytes; gives up for a while where it does not pay.
 
-    Raises:
-        ConfigError: the library is not installed.
+    Raises ConfigError: the library is not installed.
     """
 
     def __init__(self, element: int) -> None:

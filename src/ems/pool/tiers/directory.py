@@ -28,8 +28,7 @@ class FolderBlobs:
 
     ``sync`` waits for the disk before a blob gets its name.
 
-    Raises:
-        ConfigError: the folder cannot be used.
+    Raises ConfigError: the folder cannot be used.
     """
 
     def __init__(self, root: Path, *, sync: bool = False) -> None:

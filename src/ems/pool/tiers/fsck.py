@@ -53,9 +53,7 @@ class Report(msgspec.Struct):
 def check(config: TierConfig, now: float, *, dry_run: bool, progress: Callable[[int], None]) -> Report:
     """Check the tier of ``config``; ``progress`` is told the packs done so far.
 
-    Raises:
-        ConfigError: the tier cannot be used, or its folder is not there.
-        TierFailed: it does not work.
+    Raises ConfigError: the tier cannot be used, or its folder is not there.  TierFailed: it does not work.
     """
     if config.kind == "dir" and not Path(config.place).is_dir():
         # A check must not make the folder that it was told to check.

@@ -143,8 +143,7 @@ class TierManager:
     def prefetch(self, namespace: int, keys: list[bytes]) -> int:
         """``keys`` will be needed soon; returns how many are in memory or on their way there.
 
-        Raises:
-            StaleReference: the namespace is not open.
+        Raises StaleReference: the namespace is not open.
         """
         return self._want(namespace, keys, 0, 0.0, urgent=False)[0]
 

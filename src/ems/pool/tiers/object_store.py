@@ -28,8 +28,7 @@ _DELETE_MANY = 500
 class BucketBlobs:
     """Blobs in the bucket and below the prefix that ``config`` names.
 
-    Raises:
-        ConfigError: the client is not installed, or its settings make no sense.
+    Raises ConfigError: the client is not installed, or its settings make no sense.
     """
 
     def __init__(self, config: TierConfig) -> None:

@@ -164,8 +164,7 @@ def build_head(
 def head_bytes(start: Buffer) -> int:
     """How many bytes the head has whose first :data:`PREAMBLE_BYTES` are ``start``.
 
-    Raises:
-        Malformed: they begin no pack of this format.
+    Raises Malformed: they begin no pack of this format.
     """
     if len(start) < PREAMBLE_BYTES:
         raise Malformed(f"{len(start)} bytes, expected a pack of at least {PREAMBLE_BYTES}")
@@ -182,8 +181,7 @@ def head_bytes(start: Buffer) -> int:
 def parse_head(raw: Buffer, name: str, keys: SealKeys | None) -> Head:
     """What the head ``raw`` (at least :func:`head_bytes`) says of the pack that is called ``name``.
 
-    Raises:
-        Malformed: it is no head, or not whole, or damaged, or that of another namespace.
+    Raises Malformed: it is no head, or not whole, or damaged, or that of another namespace.
     """
     size = head_bytes(raw)
     if len(raw) < size:
@@ -220,8 +218,7 @@ def find_head(read: Callable[[int, int], bytes], size: int, name: str, keys: Sea
 
     ``read(offset, count)`` gets bytes of the pack, fewer at its end.
 
-    Raises:
-        Malformed: neither what is in front nor what is at the end is a head, with what is wrong with the first.
+    Raises Malformed: neither what is in front nor what is at the end is a head, with what is wrong with the first.
     """
     try:
         start = read(0, min(FIRST_READ, size))

@@ -93,8 +93,7 @@ def open_keys(config: TierConfig, *, make: bool = True) -> SealKeys | None:
 
     The key of a folder that names none is made where there is none yet; None without ``make``.
 
-    Raises:
-        ConfigError: there is none, or it cannot be used.
+    Raises ConfigError: there is none, or it cannot be used.
     """
     if config.key is not None:
         return read_keys(config.key, encrypts=True)
@@ -115,8 +114,7 @@ def open_keys(config: TierConfig, *, make: bool = True) -> SealKeys | None:
 def read_keys(path: Path, *, encrypts: bool) -> SealKeys:
     """The secrets in ``path``: a file for all tenants, or a folder with a file ``TENANT.key`` for each.
 
-    Raises:
-        ConfigError: there are none, or they cannot be used.
+    Raises ConfigError: there are none, or they cannot be used.
     """
     try:
         if not path.is_dir():
@@ -156,8 +154,7 @@ def default_seal_key() -> Path:
 def make_key(path: Path) -> None:
     """See to it that ``path`` is a key; nodes that do so at the same time get the same one.
 
-    Raises:
-        ConfigError: it cannot be made.
+    Raises ConfigError: it cannot be made.
     """
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:

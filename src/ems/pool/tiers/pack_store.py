@@ -201,11 +201,7 @@ class PackStore:
             self._write_snapshot()
 
     def probe(self) -> None:
-        """Find out whether the place works.
-
-        Raises:
-            TierFailed: it does not.
-        """
+        """Find out whether the place works.  Raises TierFailed: it does not."""
         name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
         try:
             self._put(name, [content])
@@ -298,9 +294,7 @@ class PackStore:
     def _head(self, blob: Blob) -> tuple[Head, float, bool]:
         """The head of the pack ``blob``, when it was used, and whether it is whole as far as can be seen.
 
-        Raises:
-            Gone: the blob vanished.
-            Malformed: it is no pack of this format.
+        Raises Gone: the blob vanished.  Malformed: it is no pack of this format.
         """
         size, used_at, raw = (self._last_seen or {}).get(blob.name, (-1, 0.0, b""))
         if size == blob.size:

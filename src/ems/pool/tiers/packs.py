@@ -290,11 +290,7 @@ def _runs(found: Sequence[tuple[PackLocation, int]]) -> Iterable[list[tuple[Pack
 
 
 def open_blobs(config: TierConfig) -> Blobs:
-    """The place of a tier.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """The place of a tier.  Raises ConfigError: it cannot be used."""
     if config.kind == "dir":
         return FolderBlobs(Path(config.place), sync=config.sync)
     from ems.pool.tiers.object_store import BucketBlobs
@@ -303,11 +299,7 @@ def open_blobs(config: TierConfig) -> Blobs:
 
 
 def open_tier(config: TierConfig) -> PackTier:
-    """The tier that ``config`` describes; nothing of it was read yet.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """The tier that ``config`` describes; nothing of it was read yet.  Raises ConfigError: it cannot be used."""
     compressor = Compressor(config.element) if config.compress == "zstd" else None
     keys = open_keys(config)
     assert keys is not None

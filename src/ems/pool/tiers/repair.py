@@ -99,8 +99,7 @@ def inspect(raw: bytes, name: str, keys: SealKeys | None) -> tuple[Head, list[in
 
     Without the right key pages are judged by their checksums alone.
 
-    Raises:
-        Malformed: it is no pack of this format, or not the one that ``name`` says.
+    Raises Malformed: it is no pack of this format, or not the one that ``name`` says.
     """
     head, whole = find_head(lambda offset, count: raw[offset : offset + count], len(raw), name, keys)
     view, good = memoryview(raw)[head.data :], []
@@ -120,8 +119,7 @@ def mend(
 ) -> Finding:
     """Look at the pack ``name``; if it is damaged, ``put`` its good pages into a new one and set it aside.
 
-    Raises:
-        TierFailed: the place does not work.
+    Raises TierFailed: the place does not work.
     """
     try:
         raw = read_whole(blobs, name)

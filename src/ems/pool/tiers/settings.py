@@ -95,11 +95,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def parse_tier(text: str) -> TierConfig:
-    """The tier that ``text`` names.
-
-    Raises:
-        ConfigError: it names none, with the reason.
-    """
+    """The tier that ``text`` names.  Raises ConfigError: it names none, with the reason."""
     try:
         parts = urlsplit(text)
     except ValueError as error:
@@ -122,8 +118,7 @@ def parse_tier(text: str) -> TierConfig:
 def absolute_tier(text: str, folder: Path) -> str:
     """``text`` with its relative paths taken from ``folder``: a node may run in another one than who starts it.
 
-    Raises:
-        ConfigError: it names no tier.
+    Raises ConfigError: it names no tier.
     """
     kind = parse_tier(text).kind
     parts = urlsplit(text)
