@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ems.bench.trace.replay import Residence, Tier, optimal_hits, replay, residence
+from ems.bench.trace.replay import Replayed, Tier, optimal_hits, replay
 from ems.bench.trace.traffic import TraceRequest
 from ems.config import PolicyName
 from ems.errors import ConfigError
@@ -54,7 +54,7 @@ class PolicyRow(msgspec.Struct, frozen=True):
     capacity: int
     share: float
     of_lru: float | None
-    tier: Residence | None = None
+    tier: Replayed | None = None
     tier_share: float | None = None
 
 
@@ -91,10 +91,10 @@ def compare(requests: Sequence[TraceRequest], plan: TracePlan, progress: Progres
         for policy in plan.policies:
             tier = None
             if plan.tier_rate:
-                tell, rate = telling(f"{policy} above a tier", capacity), Tier(plan.tier_rate)
-                tier = residence(requests, capacity, policy, rate, look_ahead=plan.look_ahead, progress=tell)
+                tell, below = telling(f"{policy} above a tier", capacity), Tier(plan.tier_rate)
+                tier = replay(requests, capacity, policy, look_ahead=plan.look_ahead, tier=below, progress=tell)
             share = shares[policy]
-            of_lru, in_time = share / base if base else None, None if tier is None else tier.share
+            of_lru, in_time = share / base if base else None, None if tier is None else tier.in_memory
             rows.append(PolicyRow(policy, capacity, share, of_lru, tier, in_time))
     return Comparison(plan, total, blocks, distinct, optimum, rows)
 
@@ -125,7 +125,7 @@ def tier_table(found: Comparison) -> Table | None:
     rows = []
     for row in found.rows:
         if (of := row.tier) is not None:
-            figures = (f"{of.held:,}", f"{of.in_memory:,}", f"{of.share:.1%}", f"{of.brought:,}")
+            figures = (f"{of.held:,}", f"{of.hits:,}", f"{of.in_memory:.1%}", f"{of.brought:,}")
             rows.append((f"{row.capacity:,}", row.policy, *figures))
     title = (
         "In memory when scheduled, of what any tier held: "

@@ -3,10 +3,10 @@
 One block is one page; there are no bytes behind it.  What runs is :class:`~ems.pool.core.pool_core.PoolCore` as it runs
 in a node, at its own pace: virtual time comes from the trace.
 
-Above a tier it is measured how much of what any tier holds is in memory when its request is scheduled.  The tier
-keeps every block that was ever stored and brings blocks up at a fixed rate, in the order in which they were asked for,
-after a fixed latency.  Requests wait in a queue of a fixed length: when one joins it is announced, and what is missing
-of its prefix in memory is brought up.  It is scheduled when as many have joined behind it as the queue is long.
+Requests wait in a queue of a fixed length: when one joins it is announced.  It is scheduled when as many have joined
+behind it as the queue is long.  Above a tier it is measured how much of what any tier holds is in memory then.  The
+tier keeps every block that was ever stored, and brings up what is missing of an announced prefix in memory: at a fixed
+rate, in the order in which it was asked for, after a fixed latency.
 """
 
 from __future__ import annotations
@@ -33,15 +33,32 @@ BATCH = 8
 """Pages evicted at a time at most; a node takes more at a time, which costs some hits in a small pool."""
 
 
+class Tier(msgspec.Struct, frozen=True):
+    """A tier below memory: blocks a second that it brings up, and seconds until the first of them is there."""
+
+    rate: float
+    latency: float = 0.02
+
+
 class Replayed(msgspec.Struct, frozen=True):
-    """Blocks that were asked for, and how many of them were found with their whole prefix."""
+    """Blocks that were asked for; those found in memory with their whole prefix; those that any tier held that way.
+
+    ``brought`` were brought up from the tier below.
+    """
 
     blocks: int
     hits: int
+    held: int
+    brought: int
 
     @property
     def share(self) -> float:
         return self.hits / self.blocks if self.blocks else 0.0
+
+    @property
+    def in_memory(self) -> float:
+        """What was in memory when it was scheduled, as a share of what any tier held."""
+        return self.hits / self.held if self.held else 1.0
 
 
 def pool_of(capacity: int, policy: PolicyName) -> tuple[PoolCore, int]:
@@ -68,78 +85,6 @@ def serve(core: PoolCore, namespace: int, keys: list[bytes]) -> int:
     if found.lease:
         core.reading.release(OWNER, found.lease)
     return count
-
-
-class Queue:
-    """The requests that wait behind the one that is served: each is announced when it joins, until it is served."""
-
-    def __init__(self, core: PoolCore, namespace: int, requests: Sequence[TraceRequest], length: int) -> None:
-        self._core = core
-        self._namespace = namespace
-        self._upcoming = iter(requests)
-        self._waiting: deque[int] = deque()
-        self._length = length
-
-    def advance(self, now: float) -> TraceRequest | None:
-        """One request leaves the queue, and one joins, if any is left; returns that one."""
-        joined = None
-        if self._waiting:
-            self._core.announcements.withdraw(OWNER, self._waiting.popleft())
-        while len(self._waiting) < self._length:
-            joined = next(self._upcoming, None)
-            if joined is None:
-                break
-            self._waiting.append(self._core.announce(OWNER, self._namespace, joined.keys, now))
-        return joined
-
-
-def replay(
-    requests: Sequence[TraceRequest],
-    capacity: int,
-    policy: PolicyName,
-    *,
-    look_ahead: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> Replayed:
-    """Send ``requests`` through a pool of ``capacity`` blocks.
-
-    With ``look_ahead`` so many requests behind the one that is served are waiting, and announced.  ``progress`` is
-    called now and then with the number of requests that were served.
-    """
-    core, namespace = pool_of(capacity, policy)
-    waiting = Queue(core, namespace, requests[1:], look_ahead)
-    hits = blocks = 0
-    for number, request in enumerate(requests):
-        core.tick(request.at)
-        waiting.advance(request.at)
-        hits += serve(core, namespace, request.keys)
-        blocks += len(request.keys)
-        if progress is not None and number % 256 == 0:
-            progress(number)
-    return Replayed(blocks, hits)
-
-
-class Tier(msgspec.Struct, frozen=True):
-    """A tier below memory: blocks a second that it brings up, and seconds until the first of them is there."""
-
-    rate: float
-    latency: float = 0.02
-
-
-class Residence(msgspec.Struct, frozen=True):
-    """Blocks asked for; those of them that a tier held with their whole prefix; those of these that were in memory.
-
-    ``brought`` were brought up from the tier below.
-    """
-
-    blocks: int
-    held: int
-    in_memory: int
-    brought: int
-
-    @property
-    def share(self) -> float:
-        return self.in_memory / self.held if self.held else 1.0
 
 
 class _Lift:
@@ -183,41 +128,43 @@ class _Lift:
             self.brought += 1
 
 
-def residence(
+def replay(
     requests: Sequence[TraceRequest],
     capacity: int,
     policy: PolicyName,
-    tier: Tier,
     *,
-    look_ahead: int,
+    look_ahead: int = 0,
+    tier: Tier | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Residence:
-    """Send ``requests`` through a queue of ``look_ahead`` into a pool of ``capacity`` blocks above ``tier``."""
+) -> Replayed:
+    """Send ``requests`` through a queue of ``look_ahead`` into a pool of ``capacity`` blocks, alone or above ``tier``.
+
+    ``progress`` is called now and then with the number of requests that joined the queue.
+    """
     core, namespace = pool_of(capacity, policy)
-    lift = _Lift(core, namespace, tier)
-    below: set[bytes] = set()
+    lift = None if tier is None else _Lift(core, namespace, tier)
+    stored: set[bytes] = set()
     waiting: deque[tuple[int, TraceRequest]] = deque()
-    blocks = held = in_memory = 0
+    blocks = hits = held = 0
 
     def leading(keys: Sequence[bytes]) -> int:
-        return next((at for at, key in enumerate(keys) if key not in below), len(keys))
+        return next((at for at, key in enumerate(keys) if key not in stored), len(keys))
 
     def schedule() -> None:
-        nonlocal blocks, held, in_memory
+        nonlocal blocks, hits, held
         announcement, request = waiting.popleft()
-        known = leading(request.keys)
         core.announcements.withdraw(OWNER, announcement)
-        in_memory += serve(core, namespace, request.keys)
-        held += known
+        hits += serve(core, namespace, request.keys)
+        held += leading(request.keys)
         blocks += len(request.keys)
-        below.update(request.keys)
+        stored.update(request.keys)
 
     for number, request in enumerate(requests):
         core.tick(request.at)
-        lift.arrive(request.at)
-        announcement = core.announce(OWNER, namespace, request.keys, request.at)
-        waiting.append((announcement, request))
-        if look_ahead:
+        if lift is not None:
+            lift.arrive(request.at)
+        waiting.append((core.announce(OWNER, namespace, request.keys, request.at), request))
+        if lift is not None and look_ahead:
             present = len(core.reading.lookup(OWNER, namespace, request.keys, lease=False).pages)
             lift.ask(request.keys[: leading(request.keys)], present, request.at)
         if len(waiting) > look_ahead:
@@ -226,7 +173,7 @@ def residence(
             progress(number)
     while waiting:
         schedule()
-    return Residence(blocks, held, in_memory, lift.brought)
+    return Replayed(blocks, hits, held, 0 if lift is None else lift.brought)
 
 
 def optimal_hits(requests: Sequence[TraceRequest], capacity: int) -> int:
