@@ -121,12 +121,11 @@ class AdministeredHistory(RuleBasedStateMachine):
         self.carry_out()
 
     def carry_out(self) -> None:
-        while self.service.effects:
-            effect = self.service.effects.pop(0)
-            if effect.size:
-                self.core.slots.touch(effect.segment, effect.size)
-            else:
-                self.service.freed(effect.segment)
+        while self.service.added:
+            number = self.service.added.pop(0)
+            self.core.slots.touch(number, self.core.slots.segments[number].size)
+        while self.service.given_up:
+            self.service.freed(self.service.given_up.pop(0))
         self.core.slots.touching_ended()
 
     def present(self) -> set[tuple[str, bytes]]:

@@ -31,10 +31,8 @@ def run(service: AdminService, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def carry_out(service: AdminService) -> None:
-    while service.effects:
-        effect = service.effects.pop(0)
-        if not effect.size:
-            service.freed(effect.segment)
+    while service.given_up:
+        service.freed(service.given_up.pop(0))
 
 
 def filled(segments: int = 4) -> tuple[PoolCore, AdminService, int]:
@@ -47,9 +45,9 @@ def test_more_segments_are_had_and_used_once_they_were_touched() -> None:
     save(core, slots, chain("x", 2))
     report = service.do(Resize(3 * SIZE), 0.0)
     assert (report["added"], report["taken"], report["bytes"], report["done"]) == (2, 0, 3 * SIZE, True)
-    assert [(effect.segment, effect.size) for effect in service.effects] == [(1, SIZE), (2, SIZE)]
-    for effect in service.effects:
-        core.slots.touch(effect.segment, SIZE)
+    assert [(number, core.slots.segments[number].size) for number in service.added] == [(1, SIZE), (2, SIZE)]
+    for number in service.added:
+        core.slots.touch(number, SIZE)
     save(core, slots, chain("y", 4))
     assert len(present(core, slots, [*chain("x", 2), *chain("y", 4)])) == 6
     assert wrong_core(core) == []
@@ -90,7 +88,7 @@ def test_a_page_that_is_read_keeps_its_segment_until_it_is_released() -> None:
     for now in range(100):
         service.step(float(now))
     assert not service.do(Follow(report["job"]), 0.0)["done"]
-    assert not service.effects
+    assert not service.given_up
     assert wrong_core(core) == []
     with pytest.raises(PoolRefused, match="being resized"):
         service.do(Resize(2 * SIZE), 0.0)
@@ -116,12 +114,12 @@ def test_a_segment_that_was_given_up_comes_back_with_new_generations() -> None:
     before = max(max(segment.generations) for segment in core.slots.segments)
     run(service, service.do(Resize(SIZE), 0.0))
     service.do(Resize(2 * SIZE), 0.0)
-    (effect,) = service.effects
-    assert effect.segment in (0, 1)
-    core.slots.touch(effect.segment, SIZE)
+    (added,) = service.added
+    assert added in (0, 1)
+    core.slots.touch(added, SIZE)
     save(core, slots, chain("y", 4))
     assert len(present(core, slots, chain("y", 4))) == 4
-    assert min(core.slots.segments[effect.segment].generations) > before - 1
+    assert min(core.slots.segments[added].generations) > before - 1
     assert wrong_core(core) == []
 
 
@@ -213,7 +211,7 @@ def test_a_change_of_size_that_is_refused_changes_nothing(segments: int) -> None
         assert not service.do(Clear(everything=True), 0.0)["done"]
     with pytest.raises(PoolRefused, match="8 passes are running"):
         service.do(Resize(segments * SIZE), 0.0)
-    assert service.effects == []
+    assert (service.added, service.given_up) == ([], [])
     assert [(one.size, one.closing) for one in core.slots.segments] == [(SIZE, False)] * 2
 
 

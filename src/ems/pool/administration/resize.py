@@ -1,8 +1,8 @@
 """Gives a running pool another size, in whole segments: more at once, fewer step by step.
 
-A brain; memory is had and given back by whoever carries out its :class:`Effect` list.  What always holds: a segment is
-given up only when none of its slots is out; a page leaves only because its segment goes or its prefix does; what is
-being read or written stays until that is over.
+A brain; memory is had and given back by others.  What always holds: a segment is given up only when none of its slots
+is out; a page leaves only because its segment goes or its prefix does; what is being read or written stays until that
+is over.
 """
 
 from __future__ import annotations
@@ -18,13 +18,6 @@ from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.slot_allocator import Segment
 from ems.pool.layout import refs_begin
 from ems.pool.reasons.words import Reason
-
-
-class Effect(msgspec.Struct, frozen=True):
-    """Memory to be had for segment ``segment`` (``size`` bytes), or all of its memory to be given back (size 0)."""
-
-    segment: int
-    size: int
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -65,11 +58,11 @@ def plan(segments: list[Segment], wanted: int) -> Plan:
 
 
 class Shrinking:
-    """Empties the segments ``numbers`` and gives up each as soon as it is empty."""
+    """Empties the segments ``numbers`` and adds each to ``given_up`` as soon as it is empty."""
 
-    def __init__(self, pool: PoolCore, numbers: tuple[int, ...], effects: list[Effect]) -> None:
+    def __init__(self, pool: PoolCore, numbers: tuple[int, ...], given_up: list[int]) -> None:
         self._pool = pool
-        self._effects = effects
+        self._given_up = given_up
         self._emptying = set(numbers)
         self._freeing: set[int] = set()
         self._leaving = Leaving(pool, lambda _namespace, _page: True, Reason.EVICTED_RESIZE)
@@ -122,7 +115,7 @@ class Shrinking:
                 self._emptying.remove(number)
                 self._pool.slots.give_up(number)
                 self._freeing.add(number)
-                self._effects.append(Effect(number, 0))
+                self._given_up.append(number)
         return at_once
 
     def report(self) -> dict[str, object]:

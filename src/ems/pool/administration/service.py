@@ -18,7 +18,7 @@ from ems.pool.administration.clearing import DeepClearing
 from ems.pool.administration.inspector import Inspector
 from ems.pool.administration.passes import Clearing, Pinning
 from ems.pool.administration.refilling import Refilling
-from ems.pool.administration.resize import Effect, Shrinking, plan
+from ems.pool.administration.resize import Shrinking, plan
 from ems.pool.administration.selection import means, nothing_matches, unknown_namespace
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import split_keys
@@ -65,8 +65,9 @@ class AdminService:
         self._tiers = tiers
         self._inspector = Inspector(core, tiers)
         self.free_bytes = free_bytes
-        self.effects: list[Effect] = []
-        """What is to be done to memory; whoever does it takes them out."""
+        self.added: list[int] = []
+        self.given_up: list[int] = []
+        """Segments whose memory is to be had, and to be given back; whoever does it takes them out."""
         self._running: dict[int, Pass] = {}
         self._reports: dict[int, Report] = {}
         self._next_job = 1
@@ -246,8 +247,8 @@ class AdminService:
                 f"{format_size(self.free_bytes())} free; give a smaller size"
             )
         self._may_begin()
-        self.effects += [Effect(ns.add(todo.size), todo.size) for _ in range(todo.add)]
-        return {**report, **self._begin(Shrinking(self._core, todo.give_up, self.effects), now)}
+        self.added += [ns.add(todo.size) for _ in range(todo.add)]
+        return {**report, **self._begin(Shrinking(self._core, todo.give_up, self.given_up), now)}
 
     def _cancel_resize(self, _act: acts.CancelResize, dry_run: bool, _now: float) -> Report:
         for job, running in self._running.items():
@@ -259,7 +260,7 @@ class AdminService:
         raise PoolRefused("the pool is not being made smaller, so there is nothing to cancel")
 
     def freed(self, number: int) -> None:
-        """The memory of segment ``number`` was given back, as an effect had asked for."""
+        """The memory of segment ``number`` was given back."""
         for running in self._running.values():
             if isinstance(running, Shrinking):
                 running.freed(number)

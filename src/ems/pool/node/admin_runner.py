@@ -127,21 +127,18 @@ class AdminRunner:
     def _carry_out(self) -> None:
         """Have memory, or give it back, as the brain asks for."""
         core, arena = self._node.core, self._node.arena
-        effects = self._service.effects[:]
-        self._service.effects.clear()
-        for effect in effects:
-            if not effect.size:
-                self._give_up(effect.segment, 0)
-        wanted = [effect for effect in effects if effect.size]
+        while self._service.given_up:
+            self._give_up(self._service.given_up.pop(0), 0)
+        wanted, self._service.added = self._service.added, []
         added: list[int] = []
         try:
-            for effect in wanted:
-                arena.add(effect.segment, effect.size)
-                added.append(effect.segment)
+            for segment in wanted:
+                arena.add(segment, core.slots.segments[segment].size)
+                added.append(segment)
         except OSError as error:
-            _log.warning("cannot make a segment", segment=wanted[len(added)].segment, reason=error.strerror)
-        for effect in reversed(wanted[len(added) :]):
-            core.slots.never_had(effect.segment)
+            _log.warning("cannot make a segment", segment=wanted[len(added)], reason=error.strerror)
+        for segment in reversed(wanted[len(added) :]):
+            core.slots.never_had(segment)
         if wanted:
             self._node.resized()
             # Of none too: it is over when nothing is left to be touched.
