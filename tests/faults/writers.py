@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.layout import unpack_refs
 from ems.pool.protocol import messages
 from tests.faults import lifecycle
@@ -83,7 +83,7 @@ def committed(
     world.ever.update((writing.name, writing.keys[at]) for at in positions)
     sums = b""
     if checksums or not world.settings.checksums_optional:
-        told = [page_checksum(memoryview(content(writing.name, writing.keys[at]))) for at in positions]
+        told = [crc32c(memoryview(content(writing.name, writing.keys[at]))) for at in positions]
         sums = b"".join(one.to_bytes(4, "little") for one in told)
     done = ask(world, client, messages.Commit(writing.number, positions, sums), messages.Done)
     if done is None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from ems.errors import PoolError
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, Tail
@@ -30,7 +30,7 @@ def store(client: PoolClient, keys: Sequence[bytes], parent: bytes = NO_PARENT, 
     for position, ref in sorted(reserved.granted.items()):
         page = segments.page(ref, PAGE)
         page[:] = content(keys[position])
-        checksums.append(page_checksum(page))
+        checksums.append(crc32c(page))
     client.commit(reserved, sorted(reserved.granted), checksums=checksums)
     return len(reserved.granted)
 

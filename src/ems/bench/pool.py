@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from ems.config import MIB, NodeConfig, format_size
 from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
@@ -264,7 +264,7 @@ class Bench:
                 positions = list(reserved.granted)[begin : begin + engine.step]
                 pages = [segments.page(reserved.granted[position], namespace.page_size) for position in positions]
                 engine.copy([first + position for position in positions], pages, out=True)
-                checksums.update(zip(positions, map(page_checksum, pages), strict=True))
+                checksums.update(zip(positions, map(crc32c, pages), strict=True))
             self._client.commit(reserved, list(checksums), checksums=list(checksums.values()))
 
     def _load(

@@ -15,7 +15,7 @@ from ems.cc_v1.arguments import Blocks
 from ems.cc_v1.future import CcFuture
 from ems.cc_v1.registration import Registration
 from ems.errors import EmsError, NoSpace
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.layout import PageRef
@@ -184,7 +184,7 @@ class Transfers:
                     if not blocks.whole(start + i):
                         TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
                 # Of the bytes as they lie in the slots, while they are in the processor's cache.
-                written.update(zip(batch, map(page_checksum, pages), strict=True))
+                written.update(zip(batch, map(crc32c, pages), strict=True))
             if written:
                 patience = max(future.remaining(), COMMIT_SECONDS)
                 self._client.commit(reservation, list(written), patience, list(written.values()))

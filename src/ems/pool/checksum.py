@@ -10,10 +10,6 @@ from __future__ import annotations
 Bytes = bytes | bytearray | memoryview
 
 
-def page_checksum(page: memoryview) -> int:
-    return crc32c(page)
-
-
 def crc32c(data: Bytes, value: int = 0) -> int:
     from awscrt import checksums
 

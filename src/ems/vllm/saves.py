@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ems.errors import EmsError, StaleReference
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.pages import Outcome
@@ -266,7 +266,7 @@ class Saver:
         self._close_job(job)
         if written:
             segments, size = self._client.segments(reserved.epoch), job.plane.namespace.page_size
-            checksums = [page_checksum(segments.page(reserved.granted[position], size)) for position in written]
+            checksums = [crc32c(segments.page(reserved.granted[position], size)) for position in written]
             self._client.commit(reserved, written, self._call_timeout, checksums)
             # A page counts once, however many shards of it are here.
             leading = job.pages[: len(written) : job.plane.local.portion.count] if job.plane.local.leading else []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ems.errors import PoolError
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, Tail
@@ -44,7 +44,7 @@ class Round:
         for position, ref in sorted(reserved.granted.items()):
             page = segments.page(ref, PAGE)
             page[:] = content(keys[position])
-            checksums.append(page_checksum(page))
+            checksums.append(crc32c(page))
         for half in ([0, 1], [2, 3]):
             client.commit(reserved, half, checksums=[checksums[at] for at in half])
             self.stored += 2
@@ -57,7 +57,7 @@ class Round:
         reserved = client.reserve(self.namespace, self.keys[-1], [self.tail.key], tails=[self.tail])
         page = client.segments(reserved.epoch).page(reserved.granted[0], PAGE)
         page[:] = content(self.tail.key)
-        client.commit(reserved, [0], checksums=[page_checksum(page)])
+        client.commit(reserved, [0], checksums=[crc32c(page)])
         self.has_tail = True
 
     def found(self, client: PoolClient, keys: Sequence[bytes]) -> int:

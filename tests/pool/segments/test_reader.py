@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.layout import (
     Description,
     Header,
@@ -44,8 +44,8 @@ def test_a_policy_that_is_not_known_is_sampling(name: str, policy: Verify) -> No
 
 
 def test_the_checksum_is_crc32c() -> None:
-    assert page_checksum(memoryview(b"123456789")) == 0xE3069283
-    assert page_checksum(memoryview(bytearray(32))) == 0x8A9136AA
+    assert crc32c(memoryview(b"123456789")) == 0xE3069283
+    assert crc32c(memoryview(bytearray(32))) == 0x8A9136AA
 
 
 class Memory:
@@ -59,7 +59,7 @@ class Memory:
         begin = self.geometry.slot_offset(3)
         self.page = self.segment[begin : begin + PAGE]
         self.page[:] = b"x" * PAGE
-        write_header(self.segment, 3, header()._replace(checksum=page_checksum(self.page)))
+        write_header(self.segment, 3, header()._replace(checksum=crc32c(self.page)))
 
     def describe(self, name: str, carving: int) -> None:
         description = Description(0, name, bytes(16), self.geometry, carving, 1)

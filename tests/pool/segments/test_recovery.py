@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ems.config import NodeConfig
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, Tail
@@ -101,7 +101,7 @@ def order_of(node: Node, name: str) -> list[bytes]:
 def write(node: Node, packed: bytes, data: bytes) -> int:
     """Copy a page to its slot; its checksum."""
     page_memory(node.arena, PageRef.unpack(packed), len(data))[:] = data
-    return page_checksum(memoryview(data))
+    return crc32c(memoryview(data))
 
 
 def commit(node: Node, reservation: int, positions: list[int], checksums: list[int]) -> None:

@@ -27,9 +27,8 @@ from ems.pool.client.answers import (
     TailHit,
 )
 from ems.pool.client.introduction import Introduction
-from ems.pool.client.line import Connection, Line, Turn
+from ems.pool.client.line import Connection, Line, Pins, SegmentMap, Turn
 from ems.pool.client.promised import PromisedSlots
-from ems.pool.client.segments import Pins, SegmentMap
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import unpack_refs
 from ems.pool.names import check_facts, qualified
@@ -328,7 +327,7 @@ class PoolClient(Line):
     ) -> None:
         """Publish pages of a reservation whose bytes are in their slots; no call when none were granted.
 
-        ``checksums`` are those of the pages (see :func:`ems.pool.checksum.page_checksum`), in the order of
+        ``checksums`` are those of the pages (see :func:`ems.pool.checksum.crc32c`), in the order of
         ``positions`` or of the keys; a page without one cannot be checked when it is loaded.
         Raises StaleReference: the reservation ended with its connection; nothing was published.
         """

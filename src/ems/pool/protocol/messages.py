@@ -178,7 +178,7 @@ class Prefetch(Storing, frozen=True):
 class Describe(Storing, frozen=True):
     """What the namespace ``name`` means, in plain words by field; answered by :class:`Done`.
 
-    It may not be open yet.  See :mod:`ems.pool.reasons.layouts`.
+    It may not be open yet.  See :class:`ems.pool.names.Layouts`.
     """
 
     name: Name

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ems.pool.names import Layouts
 from ems.pool.pages import Page
 from ems.pool.protocol.messages import Explained
 from ems.pool.reasons.eviction_log import NOBODY, EvictionLog
-from ems.pool.reasons.layouts import Layouts
 from ems.pool.reasons.requests import Requests
 from ems.pool.reasons.words import CODES, Reason
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from ems.pool.checksum import page_checksum
+from ems.pool.checksum import crc32c
 from ems.pool.layout import (
     HEADER_BYTES,
     Header,
@@ -122,7 +122,7 @@ class PageReader:
         # A header that is damaged itself may say of a damaged page that it has no checksum.
         if whole and not self._trust.due(header, self._looked_at):
             return True
-        if whole and header.length == self._page_size and page_checksum(self.page(ref)) == header.checksum:
+        if whole and header.length == self._page_size and crc32c(self.page(ref)) == header.checksum:
             return True
         if self.holds(ref, key):  # else it has changed hands underneath, which is nobody's fault
             self.corrupt.append((key, ref))
