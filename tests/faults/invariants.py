@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ems.pool.layout import PageRef
+from ems.pool.layout import UNKNOWN, PageRef
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import recover
-from ems.pool.writer import UNKNOWN
 from tests.faults.settings import Violation, content, size_of
 from tests.faults.simulated_clients import identity
 from tests.pool.segment_memory import page_memory

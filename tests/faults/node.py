@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ems.config import NodeConfig
-from ems.pool.layout import PageRef
+from ems.pool.layout import PageRef, Writer
 from ems.pool.node.memory import Memory, Touching
 from ems.pool.service.storing import Storing
 from ems.pool.tiers.manager import TierManager
-from ems.pool.writer import Writer
 from tests.faults.below import Below, Workers
 from tests.faults.points import CrashingNode, Points
 from tests.faults.simulated_clients import Identity, SimulatedClient, identity

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from ems.pool.layout import MAGIC, PageRef, generation_of, slot_offset
+from ems.pool.layout import MAGIC, PageRef, Writer, generation_of, slot_offset
 from ems.pool.node.pool_node import Node
 from ems.pool.protocol import messages
 from ems.pool.segments.reader import PageReader
 from ems.pool.tenants.gate import Peer
-from ems.pool.writer import Writer
 
 GONE = 1 << 30
 """A process id that no process has."""

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ems.config import NodeConfig
-from ems.pool.layout import HEADERS_OFFSET, PageRef, unpack_description
-from ems.pool.writer import INSTANCE_BYTES, Writer
+from ems.pool.layout import HEADERS_OFFSET, INSTANCE_BYTES, PageRef, Writer, unpack_description
 from tests.faults import grants, tenants
 from tests.faults.below import Below
 from tests.faults.node import HistoryNode

@@ -11,6 +11,10 @@ before a writer may touch the slot, ``PRESENT`` only after the writer said that 
 when the page left.  A reader that finds state, generation and key unchanged after its copy knows that the bytes
 are the page's.  Description and headers carry a checksum (CRC-32) of themselves and say all that a node that is
 started again needs to know; what does not match its checksum is taken for no page.
+
+A process that was cut off from its node can go on copying for any time, so a slot of it is free only once that process
+has ended, has said that it stopped, or cannot reach the slot's memory any more (:class:`Writer`).  What always holds:
+two processes are two writers, also where the second has the process id of the first.
 """
 
 from __future__ import annotations
@@ -43,6 +47,10 @@ _REF = struct.Struct("<III")
 REF_BYTES = _REF.size
 _HEADER = struct.Struct("<II16s16sQIII")
 _VOUCH = struct.Struct("<II16s")
+INSTANCE_BYTES = 8
+"""Bytes of the random number by which a client knows its own promises again on another connection."""
+_WRITER = struct.Struct("<II8s")
+_MASK = 0xFFFFFFFF
 
 Buffer = memoryview | bytearray | mmap
 
@@ -65,10 +73,45 @@ class PageFlag(IntFlag):
     """The page was brought from a slower tier."""
 
 
+class Writer(NamedTuple):
+    """Who may write into a slot: one client of one process, as the slot's header remembers it.
+
+    ``pid`` is 0 where the process cannot be seen from the node (a container has process ids of its own); ``start`` is
+    when it began, ``pid_namespace`` says where its id means something, ``instance`` is the client's random number.
+    """
+
+    pid: int = 0
+    start: int = 0
+    instance: bytes = bytes(INSTANCE_BYTES)
+    pid_namespace: int = 0
+
+    @property
+    def process(self) -> tuple[int, int, int] | bytes:
+        """What all writers of one process have in common; of one that cannot be seen each client counts by itself."""
+        return (self.pid, self.start, self.pid_namespace) if self.pid else self.instance
+
+    def pack(self) -> bytes:
+        return _WRITER.pack(self.pid & _MASK, self.start & _MASK, self.instance)
+
+    @classmethod
+    def unpack(cls, raw: bytes, pid_namespace: int) -> Writer:
+        pid, start, instance = _WRITER.unpack(raw)
+        return cls(pid, start, instance, pid_namespace)
+
+
+UNKNOWN = Writer()
+"""Stands for whoever was promised a slot whose header cannot be read."""
+
+
+def writer_of(number: int) -> Writer:
+    """The writer that stands for a client of the node of which nothing is known but its ``number``."""
+    return Writer(instance=number.to_bytes(INSTANCE_BYTES, "little", signed=True))
+
+
 class Header(NamedTuple):
     """A slot header.  ``parent`` is the key of the block before, zeros for none; ``stamp`` grows with each commit.
 
-    While the slot is being written, ``parent`` and ``checksum`` say by whom (:class:`~ems.pool.writer.Writer`).
+    While the slot is being written, ``parent`` and ``checksum`` say by whom (:class:`Writer`).
     """
 
     state: int

@@ -16,10 +16,9 @@ from ems.pool.core.index import Index
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.reservations import LIMITS, UncommittedLimits
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.layout import PageRef, slot_offset
+from ems.pool.layout import PageRef, slot_offset, writer_of
 from ems.pool.pages import Outcome, Page
 from ems.pool.protocol.messages import FROM_NOW
-from ems.pool.writer import writer_of
 from tests.pool.brain import key, segment_for
 from tests.pool.wrong_core import wrong_core
 

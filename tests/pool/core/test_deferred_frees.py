@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ems.pool.core.deferred_frees import REPLACE_SECONDS, DeferredFrees
 from ems.pool.core.slot_allocator import SlotAllocator
-from ems.pool.layout import PageRef
-from ems.pool.writer import Writer
+from ems.pool.layout import PageRef, Writer
 from tests.pool.brain import segment_for
 
 PAGE = 8192

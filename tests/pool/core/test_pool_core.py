@@ -10,9 +10,9 @@ from ems.errors import NoSpace, PoolRefused, StaleReference
 from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import Tail, split_keys
+from ems.pool.layout import writer_of
 from ems.pool.pages import Outcome
 from ems.pool.policy.queue import PageQueue
-from ems.pool.writer import writer_of
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
 from tests.pool.wrong_core import wrong_core
 

@@ -8,8 +8,8 @@ from ems.errors import StaleReference
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.reservations import LIMITS, UncommittedLimits
 from ems.pool.core.shares import Quota
+from ems.pool.layout import Writer, writer_of
 from ems.pool.reasons.words import Reason
-from ems.pool.writer import Writer, writer_of
 from tests.pool.brain import chain, present, save, segment_for
 from tests.pool.wrong_core import wrong_core
 

@@ -18,6 +18,7 @@ from ems.config import NodeConfig, default_pool_size, pick_segment_size
 from ems.errors import ConfigError
 from ems.pool.layout import (
     HEADERS_OFFSET,
+    UNKNOWN,
     Description,
     PageRef,
     SlotState,
@@ -34,7 +35,6 @@ from ems.pool.segments.folder import Folder, make_folder, starting
 from ems.pool.segments.plan import plan_segments
 from ems.pool.segments.recovery import recover
 from ems.pool.segments.touch import TOUCH_STEP, warm, yield_to_others
-from ems.pool.writer import UNKNOWN
 from tests.kit.waiting import until
 
 MIB = 1 << 20

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from ems.errors import EmsError, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.client.retry import ConnectionEnded
-from ems.pool.ownership import foreign_owner, is_foreign, peer_of, stranger
+from ems.pool.layout import INSTANCE_BYTES
+from ems.pool.processes import foreign_owner, is_foreign, peer_of, stranger
 from ems.pool.protocol import coding, limits, messages
 from ems.pool.tenants import scram
 from ems.pool.tenants.scram import Credentials
-from ems.pool.writer import INSTANCE_BYTES
 
 _READ_SIZE = 64 << 10
 """Bytes read at a time; a larger buffer costs a system call more to be made."""

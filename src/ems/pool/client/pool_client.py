@@ -32,7 +32,7 @@ from ems.pool.client.promised import PromisedSlots
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import unpack_refs
 from ems.pool.names import check_facts, qualified
-from ems.pool.ownership import peer_of
+from ems.pool.processes import peer_of
 from ems.pool.protocol import limits, messages
 from ems.pool.protocol.acts import Acts
 from ems.pool.protocol.limits import MAX_TAIL_BYTES, TAIL_FRAME_BYTES

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 
 from ems.pool.core.slot_allocator import SlotAllocator
-from ems.pool.layout import PageRef
-from ems.pool.writer import Writer
+from ems.pool.layout import PageRef, Writer
 
 REPLACE_SECONDS = 30.0
 """How long writers may take to say that they stopped before the memory of their slots is replaced."""

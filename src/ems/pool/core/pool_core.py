@@ -31,13 +31,12 @@ from ems.pool.core.shares import Quota
 from ems.pool.core.slot_allocator import SlotAllocator
 from ems.pool.core.writing import Writing
 from ems.pool.keys import Tail
-from ems.pool.layout import PageRef
+from ems.pool.layout import PageRef, Writer, writer_of
 from ems.pool.names import tenant_of
 from ems.pool.pages import Page
 from ems.pool.reasons.misses import MissReasons
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import Recovered
-from ems.pool.writer import Writer, writer_of
 
 LEFT_AT_ONCE = 256
 """Pages that who leaves gives up in one step; a lease ends at once, whatever its length."""

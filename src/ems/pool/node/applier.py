@@ -16,13 +16,12 @@ from ems.pool.pages import packed_refs
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
     from ems.pool.core.writing import Committed
-    from ems.pool.layout import PageFlag, PageRef
+    from ems.pool.layout import PageFlag, PageRef, Writer
     from ems.pool.node.memory import Memory
     from ems.pool.pages import Assigned, Page
     from ems.pool.segments.arena import Arena
     from ems.pool.service.storing import Steps
     from ems.pool.tenants.tenancy import Tenancy
-    from ems.pool.writer import Writer
 
 _log = structlog.get_logger("ems.node")
 

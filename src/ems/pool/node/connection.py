@@ -21,7 +21,7 @@ import structlog
 from ems.config import format_size
 from ems.errors import EmsError, ProtocolError
 from ems.pool.keys import KEY_BYTES
-from ems.pool.ownership import peer_of
+from ems.pool.processes import peer_of
 from ems.pool.protocol import coding, limits, messages
 from ems.pool.service.handling import MOST_AT_ONCE, STEP
 from ems.pool.service.storing import Steps

@@ -18,8 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from ems.config import default_directory
 from ems.errors import ConfigError, PoolUnavailable
-from ems.pool.ownership import foreign_owner, stranger
-from ems.pool.processes import process_lives
+from ems.pool.processes import foreign_owner, process_lives, stranger
 from ems.pool.segments.folder import LOG_BEGINS, LOG_NAME, refuse_disk, starting
 from ems.pool.tiers.settings import absolute_tier
 

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from ems.errors import ConfigError
-from ems.pool.ownership import foreign_owner
+from ems.pool.processes import foreign_owner
 
 BACKLOG = 1024
 

@@ -24,7 +24,7 @@ from ems.errors import PoolRefused
 from ems.histogram import Histogram
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.writing import Reserved
-from ems.pool.layout import PageFlag
+from ems.pool.layout import INSTANCE_BYTES, PageFlag, Writer, writer_of
 from ems.pool.node.admin_runner import AdminRunner
 from ems.pool.node.applier import Applier
 from ems.pool.node.clients import Clients
@@ -45,7 +45,6 @@ from ems.pool.tenants.tenancy import Tenancy
 from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.packs import open_tier
 from ems.pool.tiers.settings import parse_tier
-from ems.pool.writer import INSTANCE_BYTES, Writer, writer_of
 from ems.version import __version__
 
 if TYPE_CHECKING:
@@ -63,10 +62,7 @@ class Node:
     """A running node.  Made and used inside one event loop."""
 
     def __init__(
-        self,
-        config: NodeConfig,
-        clock: Callable[[], float] = time.monotonic,
-        kept: KeptOpen | None = None,
+        self, config: NodeConfig, clock: Callable[[], float] = time.monotonic, kept: KeptOpen | None = None
     ) -> None:
         """``kept`` is what an earlier release in this process kept open."""
         self.config = config

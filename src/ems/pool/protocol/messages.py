@@ -11,12 +11,11 @@ from typing import Annotated, Any
 import msgspec
 
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.layout import REF_BYTES
+from ems.pool.layout import INSTANCE_BYTES, REF_BYTES
 from ems.pool.names import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
 from ems.pool.protocol import limits
 from ems.pool.protocol.acts import Acts, Keys, Text
 from ems.pool.protocol.limits import PROOF_BYTES
-from ems.pool.writer import INSTANCE_BYTES
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]

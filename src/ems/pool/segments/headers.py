@@ -18,6 +18,7 @@ from ems.pool.layout import (
     PageFlag,
     PageRef,
     SlotState,
+    Writer,
     header_is_sound,
     header_offset,
     pack_description,
@@ -29,7 +30,6 @@ from ems.pool.layout import (
 from ems.pool.pages import Assigned, Page
 from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.segments.segment_file import SegmentFile
-from ems.pool.writer import Writer
 
 _FREE = int(SlotState.FREE).to_bytes(4, "little")
 

@@ -21,13 +21,14 @@ from ems.pool.layout import (
     HEADERS_OFFSET,
     MAX_PAGE,
     REF_BYTES,
+    UNKNOWN,
     Description,
     Header,
     SlotState,
+    Writer,
     unpack_description,
 )
 from ems.pool.names import MAX_NAME
-from ems.pool.writer import UNKNOWN, Writer
 
 _KEY = np.dtype(f"V{KEY_BYTES}")
 _FORMATS = ["<u4", "<u4", _KEY, _KEY, "<u8", "<u4", "<u4", "<u4", "<u4"]

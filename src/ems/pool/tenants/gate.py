@@ -120,10 +120,7 @@ class Gate:
         if not hello.access_id or len(hello.nonce) != limits.NONCE_BYTES or not self._limiter.allows(peer, now):
             raise self._refusal()
         challenge = messages.Challenge(
-            self._random(limits.NONCE_BYTES),
-            registry.salt_for(hello.access_id),
-            registry.iterations,
-            self._uid,
+            self._random(limits.NONCE_BYTES), registry.salt_for(hello.access_id), registry.iterations, self._uid
         )
         return Pending(hello.access_id, challenge, scram.transcript(body, coding.body(challenge)))
 

@@ -23,7 +23,7 @@ from ems.errors import StaleReference
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.writing import Reserved
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.layout import PageRef
+from ems.pool.layout import PageRef, writer_of
 from ems.pool.movement.promotion import Portion, Promotions
 from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
@@ -35,7 +35,6 @@ from ems.pool.tiers.pass_through import Leaving, load, store
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
 from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_left_alone
-from ems.pool.writer import writer_of
 
 TICK_SECONDS = 0.1
 CROWDED_SECONDS = 1.0

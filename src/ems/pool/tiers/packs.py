@@ -23,16 +23,7 @@ from ems.pool.tiers.blobs import Blobs, Gone, read_whole
 from ems.pool.tiers.catalogue import Pack, PackLocation
 from ems.pool.tiers.codec import Codec, Compressor, expand
 from ems.pool.tiers.directory import FolderBlobs
-from ems.pool.tiers.pack_format import (
-    MAX_RECORDS,
-    RECORD,
-    Head,
-    Malformed,
-    Record,
-    build_head,
-    open_page,
-    page_names,
-)
+from ems.pool.tiers.pack_format import MAX_RECORDS, RECORD, Head, Malformed, Record, build_head, open_page, page_names
 from ems.pool.tiers.pack_seal import PackSeal, SealKeys, open_keys
 from ems.pool.tiers.pack_store import PackStore
 from ems.pool.tiers.repair import inspect, with_only
