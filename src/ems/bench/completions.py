@@ -91,7 +91,7 @@ class CompletionClient:
         headers = {"Content-Type": "application/json"}
         async with self._session.post(f"{self.url}/v1/completions", data=body, headers=headers) as answer:
             if answer.status != HTTPStatus.OK:
-                reason = await _excerpt(answer)
+                reason = " ".join((await answer.text(errors="replace"))[:200].split())
                 raise ServerError(f"{self.url} refuses a completion with status {answer.status}: {reason}")
             async for line in answer.content:
                 if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
@@ -113,10 +113,6 @@ class CompletionClient:
             reason = bytes(chunk.error)[:200].decode(errors="replace")
             raise ServerError(f"{self.url} breaks off a completion: {reason}")
         return chunk
-
-
-async def _excerpt(answer: aiohttp.ClientResponse) -> str:
-    return " ".join((await answer.text(errors="replace"))[:200].split())
 
 
 def _reason(error: BaseException) -> str:

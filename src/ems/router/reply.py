@@ -41,9 +41,6 @@ class Refusal(EmsError):
         self.param = param
         self.headers = headers or {}
 
-    def body(self) -> bytes:
-        return error_body(self.status, self.message, code=self.code, param=self.param)
-
 
 class Reply:
     """Sends one answer; ``status`` is None until its head is sent, ``sending`` while the client is waited for."""
@@ -87,7 +84,8 @@ class Reply:
         await self.whole(status, _encode(value))
 
     async def refuse(self, refusal: Refusal) -> None:
-        await self.whole(refusal.status, refusal.body(), headers=refusal.headers)
+        body = error_body(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
+        await self.whole(refusal.status, body, headers=refusal.headers)
 
 
 def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:

@@ -122,9 +122,7 @@ def decode_body(request: CompletionRequest, handoff: Raw | None) -> bytes:
     body = request.body
     after_brace = body.index(b"{") + 1
     comma = b"," if request.fields else b""
-    return b"".join(
-        (body[:after_brace], b'"kv_transfer_params":', bytes(handoff), comma, body[after_brace:]),
-    )
+    return b"".join((body[:after_brace], b'"kv_transfer_params":', bytes(handoff), comma, body[after_brace:]))
 
 
 def handoff_of(answer: bytes) -> Raw | None:

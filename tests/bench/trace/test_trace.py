@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ems.bench.trace.compare import TracePlan, compare, plot, table, tier_table
-from ems.bench.trace.replay import Tier, optimal_hits, pool_of, replay
+from ems.bench.trace.replay import optimal_hits, pool_of, replay
 from ems.bench.trace.traffic import KINDS, TraceRequest, block_key, made_trace, read_trace
 from ems.cli import run
 from ems.config import POLICIES, PolicyName
@@ -139,8 +139,8 @@ def test_a_queue_that_is_announced_brings_hits() -> None:
 
 def test_what_waits_is_brought_up_in_time() -> None:
     trace = made_trace("documents", 1200)
-    blind = replay(trace, 400, "forecast", tier=Tier(1e4))
-    seeing = replay(trace, 400, "forecast", look_ahead=8, tier=Tier(1e4))
+    blind = replay(trace, 400, "forecast", tier_rate=1e4)
+    seeing = replay(trace, 400, "forecast", look_ahead=8, tier_rate=1e4)
     assert blind.blocks == seeing.blocks
     assert blind.brought == 0
     assert blind.in_memory < 0.8
@@ -149,7 +149,7 @@ def test_what_waits_is_brought_up_in_time() -> None:
 
 def test_a_tier_that_is_too_slow_brings_up_less() -> None:
     trace = made_trace("documents", 600)
-    slow, fast = (replay(trace, 400, "forecast", look_ahead=8, tier=Tier(rate)) for rate in (1, 1e4))
+    slow, fast = (replay(trace, 400, "forecast", look_ahead=8, tier_rate=rate) for rate in (1, 1e4))
     assert slow.in_memory < fast.in_memory
 
 

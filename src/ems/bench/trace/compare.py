@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ems.bench.trace.replay import Replayed, Tier, optimal_hits, replay
+from ems.bench.trace.replay import Replayed, optimal_hits, replay
 from ems.bench.trace.traffic import TraceRequest
 from ems.config import PolicyName
 from ems.errors import ConfigError
@@ -91,8 +91,8 @@ def compare(requests: Sequence[TraceRequest], plan: TracePlan, progress: Progres
         for policy in plan.policies:
             tier = None
             if plan.tier_rate:
-                tell, below = telling(f"{policy} above a tier", capacity), Tier(plan.tier_rate)
-                tier = replay(requests, capacity, policy, look_ahead=plan.look_ahead, tier=below, progress=tell)
+                tell, ahead = telling(f"{policy} above a tier", capacity), plan.look_ahead
+                tier = replay(requests, capacity, policy, look_ahead=ahead, tier_rate=plan.tier_rate, progress=tell)
             share = shares[policy]
             of_lru, in_time = share / base if base else None, None if tier is None else tier.in_memory
             rows.append(PolicyRow(policy, capacity, share, of_lru, tier, in_time))

@@ -29,15 +29,10 @@ OWNER = 1
 """The engine of a replay."""
 TIER = 2
 """The owner that brings blocks up."""
+TIER_LATENCY = 0.02
+"""Seconds until the first block is there for which a tier was asked."""
 BATCH = 8
 """Pages evicted at a time at most; a node takes more at a time, which costs some hits in a small pool."""
-
-
-class Tier(msgspec.Struct, frozen=True):
-    """A tier below memory: blocks a second that it brings up, and seconds until the first of them is there."""
-
-    rate: float
-    latency: float = 0.02
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -93,10 +88,10 @@ class _Lift:
     As in a node, one that is in memory by the time of its turn, because its request was scheduled first, costs nothing.
     """
 
-    def __init__(self, core: PoolCore, namespace: int, tier: Tier) -> None:
+    def __init__(self, core: PoolCore, namespace: int, rate: float) -> None:
         self._core = core
         self._namespace = namespace
-        self._tier = tier
+        self._rate = rate
         self._coming: deque[tuple[float, bytes, bytes]] = deque()
         self._on_the_way: set[bytes] = set()
         self._free_at = 0.0
@@ -113,7 +108,7 @@ class _Lift:
         while self._coming:
             asked, parent, key = self._coming[0]
             if self._core.page(self._namespace, key) is None:
-                here = max(self._free_at, asked + self._tier.latency) + 1 / self._tier.rate
+                here = max(self._free_at, asked + TIER_LATENCY) + 1 / self._rate
                 if here > now:
                     return
                 self._free_at = here
@@ -134,15 +129,16 @@ def replay(
     policy: PolicyName,
     *,
     look_ahead: int = 0,
-    tier: Tier | None = None,
+    tier_rate: float = 0.0,
     progress: Callable[[int], None] | None = None,
 ) -> Replayed:
-    """Send ``requests`` through a queue of ``look_ahead`` into a pool of ``capacity`` blocks, alone or above ``tier``.
+    """Send ``requests`` through a queue of ``look_ahead`` into a pool of ``capacity`` blocks.
 
-    ``progress`` is called now and then with the number of requests that joined the queue.
+    With a ``tier_rate`` it is above a tier that brings up so many blocks a second.  ``progress`` is called now and
+    then with the number of requests that joined the queue.
     """
     core, namespace = pool_of(capacity, policy)
-    lift = None if tier is None else _Lift(core, namespace, tier)
+    lift = _Lift(core, namespace, tier_rate) if tier_rate else None
     stored: set[bytes] = set()
     waiting: deque[tuple[int, TraceRequest]] = deque()
     blocks = hits = held = 0

@@ -170,12 +170,7 @@ class PoolCore:
         self.shares.refuse_if_too_small(tenant_of(name), largest)
         return self.namespaces.add(name, page_size, self.now).number
 
-    def adopt(
-        self,
-        recovered: Recovered,
-        tails: Iterable[tuple[str, bytes, bytes, Tail]],
-        now: float,
-    ) -> None:
+    def adopt(self, recovered: Recovered, tails: Iterable[tuple[str, bytes, bytes, Tail]], now: float) -> None:
         """Begin with what an earlier node left, whose memory was touched as the slots were told before.
 
         ``tails`` are namespace, key, place and tokens of blocks that are not full; those of other pages do not matter.

@@ -36,7 +36,7 @@ from ems.pool.segments.recovery import MAX_SLOTS, Recovered, SegmentImage
 from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.segments.side_file import NodeStateFile, SideFile
 from ems.pool.segments.tail_file import LEAST_BYTES, Listed, TailFile
-from ems.pool.segments.touch import TOUCH_STEP, yield_to_others
+from ems.pool.segments.touch import TOUCH_STEP, punch, yield_to_others
 
 TAILS_SHARE = 256
 """The file of tails has at most one in so many bytes of the pool, and twice that while it is written anew."""
@@ -306,7 +306,7 @@ class Arena:
         length = min(length, self.sizes[number] - start)
         if not start:
             self._going[number] = self.renew(number).file
-        self._going[number].punch(start, length)
+        punch(self._going[number].descriptor, length, start)
         if start + length >= self.sizes[number]:
             del self._going[number]
             with contextlib.suppress(OSError):  # the next start has the segment back, which costs nothing but memory
@@ -339,7 +339,7 @@ class Arena:
 
     def refill(self, retired: Retired, progress: Callable[[int, int], None], stop: threading.Event) -> str | None:
         """Free the memory of a renewed segment and touch what came in its place, as :meth:`prefault` does."""
-        retired.file.punch(0, retired.file.size)
+        punch(retired.file.descriptor, retired.file.size)
         return self._touch(retired.segment, progress, stop)
 
     def keep_tail(self, namespace: str, page: Page, lives: Callable[[str, bytes, bytes], bool]) -> None:

@@ -14,7 +14,7 @@ import mmap
 import os
 import weakref
 
-from ems.pool.segments.touch import populate, punch
+from ems.pool.segments.touch import populate
 
 _CALL_BYTES = 1 << 30
 """Bytes that one system call moves; the kernel's own limit is 2 GiB less a page."""
@@ -119,13 +119,6 @@ class SegmentFile:
 
     def allocated(self) -> int:
         return min(os.fstat(self.descriptor).st_blocks * 512, self.size)
-
-    def punch(self, start: int, length: int) -> None:
-        """Give memory back to the system, whoever maps it: zeros are read there from now on.
-
-        Raises OSError: the file system cannot do that.
-        """
-        punch(self.descriptor, length, start)
 
 
 class FileRange:

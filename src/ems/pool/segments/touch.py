@@ -84,7 +84,8 @@ def warm(buffer: memoryview) -> None:
 def punch(descriptor: int, length: int, start: int = 0) -> None:
     """Free the memory of ``length`` bytes of a file from ``start`` on, whoever maps it: they are zeros from now on.
 
-    Unlike a shorter file, one with a hole ends nobody who still reads or writes there.
+    Unlike a shorter file, one with a hole ends nobody who still reads or writes there.  Raises OSError: the file system
+    cannot do that.
     """
     if _libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, start, length):
         code = ctypes.get_errno()
