@@ -64,6 +64,9 @@ class SlotState(IntEnum):
     QUARANTINED = 3
 
 
+_PRESENT = int(SlotState.PRESENT)
+
+
 class PageFlag(IntFlag):
     """What a slot header says about its page."""
 
@@ -278,4 +281,4 @@ def vouches(
     ``headers`` is where the first header begins in ``buffer``.
     """
     offset = headers + slot * HEADER_BYTES
-    return bytes(buffer[offset : offset + _VOUCH.size]) == _VOUCH.pack(SlotState.PRESENT, generation, key)
+    return bytes(buffer[offset : offset + _VOUCH.size]) == _VOUCH.pack(_PRESENT, generation, key)

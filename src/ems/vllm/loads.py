@@ -283,10 +283,7 @@ class Loader:
 
     @staticmethod
     def _whole(reader: PageReader, pages: Sequence[LoadedPage]) -> list[LoadedPage]:
-        for count, page in enumerate(pages):
-            if not reader.holds(page.ref, page.key):
-                return list(pages[:count])
-        return list(pages)
+        return list(pages[: reader.leading([page.ref for page in pages], [page.key for page in pages])])
 
     def _copy(self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage], job: LoadJob) -> list[LoadedPage]:
         """Copy pages; the leading ones whose bytes are right."""

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from ems.pool.checksum import crc32c
 from ems.pool.layout import (
+    HEADER_BYTES,
+    HEADERS_OFFSET,
     Description,
     Header,
     PageFlag,
@@ -87,6 +89,23 @@ def test_any_flipped_bit_is_found(bit: int) -> None:
     assert not reader.sound(memory.ref, KEY)
     assert reader.corrupt == [(KEY, memory.ref)]
     assert memory.reader(policy=Verify.NEVER).sound(memory.ref, KEY)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.integers(0, 40), st.integers(1, 2), st.booleans()), max_size=8)
+)
+def test_many_pages_are_looked_at_as_one_is(asked: list[tuple[int, int, int, bool]]) -> None:
+    """Segment 0 has the page, 1 is another namespace's, 2 is as small as a segment can be; slots may not exist."""
+    memory, other = Memory(), Memory()
+    other.describe("b", 1)
+    small = memoryview(bytearray(memory.segment[: HEADERS_OFFSET + 4 * HEADER_BYTES]))
+    segments = [memory.segment, other.segment, small]
+    reader = PageReader(lambda number: segments[number], "a", PAGE, Trust(Verify.ALWAYS))
+    refs = [PageRef(segment, slot, generation) for segment, slot, generation, _ in asked]
+    keys = [KEY if right else bytes(16) for *_, right in asked]
+    each = [reader.holds(ref, key) for ref, key in zip(refs, keys, strict=True)]
+    assert reader.leading(refs, keys) == next((at for at, holds in enumerate(each) if not holds), len(each))
+    assert reader.leading([memory.ref] * 3, [KEY] * 3) == 3
 
 
 def test_a_page_that_changed_hands_is_reported_by_nobody() -> None:

@@ -9,17 +9,21 @@ costs a twentieth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from itertools import chain
 
 import msgspec
+import numpy as np
 
 from ems.pool.checksum import crc32c
 from ems.pool.layout import (
     HEADER_BYTES,
+    HEADERS_OFFSET,
     Header,
     PageFlag,
     PageRef,
+    SlotState,
     belongs_to,
     carving_of,
     header_is_sound,
@@ -94,6 +98,26 @@ class PageReader:
         """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key`` of this namespace."""
         segment = self._segment(ref.segment)
         return vouches(segment, ref.slot, ref.generation, key) and self._is_ours(ref.segment, segment)
+
+    def leading(self, refs: Sequence[PageRef], keys: Sequence[bytes]) -> int:
+        """Of how many leading ones of ``refs`` :meth:`holds` says yes; in one go, for a long prompt has thousands."""
+        if not refs:
+            return 0
+        columns = np.fromiter(chain.from_iterable(refs), "<u4").reshape(-1, len(PageRef._fields))
+        # The beginning of a header, see vouches().
+        wanted = np.empty((len(refs), 8 + len(keys[0])), np.uint8)
+        wanted[:, :8].view("<u4")[:] = [SlotState.PRESENT, 0]
+        wanted[:, 4:8] = np.ascontiguousarray(columns[:, 2:]).view(np.uint8)
+        wanted[:, 8:] = np.frombuffer(b"".join(keys), np.uint8).reshape(len(refs), -1)
+        good = np.zeros(len(refs), dtype=bool)
+        for number in np.unique(columns[:, 0]).tolist():
+            segment = self._segment(number)
+            if self._is_ours(number, segment):
+                headers = np.frombuffer(segment, np.uint8, offset=HEADERS_OFFSET)
+                headers = headers[: len(headers) // HEADER_BYTES * HEADER_BYTES].reshape(-1, HEADER_BYTES)
+                mine = np.flatnonzero((columns[:, 0] == number) & (columns[:, 1] < len(headers)))
+                good[mine] = (headers[columns[mine, 1], : wanted.shape[1]] == wanted[mine]).all(axis=1)
+        return len(refs) if good.all() else int(good.argmin())
 
     def _is_ours(self, number: int, segment: memoryview) -> bool:
         """Whether the segment is the namespace's; looked at again when it was carved anew."""
