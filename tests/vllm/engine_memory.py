@@ -49,7 +49,7 @@ class Engine:
     def save(self, chain: KeyChain, blocks: list[int], start: int = 0) -> None:
         tails = chain.tails(start, start + len(blocks))
         batch = self.saver.start([Save(1, "save", start, chain.parent(start), tails, [blocks])])
-        batch.computed(self.device.mark())
+        batch.progress.finish(self.device.mark())
         first(self.saver.take_over, "the blocks are copied")
 
     def lease(self, chain: KeyChain) -> Lease:

@@ -66,8 +66,8 @@ class Ranks:
         for saver in self.savers:
             batch = saver.start([save])
             for name in LAYERS if by_layer else ():
-                batch.computed_layer(name, None)
-            batch.computed(None)
+                batch.progress.done(name, None)
+            batch.progress.finish(None)
         for saver in self.savers:
             first(saver.take_over, "the blocks are copied")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ems.bench.trace.replay import pool_of
 from ems.errors import PoolUnavailable
 from ems.pool.client.answers import Announcement, Hits, Lease, Namespace, TailHit
@@ -95,12 +93,6 @@ class SteppedNode:
     def lookup_tail(self, _: Namespace, tail: Tail, *, lease: bool = False, timeout: float) -> TailHit:
         del tail, lease, timeout
         return TailHit(0, b"", pending=False, lease=None)
-
-    def lookup_with_tail(
-        self, namespace: Namespace, keys: bytes, tail: Tail, *, lease_keys: bool, lease_tail: bool, **rest: Any
-    ) -> tuple[Hits, TailHit]:
-        del lease_tail
-        return self.lookup(namespace, keys, lease=lease_keys, **rest), self.lookup_tail(namespace, tail, timeout=1.0)
 
     def prefetch(self, _: Namespace, keys: bytes, timeout: float) -> int:
         del timeout

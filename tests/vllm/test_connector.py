@@ -10,8 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ems.errors import ConfigError
-from ems.vllm.connector import EmsStoreConnector
-from ems.vllm.idle import IdleSide
+from ems.vllm.connector import EmsStoreConnector, IdleSide
 from ems.vllm.metadata import StepMetadata
 
 

@@ -13,13 +13,14 @@ from ems.errors import ConfigError
 from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.idle import IdleSide
+from ems.vllm.connector import IdleSide
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import BlockModel, LocalPlane
 from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Load, LoadPart, Save
 from ems.vllm.scheduler import SchedulerSide
 from ems.vllm.worker import WorkerSide
+from tests.e2e.engines import wait_for
 
 
 def hooks_of(kind: type) -> set[str]:
@@ -58,6 +59,9 @@ def test_a_load_that_cannot_be_tried_has_failed(tmp_path: Path, groups: int) -> 
     save = Save(7, "r", 0, bytes(16), [], [[]])
     worker.begin(StepMetadata(loads=[load], saves=[save]))
     worker.computed()
+    loader = worker._loader
+    assert loader is not None
+    wait_for(lambda: loader.news, "the load ends")
     received, failed = worker.results()
     report = worker.take_report()
 

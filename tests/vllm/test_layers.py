@@ -73,11 +73,11 @@ def test_a_layer_is_stored_before_the_next_is_computed(
     batch = ranks.savers[0].start([save()])
     for number, name in enumerate(LAYERS):
         assert copied.empty()
-        batch.computed_layer(name, None)
+        batch.progress.done(name, None)
         # Two blocks of two shards each.
         assert [copied.get(timeout=10) for _ in range(4)] == [number] * 4
         assert node.counters["pages_committed"] == 0
-    batch.computed(None)
+    batch.progress.finish(None)
     wait_for(lambda: node.counters["pages_committed"] == 4, "the pages are committed")
 
 
@@ -109,11 +109,11 @@ def test_a_layer_is_used_while_later_ones_are_loaded(ranks: Ranks, node: Node, m
 def test_a_save_that_is_called_off_between_layers_leaves_nothing(ranks: Ranks, node: Node) -> None:
     batch = ranks.savers[0].start([save()])
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
-    batch.computed_layer(LAYERS[0], None)
+    batch.progress.done(LAYERS[0], None)
     ranks.savers[0].finish(0.0)
     for name in LAYERS[1:]:
-        batch.computed_layer(name, None)
-    batch.computed(None)
+        batch.progress.done(name, None)
+    batch.progress.finish(None)
 
     wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")
     assert node.counters["pages_committed"] == 0

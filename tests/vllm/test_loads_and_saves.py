@@ -62,7 +62,7 @@ def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: t
 
     wait_for(lambda: seen() == (0, 2), "the pages are reserved")
     assert one.saver.take_over() == []
-    batch.computed(None)
+    batch.progress.finish(None)
     wait_for(lambda: seen() == (2, 0), "the pages are committed")
     assert one.saver.take_over() == [1]
 
@@ -76,7 +76,7 @@ def test_a_cancelled_save_copies_nothing_and_leaves_nothing(engines: tuple[Engin
     one.saver.finish(0.0)
     for tensor in one.tensors:
         tensor.zero_()
-    batch.computed(None)
+    batch.progress.finish(None)
 
     first(one.saver.take_over, "the save ends")
     wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")
@@ -97,7 +97,7 @@ def test_cancelling_waits_for_the_copy_that_runs(
 
     monkeypatch.setattr(CpuDevice, "copy", slow)
     chain = chain_of(2)
-    one.saver.start([Save(1, "save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])]).computed(None)
+    one.saver.start([Save(1, "save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])]).progress.finish(None)
     assert began.wait(10)
     cancelling = threading.Thread(target=one.saver.finish, args=(0.0,))
     cancelling.start()
@@ -179,7 +179,7 @@ def test_an_idle_engine_says_at_once_where_it_stopped_to_write(engines: tuple[En
     node.start()
     assert node.stats()["slots_resting"] == 2
     memory = segment_files(node)
-    batch.computed(None)
+    batch.progress.finish(None)
     wait_for(lambda: node.stats()["slots_resting"] == 0, "the slots are free")
     assert segment_files(node) == memory, "the node gave up waiting and replaced the memory"
 
@@ -248,7 +248,7 @@ def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine,
     wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
     one.client.drop()
     one.client.connect()
-    batch.computed(None)
+    batch.progress.finish(None)
 
     first(one.saver.take_over, "the save ends")
     assert present(two, chain) == 0

@@ -792,7 +792,7 @@ def test_a_node_that_cannot_be_started_is_tried_again(
         tried.release()
         raise ConfigError("no room")
 
-    monkeypatch.setattr("ems.vllm.scheduler.ensure_node", no_room)
+    monkeypatch.setattr("ems.vllm.node.ensure_node", no_room)
     settings, _ = read_settings("kv_both", {"socket": str(node.socket), "health_check_ms": 20}, {})
     side = Side(settings, MODEL)
     node.kill()

@@ -63,12 +63,6 @@ class Shelf:
         shared, best = max(found, key=lambda pair: pair[0])
         return TailHit(shared, best.key, pending=False, lease=self._lease([best.key]) if lease else None)
 
-    def lookup_with_tail(
-        self, namespace: Namespace, keys: bytes, tail: Tail, *, lease_keys: bool, lease_tail: bool, **rest: Any
-    ) -> tuple[Hits, TailHit]:
-        hits = self.lookup(namespace, keys, lease=lease_keys, **rest)
-        return hits, self.lookup_tail(namespace, tail, lease=lease_tail, timeout=1.0)
-
     def explain(self, name: str, keys: bytes, timeout: float) -> Any:
         """As a node does: what is there behind something that is not is no prefix."""
         assert timeout

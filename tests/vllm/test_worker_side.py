@@ -238,6 +238,9 @@ def test_ranks_on_several_hosts_are_refused_or_load_nothing(node: Node, on_error
         side.register({name: torch.zeros((16, 2, BLOCK, 16), dtype=torch.bfloat16) for name in LAYERS})
         side.begin(StepMetadata(loads=[Load("r", "node", [LoadPart(0, [3], bytes(16), bytes(REF_BYTES))])]))
         side.start_loads()
+        loader = side._loader
+        assert loader is not None
+        wait_for(lambda: loader.news, "the load ends")
         assert side.results() == ({"r"}, set())
         assert side.take_invalid_blocks() == {3}
     side.close()

@@ -27,9 +27,8 @@ from ems.vllm import compat
 from ems.vllm.adapters import Adapters, how_used, watch_loads
 from ems.vllm.configuration.settings import read_settings, reads_by_layer
 from ems.vllm.hooks import follow_engine
-from ems.vllm.idle import IdleSide
 from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, publishes_events
-from ems.vllm.metadata import StepMetadata, StepReport
+from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
 from ems.vllm.reporting.stats import EmsPromMetrics, EmsStats
 from ems.vllm.scheduler import SchedulerSide
@@ -51,6 +50,40 @@ def _adapters(vllm_config: Any) -> Adapters | None:
     """The engine's adapters, if it has any and this release shows what it reads; this process notes it from now on."""
     lora = getattr(vllm_config, "lora_config", None)
     return Adapters(how_used(lora)) if lora is not None and watch_loads() else None
+
+
+def _nothing(*_given: object, **_named: object) -> None:
+    """There is nothing to be done."""
+
+
+class IdleSide:
+    """Either side of a connector that serves without the pool, because the user prefers that to an engine that refuses.
+
+    Every hook answers as one does that never finds, loads or stores anything.
+    """
+
+    saving = in_layers = has_results = False
+    bind = on_new_request = allocated = received = paused = reset = weights_declared = adapter_loaded = _nothing
+    register = begin = end = start_loads = wait_for_layer = computed_layer = computed = _nothing
+    finish_saves = take_report = take_stats = close = _nothing
+
+    def match(self, _request: Any, _local: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def build_metadata(self, _output: Any) -> StepMetadata:
+        return QUIET
+
+    def finished(self, _request: Any, _block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def take_events(self) -> list[Any]:
+        return []
+
+    def results(self) -> tuple[set[str], set[str]]:
+        return set(), set()
+
+    def take_invalid_blocks(self) -> set[int]:
+        return set()
 
 
 class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):

@@ -46,7 +46,7 @@ class Progress:
     def __init__(self) -> None:
         self._marks: dict[str, object] = {}
         self._last: object = None
-        self._over = False
+        self.over = False
         self._changed = threading.Condition()
 
     def done(self, name: str, mark: object = None) -> None:
@@ -57,16 +57,12 @@ class Progress:
     def finish(self, mark: object = None) -> None:
         """All layers are, or never will be."""
         with self._changed:
-            self._over = True
+            self.over = True
             self._last = mark
             self._changed.notify_all()
-
-    @property
-    def over(self) -> bool:
-        return self._over
 
     def wait(self, name: str | None, timeout: float) -> tuple[bool, object]:
         """Wait until layer ``name`` (None: every layer) is done: whether it is, and its mark."""
         with self._changed:
-            in_time = self._changed.wait_for(lambda: self._over or (name is not None and name in self._marks), timeout)
+            in_time = self._changed.wait_for(lambda: self.over or (name is not None and name in self._marks), timeout)
             return in_time, self._marks.get(name, self._last) if name is not None else self._last

@@ -233,7 +233,9 @@ class Loader:
         """Copy; returns the engine blocks of each plane, by its number, that hold nothing."""
         load = job.load
         if load.broken:
-            raise StaleReference("the engine wants another part of the prompt, or other weights, than was looked up")
+            raise StaleReference(
+                "the engine cannot load what was looked up: it wants another part or has other weights or tensors"
+            )
         if self._client.node != load.node:
             # A connection that is there need not wait for its turn behind a save's call, but may have ended unnoticed.
             self._client.notice()

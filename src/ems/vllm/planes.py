@@ -141,10 +141,7 @@ def page_keys(keys: bytes, shards: int) -> bytes:
 
 def page_key(key: bytes, shard: int) -> bytes:
     """The key of one shard of the chunk ``key``; no parent stays no parent."""
-    if not shard or key == NO_PARENT:
-        return key
-    mask = int.from_bytes(_masks(shard + 1)[shard].tobytes(), "little")
-    return (int.from_bytes(key, "little") ^ mask).to_bytes(KEY_BYTES, "little")
+    return key if key == NO_PARENT else page_keys(key, shard + 1)[-KEY_BYTES:]
 
 
 def first_in_sight(window: int, tokens: int, size: int) -> int:

@@ -86,12 +86,6 @@ class SaveBatch:
                 job.cancelled = True
             self.progress.finish()
 
-    def computed_layer(self, name: str, mark: object) -> None:
-        self.progress.done(name, mark)
-
-    def computed(self, mark: object) -> None:
-        self.progress.finish(mark)
-
 
 class Saver:
     """Saves of one rank, whose planes are ``planes``."""

@@ -17,10 +17,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 
 from ems.errors import ConfigError, PoolUnavailable
-from ems.pool.client.line import RESTART_SECONDS
-from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
-from ems.pool.node.launcher import ensure_node
 from ems.pool.reasons.words import Reason
 from ems.vllm import compat
 from ems.vllm.adapters import Adapters
@@ -30,6 +27,7 @@ from ems.vllm.kv_events.events import BlockEvents
 from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
+from ems.vllm.node import make_client, start_node
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.requests import Adapter, Ask, Load, Phase, Release, RequestBook, Save, Span
@@ -87,17 +85,16 @@ class SchedulerSide:
             page_blocks=model.page_blocks,
             several_ranks=workers > 1,
         )
-        start_node = self._start_node if settings.autostart else _nothing
-        self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens, start_node=start_node)
-        self._client = PoolClient(
-            settings.socket, "vllm-scheduler", credentials=settings.credentials, restart_seconds=RESTART_SECONDS
+        self._observer = Observer(
+            settings, model.block_size, logger, step_tokens=step_tokens, start_node=self._start_node
         )
+        self._client = make_client(settings, "vllm-scheduler")
         for name, facts in model.descriptions().items():
             self._client.describe(name, facts)
         self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
         chain_name = self._epoch.chain_name
         self._lookups = Lookups(
-            settings, self._client, model.planes, model.chunk_tokens, chain_name, start_node=start_node
+            settings, self._client, model.planes, model.chunk_tokens, chain_name, start_node=self._start_node
         )
         self._lookups.failed = self._observer.failed
         self._lookups.usable = lambda: self._observer.usable
@@ -147,8 +144,7 @@ class SchedulerSide:
 
     def _start_node(self) -> None:
         try:
-            if ensure_node(self._settings.node_config()):
-                logger.info("EMS started a pool node on this host")
+            start_node(self._settings, logger)
         except (ConfigError, PoolUnavailable) as error:
             logger.warning("EMS cannot start a pool node: %s", error)
 
@@ -611,4 +607,4 @@ class SchedulerSide:
 
 
 def _nothing(*_given: object) -> None:
-    """There is nothing to be done: no node may be started, or the workers are in other processes."""
+    """There is nothing to be done: the workers are in other processes."""

@@ -105,57 +105,32 @@ class Search:
         taken = tuple(part for part in pages if part is not None)
         return Found(self._tokens(reach), reach.chunks, taken, tuple(leases)) if len(taken) == len(pages) else None
 
-    # One plane that needs all chunks: found and promised in one call, with the tail behind them
+    # One plane that needs all chunks: found and promised in one call, and the tail behind them in another
 
     def _take_leading(self, prompt: Prompt, leases: list[Lease]) -> Found:
         shards = self._planes[0].shards
-        keys, refs, tail = self._hold_leading(prompt, leases)
+        keys, refs = self._hold(page_keys(prompt.chain.packed(0, len(prompt.chain)), shards), leases)
         chunks = len(keys) // (shards * KEY_BYTES)
         refs = refs[: chunks * shards * REF_BYTES]  # a chunk of which some pages are missing counts for nothing
-        if chunks < len(prompt.chain):
-            self._give_back([tail.lease] if tail.lease is not None else [])
-            tail = self._tail(prompt, chunks, lease=shards == 1)
+        tail = self._tail(prompt, chunks, lease=shards == 1)
         leases += [tail.lease] if tail.lease is not None else []
         tail_keys, tail_refs = tail.key, tail.lease.packed_refs if tail.lease is not None else b""
         if tail.tokens and shards > 1:
-            wanted = page_keys(tail.key, shards)
-            tail_keys, tail_refs = self._hold(wanted, self._ask(0, wanted, lease=True), leases)
+            tail_keys, tail_refs = self._hold(page_keys(tail.key, shards), leases)
         whole = len(tail_keys) == shards * KEY_BYTES
         tokens = chunks * self._chunk_tokens + (tail.tokens if whole else 0)
+        if not len(prompt.chain) and tokens < len(prompt.tokens) and (name := self._tail_name(prompt, 0)) is not None:
+            # There was no key to ask for that would have told why.
+            self.reason = self._ask(0, name.key).reason
         names = prompt.chain.packed(0, chunks) + (tail.key if whole else b"")
         pages = Pages(0, 0, names, refs + (tail_refs if whole else b""))
         return Found(tokens, chunks, (pages,), tuple(leases)) if tokens else NOTHING
 
-    def _hold_leading(self, prompt: Prompt, leases: list[Lease]) -> tuple[bytes, bytes, TailHit]:
-        """Pages of the leading chunks, and the tail behind all chunks, which counts only if all chunks are present."""
-        shards, whole = self._planes[0].shards, len(prompt.chain)
-        keys = page_keys(prompt.chain.packed(0, whole), shards)
-        name = self._tail_name(prompt, whole)
-        if name is None:
-            return *self._hold(keys, self._ask(0, keys, lease=True), leases), NO_TAIL
-        hits, tail = self._client.lookup_with_tail(
-            self._namespaces[0],
-            keys or name.key,
-            name,
-            lease_keys=bool(whole),
-            lease_tail=shards == 1,
-            timeout=self._timeout,
-            request=self._request,
-            compute=self._seconds_a_page(),
-        )
-        if not whole:
-            # The key of the tail was looked up for the reason where there is none.
-            self.promoting = int(tail.below)
-            self.reason = hits.reason if tail.tokens < len(prompt.tokens) else None
-            return b"", b"", tail
-        self._see_promoting(0, hits.below)
-        held = self._hold(keys, hits, leases)
-        if len(held[0]) == len(keys):
-            self.promoting = max(self.promoting, int(tail.below))
-        return *held, tail
-
-    def _hold(self, keys: bytes, hits: Hits, leases: list[Lease]) -> tuple[bytes, bytes]:
+    def _hold(self, keys: bytes, leases: list[Lease]) -> tuple[bytes, bytes]:
         """The leading ones of ``keys`` that are present, and their places.  Adds the lease on them to ``leases``."""
+        if not keys:
+            return b"", b""
+        hits = self._ask(0, keys, lease=True)
         self.reason = self.reason or hits.reason
         if hits.lease is None:
             return b"", b""

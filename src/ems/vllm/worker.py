@@ -12,21 +12,17 @@ import msgspec
 import torch
 from vllm.logger import init_logger
 
-from ems.errors import ConfigError, EmsError
-from ems.pool.client.line import RESTART_SECONDS
-from ems.pool.client.pool_client import PoolClient
-from ems.pool.node.launcher import ensure_node
+from ems.errors import ConfigError
 from ems.transfers.device import DevicePair
 from ems.vllm.adapters import has_read
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.layers import LayerOrder
 from ems.vllm.loads import Loader, LoadJob
-from ems.vllm.memory import map_segments
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane, check_hosts
+from ems.vllm.node import make_client, map_segments, serve
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.reporting.stats import EmsStats, Transferred
-from ems.vllm.requests import Load
 from ems.vllm.saves import SaveBatch, Saver
 
 logger = init_logger("vllm.ems.worker")
@@ -51,13 +47,7 @@ class WorkerSide:
         self._planes = planes
         self._rows: list[PlaneRows] = []
         self._devices = DevicePair()
-        self._client = PoolClient(
-            settings.socket,
-            "vllm-worker",
-            self._devices,
-            credentials=settings.credentials,
-            restart_seconds=RESTART_SECONDS,
-        )
+        self._client = make_client(settings, "vllm-worker", self._devices)
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._order = LayerOrder(())
@@ -70,7 +60,6 @@ class WorkerSide:
         self._warmed = 0
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
-        self._refused: set[str] = set()
         self._report: Counter[str] = Counter()
         self._saved: list[int] = []
         """Saves that are over, to be reported."""
@@ -93,10 +82,12 @@ class WorkerSide:
             if self._settings.on_error != "serve_without":
                 raise
             logger.warning("EMS cannot be used, serving without it: %s", error)
+            # Loads of such a rank fail.
+            self._loader = Loader(self._client, (), self._devices.load, logger, self._settings.call_timeout)
             return
         self._order = LayerOrder(self._rows)
         self._devices.serve([tensor for rows in self._rows for tensor in rows.rows.tensors])
-        self._start_node()
+        serve(self._settings, self._client, self._rows, self._model.chunk_tokens, logger)
         timeout, by_layer = self._settings.call_timeout, self._settings.layerwise
         self._loader = Loader(self._client, self._rows, self._devices.load, logger, timeout, by_layer=by_layer)
         if self._settings.saves:
@@ -106,41 +97,14 @@ class WorkerSide:
         else:
             # Drivers register no memory while the engine captures its graphs, which it does next.
             self._warmed = self._client.epoch
-            self._warm()
-
-    def _start_node(self) -> None:
-        try:
-            if self._settings.autostart and ensure_node(self._settings.node_config()):
-                logger.info("EMS started a pool node on this host, its socket is %s", self._settings.socket)
-            for rows in self._rows:
-                self._client.open(rows.namespace)
-        except EmsError as error:
-            logger.warning("EMS pool cannot be used, serving on without it: %s", error)
-            return
-        for rows in self._rows:
-            mine, plane = rows.local.portion, rows.local.plane
-            logger.info(
-                "EMS serves namespace %s: %d tokens a chunk, %d pages of %d bytes a chunk, of which %d to %d are here",
-                rows.namespace.name,
-                self._model.chunk_tokens,
-                plane.shards,
-                rows.namespace.page_size,
-                mine.first,
-                mine.first + mine.count - 1,
-            )
+            map_segments(self._client, logger)
 
     def _warm_once(self) -> None:
         """Start to map the node's segments, once for each connection, so that no request waits for it."""
         epoch = self._client.epoch
         if epoch not in (0, self._warmed):
             self._warmed = epoch
-            threading.Thread(target=self._warm, name="ems-warm", daemon=True).start()
-
-    def _warm(self) -> None:
-        try:
-            map_segments(self._client)
-        except (EmsError, OSError) as error:
-            logger.debug("EMS segments are mapped later: %s", error)
+            threading.Thread(target=map_segments, args=(self._client, logger), name="ems-warm", daemon=True).start()
 
     # Steps
 
@@ -170,17 +134,13 @@ class WorkerSide:
 
     def start_loads(self) -> None:
         """VLLM's ``start_load_kv``; waits for what the forward pass may write into, or for all that it reads."""
-        if self._step is None or self._loads_started:
+        if self._step is None or self._loads_started or self._loader is None:
             return
         self._loads_started = True
-        if self._loader is None:
-            for load in self._step.loads:
-                self._refuse(load)
-            return
         mark = self._devices.load.mark() if self._step.loads else None
         urgent: list[LoadJob] = []
         for load in self._step.loads:
-            if load.adapter is not None and not has_read(load.adapter, before=True):
+            if not self._rows or (load.adapter is not None and not has_read(load.adapter, before=True)):
                 load = msgspec.structs.replace(load, broken=True)  # noqa: PLW2901 - the same load, to fail
             if not load.in_step:
                 self._loader.start(load, mark)
@@ -193,17 +153,6 @@ class WorkerSide:
                 urgent.append(self._loader.start(load, mark, in_step=True))
         self._wait(urgent)
         self._in_step_jobs += urgent
-
-    def _refuse(self, load: Load) -> None:
-        """Report a load that cannot be tried as one that failed."""
-        if self._model.fails_whole:
-            self._failed.add(load.request_id)
-        else:
-            self._invalid.update(block for part in load.parts for block in part.block_ids)
-        if load.in_step:
-            self._report[load.request_id] += 1
-        else:
-            self._refused.add(load.request_id)
 
     def _wait(self, jobs: list[LoadJob], layer: str | None = None) -> None:
         for job in jobs:
@@ -218,7 +167,7 @@ class WorkerSide:
     def computed_layer(self, name: str) -> None:
         """VLLM's ``save_kv_layer``: the layer's state of this step is there once the engine's work until now is."""
         if self._batch is not None and self._batch.by_layer and name in self._order:
-            self._batch.computed_layer(name, self._devices.save.mark())
+            self._batch.progress.done(name, self._devices.save.mark())
 
     def computed(self) -> None:
         """VLLM's ``wait_for_save``: the forward pass was launched; its blocks may be copied behind it."""
@@ -233,7 +182,7 @@ class WorkerSide:
                 if adapter is not None and not has_read(adapter, before=False):
                     logger.warning_once("EMS does not store what a LoRA adapter computes: its files changed")
                     job.cancelled = True
-            batch.computed(self._devices.save.mark())
+            batch.progress.finish(self._devices.save.mark())
 
     def end(self) -> None:
         """The step is over.  Some releases of vLLM call nothing else in a step without work."""
@@ -250,7 +199,6 @@ class WorkerSide:
         return bool(
             self._in_step_jobs
             or self._saved
-            or self._refused
             or (self._step is not None and self._step.idle)
             or (self._loader is not None and self._loader.news)
             or (self._saver is not None and self._saver.news)
@@ -264,7 +212,7 @@ class WorkerSide:
         self._wait(self._in_step_jobs)
         # After a call that reached another node than before.
         self._warm_once()
-        received, self._refused = self._refused, set()
+        received: set[str] = set()
         wait = IDLE_SECONDS if self._step is not None and self._step.idle else 0.0
         for result in self._loader.results(wait) if self._loader is not None else ():
             failed = result.failed_blocks

@@ -143,25 +143,21 @@ def test_an_interrupted_call_does_not_leave_its_answer_to_the_next(
     assert client.epoch != epoch
 
 
-def test_keys_and_the_tail_behind_them_are_looked_up_together(client: PoolClient, namespace: Namespace) -> None:
+def test_a_tail_is_looked_up_behind_its_keys(client: PoolClient, namespace: Namespace) -> None:
     keys = chain("tail", 2)
     tail = Tail(keys[1], struct.pack("<3I", 5, 6, 7))
     client.commit(client.reserve(namespace, bytes(16), [*keys, tail.key], tails=[*[None] * len(keys), tail]))
     wanted = Tail(keys[1], struct.pack("<3I", 5, 6, 8))
 
-    hits, shared = client.lookup_with_tail(namespace, b"".join(keys), wanted, lease_keys=True, lease_tail=True)
+    shared = client.lookup_tail(namespace, wanted, lease=True)
 
-    assert (hits.count, shared.tokens, shared.key) == (2, 2, tail.key)
-    for lease in (hits.lease, shared.lease):
-        assert lease is not None
-        client.release(lease)
-    elsewhere = Tail(keys[0], wanted.tokens)
-    plain, none = client.lookup_with_tail(namespace, keys[0], elsewhere, lease_keys=False, lease_tail=False)
-    assert (plain.count, plain.lease, none.tokens, none.lease) == (1, None, 0, None)
+    assert (shared.tokens, shared.key) == (2, tail.key)
+    assert shared.lease is not None
+    client.release(shared.lease)
+    none = client.lookup_tail(namespace, Tail(keys[0], wanted.tokens))
+    assert (none.tokens, none.lease) == (0, None)
     assert client.stats()["leases"] == 0
-    nowhere = Namespace("nobody/stored/here", 0)
-    hits, none = client.lookup_with_tail(nowhere, keys[0], tail, lease_keys=True, lease_tail=True)
-    assert (hits.count, hits.lease, none) == (0, None, NO_TAIL)
+    assert client.lookup_tail(Namespace("nobody/stored/here", 0), tail, lease=True) == NO_TAIL
 
 
 def test_of_requests_that_are_sent_together_one_that_is_refused_leaves_no_lease(
@@ -183,9 +179,8 @@ def test_a_node_that_says_why_and_goes_is_quoted(tmp_path: Path) -> None:
     refused = coding.encode(messages.Refused("unauthorised", "the key was revoked"))
     with node_that_says(tmp_path / "s", WELCOME, coding.encode(messages.Opened(0)), refused):
         client = PoolClient(tmp_path / "s")
-        tail = Tail(KEYS[:16], struct.pack("<I", 1))
         with pytest.raises(Unauthorised, match="the key was revoked"):
-            client.lookup_with_tail(Namespace("a", PAGE), KEYS, tail, lease_keys=True, lease_tail=True)
+            client.lookup(Namespace("a", PAGE), KEYS, lease=True)
         assert not client.connected
 
 

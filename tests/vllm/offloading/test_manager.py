@@ -120,8 +120,8 @@ def test_what_is_stored_is_found_and_leased_until_it_is_loaded(manager: EmsOfflo
     assert look(manager, keys, context) == [LookupResult.HIT] * 3 + [LookupResult.MISS] * 2
     assert leases(node) == 1
     pages = manager.prepare_load(keys[1:3], context)
-    (((plane, names, refs),),) = pages.groups
-    assert (plane, len(names), len(refs)) == (0, 2 * KEY_BYTES, 2 * 2 * REF_BYTES)
+    ((part,),) = pages.groups
+    assert (part.plane, part.first, len(part.keys), len(part.packed_refs)) == (0, 1, 2 * KEY_BYTES, 2 * 2 * REF_BYTES)
     assert pages.node == node.stats()["node"]
     manager.on_schedule_end(ScheduleEndContext(["reader"], ()))
     manager.on_request_finished(context)

@@ -17,10 +17,10 @@ from ems.transfers.device import CpuDevice, Device, DevicePair
 from ems.transfers.plan import CopyPlan
 from ems.vllm.model import LocalPlane
 from ems.vllm.offloading.search import Group
-from ems.vllm.offloading.transfer import ChunkRun, PagesToLoad, PagesToStore, PlanePages
-from ems.vllm.offloading.worker import EmsOffloadingWorker
+from ems.vllm.offloading.worker import ChunkRun, EmsOffloadingWorker, PagesToLoad, PagesToStore
 from ems.vllm.pages import plane_rows
 from ems.vllm.planes import Plane, Portion, page_keys
+from ems.vllm.requests import Pages
 from ems.vllm.saves import SaveJob
 from tests.e2e.engines import Node, first, running_node, wait_for
 
@@ -98,8 +98,9 @@ class Engine:
         begin, end = index // CHUNK, -(-(index + len(block_ids)) // CHUNK)
         pages = [
             [
-                PlanePages(
+                Pages(
                     number,
+                    begin,
                     chain_of(name, end).packed(begin, end),
                     refs[number][begin * plane.shards * REF_BYTES : end * plane.shards * REF_BYTES],
                 )

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
-from ems.vllm.peer.transport_settings import Parallelism, read_transport, unique_engine_id
+from ems.vllm.peer.transport_settings import read_transport
 
 ONE = {"dp_size": 1, "tp_size": 1}
 
 
 def read(role: str | None, extra: dict[str, Any], **own: int) -> tuple[dict[str, Any], list[str]]:
-    return read_transport(role, extra, Parallelism(**own), ("backends", "num_threads"))
+    sizes = {"tp_size": 1, "dp_size": 1, "pp_size": 1, **own}
+    return read_transport(role, extra, sizes, ("backends", "num_threads"))
 
 
 def test_the_transport_gets_its_own_keys_and_the_rest_is_said() -> None:
@@ -97,13 +98,3 @@ def test_sizes_that_do_not_fit_are_refused_in_a_sentence(
         read(role, extra, **own)
 
     assert str(error.value) == sentence
-
-
-def test_no_two_starts_have_one_name() -> None:
-    names = {
-        unique_engine_id("0", role, instance)
-        for role in ("kv_producer", "kv_consumer")
-        for instance in ("17", "18")
-    }  # fmt: skip
-
-    assert len(names) == 4

@@ -176,42 +176,15 @@ class PoolClient(Line):
         """
 
         def look(turn: Turn) -> Hits:
-            asked = self._lookup(turn, namespace, keys, lease=lease, request=request, compute=compute)
+            number, name = self._opened(turn, namespace), request[: limits.MAX_ID]
+            asked: messages.Lookup | messages.Miss
+            if number is None:  # the node has nothing there, and is to know that it was asked
+                asked = messages.Miss(namespace.name, len(keys) // KEY_BYTES, name)
+            else:
+                asked = messages.Lookup(number, keys, lease, None, name, min(round(compute * 1e6), _MOST_MICROS))
             return _hits(turn.connection, turn.ask(asked, messages.Hits))
 
         return self.call(timeout, look)
-
-    def lookup_with_tail(
-        self,
-        namespace: Namespace,
-        keys: bytes,
-        tail: Tail,
-        *,
-        lease_keys: bool,
-        lease_tail: bool,
-        timeout: float | None = None,
-        request: str = "",
-        compute: float = 0.0,
-    ) -> tuple[Hits, TailHit]:
-        """:meth:`lookup` and :meth:`lookup_tail` for the time of one of them."""
-
-        def look(turn: Turn) -> tuple[Hits, TailHit]:
-            asked = self._lookup(turn, namespace, keys, lease=lease_keys, request=request, compute=compute)
-            if not isinstance(asked, messages.Lookup):
-                return _hits(turn.connection, turn.ask(asked, messages.Hits)), NO_TAIL
-            both = turn.ask_all([asked, messages.Lookup(asked.namespace, b"", lease_tail, tail)], messages.Hits)
-            return _hits(turn.connection, both[0]), _tail_hit(turn.connection, both[1])
-
-        return self.call(timeout, look)
-
-    def _lookup(
-        self, turn: Turn, namespace: Namespace, keys: bytes, *, lease: bool, request: str, compute: float
-    ) -> messages.Lookup | messages.Miss:
-        """What to ask the node for, or to tell it where it has nothing in ``namespace``."""
-        number, request = self._opened(turn, namespace), request[: limits.MAX_ID]
-        if number is None:
-            return messages.Miss(namespace.name, len(keys) // KEY_BYTES, request)
-        return messages.Lookup(number, keys, lease, None, request, min(round(compute * 1e6), _MOST_MICROS))
 
     def prefetch(self, namespace: Namespace, keys: bytes, timeout: float | None = None) -> int:
         """Have ``keys``, which will be needed soon, brought up from tiers below memory.

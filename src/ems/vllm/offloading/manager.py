@@ -37,7 +37,8 @@ from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.epoch import KeyEpoch
 from ems.vllm.model import BlockModel
 from ems.vllm.offloading.search import Found, Group, search
-from ems.vllm.offloading.transfer import ChunkRun, PagesToLoad, PagesToStore, PlanePages
+from ems.vllm.offloading.worker import ChunkRun, PagesToLoad, PagesToStore
+from ems.vllm.requests import Pages
 from ems.vllm.tokens import extra_keys, token_ids
 
 logger = init_logger("vllm.ems.offloading")
@@ -179,20 +180,22 @@ class EmsOffloadingManager(OffloadingManager):
         assert lookup is not None, "vLLM loads what a lookup found"
         assert lookup.found is not None, "vLLM loads what a lookup found"
         request.loading = True
-        pages: list[list[PlanePages]] = []
+        pages: list[list[Pages]] = []
         chunks = self._by_group(keys, req_context)
         for group in self._groups.values():
             wanted = chunks.get(group.number, [])
             pages.append([self._pages(lookup, group, plane, wanted) for plane in group.planes])
         return PagesToLoad(lookup.found.node, pages)
 
-    def _pages(self, lookup: _Lookup, group: Group, plane: int, chunks: Sequence[int]) -> PlanePages:
+    def _pages(self, lookup: _Lookup, group: Group, plane: int, chunks: Sequence[int]) -> Pages:
         assert lookup.found is not None
         shards, chain, refs = self._planes[plane].shards, lookup.chains[group.tokens], lookup.found.refs
         keys = b"".join(chain.packed(chunk, chunk + 1) for chunk in chunks)
         # A chunk that no lookup found is at no place: its load fails, and the engine computes it.
         nowhere = bytes(REF_BYTES * shards)
-        return PlanePages(plane, keys, b"".join(refs.get((plane, chunk), nowhere) for chunk in chunks))
+        return Pages(
+            plane, chunks[0] if chunks else 0, keys, b"".join(refs.get((plane, chunk), nowhere) for chunk in chunks)
+        )
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         request = self._ended.pop(req_context.req_id, None) or self._requests.get(req_context.req_id)

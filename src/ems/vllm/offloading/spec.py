@@ -21,17 +21,13 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from ems.errors import ConfigError, EmsError
-from ems.pool.client.answers import Namespace
-from ems.pool.client.line import RESTART_SECONDS
-from ems.pool.client.pool_client import PoolClient
-from ems.pool.node.launcher import ensure_node
+from ems.errors import ConfigError
 from ems.transfers.device import DevicePair
 from ems.vllm import compat
-from ems.vllm.configuration.settings import ConnectorSettings, read_settings
+from ems.vllm.configuration.settings import read_settings
 from ems.vllm.hooks import follow_engine
-from ems.vllm.memory import map_segments
 from ems.vllm.model import check_hosts, describe, local_planes
+from ems.vllm.node import make_client, map_segments, serve
 from ems.vllm.offloading.manager import EmsOffloadingManager
 from ems.vllm.offloading.search import Group
 from ems.vllm.offloading.worker import EmsOffloadingWorker
@@ -110,14 +106,10 @@ class EmsOffloadingSpec(OffloadingSpec):
         local = local_planes(self._model, self._engine, self._kv_caches, rank, stage)
         planes = plane_rows(local, layers, self._model.num_blocks, self.blocks_per_chunk)
         devices = DevicePair([tensor for plane in planes for tensor in plane.rows.tensors])
-        client = PoolClient(
-            self._settings.socket,
-            "vllm-offloading",
-            devices,
-            credentials=self._settings.credentials,
-            restart_seconds=RESTART_SECONDS,
-        )
-        start(self._settings, client, [plane.namespace for plane in planes])
+        client = make_client(self._settings, "vllm-offloading", devices)
+        serve(self._settings, client, planes, self._model.chunk_tokens, logger)
+        # Here, because drivers register no memory while the engine captures its graphs, which it does next.
+        map_segments(client, logger)
         worker = EmsOffloadingWorker(
             client, devices, planes, self._groups, self.blocks_per_chunk, self._settings.call_timeout
         )
@@ -152,17 +144,3 @@ def report_failures(connector: Any, worker: EmsOffloadingWorker) -> None:
         return KVConnectorTransferResults(sent, received, {loads[number] for number in worker.take_failed_loads()})
 
     connector.get_transfer_results = get_transfer_results
-
-
-def start(settings: ConnectorSettings, client: PoolClient, namespaces: list[Namespace]) -> None:
-    """Start a node if need be, and make the namespaces known; without a node the engine serves on."""
-    try:
-        if settings.autostart and ensure_node(settings.node_config()):
-            logger.info("EMS started a pool node on this host, its socket is %s", settings.socket)
-        for namespace in namespaces:
-            client.open(namespace)
-            logger.info("EMS serves namespace %s: pages of %d bytes", namespace.name, namespace.page_size)
-        # Here, because drivers register no memory while the engine captures its graphs, which it does next.
-        map_segments(client)
-    except (EmsError, OSError) as error:
-        logger.warning("EMS pool cannot be used, serving on without it: %s", error)

@@ -11,23 +11,48 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import Tail
 from ems.transfers.device import DevicePair
 from ems.vllm.loads import Loader
 from ems.vllm.offloading.search import Group
-from ems.vllm.offloading.transfer import PagesToLoad, PagesToStore
 from ems.vllm.pages import PlaneRows
-from ems.vllm.requests import Load, LoadPart, Save
+from ems.vllm.requests import Load, LoadPart, Pages, Save
 from ems.vllm.saves import Saver
 
 logger = init_logger("vllm.ems.offloading")
 
 FLUSH_SECONDS = 0.02
 """How long one step waits for stores out of blocks that it gives to others; then they are called off."""
+
+
+class ChunkRun(NamedTuple):
+    """Consecutive chunks of a request from number ``first`` on, behind the one of the key ``parent``, in ``groups``."""
+
+    first: int
+    parent: bytes
+    tails: Sequence[Tail]
+    groups: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class PagesToStore(LoadStoreSpec):
+    """Runs of chunks; in each group they come in the order of its blocks."""
+
+    runs: list[ChunkRun]
+
+
+@dataclass(slots=True)
+class PagesToLoad(LoadStoreSpec):
+    """For each of the groups that vLLM offloads, pages that lie on the node ``node``, in the order of its blocks."""
+
+    node: str
+    groups: list[list[Pages]]
 
 
 @dataclass
@@ -69,7 +94,7 @@ class EmsOffloadingWorker(OffloadingWorker):
         self._stores[job_id] = _Store(time.monotonic(), {save.number for save in saves})
         batch = self._saver.start(saves)
         # vLLM submits stores behind the step that computes their blocks.
-        batch.computed(self._devices.save.mark())
+        batch.progress.finish(self._devices.save.mark())
         return True
 
     def _by_group(self, blocks: GPULoadStoreSpec) -> dict[int, list[int]]:

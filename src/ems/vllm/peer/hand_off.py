@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
-from ems.vllm.peer.transport_settings import Parallelism, read_transport, unique_engine_id
+from ems.vllm.peer.transport_settings import read_transport
 
 logger = init_logger("vllm.ems.peer_to_peer")
 
@@ -61,17 +61,19 @@ def translated(vllm_config: Any, role: KVConnectorRole, keys: tuple[str, ...]) -
         ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
     """
     parallel, given = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    own = Parallelism(
-        tp_size=parallel.tensor_parallel_size,
-        dp_size=parallel.data_parallel_size,
-        pp_size=parallel.pipeline_parallel_size,
-    )
+    own = {
+        "tp_size": parallel.tensor_parallel_size,
+        "dp_size": parallel.data_parallel_size,
+        "pp_size": parallel.pipeline_parallel_size,
+    }
     extra, said = read_transport(given.kv_role, given.kv_connector_extra_config, own, keys)
     if role is KVConnectorRole.SCHEDULER:
         for sentence in said:
             logger.warning("EMS: %s", sentence)
     transfer = copy.copy(given)
-    transfer.engine_id = unique_engine_id(given.engine_id, given.kv_role, _instance(vllm_config))
+    # Deployed files give both sides one engine_id, and a restarted engine gets it again; a transport tells its peers
+    # apart by it, and must not take a new one for the old.
+    transfer.engine_id = f"{given.engine_id}-{given.kv_role}-{_instance(vllm_config)}"
     transfer.kv_connector_extra_config = extra
     if transfer.kv_buffer_device == "npu":
         transfer.kv_buffer_device = current_platform.device_type

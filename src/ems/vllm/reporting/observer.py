@@ -17,11 +17,10 @@ from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
 from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError, PoolNotTried, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
-from ems.pool.client.line import RESTART_SECONDS
-from ems.pool.client.pool_client import PoolClient
 from ems.pool.reasons.words import Reason
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.cost import CostModel, StepTimes
+from ems.vllm.node import make_client
 from ems.vllm.reporting.explain import Explanations
 from ems.vllm.reporting.stats import EmsStats, PoolState, Transferred
 
@@ -59,9 +58,7 @@ class Observer:
         self._settings = settings
         self._block_size = block_size
         self._logger = logger
-        client = self._client = PoolClient(
-            settings.socket, "vllm-health", credentials=settings.credentials, restart_seconds=RESTART_SECONDS
-        )
+        client = self._client = make_client(settings, "vllm-health")
         rules = HealthRules(check_seconds=settings.health_check if settings.health_gate else NEVER_SECONDS)
         self._monitor = Monitor(rules, SUMMARY_SECONDS, lambda: client.stats(settings.call_timeout), start_node, logger)
         self._monitor.start()
