@@ -354,7 +354,7 @@ def test_a_forked_child_has_no_session_and_does_no_harm(node: NodeProcess) -> No
         epoch = cc._lookups.epoch
         child = os.fork()
         if child == 0:
-            fine = Ems._session is None and cc.exists([1], option).success == 0 and not cc._lookups.connected
+            fine = Ems._session is None and cc.exists([1], option).success == 0 and not cc._lookups.epoch
             Ems.init(config)
             fine = fine and Ems.get_cc() is not cc and Ems.check_health()
             os._exit(0 if fine else 1)

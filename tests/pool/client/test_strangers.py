@@ -39,7 +39,7 @@ def refusal(path: Path, *, credentials: Credentials | None = None, administers: 
     with closing(PoolClient(path, credentials=credentials, administers=administers)) as client:
         with pytest.raises(Unauthorised) as refused:
             client.connect()
-        assert not client.connected
+        assert not client.epoch
     return str(refused.value)
 
 

@@ -125,7 +125,7 @@ def test_without_a_key_there_is_unauthorised_and_nothing_else(
     for _ in range(3):
         with pytest.raises(Unauthorised, match="does not accept these credentials"):
             client.lookup(space, JOINED)
-    assert not client.connected
+    assert not client.epoch
 
 
 def test_a_client_that_is_refused_does_not_ask_again_and_again(

@@ -75,13 +75,9 @@ class PoolClient(Line):
 
     @property
     def epoch(self) -> int:
+        """The number of the connection that the last call left behind, 0 without one; no promise for the next call."""
         connection = self.connection
         return connection.epoch if connection else 0
-
-    @property
-    def connected(self) -> bool:
-        """Whether the last call left a connection behind; no promise for the next."""
-        return self.connection is not None
 
     @property
     def autostarted(self) -> bool | None:

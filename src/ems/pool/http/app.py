@@ -36,7 +36,6 @@ Endpoint = Callable[["Request"], Awaitable[Response]]
 
 METRICS_SECONDS = 1.0
 """How old metrics may be that are shown again."""
-_GROUPS: tuple[str, ...] = get_args(By)
 
 
 class _Metrics:
@@ -111,7 +110,7 @@ def _list(host: Node, by: str) -> Response:
     for group in get_args(By):
         if by == group:
             return _json({"items": grouped(host.admin.look(List())["namespaces"], group)})
-    return _mistake(f"by is {by[:80]!r}, expected one of {', '.join(_GROUPS)}")
+    return _mistake(f"by is {by[:80]!r}, expected one of {', '.join(get_args(By))}")
 
 
 def _show(host: Node, what: str) -> Response:

@@ -14,24 +14,20 @@ from ems.pool.pages import Page
 class PageQueue:
     """Pages from the oldest to the newest."""
 
-    __slots__ = ("_newest", "_oldest", "count")
+    __slots__ = ("_newest", "count", "oldest")
 
     def __init__(self) -> None:
-        self._oldest: Page | None = None
+        self.oldest: Page | None = None
+        """The page that was put in, or brought to the newest end, before all others."""
         self._newest: Page | None = None
         self.count = 0
 
     def __iter__(self) -> Iterator[Page]:
-        page = self._oldest
+        page = self.oldest
         while page is not None:
             following = page.newer
             yield page
             page = following
-
-    @property
-    def oldest(self) -> Page | None:
-        """The page that was put in, or brought to the newest end, before all others."""
-        return self._oldest
 
     def add(self, page: Page) -> None:
         """Put a page that is in no queue at the newest end."""
@@ -39,13 +35,13 @@ class PageQueue:
 
     def add_oldest(self, page: Page) -> None:
         """Put a page that is in no queue at the oldest end."""
-        page.newer = self._oldest
+        page.newer = self.oldest
         page.older = None
-        if self._oldest is None:
+        if self.oldest is None:
             self._newest = page
         else:
-            self._oldest.older = page
-        self._oldest = page
+            self.oldest.older = page
+        self.oldest = page
         self.count += 1
 
     def remove(self, page: Page) -> None:
@@ -65,7 +61,7 @@ class PageQueue:
         else:
             after.older = before
         if before is None:
-            self._oldest = after
+            self.oldest = after
         else:
             before.newer = after
         oldest.older = newest.newer = None
@@ -76,7 +72,7 @@ class PageQueue:
         oldest.older = self._newest
         newest.newer = None
         if self._newest is None:
-            self._oldest = oldest
+            self.oldest = oldest
         else:
             self._newest.newer = oldest
         self._newest = newest
