@@ -24,7 +24,6 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-
 VERBS = {
     "node": ("node:node", "Run the pool node of this host."),
     "status": ("status:status", "Show the pool at a glance."),

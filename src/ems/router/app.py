@@ -79,8 +79,6 @@ class Router:
             if reply.status is None:
                 await reply.refuse(Refusal(500, "The router failed to serve the request", code="internal_error"))
 
-    # -------------------------------------------------------------------------------------------------------- routing
-
     def _find(self, scope: Scope) -> Page:
         methods = self._pages.get(scope["path"])
         if methods is None:

@@ -84,8 +84,6 @@ class Dispatch:
             return self._decode(now)
         return self._prefill(now, again=False)
 
-    # -------------------------------------------------------------------------------------------------------- prefill
-
     def prefill_answered(self, status: int, now: float) -> Step:
         instance = self._let_go()
         if 200 <= status < 300:
@@ -116,8 +114,6 @@ class Dispatch:
             return self._decode(now)
         return TryPrefill(*taken)
 
-    # --------------------------------------------------------------------------------------------------------- decode
-
     def decode_started(self, status: int, now: float) -> None:
         """Note the first byte from the decode instance: from here on there is no other attempt."""
         assert self._hold is not None
@@ -138,8 +134,6 @@ class Dispatch:
     def _decode(self, now: float) -> Step:
         taken = self._take(Role.DECODE, self._request.decode_cost, again=True)
         return GiveUp(self._fleet.retry_after(Role.DECODE, now)) if taken is None else TryDecode(*taken)
-
-    # ---------------------------------------------------------------------------------------------------------- holds
 
     def close(self) -> None:
         """Release what is still held; harmless at any time, and more than once."""

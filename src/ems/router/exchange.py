@@ -171,8 +171,6 @@ class Exchange:
             headers={"retry-after": str(step.retry_after)},
         )
 
-    # -------------------------------------------------------------------------------------------------------- prefill
-
     async def _prefill(self, instance: Instance) -> Step | None:
         dispatch = self._dispatch
         try:
@@ -199,8 +197,6 @@ class Exchange:
         if not 200 <= answer.status < 300:
             self._failed(instance, f"it answers {answer.status}")
         return step
-
-    # --------------------------------------------------------------------------------------------------------- decode
 
     async def _decode(self, instance: Instance) -> Step | None:
         self._moved = self._loop.time()
@@ -249,8 +245,6 @@ class Exchange:
         self._parts.counters.breaks += 1
         if self._stream_end is not None:
             await self._reply.piece(error_events(message, code=code, after=self._stream_end), more=False)
-
-    # ------------------------------------------------------------------------------------------------------ the rest
 
     async def _fell_silent(self) -> None:
         if self._reply.sending:  # amid sending it is the client that takes nothing

@@ -41,9 +41,6 @@ class Instance:
         self.turn = 0
         """Grows with each request sent here; the smallest one has waited longest."""
 
-    def __repr__(self) -> str:
-        return f"<{self.role} {self.address} load={self.load} running={self.running}>"
-
 
 class Hold:
     """A request's share of an instance's load; releasing it twice is harmless."""
@@ -68,8 +65,6 @@ class Fleet:
         self._listed: dict[Role, dict[Address, Instance]] = {role: {} for role in Role}
         self._leaving: dict[tuple[Role, Address], Instance] = {}
         self._turn = 0
-
-    # ------------------------------------------------------------------------------------------------ who is in it
 
     def add(self, role: Role, address: Address, now: float, *, trusted: bool) -> bool:
         """List an instance; one that was leaving stays instead.  Return False when it was listed already.
@@ -115,8 +110,6 @@ class Fleet:
         waits = [one.breaker.probe_at - now for one in self._listed[role].values() if one.breaker.probe_at is not None]
         return max(1, math.ceil(min(waits, default=1.0)))
 
-    # ---------------------------------------------------------------------------------------------------- their load
-
     def hold(self, instance: Instance, cost: int) -> Hold:
         self._turn += 1
         instance.turn = self._turn
@@ -131,8 +124,6 @@ class Fleet:
         instance.running -= 1
         if instance.draining and not instance.running:
             self._leaving.pop((instance.role, instance.address), None)
-
-    # -------------------------------------------------------------------------------------------------- their health
 
     def succeeded(self, instance: Instance) -> None:
         instance.breaker.succeeded()

@@ -32,8 +32,6 @@ _NOT_SENT: Final = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-req
 _NOT_TO_PREFILL: Final = _NOT_SENT | {b"accept", b"accept-encoding"}
 # The HTTP server writes the date; the request id is written by us, once.
 _NOT_RETURNED: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
-
-
 # Keep proxies between us and the client from collecting or keeping the events.
 _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 

@@ -35,7 +35,6 @@ IMAGE_TOKENS: Final = 1024
 """Tokens assumed for an inlined image, audio or video, whatever its size in base64."""
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
-_answer = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Raw])
 _number = msgspec.json.Decoder(int)
 _encode = msgspec.json.Encoder().encode
@@ -131,7 +130,7 @@ def handoff_of(answer: bytes) -> Raw | None:
     :raises ValueError: the answer is not a JSON object.
     """
     try:
-        value = _answer.decode(answer).get(KV_TRANSFER_PARAMS)
+        value = _fields.decode(answer).get(KV_TRANSFER_PARAMS)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return None if value is None or bytes(value) == _NULL else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -127,13 +127,7 @@ def loop(count: int, seed: int) -> Iterator[list[bytes]]:
         yield ring[number % len(ring)]
 
 
-KINDS: dict[str, Callable[[int, int], Iterator[list[bytes]]]] = {
-    "conversations": conversations,
-    "documents": documents,
-    "shifting": shifting,
-    "scans": scans,
-    "loop": loop,
-}
+KINDS = {kind.__name__: kind for kind in (conversations, documents, shifting, scans, loop)}
 """Kinds of made-up traffic by name."""
 
 
