@@ -269,11 +269,6 @@ class Exchange:
         return headers.sent(self._scope["headers"], self._reply.request_id, to_prefill=to_prefill)
 
     def _failed(self, instance: Instance, reason: str) -> None:
-        log.warning(
-            "Request %s failed on the %s instance %s: %s",
-            self._reply.request_id.decode("latin-1"),
-            instance.role,
-            instance.address,
-            reason,
-        )
+        request = self._reply.request_id.decode("latin-1")
+        log.warning("Request %s failed on the %s instance %s: %s", request, instance.role, instance.address, reason)
         self._parts.prober.wake()

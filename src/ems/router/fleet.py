@@ -145,14 +145,8 @@ class Fleet:
         return due
 
     def next_probe(self) -> float | None:
-        return min(
-            (
-                one.breaker.probe_at
-                for one in self._everyone()
-                if one.breaker.probe_at is not None and not one.breaker.probing
-            ),
-            default=None,
-        )
+        due = (one.breaker.probe_at for one in self._everyone() if not one.breaker.probing)
+        return min((at for at in due if at is not None), default=None)
 
     def _everyone(self) -> Iterator[Instance]:
         for instances in self._listed.values():

@@ -174,11 +174,8 @@ class Pages:
         query = scope["query_string"]
         target = "/reset_prefix_cache" + ("?" + query.decode("latin-1") if query else "")
         pages = await self._ask("POST", target, scope, reply, asked)
-        failed = [
-            str(instance.address)
-            for instance, page in zip(asked, pages, strict=True)
-            if page is None or page.status != 200
-        ]
+        answers = zip(asked, pages, strict=True)
+        failed = [str(instance.address) for instance, page in answers if page is None or page.status != 200]
         if failed:
             await reply.json(500, {"message": "Some instances did not reset their prefix cache", "failed": failed})
         else:
