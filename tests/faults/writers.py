@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ems.pool.checksum import crc32c
-from ems.pool.layout import unpack_refs
+from ems.pool.layout import crc32c, unpack_refs
 from ems.pool.protocol import messages
 from tests.faults import lifecycle
 from tests.faults.asking import PATHS, ask, name_of, opened_namespace, run_of, seat_of

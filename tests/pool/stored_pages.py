@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 
 from ems.errors import PoolError
-from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.layout import crc32c
 from ems.pool.pages import Outcome
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until

@@ -33,10 +33,10 @@ import numpy.typing as npt
 
 from ems.config import MIB, NodeConfig, format_size
 from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
-from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
+from ems.pool.layout import crc32c
 from ems.pool.names import own_name
 from ems.pool.node.launcher import ensure_node
 from ems.pool.processes import process_lives

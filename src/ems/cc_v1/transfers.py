@@ -15,10 +15,9 @@ from ems.cc_v1.arguments import Blocks
 from ems.cc_v1.future import CcFuture
 from ems.cc_v1.registration import Registration
 from ems.errors import EmsError, NoSpace
-from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.layout import PageRef
+from ems.pool.layout import PageRef, crc32c
 from ems.pool.pages import Outcome
 from ems.pool.segments.reader import PageReader
 

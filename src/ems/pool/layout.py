@@ -150,6 +150,18 @@ def unpack_refs(raw: bytes) -> list[PageRef]:
     return [PageRef._make(fields) for fields in _REF.iter_unpack(raw)]
 
 
+def crc32c(data: bytes | bytearray | memoryview, value: int = 0) -> int:
+    """The checksum of a page's bytes, as fast as the processor can.
+
+    From the AWS common runtime: of the packages that are well kept it is the fastest by a factor of two (it folds 512
+    bits at a time where the processor can), takes memory that may change underneath, and lets other threads run
+    meanwhile.  It is imported when the first checksum is needed.
+    """
+    from awscrt import checksums
+
+    return checksums.crc32c(data, value)  # type: ignore[no-any-return, unused-ignore]
+
+
 class Geometry(msgspec.Struct, frozen=True):
     """How one segment is carved for pages of ``page_size`` bytes."""
 

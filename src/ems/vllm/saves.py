@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from ems.errors import EmsError, StaleReference
-from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
+from ems.pool.layout import crc32c
 from ems.pool.pages import Outcome
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane

@@ -7,8 +7,8 @@ import threading
 import msgspec
 
 from ems.errors import TierFailed
-from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.layout import crc32c
 from ems.pool.tiers.answers import Outcome, Stored, StoredTail
 from tests.kit.tiers.bench import NAMESPACE, PAGE, TierBench, chain, fetch, key, page
 from tests.kit.tiers.places import PATIENCE

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from ems.errors import PoolError
-from ems.pool.checksum import crc32c
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.layout import crc32c
 from tests.kit.node import NodeProcess
 from tests.pool.brain import chain
 from tests.pool.conftest import PAGE, MakeClient, MakeNode

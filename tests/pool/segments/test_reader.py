@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.checksum import crc32c
 from ems.pool.layout import (
     HEADER_BYTES,
     HEADERS_OFFSET,
@@ -16,6 +15,7 @@ from ems.pool.layout import (
     PageRef,
     SlotState,
     carve,
+    crc32c,
     pack_description,
 )
 from ems.pool.segments.reader import SAMPLE, PageReader, Trust, Verify, policy_named

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ems.config import NodeConfig
-from ems.pool.checksum import crc32c
 from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, Tail
@@ -30,6 +29,7 @@ from ems.pool.layout import (
     PageRef,
     SlotState,
     carve,
+    crc32c,
     header_offset,
     pack_description,
     unpack_header,

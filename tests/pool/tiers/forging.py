@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ems.pool.checksum import crc32c
+from ems.pool.layout import crc32c
 from ems.pool.tiers.pack_format import DATA_ALIGN, PREAMBLE_BYTES, RECORD, head_bytes
 
 

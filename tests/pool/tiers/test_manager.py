@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT
-from ems.pool.layout import PageFlag, PageRef, header_offset
+from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
 from ems.pool.tiers.answers import KeyRun, Outcome, Wanted
 from ems.pool.tiers.packs import PackTier
 from tests.kit.tiers import key, page

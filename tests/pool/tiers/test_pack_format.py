@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.checksum import crc32c
 from ems.pool.keys import Tail
+from ems.pool.layout import crc32c
 from ems.pool.tiers.pack_format import (
     DATA_ALIGN,
     PREAMBLE_BYTES,

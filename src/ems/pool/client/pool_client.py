@@ -296,7 +296,7 @@ class PoolClient(Line):
     ) -> None:
         """Publish pages of a reservation whose bytes are in their slots; no call when none were granted.
 
-        ``checksums`` are those of the pages (see :func:`ems.pool.checksum.crc32c`), in the order of
+        ``checksums`` are those of the pages (see :func:`ems.pool.layout.crc32c`), in the order of
         ``positions`` or of the keys; a page without one cannot be checked when it is loaded.
         Raises StaleReference: the reservation ended with its connection; nothing was published.
         """
@@ -346,7 +346,6 @@ class PoolClient(Line):
                 self._promised.ended(reservation, None, told=told)
 
     def stats(self, timeout: float | None = None) -> dict[str, object]:
-        """The node's figures."""
         return self.call(timeout, lambda turn: turn.ask(messages.Stats(), messages.Figures).figures)
 
     def administer(self, act: Acts, *, dry_run: bool = False, timeout: float | None = None) -> dict[str, Any]:

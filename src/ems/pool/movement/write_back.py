@@ -93,7 +93,6 @@ class WriteBackQueue:
         return self._waiting.pop(namespace, [])
 
     def give_back_all(self) -> list[Unit]:
-        """Take back all that waits."""
         return [unit for namespace in list(self._waiting) for unit in self.give_back(namespace)]
 
 

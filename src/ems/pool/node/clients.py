@@ -175,10 +175,7 @@ class Clients:
             self.connections[client_id].refuse(refusal())
 
     def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None:
-        """Where a tenant's client is served; None for anybody on an open node, and for an administrator.
-
-        Raises PoolRefused: an administrator asked for what is the tenants' business.
-        """
+        """As :meth:`Tenancy.request_filter`; None for anybody on an open node, too."""
         principal = self.principals.get(client_id)
         return None if principal is None else self._node.tenancy.request_filter(principal, request)
 

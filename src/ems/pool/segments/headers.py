@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-from ems.pool.checksum import crc32c
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import (
     HEADER_BYTES,
@@ -19,6 +18,7 @@ from ems.pool.layout import (
     PageRef,
     SlotState,
     Writer,
+    crc32c,
     header_is_sound,
     header_offset,
     pack_description,

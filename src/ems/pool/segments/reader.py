@@ -16,7 +16,6 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from ems.pool.checksum import crc32c
 from ems.pool.layout import (
     HEADER_BYTES,
     HEADERS_OFFSET,
@@ -26,6 +25,7 @@ from ems.pool.layout import (
     SlotState,
     belongs_to,
     carving_of,
+    crc32c,
     header_is_sound,
     header_offset,
     namespace_digest,

@@ -28,8 +28,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ems.pool.checksum import crc32c
 from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import crc32c
 from ems.pool.tiers.pack_seal import NONCE_BYTES, TAG_BYTES, PackSeal, SealKeys
 
 MAGIC = b"EMSPACK1"

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ems.pool.checksum import crc32c
 from ems.pool.keys import Tail
+from ems.pool.layout import crc32c
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, Stored, StoredTail, Wanted
 from ems.pool.tiers.blobs import Blobs, Gone, read_whole
 from ems.pool.tiers.catalogue import Pack, PackLocation

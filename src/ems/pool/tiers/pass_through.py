@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ems.pool.checksum import crc32c
 from ems.pool.keys import Tail
+from ems.pool.layout import crc32c
 from ems.pool.segments.segment_file import FileRange
 from ems.pool.tiers.answers import Outcome, Stored, Wanted
 from ems.pool.tiers.packs import PackTier

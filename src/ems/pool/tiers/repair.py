@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from ems.pool.checksum import crc32c
+from ems.pool.layout import crc32c
 from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
 from ems.pool.tiers.pack_format import Head, Malformed, Record, build_head, find_head, folder_of, open_page, pack_name
 from ems.pool.tiers.pack_seal import SealKeys
