@@ -108,7 +108,9 @@ def node(
 
 def _run(serve: Callable[[], None]) -> int:
     _log_to_stderr()
-    _allow_many_files()
+    # A segment and a client are an open file each; the default limit is for interactive programs.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # The index is many small objects without cycles: looking for cycles among them would only cost.
     gc.set_threshold(50_000, 50, 1_000)
     try:
@@ -201,12 +203,6 @@ def _bound(config: NodeConfig, kept: KeptOpen | None) -> Iterator[socket.socket 
                 "or --no-http"
             ) from error
         yield listener
-
-
-def _allow_many_files() -> None:
-    """A segment and a client are an open file each; the default limit is for interactive programs."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _as_it_was(config: NodeConfig, kept: KeptOpen) -> NodeConfig:

@@ -81,8 +81,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def _run(config: RouterConfig, listener: socket.socket) -> None:
     async with Router(config) as router:
-        server = _Server(router, listener)
-        await server.serve(sockets=[listener])
+        await _Server(router, listener).serve(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
