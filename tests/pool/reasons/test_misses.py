@@ -10,9 +10,8 @@ from ems.errors import PoolRefused
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.names import MAX_DESCRIBED, MAX_FACTS, MAX_RELATED, Layouts
 from ems.pool.protocol.limits import MAX_ID
-from ems.pool.reasons.misses import MissReasons
-from ems.pool.reasons.requests import MAX_BYTES as REQUESTS_BYTES
-from ems.pool.reasons.requests import MAX_LOOKS, MAX_REQUESTS, Look, Requests
+from ems.pool.reasons.misses import MAX_BYTES as REQUESTS_BYTES
+from ems.pool.reasons.misses import MAX_LOOKS, MAX_REQUESTS, Look, MissReasons, Requests
 from ems.pool.reasons.words import Reason
 from tests.pool.brain import PAGE, chain, core_of, key, save, segment_for
 

@@ -15,7 +15,7 @@ import msgspec
 from ems.errors import PoolRefused
 from ems.pool.pages import Page, packed_refs
 from ems.pool.protocol.messages import Explained
-from ems.pool.reasons.requests import Look
+from ems.pool.reasons.misses import Look
 
 if TYPE_CHECKING:
     from ems.pool.core.namespaces import NamespacePages
