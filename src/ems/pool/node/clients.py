@@ -55,7 +55,6 @@ class Clients:
         self.listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Serve who connects to ``listener``."""
         self.listener = listener
         self._node.loop.add_reader(listener.sock, self._accept)
 

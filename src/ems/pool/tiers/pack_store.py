@@ -174,7 +174,6 @@ class PackStore:
             _log.warning("a page of a tier is damaged and was dropped", tier=self.name, pack=place.pack.name)
 
     def _used(self, pack: Pack) -> None:
-        """Pages of ``pack`` were loaded."""
         now = self._clock()
         late = now - pack.used_at >= TOUCH_SECONDS
         with self._lock:
