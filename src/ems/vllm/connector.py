@@ -65,7 +65,7 @@ class IdleSide:
     saving = in_layers = has_results = False
     bind = on_new_request = allocated = received = paused = reset = weights_declared = adapter_loaded = _nothing
     register = begin = end = start_loads = wait_for_layer = computed_layer = computed = _nothing
-    finish_saves = take_report = take_stats = close = _nothing
+    call_off = finish_saves = take_report = take_stats = close = _nothing
 
     def match(self, _request: Any, _local: int) -> tuple[int | None, bool]:
         return 0, False
@@ -244,6 +244,10 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if isinstance(kv_connector_metadata, StepMetadata):  # releases before told which requests are preempted
+            self._worker.call_off(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -475,7 +475,7 @@ class RequestBook:
         if request.next_save == NEVER or self._may_fail(request):
             return None
         lengths = [len(ids) for group, ids in enumerate(request.block_ids) if group not in self._state_groups]
-        held = min(lengths, default=computed)
+        held = min(lengths, default=0)
         whole = min(computed // self._chunk_tokens, held // self._page_blocks)
         first = min(request.next_save, whole)
         tail = computed - whole * self._chunk_tokens

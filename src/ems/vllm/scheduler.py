@@ -107,10 +107,9 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._held: dict[int, tuple[str, list[Any]]] = {}
-        """Requests and blocks of saves, by number, until all workers say that they read these no more.
-
-        No blocks are left where they went back before that: then saves end before anything is computed.
-        """
+        """Requests and blocks of saves, by number, until all workers say that they read these no more."""
+        self._given_back: set[int] = set()
+        """Saves whose blocks went back before that: they end before anything is computed."""
         self._saved: Counter[int] = Counter()
         self._call_off_at = NEVER_SECONDS
         """When saves that keep a pause of the engine waiting are called off."""
@@ -326,9 +325,10 @@ class SchedulerSide:
     def _give_back(self) -> None:
         """Free all held blocks: the engine resets its cache, or its pause has waited long enough."""
         self._drop_saves()
-        for _, blocks in self._held.values():
+        for number, (_, blocks) in self._held.items():
             self.block_pool.free_blocks(reversed(blocks))
             blocks.clear()
+            self._given_back.add(number)
         self.end_saves(RESET_SECONDS)
 
     def _emptied(self) -> None:
@@ -397,10 +397,12 @@ class SchedulerSide:
         late = time.monotonic() >= self._call_off_at
         if late:
             self._give_back()
-        given_back = [number for number, (_, blocks) in self._held.items() if not blocks]
-        for number in given_back if computes or late else ():
-            del self._held[number]
-        return bool(given_back) and (computes or late)
+        if not self._given_back or not (computes or late):
+            return False
+        for number in self._given_back:
+            self._held.pop(number, None)
+        self._given_back.clear()
+        return True
 
     def _preempted(self, request_ids: Iterable[str], scheduled: Container[str]) -> None:
         for request_id in request_ids:

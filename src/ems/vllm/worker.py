@@ -108,6 +108,11 @@ class WorkerSide:
 
     # Steps
 
+    def call_off(self, step: StepMetadata) -> None:
+        """VLLM's ``handle_preemptions``, before it clears or copies blocks: no save reads what went back any more."""
+        if step.call_off and self._saver is not None:
+            self._saver.finish(0.0)
+
     def begin(self, step: StepMetadata) -> None:
         """The step's metadata arrived, before its forward pass."""
         if self._batch is not None:
@@ -123,8 +128,7 @@ class WorkerSide:
         if self._saver is None:
             self._saved += [save.number for save in step.saves]
         else:
-            if step.call_off:
-                self._saver.finish(0.0)
+            self.call_off(step)
             if step.saves:
                 self._batch = self._saver.start(step.saves)
                 self.in_layers = self._batch.by_layer

@@ -158,7 +158,7 @@ def test_a_chunk_that_no_lookup_found_is_at_no_place(manager: EmsOffloadingManag
     manager.complete_load(keys, context)
 
 
-@pytest.mark.parametrize("end", ["is scheduled without a load", "is preempted", "ends"])
+@pytest.mark.parametrize("end", ["is scheduled without a load", "goes on without a load", "is preempted", "ends"])
 def test_what_is_of_no_use_is_given_back(manager: EmsOffloadingManager, node: Node, end: str) -> None:
     keys = chunk_keys("a", 3)
     store(node, manager, keys)
@@ -167,6 +167,8 @@ def test_what_is_of_no_use_is_given_back(manager: EmsOffloadingManager, node: No
     assert leases(node) == 1
     if end == "ends":
         manager.on_request_finished(context)
+    elif end.startswith("goes on"):
+        manager.allocated(SimpleNamespace(request_id="reader"), None, 0)
     else:
         ids: tuple[list[str], list[str]] = ["reader"], []
         manager.on_schedule_end(ScheduleEndContext(*(ids if end.startswith("is scheduled") else ids[::-1])))

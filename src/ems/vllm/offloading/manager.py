@@ -143,14 +143,21 @@ class EmsOffloadingManager(OffloadingManager):
         hit = lookup.found is not None and lookup.found.has(group, chunk)
         return LookupResult.HIT if hit else LookupResult.MISS
 
+    def allocated(self, request: Any, _blocks: Any, external: int) -> None:
+        """The connector's ``update_state_after_alloc``: a request that goes on without a load needs no lookup any more.
+
+        vLLM tells a manager of requests that begin, and not of those that go on after a preemption.
+        """
+        known = self._requests.get(request.request_id)
+        if known is not None and not external:
+            self._ask_anew(known)
+
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._waited = 0.0
         for request_id in (*context.new_req_ids, *context.preempted_req_ids):
             request = self._requests.get(request_id)
             if request is not None and not request.loading:
-                # What was found is used, or is not going to be: should vLLM ask again, the pool is asked again.
-                self._let_go(request)
-                request.lookup = None
+                self._ask_anew(request)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
@@ -158,6 +165,11 @@ class EmsOffloadingManager(OffloadingManager):
             self._ended[req_context.req_id] = request  # its blocks are still being filled
         elif request is not None:
             self._let_go(request)
+
+    def _ask_anew(self, request: _Request) -> None:
+        """What was found is used, or is not going to be: should vLLM ask again, the pool is asked again."""
+        self._let_go(request)
+        request.lookup = None
 
     def _let_go(self, request: _Request) -> None:
         lookup = request.lookup

@@ -94,6 +94,8 @@ class EmsOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         manager = EmsOffloadingManager(self._settings, self._model, self._groups)
         self._connector.on_new_request = _both(manager.arrived, self._connector.on_new_request)
+        allocate = self._connector.update_state_after_alloc
+        self._connector.update_state_after_alloc = _both(allocate, manager.allocated)
         self._connector.weights_declared = manager.weights_declared
         self._connector.paused = self._connector.adapter_loaded = _both()
         follow_engine()
