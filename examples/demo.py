@@ -81,10 +81,7 @@ class Demo:
         hosts = ["--prefiller-hosts", "127.0.0.1", "--decoder-hosts", "127.0.0.1"]
         ports = ["--prefiller-ports", str(prefill.port), "--decoder-ports", str(decode.port)]
         router = self._ems("router", "--port", [*hosts, *ports])
-        with (
-            self.running("a prefill server and a decode server", prefill, decode),
-            self.running("the router", router),
-        ):
+        with self.running("a prefill server and a decode server", prefill, decode), self.running("the router", router):
             before = decode.metrics(), self.node.metrics()
             begin("asking a question through the router; with random weights the answer makes no sense")
             prompt_tokens = show_answer(router.url)

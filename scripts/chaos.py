@@ -41,12 +41,7 @@ from tests.kit.tiny_model import Size, make_model
 from tests.kit.waiting import until
 
 OPTIONS = EngineOptions(
-    block_size=32,
-    max_model_len=2048,
-    max_num_batched_tokens=256,
-    max_num_seqs=16,
-    gpu_blocks=90,
-    async_scheduling=True,
+    block_size=32, max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=16, gpu_blocks=90, async_scheduling=True
 )
 MODELS: dict[Size, EngineOptions] = {
     "test": OPTIONS,

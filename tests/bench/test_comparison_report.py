@@ -89,10 +89,7 @@ def test_all_targets_met() -> None:
         (findings((6.0, 0.2, 0.4), (6.0, 0.4, 0.4), cold=1.02), "cold TTFT"),
         (findings((6.0, 0.2, 0.4), (6.0, 0.4, 0.4), waves=1.02), "step 1 by turns, 25 at once"),
         (findings((6.0, 0.2, 0.4), (6.0, 0.4, 0.4), decode=1.03), "further tokens while saving"),
-        (
-            findings((6.0, 0.2, 0.4), (6.0, 0.4, 0.4), more=0.011),
-            "hit on 4,096 tokens: at most 10 ms above the own",
-        ),
+        (findings((6.0, 0.2, 0.4), (6.0, 0.4, 0.4), more=0.011), "hit on 4,096 tokens: at most 10 ms above the own"),
         (
             findings((6.0, 0.2, 0.4), (6.0, 0.4, 0.4), above_own=0.011),
             "hit on 4,096 tokens: at most 10 ms above the same engine's own cache",

@@ -18,22 +18,10 @@ from ems.cli import run
         (["resize", "99999999TB"], "size is '99999999TB', expected what a machine can have, at most 1048576.0 TiB"),
         (["bench", "trace", "made:loop", "--requests", "0"], "--requests is 0, expected 1 or more"),
         (["bench", "trace", "made:loop", "--capacity", "²"], "--capacity is '²', expected whole numbers separated by"),
-        (
-            ["bench", "trace", "made:loop", "--tier", "nan"],
-            "a look-ahead and the rate of a tier are finite",
-        ),
-        (
-            ["bench", "tier", "dir:/proc/none", "--page", "64KB"],
-            "cannot write below /proc/none (No such file",
-        ),
-        (
-            ["bench", "ttft", "a", "b", "--token-ids", "²-9"],
-            "--token-ids is '²-9', expected FIRST-LAST such as",
-        ),
-        (
-            ["explain", "--tokens", "/nonexistent"],
-            "cannot read tokens from /nonexistent (No such file or directory)",
-        ),
+        (["bench", "trace", "made:loop", "--tier", "nan"], "a look-ahead and the rate of a tier are finite"),
+        (["bench", "tier", "dir:/proc/none", "--page", "64KB"], "cannot write below /proc/none (No such file"),
+        (["bench", "ttft", "a", "b", "--token-ids", "²-9"], "--token-ids is '²-9', expected FIRST-LAST such as"),
+        (["explain", "--tokens", "/nonexistent"], "cannot read tokens from /nonexistent (No such file or directory)"),
     ],
     ids=["bytes", "tenant", "long", "size", "none", "capacity", "rate", "folder", "ids", "file"],
 )

@@ -13,15 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.e2e.engines import (
-    OPTIONS,
-    Prompt,
-    Reference,
-    connector,
-    random_prompt,
-    running_node,
-    wait_for,
-)
+from tests.e2e.engines import OPTIONS, Prompt, Reference, connector, random_prompt, running_node, wait_for
 from tests.kit.engine import VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks]

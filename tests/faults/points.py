@@ -134,11 +134,7 @@ class CrashingNode(Node):
     """A node whose writes are counted.  Nobody can connect to it: its verbs are called as a connection would."""
 
     def __init__(
-        self,
-        config: NodeConfig,
-        clock: Callable[[], float],
-        points: Points,
-        pins: KeptOpen | None = None,
+        self, config: NodeConfig, clock: Callable[[], float], points: Points, pins: KeptOpen | None = None
     ) -> None:
         self._points = points
         super().__init__(config, clock, pins)

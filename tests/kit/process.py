@@ -88,13 +88,7 @@ class ServerProcess:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        port: int,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
+        self, command: Sequence[str], *, name: str, port: int, log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         self.name = name
         self.port = port

@@ -159,12 +159,7 @@ def _architecture(shape: ModelShape) -> dict[str, object]:
             **heads,
         }
     if not shape.window:
-        return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "use_sliding_window": False,
-            **heads,
-        }
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, **heads}
     kinds = ("full_attention", "sliding_attention")
     return {
         "architectures": ["LlamaForCausalLM"],

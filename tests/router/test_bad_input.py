@@ -106,10 +106,7 @@ async def test_an_unknown_page_is_a_404(path: str) -> None:
     ],
 )
 async def test_a_wrong_method_is_a_405(method: str, path: str, allowed: str) -> None:
-    async with (
-        running(decodes=[dead_address()]) as router,
-        router.client.request(method, router.url(path)) as response,
-    ):
+    async with running(decodes=[dead_address()]) as router, router.client.request(method, router.url(path)) as response:
         assert response.status == 405
         assert allowed == response.headers["Allow"]
         assert json.loads(await response.read())["error"]["code"] == "method_not_allowed"

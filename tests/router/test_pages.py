@@ -174,10 +174,7 @@ async def test_adding_prefill_turns_the_balancer_into_a_pair() -> None:
 
         answer = await change(router, "remove", {"type": "prefill", "instances": [str(prefill.address)]})
 
-        assert ([], [str(decode.address)]) == (
-            answer["current_prefill_instances"],
-            answer["current_decode_instances"],
-        )
+        assert ([], [str(decode.address)]) == (answer["current_prefill_instances"], answer["current_decode_instances"])
 
 
 async def test_a_removed_instance_finishes_its_requests_whatever_others_do() -> None:

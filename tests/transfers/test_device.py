@@ -180,14 +180,7 @@ class TestCallsOfTheEngine:
         ],
     )
     def test_the_call_and_its_arguments(
-        self,
-        calls: list[tuple[str, dict[str, Any]]],
-        kind: str,
-        *,
-        out: bool,
-        size: int,
-        pinned: bool,
-        expected: str,
+        self, calls: list[tuple[str, dict[str, Any]]], kind: str, *, out: bool, size: int, pinned: bool, expected: str
     ) -> None:
         batch, plan = batch_of(kind), self.made(out=out, size=size)
         assert batch is not None

@@ -33,11 +33,7 @@ def strided(shape: tuple[int, ...], order: tuple[int, ...], seed: int = 0) -> to
 orders = st.permutations(range(4)).map(tuple)
 
 
-@given(
-    st.tuples(*[st.integers(1, 4)] * 4),
-    orders,
-    st.integers(1, 8),
-)
+@given(st.tuples(*[st.integers(1, 4)] * 4), orders, st.integers(1, 8))
 def test_runs_name_every_byte_once_and_in_order(shape: tuple[int, ...], order: tuple[int, ...], size: int) -> None:
     array = np.arange(int(np.prod(shape)) * size, dtype=np.uint8)
     strides = [0] * 4

@@ -36,14 +36,7 @@ class Shelf:
         """Number of calls after which all pages are gone."""
 
     def lookup(
-        self,
-        namespace: Namespace,
-        keys: bytes,
-        *,
-        lease: bool = False,
-        timeout: float,
-        request: str,
-        compute: float,
+        self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float, request: str, compute: float
     ) -> Hits:
         assert timeout
         self.computing.add(compute)

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.vllm.waiting import (
-    GRACE_SECONDS,
-    MOST_PAUSE,
-    QUEUED_PAUSE,
-    Waiting,
-)
+from ems.vllm.waiting import GRACE_SECONDS, MOST_PAUSE, QUEUED_PAUSE, Waiting
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,18 @@ def test_a_step_that_nobody_ended_was_computed_when_the_next_begins(node: Node, 
     worker.end()
 
 
+def test_saves_whose_blocks_went_back_end_before_the_engine_clears_these(node: Node, worker: WorkerSide) -> None:
+    chain = KeyChain(NAME, BLOCK)
+    chain.extend(list(range(2 * BLOCK)))
+    worker.begin(StepMetadata(saves=[Save(1, "r", 0, chain.parent(0), chain.tails(0, 2), [[3, 4]])]))
+    wait_for(lambda: node.stats()["reservations"] == 1, "the pages are reserved")
+    worker.call_off(StepMetadata(call_off=True))  # vLLM calls this before it does anything else of a step
+    worker.begin(StepMetadata(call_off=True))
+    worker.computed()
+    wait_for(lambda: node.stats()["reservations"] == 0, "they are given back")
+    assert node.counters["pages_committed"] == 0
+
+
 def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None:
     chain = KeyChain(NAME, BLOCK)
     chain.extend(list(range(2 * BLOCK)))

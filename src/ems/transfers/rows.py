@@ -99,12 +99,7 @@ class BlockRows:
         self._table = PieceTable(pieces)
 
     def plan(
-        self,
-        parts: Sequence[PageBlocks],
-        pages: Sequence[memoryview],
-        *,
-        out: bool,
-        tensors: slice = ALL,
+        self, parts: Sequence[PageBlocks], pages: Sequence[memoryview], *, out: bool, tensors: slice = ALL
     ) -> CopyPlan:
         """Copies between each of ``parts`` and the page with the same position in ``pages``.
 
@@ -206,12 +201,7 @@ class TokenRows:
         starts = np.flatnonzero(kept)
         owners = np.repeat(np.arange(len(spans)), counts)[starts]
         rows = Rows(
-            blocks[starts],
-            positions[starts],
-            places[starts],
-            pages,
-            np.diff(starts, append=len(blocks)),
-            owners,
+            blocks[starts], positions[starts], places[starts], pages, np.diff(starts, append=len(blocks)), owners
         )
         return self._table.plan(rows, out=out)
 

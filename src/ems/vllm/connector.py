@@ -149,11 +149,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.end_saves = partial(_end_saves, transfer.engine_id)
         else:
             planes = local_planes(
-                model,
-                vllm_config,
-                kv_cache_config,
-                get_tensor_model_parallel_rank(),
-                get_pp_group().rank_in_group,
+                model, vllm_config, kv_cache_config, get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
             )
             _adapters(vllm_config)
             worker = WorkerSide(settings, model, planes, hosts=compat.hosts_of_ranks())

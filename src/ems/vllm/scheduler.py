@@ -414,13 +414,7 @@ class SchedulerSide:
                 self._running.discard(request_id)
 
     def _plan_save(
-        self,
-        output: Any,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        computed: int,
-        *,
-        replace: bool,
+        self, output: Any, request_id: str, block_ids: Sequence[Sequence[int]], computed: int, *, replace: bool
     ) -> None:
         after = computed + output.num_scheduled_tokens.get(request_id, 0)
         span = self._book.scheduled(request_id, block_ids, after, replace=replace)

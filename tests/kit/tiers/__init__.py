@@ -23,15 +23,4 @@ class TierConformance(Keeping, Forgetting, Damage):
     """The suite: each test gets an empty place."""
 
 
-__all__ = [
-    "KEYS",
-    "NAMESPACE",
-    "PAGE",
-    "FaultyBlobs",
-    "TierConformance",
-    "chain",
-    "fetch",
-    "forget",
-    "key",
-    "page",
-]
+__all__ = ["KEYS", "NAMESPACE", "PAGE", "FaultyBlobs", "TierConformance", "chain", "fetch", "forget", "key", "page"]

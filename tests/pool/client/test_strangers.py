@@ -117,11 +117,7 @@ def service(place: Path) -> Iterator[Path]:
             save(tenants, registry_of(ANN))
             node = Node(
                 NodeConfig(
-                    directory=home / "pool",
-                    socket=home / "node.sock",
-                    socket_mode=0o666,
-                    size=1 << 20,
-                    tenants=tenants,
+                    directory=home / "pool", socket=home / "node.sock", socket_mode=0o666, size=1 << 20, tenants=tenants
                 )
             )
             node.start()

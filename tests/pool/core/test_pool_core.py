@@ -414,11 +414,7 @@ def test_untouched_memory_is_not_handed_out() -> None:
     namespace = core.open_namespace("a", PAGE)
     assert outcomes(save(core, namespace, chain("x", 1))) == [Outcome.NOT_TOUCHED]
     core.slots.touch(0, segment_for(2))
-    assert outcomes(save(core, namespace, chain("x", 3))) == [
-        Outcome.GRANTED,
-        Outcome.GRANTED,
-        Outcome.NOT_TOUCHED,
-    ]
+    assert outcomes(save(core, namespace, chain("x", 3))) == [Outcome.GRANTED, Outcome.GRANTED, Outcome.NOT_TOUCHED]
     core.slots.touching_ended()
     assert outcomes(save(core, namespace, chain("y", 2))) == [Outcome.GRANTED, Outcome.GRANTED]
     assert wrong_core(core) == []

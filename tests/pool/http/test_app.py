@@ -95,11 +95,7 @@ def get(
 def test_the_list_says_what_the_pool_holds(held: Held) -> None:
     status, body = get(held, "/admin/list")
     assert status == 200
-    assert [(row["namespace"], row["pages"]) for row in body["items"]] == [
-        (NAMES[2], 3),
-        (NAMES[1], 2),
-        (NAMES[0], 1),
-    ]
+    assert [(row["namespace"], row["pages"]) for row in body["items"]] == [(NAMES[2], 3), (NAMES[1], 2), (NAMES[0], 1)]
     status, body = get(held, "/admin/list", by="tenant")
     assert [(row["tenant"], row["pages"], row["bytes"]) for row in body["items"]] == [
         ("acme", 3, 3 * PAGE),
@@ -149,13 +145,7 @@ def test_health_is_a_status_for_scripts_too(held: Held) -> None:
 @pytest.mark.parametrize("token", ["", "the token"], ids=["no token", "a token"])
 @pytest.mark.parametrize("given", ["", "Bearer ", "Bearer wrong", "the token", "Bearer the tokenn"])
 @pytest.mark.parametrize("private", [False, True], ids=["open", "tenants"])
-def test_who_does_not_know_the_token_sees_nothing(
-    held: Held,
-    path: str,
-    token: str,
-    given: str,
-    private: bool,
-) -> None:
+def test_who_does_not_know_the_token_sees_nothing(held: Held, path: str, token: str, given: str, private: bool) -> None:
     status, body = get(held, path, private=private, token=token, given=given, what=NAMES[0])
     assert status == 401
     assert "bearers of the token" in body

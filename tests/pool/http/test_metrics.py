@@ -23,10 +23,7 @@ PAGE = 4096
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     """A node with a tier, that nobody can reach."""
     config = NodeConfig(
-        directory=tmp_path / "pool",
-        size=1 << 20,
-        segment_size=64 << 10,
-        tiers=(f"dir:{tmp_path / 'tier'}",),
+        directory=tmp_path / "pool", size=1 << 20, segment_size=64 << 10, tiers=(f"dir:{tmp_path / 'tier'}",)
     )
     made = Node(config)
     for number, size in enumerate(made.arena.sizes):

@@ -25,11 +25,7 @@ def test_a_run_comes_in_portions_in_order() -> None:
     keys = chain(1, 9)
     ask(promotions, keys)
     portions = [promotions.next(0.0), promotions.next(0.0), promotions.next(0.0)]
-    assert [portion.keys for portion in portions if portion] == [
-        tuple(keys[:4]),
-        tuple(keys[4:8]),
-        tuple(keys[8:]),
-    ]
+    assert [portion.keys for portion in portions if portion] == [tuple(keys[:4]), tuple(keys[4:8]), tuple(keys[8:])]
     assert [portion.parent for portion in portions if portion] == [ROOT, keys[3], keys[7]]
     assert promotions.next(0.0) is None
 

@@ -160,10 +160,7 @@ def test_a_relative_tier_means_the_same_folder_to_the_node(
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [
-        ({"size": 1 << 50}, "does not fit"),
-        ({"size": 1 << 30, "segment_size": 4096}, "give a larger --segment-size"),
-    ],
+    [({"size": 1 << 50}, "does not fit"), ({"size": 1 << 30, "segment_size": 4096}, "give a larger --segment-size")],
 )
 def test_why_a_node_cannot_start_is_the_callers_error(home: Path, settings: dict[str, int], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:

@@ -241,10 +241,7 @@ def test_every_call_to_a_frozen_node_ends_at_its_deadline(
     client.open(namespace)
     late = make_client(node, "late")
     node.send(signal.SIGSTOP)
-    for call in (
-        lambda: client.lookup(namespace, bytes(16), timeout=0.2),
-        lambda: late.connect(timeout=0.2),
-    ):
+    for call in (lambda: client.lookup(namespace, bytes(16), timeout=0.2), lambda: late.connect(timeout=0.2)):
         begin = time.monotonic()
         with pytest.raises(PoolTimeout):
             call()

@@ -24,9 +24,7 @@ from tests.pool.tenants.people import ANN, registry_of, save
 from tests.pool.wire import Wire
 
 RULES = settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 KEPT = chain("kept", 1)
 SPACE = Namespace("kept", PAGE)

@@ -217,10 +217,7 @@ def test_a_release_that_can_start_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (
-            "import sys; sys.exit('error: --size is 3, expected more\\n')",
-            "it is: --size is 3, expected more",
-        ),
+        ("import sys; sys.exit('error: --size is 3, expected more\\n')", "it is: --size is 3, expected more"),
         ("import sys; sys.exit(4)", "it ended with status 4"),
         ("print('hello')", "it does not say what it is"),
         ('print(\'{"release": "9.9", "format": 1}\')', "release 9.9 has segments of format 1, this node's have"),

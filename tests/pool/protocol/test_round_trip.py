@@ -40,12 +40,7 @@ def test_answers_come_back_as_they_were_sent(message: messages.Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
-    [
-        messages.Miss("a", -1),
-        messages.Miss("a", limits.MAX_KEYS + 1),
-        messages.Explain("a", b"short"),
-    ],
+    "message", [messages.Miss("a", -1), messages.Miss("a", limits.MAX_KEYS + 1), messages.Explain("a", b"short")]
 )
 def test_what_makes_no_sense_is_refused(message: messages.Message) -> None:
     with pytest.raises(ProtocolError):

@@ -8,16 +8,7 @@ from ems.errors import ProtocolError, Unauthorised
 from ems.pool.protocol import coding, messages
 from ems.pool.tenants import registry as tenancy
 from ems.pool.tenants import scram
-from ems.pool.tenants.gate import (
-    FREE_FAILURES,
-    MAX_PEERS,
-    SECONDS_EACH,
-    FailureLimiter,
-    Gate,
-    Peer,
-    Pending,
-    Principal,
-)
+from ems.pool.tenants.gate import FREE_FAILURES, MAX_PEERS, SECONDS_EACH, FailureLimiter, Gate, Peer, Pending, Principal
 from ems.pool.tenants.registry import Registry
 from ems.pool.tenants.scram import Credentials
 from tests.pool.tenants.people import ANN, BOB, registry_of

@@ -159,9 +159,7 @@ async def test_what_is_being_fetched_is_cleared_when_it_is_there(bench: Callable
     assert (one.present(keys), one.in_tier(keys)) == (0, 0)
 
 
-async def test_what_is_being_fetched_is_cleared_with_its_prefix_in_memory(
-    bench: Callable[..., Administered],
-) -> None:
+async def test_what_is_being_fetched_is_cleared_with_its_prefix_in_memory(bench: Callable[..., Administered]) -> None:
     one, keys = bench(), chain("a", 8)
     await stored(one, keys)
     one.forget()

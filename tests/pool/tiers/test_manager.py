@@ -69,9 +69,7 @@ async def test_keys_that_come_up_are_being_written_for_everybody(bench: Callable
     assert one.tier.calls <= calls + 1, "each page is fetched once"
 
 
-async def test_a_read_that_hangs_frees_its_keys_at_once_and_its_slots_when_it_ends(
-    bench: Callable[..., Bench],
-) -> None:
+async def test_a_read_that_hangs_frees_its_keys_at_once_and_its_slots_when_it_ends(bench: Callable[..., Bench]) -> None:
     one, keys = bench(timeout=0.2), chain("a", 4)
     await stored(one, keys)
     one.forget()

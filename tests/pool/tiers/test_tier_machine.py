@@ -73,11 +73,7 @@ class Histories(RuleBasedStateMachine):
 
     def open(self) -> PackTier:
         return PackTier(
-            "memory",
-            self.faults,
-            self.keys,
-            limit=self.limit,
-            compressor=Compressor(2) if self.small else None,
+            "memory", self.faults, self.keys, limit=self.limit, compressor=Compressor(2) if self.small else None
         )
 
     @rule(node=st.integers(0, 1), namespace=st.sampled_from(NAMESPACES), names=st.lists(NAMES, min_size=1, max_size=5))

@@ -133,10 +133,7 @@ def inside(child: object) -> dict[str, Any]:
             {"kv_connector": "AscendStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"tenant": []}},
             "tenant is [], expected a text",
         ),
-        (
-            {"kv_connector": "AscendStoreConnector"},
-            "kv_role is None, expected kv_producer, kv_consumer or kv_both",
-        ),
+        ({"kv_connector": "AscendStoreConnector"}, "kv_role is None, expected kv_producer, kv_consumer or kv_both"),
         (
             {"kv_connector": "MooncakeConnectorV1", "kv_connector_extra_config": {"decode": {"tp_size": "two"}}},
             "decode.tp_size is 'two', expected a whole number of ranks from 1 on",

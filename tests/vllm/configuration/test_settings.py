@@ -53,9 +53,7 @@ def test_the_environment_is_used_where_the_file_is_silent(monkeypatch: pytest.Mo
     assert settings.autostart is True
 
 
-def test_credentials_come_from_the_file_or_the_environment_and_are_never_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_credentials_come_from_the_file_or_the_environment_and_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_settings("kv_both", {})[0].credentials.name == ""
     monkeypatch.setenv("ACCELERATE_ID", "ann")
     monkeypatch.setenv("ACCELERATE_KEY", "from outside")

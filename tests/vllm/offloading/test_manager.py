@@ -7,13 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    ScheduleEndContext,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
