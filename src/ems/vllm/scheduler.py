@@ -109,7 +109,7 @@ class SchedulerSide:
         self._held: dict[int, tuple[str, list[Any]]] = {}
         """Requests and blocks of saves, by number, until all workers say that they read these no more."""
         self._given_back: set[int] = set()
-        """Saves whose blocks went back before that: they end before anything is computed."""
+        """Saves whose blocks went back before that: they end before the next step."""
         self._saved: Counter[int] = Counter()
         self._call_off_at = NEVER_SECONDS
         """When saves that keep a pause of the engine waiting are called off."""
@@ -369,7 +369,7 @@ class SchedulerSide:
             self._epoch.empty = False
         if preempted:
             self._preempted(preempted, tokens)
-        call_off = bool(self._held) and self._calls_off(computes=bool(tokens))
+        call_off = bool(self._held) and self._calls_off()
         if usable and self._book.unasked:
             self._do(self._book.start_lookups())
         for data in output.scheduled_new_reqs:
@@ -392,17 +392,17 @@ class SchedulerSide:
         self._loads, self._saves = [], []
         return StepMetadata(loads, saves, call_off, idle=not tokens)
 
-    def _calls_off(self, *, computes: bool) -> bool:
-        """Whether saves must end before this step, because their blocks went back."""
-        late = time.monotonic() >= self._call_off_at
-        if late:
+    def _calls_off(self) -> bool:
+        """Whether saves must end before this step, because their blocks went back.
+
+        Also before one that computes nothing: a load, of another connector too, may fill these blocks.
+        """
+        if time.monotonic() >= self._call_off_at:
             self._give_back()
-        if not self._given_back or not (computes or late):
-            return False
-        for number in self._given_back:
+        given_back, self._given_back = self._given_back, set()
+        for number in given_back:
             self._held.pop(number, None)
-        self._given_back.clear()
-        return True
+        return bool(given_back)
 
     def _preempted(self, request_ids: Iterable[str], scheduled: Container[str]) -> None:
         for request_id in request_ids:

@@ -98,6 +98,23 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert all(not blob.name.endswith(".pack") for blob in blobs.blobs())
 
 
+@pytest.mark.parametrize("name", ["ems-catalogue.bin", "pack"])
+def test_a_pipe_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
+    tier = PackTier("dir", FolderBlobs(tmp_path), KEYS)
+    tier.store(NAMESPACE, chain("a", 1))
+    if name == "pack":
+        (path,) = tmp_path.glob("*/*.pack")
+        path.unlink()
+    else:
+        path = tmp_path / name
+        path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    fetch(tier, [key("a/0")])
+    again = PackTier("dir", FolderBlobs(tmp_path), KEYS)
+    again.maintain()
+    assert again.holds(NAMESPACE, [key("a/0")]) == (name != "pack")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount; the suite covers a full place with made-up faults")
 def test_a_full_disk_makes_room_or_says_so(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "size=256k,mode=700") as folder:

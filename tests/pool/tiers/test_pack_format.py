@@ -147,6 +147,16 @@ def test_records_of_another_pack_prove_nothing() -> None:
     assert parse_head(raw, named(), KEYS).seal is None
 
 
+def test_a_head_that_is_nested_without_end_is_refused() -> None:
+    """A reader that skips what it does not know would end by the depth of it."""
+    raw = built().raw
+    body = raw[PREAMBLE_BYTES : head_bytes(raw)]
+    body = bytes([body[0] + 1]) + body[1:] + b"\x91" * 20_000 + b"\x90"
+    before = raw[:16] + len(body).to_bytes(4, "little") + raw[20 : PREAMBLE_BYTES - 4]
+    with pytest.raises(Malformed, match="makes no sense"):
+        parse_head(before + crc32c(before + body).to_bytes(4, "little") + body, named(), KEYS)
+
+
 def test_a_head_under_the_name_of_another_namespace_is_refused() -> None:
     with pytest.raises(Malformed, match="another namespace"):
         parse_head(built().raw, named("t/m/other"), KEYS)

@@ -1,6 +1,6 @@
 """Every message of the wire: what clients ask and what the node answers.
 
-Many keys travel as one byte string of 16 bytes each, many references as one of 20 bytes each.  Whatever a request has
+Many keys travel as one byte string of 16 bytes each, many references as one of 12 bytes each.  Whatever a request has
 room for has a bound (``limits``).
 """
 

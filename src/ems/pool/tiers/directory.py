@@ -57,12 +57,14 @@ class FolderBlobs:
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
         with _told(f"cannot open {name}"):
             try:
-                descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
+                # A pipe would keep whoever opens it waiting.
+                descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise Gone(name) from error
         done = 0
         with _told(f"cannot read {name}"), os.fdopen(descriptor, "rb") as file:
-            if _distrust(os.fstat(descriptor)):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or _distrust(status):
                 raise Gone(name)
             # What is read of a pack lies side by side; the kernel reads ahead further when it is told.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -194,7 +194,7 @@ def parse_head(raw: Buffer, name: str, keys: SealKeys | None) -> Head:
     try:
         body = msgspec.msgpack.decode(raw[PREAMBLE_BYTES:], type=_Body)
         records = np.frombuffer(body.records, dtype=RECORD)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Malformed("its head makes no sense") from error
     if not name.startswith(f"{folder_of(body.namespace)}/"):
         raise Malformed("it is the pack of another namespace than its name says")

@@ -38,6 +38,8 @@ SCAN_SECONDS = 2.0
 UNFINISHED_SECONDS = 600.0
 """What a writer has not finished for so long was left by one that died."""
 SNAPSHOT_SECONDS = 600.0
+MOST_CATALOGUE = 128 << 20
+"""Bytes of a catalogue that are read; a larger one counts as damaged, and packs are looked at one by one."""
 TOUCH_SECONDS = 60.0
 """A blob's use is noted at most this often."""
 DEFAULT_PART = 2
@@ -321,7 +323,7 @@ class PackStore:
 
     def _read_snapshot(self) -> dict[str, tuple[int, float, bytes]]:
         try:
-            return decode_packs(read_whole(self._blobs, CATALOGUE))
+            return decode_packs(read_whole(self._blobs, CATALOGUE, MOST_CATALOGUE))
         except (Gone, TierFailed):
             return {}
 
