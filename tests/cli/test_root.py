@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cyclopts import App
@@ -193,3 +194,10 @@ def test_reader_that_leaves_early() -> None:
     )
 
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("verb", ["explain", "warm"])
+def test_tokens_may_come_from_standard_input(verb: str) -> None:
+    words = [verb, "--tokens", "-"]
+    _, bound, _ = ems.cli.build_app(words).parse_args(words)
+    assert bound.arguments["tokens"] == Path("-")

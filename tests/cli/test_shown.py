@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ems.cli.shown import print_tables, table
+from ems.cli.shown import print_facts, print_tables, table
 
 NAME = "tenant/" + "organisation/a-model-with-a-long-name" * 3 + "/0123456789abcdef0123456789abcdef/0.0"
 COLUMNS = ("NAMESPACE", "PAGES", "WRITING", "LEASES", "PINNED", "BYTES", "IDLE", "dir")
@@ -44,3 +44,8 @@ def test_what_fits_is_one_line_a_row(capsys: pytest.CaptureFixture[str], monkeyp
 def test_a_pipe_gets_one_whole_line_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(capsys, monkeypatch, None, ROW, OTHER)
     assert [line.split()[0] for line in lines] == ["NAMESPACE", NAME, OTHER[0]]
+
+
+def test_a_fact_may_be_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    print_facts([("model", "a"), ("namespace", "")])
+    assert capsys.readouterr().out.split() == ["model", "a", "namespace"]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ems.cli.acts import connected
-from ems.cli.options import ASKING, Asking
+from ems.cli.options import ASKING, Asking, Tokens
 from ems.cli.shown import present_facts
 from ems.cli.status import show
 from ems.errors import ConfigError, PoolRefused
@@ -40,7 +40,7 @@ def explain(
     *,
     prompt: str | None = None,
     model: Path | None = None,
-    tokens: Path | None = None,
+    tokens: Tokens = None,
     request: str | None = None,
     key: str | None = None,
     namespace: str | None = None,

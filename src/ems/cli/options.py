@@ -26,6 +26,8 @@ Format = Annotated[
     Output, Parameter(name=["--output", "-o"], help="Tables and sentences for people, or JSON for scripts.")
 ]
 Seconds = Annotated[float, Parameter(validator=_seconds)]
+Tokens = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
+"""A file of token ids, or ``-``."""
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 """A flag whose absence means no."""
 

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from ems.cli.acts import answer, ask, connected, holders
 from ems.cli.explain import described_planes, ids_of
-from ems.cli.options import CHANGING, Changing, Flag
+from ems.cli.options import CHANGING, Changing, Flag, Tokens
 from ems.cli.shown import complain, counted, print_json, say
 from ems.config import format_size, parse_duration, parse_size
 from ems.errors import ConfigError, PoolRefused
@@ -177,7 +177,7 @@ def warm(
     prompt: str | None = None,
     model: str | None = None,
     tenant: str | None = None,
-    tokens: Path | None = None,
+    tokens: Tokens = None,
     limit: str | None = None,
     asked: Changing = CHANGING,
 ) -> int:

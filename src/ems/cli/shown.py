@@ -60,7 +60,8 @@ def print_facts(*groups: Sequence[tuple[str, str]]) -> None:
             print()
         names = max((len(name) for name, _ in facts if width is None or len(name) <= _LONGEST_NAME), default=0) + 2
         for name, text in facts:
-            beside = len(name) <= names and names + max(_LEAST_TEXT, *map(len, text.split())) <= (width or sys.maxsize)
+            widest = max([_LEAST_TEXT, *map(len, text.split())])
+            beside = len(name) <= names and names + widest <= (width or sys.maxsize)
             lines = (
                 fold(text, width, " " * names, name.ljust(names))
                 if beside

@@ -33,6 +33,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.layout import REF_BYTES
 from ems.transfers.lane import Lane
+from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.epoch import KeyEpoch
 from ems.vllm.model import BlockModel
@@ -151,6 +152,9 @@ class EmsOffloadingManager(OffloadingManager):
         known = self._requests.get(request.request_id)
         if known is not None and not external:
             self._ask_anew(known)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        return compat.HOST_HIT
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._waited = 0.0

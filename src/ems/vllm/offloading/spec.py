@@ -73,7 +73,9 @@ class EmsOffloadingSpec(OffloadingSpec):
         if self._engine.lora_config is not None:
             raise ConfigError("EmsOffloadingSpec does not serve LoRA adapters, use the connector EmsStoreConnector")
         # vLLM's default fails the request; a cache that lost a page must not.
-        transfer.kv_load_failure_policy = "recompute"
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.info("EMS sets kv_load_failure_policy to recompute")
+            transfer.kv_load_failure_policy = "recompute"
         if {"block_size", "blocks_per_chunk"} & config.extra_config.keys():
             tokens = config.cache.blocks_per_chunk * max(group.tokens_per_block for group in config.groups)
             settings = msgspec.structs.replace(settings, chunk_tokens=tokens)
