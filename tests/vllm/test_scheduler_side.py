@@ -666,13 +666,16 @@ def test_a_save_that_has_not_begun_is_not_begun_once_its_blocks_are_given_back(m
     assert not side.saving
 
 
-def test_blocks_that_somebody_else_uses_are_not_given_away_by_a_reset(make: Make) -> None:
-    """A connector beside this one may still send them, or a request be computed."""
+def test_a_reset_that_fails_for_others_costs_no_save(make: Make) -> None:
+    """A connector beside this one may still send blocks, or a request be computed."""
     blocks = engine_blocks(8)
-    saving(make, blocks)
+    side, _ = saving(make, blocks)
     blocks.touch(blocks.blocks[2:3])
+    free = blocks.get_num_free_blocks()
     assert blocks.reset_prefix_cache() is False
-    assert blocks.get_num_free_blocks() == 6
+    assert blocks.get_num_free_blocks() == free
+    assert not side.build_metadata(empty_step()).call_off
+    assert side.saving
 
 
 def test_saves_hold_up_a_pause_for_a_moment_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ class SchedulerSide:
     def bind(self, block_pool: Any) -> None:
         """VLLM's ``bind_gpu_block_pool``."""
         self.block_pool = block_pool
-        compat.around_reset(block_pool, self._give_back, self._emptied)
+        compat.around_reset(block_pool, self._about_to_reset, self._emptied)
         compat.around_free_blocks(block_pool, lambda: self._turned_away)
 
     def _start_node(self) -> None:
@@ -330,6 +330,12 @@ class SchedulerSide:
             blocks.clear()
             self._given_back.add(number)
         self.end_saves(RESET_SECONDS)
+
+    def _about_to_reset(self) -> None:
+        """Give up what only saves hold; the engine keeps its cache, and the saves may go on, where others hold some."""
+        ours = Counter(block.block_id for _, blocks in self._held.values() for block in blocks)
+        if all(block.ref_cnt <= ours[block.block_id] for block in self.block_pool.blocks if not block.is_null):
+            self._give_back()
 
     def _emptied(self) -> None:
         self._epoch.empty = True
