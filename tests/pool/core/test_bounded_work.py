@@ -48,7 +48,7 @@ def leased(times: int, length: int = 50) -> tuple[PoolCore, int, list[bytes]]:
 def quarantine(core: PoolCore, ns: int, name: bytes) -> None:
     page = core.page(ns, name)
     assert page is not None
-    core.damage.quarantine(ns, page)
+    core.quarantine(ns, page)
 
 
 def test_a_report_of_a_damaged_page_costs_the_same_however_often_it_is_leased() -> None:

@@ -353,7 +353,7 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(segment=st.integers(0, len(SEGMENTS) - 1))
     def cut(self, segment: int) -> None:
         """Somebody cut the file of a segment: what was there is gone, whoever holds it, and the segment begins anew."""
-        counted = self.core.damage.drop_segment(segment)
+        counted = self.core.drop_segment(segment)
         assert self.core.slots.segments[segment].used == 0
         gone = 0
         for committed in self.committed.values():

@@ -348,7 +348,7 @@ def test_what_is_damaged_during_a_long_lookup_is_promised_to_nobody(large: Surro
     for at in (10, 2000):  # one that is promised already, one that is not; both are stored again at once
         page = large.core.page(large.namespace, keys[at])
         assert page is not None
-        large.core.damage.quarantine(large.namespace, page)
+        large.core.quarantine(large.namespace, page)
         save(large.core, large.namespace, [keys[at]], parent=keys[at - 1], client_id=3)
     hits = large.run(looking)
     assert (hits.count, len(hits.refs)) == (LONG, REF_BYTES * LONG)

@@ -181,7 +181,7 @@ async def test_a_page_that_was_corrupt_and_is_computed_again_is_not_written_half
     core = one.node.core
     wrong = core.page(one.namespace, keys[1])
     assert wrong is not None
-    core.damage.quarantine(one.namespace, wrong)
+    core.quarantine(one.namespace, wrong)
     again = one.node.promise(7, one.namespace, keys[0], keys[1:2])
     assert len(again.granted) == 1, "the engine computes it again"
     monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
@@ -200,7 +200,7 @@ async def test_a_queue_of_nothing_but_corrupt_pages_ends(
     one.save(keys)
     wrong = one.node.core.page(one.namespace, keys[0])
     assert wrong is not None
-    one.node.core.damage.quarantine(one.namespace, wrong)
+    one.node.core.quarantine(one.namespace, wrong)
     monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
     await one.until(lambda: not one.state.write_back.size)
     assert one.tier.holds(NAME, keys) == 0
@@ -337,7 +337,7 @@ async def test_a_fetch_that_finds_only_some_may_end_after_a_segment_of_the_other
     coming = [core.page(one.namespace, name) for name in keys]
     segments = [PageRef.unpack(page.ref).segment for page in coming if page is not None]
     assert segments[0] != segments[-1]
-    core.damage.drop_segment(segments[-1])
+    core.drop_segment(segments[-1])
     one.tier.gate.set()
     await one.until(lambda: not one.state.fetches)
     assert strange == []

@@ -6,7 +6,7 @@ look for: a key has at most one page; a page becomes readable only by its writer
 stays where it is; whoever disappears holds nothing any more; every slot is in exactly one place.
 
 Its parts are used directly by whoever needs one; what several of them have to agree on is a verb of
-:mod:`~ems.pool.core.writing`, :mod:`~ems.pool.core.reading`, :mod:`~ems.pool.core.damage` or of the whole brain.
+:mod:`~ems.pool.core.writing`, :mod:`~ems.pool.core.reading` or of the whole brain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import msgspec
 from ems.config import DEFAULT_POLICY, PolicyName
 from ems.errors import PoolRefused
 from ems.pool.core.changes import ChangeLog
-from ems.pool.core.damage import Damage
 from ems.pool.core.deferred_frees import DeferredFrees
 from ems.pool.core.leases import Leases
 from ems.pool.core.namespaces import NamespacePages, Namespaces
@@ -31,9 +30,10 @@ from ems.pool.core.shares import Quota
 from ems.pool.core.slot_allocator import SlotAllocator
 from ems.pool.core.writing import Writing
 from ems.pool.keys import Tail
-from ems.pool.layout import PageRef, Writer, writer_of
+from ems.pool.layout import PageRef, Writer, refs_begin, writer_of
 from ems.pool.names import tenant_of
 from ems.pool.pages import Page
+from ems.pool.reasons.eviction_log import NOBODY
 from ems.pool.reasons.misses import MissReasons
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import Recovered
@@ -103,7 +103,6 @@ class PoolCore:
         self._ids = ids or count(1)
         self.writing = Writing(self, limits)
         self.reading = Reading(self)
-        self.damage = Damage(self)
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -130,6 +129,52 @@ class PoolCore:
         self.counters.pages_aborted += 1
         self.reasons.eviction_log.note(namespace.number, page.key, Reason.UNFINISHED.code)
         return ref
+
+    # What was damaged
+
+    def page_at(self, namespace: int, key: bytes, ref: bytes) -> Page | None:
+        """The present page of ``key`` if it still lies at ``ref``, in that generation."""
+        page = self.namespaces.opened(namespace).index.get(key)
+        return page if page is not None and page.present and page.ref == ref else None
+
+    def quarantine(self, namespace: int, page: Page) -> None:
+        """The bytes of a present page are wrong: nobody finds it any more, and its slot is not used again.
+
+        Leases on it promise it no longer; their holders see from its header that it is gone.
+        """
+        ns = self.namespaces.opened(namespace)
+        self.leases.break_off(page)
+        self.deferred.quarantine(page.ref)
+        self.reasons.eviction_log.note(namespace, page.key, Reason.CHECKSUM.code)
+        if self.changes.recording():
+            self.changes.removed(ns.name, page.key)
+        ns.index.discard(page)
+        self.counters.pages_corrupt += 1
+
+    def drop_segment(self, segment: int) -> int:
+        """``segment`` is not what it was any more: all that lay there is gone, whoever holds it; none of it is out.
+
+        Leases promise its pages no longer, and what was to be written there cannot be committed.  Returns how many
+        pages could be read before.
+        """
+        number = self.slots.segments[segment].namespace
+        if number is None:
+            return 0
+        self.settle()
+        ns, begin = self.namespaces[number], refs_begin(segment)
+        for page in self.reservations.drop_segment(ns, begin):
+            self.slots.give_back(PageRef.unpack(self.drop_unwritten(ns, page)))
+        lost = [page for page in ns.index if page.ref.startswith(begin)]
+        for page in lost:
+            self.leases.break_off(page)
+        ns.pins.unpin([page.key for page in lost])
+        for page in lost:
+            self.pending_deletes.discard(page)
+            self.reclaimer.let_go(ns, Reason.CHECKSUM.code, NOBODY, page)
+            ns.index.discard(page)
+        self.counters.pages_corrupt += len(lost)
+        self.deferred.drop_segment(segment)
+        return len(lost)
 
     # What was put off
 

@@ -113,7 +113,7 @@ class Memory:
         segment = self._host.core.slots.segments[number]
         if not segment.size or self._host.core.slots.is_lost(number):
             return False
-        tenant, pages = self._tenant(number), self._host.core.damage.drop_segment(number)
+        tenant, pages = self._tenant(number), self._host.core.drop_segment(number)
         if segment.closing:
             return False  # it is being given up, and its file is looked at when it comes back
         _log.error(

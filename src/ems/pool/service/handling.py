@@ -314,7 +314,7 @@ class RequestHandler:
         count = looked = 0
         length = core.named(request.namespace)[1]
         for key, ref in zip(split_keys(request.keys), unpack_refs(request.refs), strict=True):
-            if core.damage.find(request.namespace, key, ref.pack()) is None:
+            if core.page_at(request.namespace, key, ref.pack()) is None:
                 continue  # its slot has another page by now
             if looked + length > LOOKED_AT_ONCE and looked:
                 yield
@@ -323,10 +323,10 @@ class RequestHandler:
             if (yield from self._applier.verify_page(ref, key, length)):
                 core.counters.corrupt_unconfirmed += 1
                 continue
-            page = core.damage.find(request.namespace, key, ref.pack())
+            page = core.page_at(request.namespace, key, ref.pack())
             if page is None:
                 continue  # it left while its bytes were looked at
-            core.damage.quarantine(request.namespace, page)
+            core.quarantine(request.namespace, page)
             self._applier.quarantine_header(ref, key)
             count += 1
             _log.error("bytes of a page are wrong, its slot is not used any more", key=key.hex(), slot=str(ref[:3]))
