@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.router.config import Address
-from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Step, TryDecode, TryPrefill
+from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.metrics import Counters, Prefill
 from ems.router.request import parse
@@ -28,8 +30,12 @@ def dispatch(fleet: Fleet, *, max_retries: int = 3, retry_delay: float = 0.001) 
     return Dispatch(fleet, counters, REQUEST, max_retries=max_retries, retry_delay=retry_delay), counters
 
 
+def tries(step: Step, role: Role) -> TypeGuard[Try]:
+    return isinstance(step, Try) and step.instance.role is role
+
+
 def where(step: Step) -> Instance:
-    assert isinstance(step, TryPrefill | TryDecode)
+    assert isinstance(step, Try)
     return step.instance
 
 
@@ -38,9 +44,9 @@ def test_prefill_then_decode_with_their_loads() -> None:
     [prefill], [decode] = fleet.listed(Role.PREFILL), fleet.listed(Role.DECODE)
     course, counters = dispatch(fleet)
 
-    assert TryPrefill(prefill, 0.0) == course.start(0.0)
+    assert Try(prefill, 0.0) == course.start(0.0)
     assert (REQUEST.prefill_cost, 0) == (prefill.load, decode.load)
-    assert TryDecode(decode, 0.0) == course.prefill_answered(200, 2.0)
+    assert Try(decode, 0.0) == course.prefill_answered(200, 2.0)
     assert (0, REQUEST.decode_cost) == (prefill.load, decode.load)
 
     course.decode_started(200, 3.0)
@@ -55,14 +61,14 @@ def test_a_prefill_that_breaks_is_retried_elsewhere_then_there_with_growing_dela
     fleet = fleet_of(2, 1)
     course, counters = dispatch(fleet, retry_delay=0.5)
     steps = [course.start(0.0)]
-    while isinstance(steps[-1], TryPrefill):
+    while tries(steps[-1], Role.PREFILL):
         steps.append(course.prefill_broke(0.0))
 
     one, two = fleet.listed(Role.PREFILL)
 
     assert [one, two, one, two] == [where(step) for step in steps[:-1]]
-    assert [step.delay for step in steps[:-1] if isinstance(step, TryPrefill)] == [0.0, 0.5, 1.0, 2.0]
-    assert isinstance(steps[-1], TryDecode)
+    assert [step.delay for step in steps[:-1] if tries(step, Role.PREFILL)] == [0.0, 0.5, 1.0, 2.0]
+    assert tries(steps[-1], Role.DECODE)
     assert (counters.retries[Role.PREFILL], counters.prefills[Prefill.SKIPPED]) == (3, 1)
 
 
@@ -73,7 +79,7 @@ def test_a_prefill_that_answers_with_an_error_is_not_asked_again() -> None:
     second = where(course.prefill_answered(500, 0.0))
 
     assert first is not second
-    assert isinstance(course.prefill_answered(503, 0.0), TryDecode)
+    assert tries(course.prefill_answered(503, 0.0), Role.DECODE)
 
 
 def test_the_clients_fault_ends_the_request_and_blames_nobody() -> None:
@@ -92,7 +98,7 @@ def test_a_prefill_out_of_time_is_not_tried_elsewhere() -> None:
     course, counters = dispatch(fleet)
     course.start(0.0)
 
-    assert isinstance(course.prefill_timed_out(600.0), TryDecode)
+    assert tries(course.prefill_timed_out(600.0), Role.DECODE)
     assert counters.prefills[Prefill.TIMED_OUT] == 1
 
 
@@ -107,7 +113,7 @@ def test_decodes_that_all_break_are_given_up_after_the_retries() -> None:
     fleet = fleet_of(0, 2)
     course, counters = dispatch(fleet, max_retries=2)
     steps = [course.start(0.0)]
-    while isinstance(steps[-1], TryDecode):
+    while tries(steps[-1], Role.DECODE):
         steps.append(course.decode_broke(0.0))
 
     one, two = fleet.listed(Role.DECODE)
@@ -122,7 +128,7 @@ def test_decodes_that_all_break_are_given_up_after_the_retries() -> None:
 def test_no_retries_means_one_attempt() -> None:
     course, _ = dispatch(fleet_of(0, 2), max_retries=0)
 
-    assert isinstance(course.start(0.0), TryDecode)
+    assert tries(course.start(0.0), Role.DECODE)
     assert isinstance(course.decode_broke(0.0), GiveUp)
 
 
@@ -161,10 +167,10 @@ def test_every_course_ends_within_its_attempts_and_leaves_no_load(
     now = 0.0
     for _ in range(4):
         course, _ = dispatch(fleet, max_retries=max_retries, retry_delay=retry_delay)
-        attempts = {TryPrefill: 0, TryDecode: 0}
+        attempts = dict.fromkeys(Role, 0)
         step: Step | None = course.start(now)
-        while isinstance(step, TryPrefill | TryDecode):
-            attempts[type(step)] += 1
+        while isinstance(step, Try):
+            attempts[step.instance.role] += 1
 
             assert step.instance.breaker.usable
             assert not step.instance.draining
@@ -174,7 +180,7 @@ def test_every_course_ends_within_its_attempts_and_leaves_no_load(
 
             prefill_end, decode_end, seconds = next(story)
             now += seconds
-            if isinstance(step, TryPrefill):
+            if tries(step, Role.PREFILL):
                 if isinstance(prefill_end, int):
                     step = course.prefill_answered(prefill_end, now)
                 else:

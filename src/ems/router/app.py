@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Self
 
+from prometheus_client import generate_latest
+
 from ems.errors import ProtocolError
 from ems.router import headers
 from ems.router.config import RouterConfig
@@ -106,7 +108,7 @@ class Router:
             "/health": readable(pages.health),
             "/livez": readable(pages.livez),
             "/readyz": readable(pages.readyz),
-            "/metrics": readable(lambda reply: reply.whole(200, self._metrics.page(), kind=CONTENT_TYPE)),
+            "/metrics": readable(lambda reply: reply.whole(200, generate_latest(self._metrics), kind=CONTENT_TYPE)),
             "/instances/add": {"POST": self._changing(pages.add)},
             "/instances/remove": {"POST": self._changing(pages.remove)},
         }

@@ -2,7 +2,7 @@
 
 ::
 
-    start ─▶ TryPrefill ──done──────────────────▶ TryDecode ──first byte──▶ (bytes flow) ──▶ end
+    start ─▶ Try prefill ──done─────────────────▶ Try decode ──first byte─▶ (bytes flow) ──▶ end
               │  ▲ │ └─the client's fault─▶ PassOn   │  ▲ │
               └──┘ └─nobody can, or too late──▶──────┘  │ └─nobody can──▶ GiveUp
             elsewhere                                elsewhere
@@ -31,16 +31,8 @@ _ABOUT_THE_INSTANCE: Final = frozenset((408, 429))
 
 
 @dataclass(frozen=True, slots=True)
-class TryPrefill:
-    """Send the prefill request there after ``delay`` seconds."""
-
-    instance: Instance
-    delay: float
-
-
-@dataclass(frozen=True, slots=True)
-class TryDecode:
-    """Send the request there after ``delay`` seconds."""
+class Try:
+    """Send there after ``delay`` seconds what the instance's role calls for: the prefill request, or the request."""
 
     instance: Instance
     delay: float
@@ -58,7 +50,7 @@ class GiveUp:
     retry_after: int
 
 
-Step = TryPrefill | TryDecode | PassOn | GiveUp
+Step = Try | PassOn | GiveUp
 
 
 class Dispatch:
@@ -111,8 +103,7 @@ class Dispatch:
         taken = self._take(Role.PREFILL, self._request.prefill_cost, again=again)
         if taken is None:
             self._counters.prefills[Prefill.SKIPPED] += 1
-            return self._decode(now)
-        return TryPrefill(*taken)
+        return taken or self._decode(now)
 
     def decode_started(self, status: int, now: float) -> None:
         """Note the first byte from the decode instance: from here on there is no other attempt."""
@@ -133,7 +124,7 @@ class Dispatch:
 
     def _decode(self, now: float) -> Step:
         taken = self._take(Role.DECODE, self._request.decode_cost, again=True)
-        return GiveUp(self._fleet.retry_after(Role.DECODE, now)) if taken is None else TryDecode(*taken)
+        return taken or GiveUp(self._fleet.retry_after(Role.DECODE, now))
 
     def close(self) -> None:
         """Release what is still held; harmless at any time, and more than once."""
@@ -141,7 +132,7 @@ class Dispatch:
             self._hold.release()
             self._hold = None
 
-    def _take(self, role: Role, cost: int, *, again: bool) -> tuple[Instance, float] | None:
+    def _take(self, role: Role, cost: int, *, again: bool) -> Try | None:
         """Hold the instance to be tried next, after a delay; None when there is none, or no attempt left."""
         assert self._hold is None
         tried = self._tried[role]
@@ -152,9 +143,9 @@ class Dispatch:
         tried.append(instance)
         self._hold = self._fleet.hold(instance, cost)
         if not retries:
-            return instance, 0.0
+            return Try(instance, 0.0)
         self._counters.retries[role] += 1
-        return instance, min(self._retry_delay * 2.0 ** (retries - 1), DELAY_CAP)
+        return Try(instance, min(self._retry_delay * 2.0 ** (retries - 1), DELAY_CAP))
 
     def _let_go(self) -> Instance:
         assert self._hold is not None

@@ -16,8 +16,8 @@ from msgspec import Raw
 
 from ems.router import headers
 from ems.router.config import RouterConfig
-from ems.router.dispatch import Dispatch, GiveUp, PassOn, Step, TryDecode, TryPrefill
-from ems.router.fleet import Fleet, Instance
+from ems.router.dispatch import Dispatch, GiveUp, PassOn, Step, Try
+from ems.router.fleet import Fleet, Instance, Role
 from ems.router.metrics import Counters
 from ems.router.prober import Prober
 from ems.router.reply import Receive, Refusal, Reply, Scope, error_events
@@ -157,12 +157,10 @@ class Exchange:
             self._timer = self._loop.call_at(due, self._look)
 
     async def _take(self, step: Step) -> Step | None:
-        if isinstance(step, TryPrefill | TryDecode):
+        if isinstance(step, Try):
             if step.delay:
                 await asyncio.sleep(step.delay)
-            if isinstance(step, TryPrefill):
-                return await self._prefill(step.instance)
-            return await self._decode(step.instance)
+            return await (self._prefill if step.instance.role is Role.PREFILL else self._decode)(step.instance)
         assert isinstance(step, GiveUp)
         raise Refusal(
             503,

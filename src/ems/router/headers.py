@@ -13,18 +13,9 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 Fields = list[tuple[str, str]]
 """Headers as the HTTP client takes them."""
 
+_OF_PROXIES: Final = (b"proxy-authenticate", b"proxy-authorization", b"proxy-connection")
 _HOP_BY_HOP: Final = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
+    (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", *_OF_PROXIES)
 )
 # The HTTP client writes its own; the request id is written by us, once.
 _NOT_SENT: Final = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, Final
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -59,9 +58,6 @@ class RouterCollector(Collector):
     def __init__(self, fleet: Fleet, counters: Counters) -> None:
         self._fleet = fleet
         self._counters = counters
-
-    def page(self) -> bytes:
-        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         counters, fleet = self._counters, self._fleet
