@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ems.errors import (
-    EmsError,
     PoolNotTried,
     PoolRefused,
     PoolTimeout,
@@ -160,22 +159,8 @@ def test_a_tail_is_looked_up_behind_its_keys(client: PoolClient, namespace: Name
     assert client.lookup_tail(Namespace("nobody/stored/here", 0), tail, lease=True) == NO_TAIL
 
 
-def test_of_requests_that_are_sent_together_one_that_is_refused_leaves_no_lease(
-    client: PoolClient, namespace: Namespace
-) -> None:
-    keys = chain("together", 2)
-    client.commit(client.reserve(namespace, bytes(16), keys))
-    with client.turn(5.0) as turn:
-        number = turn.connection.namespaces[namespace]
-        leased = messages.Lookup(number, b"".join(keys), lease=True)
-        with pytest.raises(EmsError):
-            turn.ask_all([leased, messages.Commit(12345)], messages.Hits)
-    assert client.stats()["leases"] == 0
-    assert client.lookup(namespace, b"".join(keys)).count == 2
-
-
 def test_a_node_that_says_why_and_goes_is_quoted(tmp_path: Path) -> None:
-    """Also where it was asked for more: what it said comes before the end of the connection."""
+    """What it said comes before the end of the connection."""
     refused = coding.encode(messages.Refused("unauthorised", "the key was revoked"))
     with node_that_says(tmp_path / "s", WELCOME, coding.encode(messages.Opened(0)), refused):
         client = PoolClient(tmp_path / "s")

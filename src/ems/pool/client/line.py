@@ -13,8 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -135,14 +134,7 @@ class Turn:
 
         Raises EmsError: the node refuses, or there is no (sound) answer before the deadline.
         """
-        return self.ask_all([request], expected)[0]
-
-    def ask_all(self, requests: Sequence[messages.Request], expected: type[Answer]) -> list[Answer]:
-        """The node's answers to requests that are sent together.
-
-        Raises EmsError: as :meth:`ask`; a node that refuses one of several has lost the connection.
-        """
-        return self._line.ask(self.connection, requests, expected, self._deadline)
+        return self._line.ask(self.connection, request, expected, self._deadline)
 
 
 class Line:
@@ -253,19 +245,17 @@ class Line:
     def ask(
         self,
         connection: Connection,
-        requests: Sequence[messages.Request],
+        request: messages.Request,
         expected: type[Answer],
         deadline: float,
         descriptors: list[int] | None = None,
-    ) -> list[Answer]:
-        """Requests and their answers, with the file descriptors that came beside them; needs the lock."""
-        frames = b"".join(map(coding.encode_request, requests))
-        answers: list[messages.Answer] = []
+    ) -> Answer:
+        """A request and its answer, with the file descriptors that came beside it; needs the lock."""
+        frame = coding.encode_request(request)
         try:
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.sock.sendall(frames)
-            bodies = islice(receive_frames(connection.sock, deadline, descriptors), len(requests))
-            answers.extend(coding.decode_answer(body) for body in bodies)
+            connection.sock.sendall(frame)
+            answer = coding.decode_answer(next(receive_frames(connection.sock, deadline, descriptors)))
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
             self.drop()
@@ -273,27 +263,19 @@ class Line:
             raise PoolTimeout("the pool node did not answer in time") from error
         except OSError as error:
             self.drop()
-            if answers and isinstance(answers[-1], messages.Refused):
-                coding.raise_refusal(answers[-1])  # the node said why before it went
             raise ConnectionEnded(f"the pool node went away: {error.strerror or error}") from error
         except BaseException:
             # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
             self.drop()
             raise
-        return self._taken(answers, expected)
-
-    def _taken(self, answers: list[messages.Answer], expected: type[Answer]) -> list[Answer]:
-        found: list[Answer] = []
-        for answer in answers:
-            if isinstance(answer, messages.Refused):
-                if answer.code == "unauthorised" or len(answers) > 1:
-                    self.drop()  # the node has ended it; or nobody learns of the leases in the other answers
-                coding.raise_refusal(answer)
-            if not isinstance(answer, expected):
-                self.drop()
-                raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
-            found.append(answer)
-        return found
+        if isinstance(answer, messages.Refused):
+            if answer.code == "unauthorised":
+                self.drop()  # the node has ended it
+            coding.raise_refusal(answer)
+        if not isinstance(answer, expected):
+            self.drop()
+            raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
+        return answer
 
     def tell(self, request: messages.Release | messages.Withdraw, epoch: int) -> None:
         """Send what has no answer, if the connection ``epoch`` is still there."""
@@ -314,7 +296,7 @@ class Line:
             descriptors: list[int] = []
             deadline, request = time.monotonic() + CALL_SECONDS, messages.Attach(number)
             try:
-                (answer,) = self.ask(connection, [request], messages.SegmentAttached, deadline, descriptors)
+                answer = self.ask(connection, request, messages.SegmentAttached, deadline, descriptors)
                 return _map(number, answer.size, descriptors)
             except PoolRefused:
                 raise

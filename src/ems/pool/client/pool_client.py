@@ -178,7 +178,9 @@ class PoolClient(Line):
                 asked = messages.Miss(namespace.name, len(keys) // KEY_BYTES, name)
             else:
                 asked = messages.Lookup(number, keys, lease, None, name, min(round(compute * 1e6), _MOST_MICROS))
-            return _hits(turn.connection, turn.ask(asked, messages.Hits))
+            answer = turn.ask(asked, messages.Hits)
+            held = _held(turn.connection, answer)
+            return Hits(answer.count, answer.pending, held, Reason.of_code(answer.code), answer.below)
 
         return self.call(timeout, look)
 
@@ -214,7 +216,9 @@ class PoolClient(Line):
             number = self._opened(turn, namespace)
             if number is None:
                 return NO_TAIL
-            return _tail_hit(turn.connection, turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits))
+            answer = turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits)
+            held = _held(turn.connection, answer)
+            return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
 
         return self.call(timeout, look)
 
@@ -389,10 +393,6 @@ class PoolClient(Line):
         return PageReader(connection.segments.segment, name, namespace.page_size, trust, first)
 
 
-def _hits(connection: Connection, answer: messages.Hits) -> Hits:
-    return Hits(answer.count, answer.pending, _held(connection, answer), Reason.of_code(answer.code), answer.below)
-
-
 def _fitting(tails: Sequence[Tail | None]) -> dict[int, Tail] | None:
     """The last of ``tails``, by position, as many as a request has room for; None when there is none."""
     found: dict[int, Tail] = {}
@@ -404,11 +404,6 @@ def _fitting(tails: Sequence[Tail | None]) -> dict[int, Tail] | None:
                 break
             found[position] = tail
     return found or None
-
-
-def _tail_hit(connection: Connection, answer: messages.Hits) -> TailHit:
-    held = _held(connection, answer)
-    return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
 
 
 def _held(connection: Connection, answer: messages.Hits) -> Lease | None:
