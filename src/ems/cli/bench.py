@@ -99,17 +99,10 @@ def ttft(
     )
     urls = (base_url("URL1", url1), base_url("URL2", url2))
     with progress_bars() as tell:
-        report = asyncio.run(
-            of_ttft.measure(
-                urls,
-                plan,
-                model=model,
-                api_key=api_key,
-                timeout=timeout,
-                socket=socket or default_socket(),
-                progress=tell,
-            )
+        measuring = of_ttft.measure(
+            urls, plan, model=model, api_key=api_key, timeout=timeout, socket=socket or default_socket(), progress=tell
         )
+        report = asyncio.run(measuring)
     present(report, ttft_table(report), output)
     return 1 if report.failed else 0
 
@@ -132,12 +125,8 @@ def pool(
         rounds: Rounds over each page size, of which the median counts.
         lookups: Lookups of each number of keys.
     """
-    plan = of_pool.PoolPlan(
-        pages=tuple(parse_size(part, name="--pages") for part in pages.split(",")),
-        keys=parse_counts(keys, "--keys"),
-        rounds=rounds,
-        lookups=lookups,
-    )
+    sizes = tuple(parse_size(part, name="--pages") for part in pages.split(","))
+    plan = of_pool.PoolPlan(pages=sizes, keys=parse_counts(keys, "--keys"), rounds=rounds, lookups=lookups)
     report = of_pool.measure(plan, socket, note)
     present(report, of_pool.tables(report), output)
 

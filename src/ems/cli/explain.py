@@ -12,7 +12,7 @@ import msgspec
 from ems.cli.acts import connected
 from ems.cli.options import ASKING, Asking, Tokens
 from ems.cli.shown import present_facts
-from ems.cli.status import show
+from ems.cli.status import because, show
 from ems.errors import ConfigError, PoolRefused
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
@@ -194,9 +194,8 @@ def _told(row: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         facts.append(("window", f"{row['window']} tokens: only the chunks in sight of the next token are needed"))
     if "first_missing" in row:
         first = row["first_missing"]
-        detail = f" ({row['detail']})" if row["detail"] else ""
         facts.append(("missing", f"chunk {first}, tokens {row['tokens']} to {min((first + 1) * size, tokens) - 1}"))
-        facts.append(("reason", f"{row['reason']}: {row['sentence']}{detail}"))
+        facts.append(("reason", because(row)))
         counts = sorted(row["reasons"].items(), key=lambda item: -item[1])
         facts.append(("all missing", ", ".join(f"{reason} {count}" for reason, count in counts)))
     return facts

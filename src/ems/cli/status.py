@@ -167,7 +167,7 @@ def _page(row: dict[str, Any]) -> list[tuple[str, str]]:
     facts = [("namespace", row["namespace"]), ("state", row["state"])]
     below = [("in tiers", ", ".join(row["tiers"]) or "none")] if "tiers" in row else []
     if row["state"] == "absent":
-        return [*facts, ("reason", _because(row)), *below]
+        return [*facts, ("reason", because(row)), *below]
     facts += [
         ("where", f"{row['tier']}, segment {row['segment']}, slot {row['slot']}"),
         *below,
@@ -185,10 +185,10 @@ def _look(row: dict[str, Any]) -> list[tuple[str, str]]:
         ("namespace", row["namespace"]),
         ("lookup", f"{row['found']} of {row['asked']} keys found, {age(row['seconds_ago'])} ago"),
         *([("missing", row["missing"])] if row["missing"] else []),
-        ("reason", _because(row)),
+        ("reason", because(row)),
     ]
 
 
-def _because(row: dict[str, Any]) -> str:
+def because(row: dict[str, Any]) -> str:
     text = f"{row['reason']}: {row['sentence']}"
     return f"{text} ({row['detail']})" if row["detail"] else text

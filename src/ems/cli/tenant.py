@@ -181,13 +181,8 @@ def remove(name: str, /, *, asked: Writing = WRITING) -> None:
 
     What tiers below memory have of it stays there until it is cleared with `ems clear --tenant`.
     """
-    change_and_tell(
-        "tenant remove",
-        {"tenant": name},
-        lambda known: tenancy.remove_tenant(known, name),
-        f"tenant {name} removed",
-        asked=asked,
-    )
+    what, said = {"tenant": name}, f"tenant {name} removed"
+    change_and_tell("tenant remove", what, lambda known: tenancy.remove_tenant(known, name), said, asked=asked)
 
 
 def list_(*, asked: Reading = READING) -> None:
@@ -265,13 +260,8 @@ def revoke_key(tenant: str, key: str, /, *, asked: Writing = WRITING) -> None:
     Args:
         key: The key's name, as ems key list has it, or all.
     """
-    change_and_tell(
-        "key revoke",
-        {"tenant": tenant, "key": key},
-        lambda known: tenancy.revoke_key(known, tenant, key),
-        f"{key} of tenant {tenant} is revoked",
-        asked=asked,
-    )
+    what, said = {"tenant": tenant, "key": key}, f"{key} of tenant {tenant} is revoked"
+    change_and_tell("key revoke", what, lambda known: tenancy.revoke_key(known, tenant, key), said, asked=asked)
 
 
 def list_keys(tenant: str, /, *, asked: Reading = READING) -> None:

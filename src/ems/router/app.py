@@ -87,12 +87,8 @@ class Router:
             raise Refusal(404, f"There is no {scope['path']} here", code="not_found")
         page = methods.get(scope["method"])
         if page is None:
-            raise Refusal(
-                405,
-                f"{scope['method']} is not allowed here: expected {' or '.join(methods)}",
-                code="method_not_allowed",
-                headers={"allow": ", ".join(methods)},
-            )
+            message = f"{scope['method']} is not allowed here: expected {' or '.join(methods)}"
+            raise Refusal(405, message, code="method_not_allowed", headers={"allow": ", ".join(methods)})
         return page
 
     def _table(self, pages: Pages) -> dict[str, dict[str, Page]]:

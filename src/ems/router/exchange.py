@@ -104,15 +104,11 @@ class Exchange:
         :raises Refusal: the router has to answer it, and nothing was sent.
         :raises ClientLeft: nobody waits for the answer.
         """
-        config = self._parts.config
+        config, fleet, counters = self._parts.config, self._parts.fleet, self._parts.counters
         body = await receive_body(self._scope, self._receive, limit=config.max_body_bytes, timeout=config.body_timeout)
         self._request = parse(body)
         self._dispatch = Dispatch(
-            self._parts.fleet,
-            self._parts.counters,
-            self._request,
-            max_retries=config.max_retries,
-            retry_delay=config.retry_delay,
+            fleet, counters, self._request, max_retries=config.max_retries, retry_delay=config.retry_delay
         )
         task = asyncio.current_task()
         assert task is not None
@@ -162,12 +158,8 @@ class Exchange:
                 await asyncio.sleep(step.delay)
             return await (self._prefill if step.instance.role is Role.PREFILL else self._decode)(step.instance)
         assert isinstance(step, GiveUp)
-        raise Refusal(
-            503,
-            "No decode server is available; try again later",
-            code="no_decode_server",
-            headers={"retry-after": str(step.retry_after)},
-        )
+        later = {"retry-after": str(step.retry_after)}
+        raise Refusal(503, "No decode server is available; try again later", code="no_decode_server", headers=later)
 
     async def _prefill(self, instance: Instance) -> Step | None:
         dispatch = self._dispatch

@@ -54,11 +54,8 @@ def read_change(body: bytes) -> tuple[Role, list[Address]]:
     try:
         change = _change.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(
-            400,
-            'Expected {"type": "prefill" or "decode", "instances": "HOST:PORT" or a list of those}: ' + str(error),
-            code="invalid_instances",
-        ) from None
+        expected = 'Expected {"type": "prefill" or "decode", "instances": "HOST:PORT" or a list of those}'
+        raise Refusal(400, f"{expected}: {error}", code="invalid_instances") from None
     names = [change.instances] if isinstance(change.instances, str) else change.instances
     if not names:
         raise Refusal(400, "No instance was named", code="invalid_instances", param="instances")
@@ -91,15 +88,8 @@ class Pages:
         self._fleet = parts.fleet
 
     async def healthcheck(self, reply: Reply) -> None:
-        await reply.json(
-            200,
-            {
-                "status": "ok",
-                "prefill_instances": len(self._fleet.listed(Role.PREFILL)),
-                "decode_instances": len(self._fleet.listed(Role.DECODE)),
-                "request_num": self._parts.counters.running,
-            },
-        )
+        instances = {f"{role}_instances": len(self._fleet.listed(role)) for role in Role}
+        await reply.json(200, {"status": "ok", **instances, "request_num": self._parts.counters.running})
 
     async def health(self, reply: Reply) -> None:
         """Like an engine's page: 200 without a body while requests can be served, else 503."""
@@ -145,14 +135,8 @@ class Pages:
         await self._changed(f"Removed {role} instances: {names}; requests that run there will finish", reply)
 
     async def _changed(self, message: str, reply: Reply) -> None:
-        await reply.json(
-            200,
-            {
-                "message": message,
-                "current_prefill_instances": [str(one.address) for one in self._fleet.listed(Role.PREFILL)],
-                "current_decode_instances": [str(one.address) for one in self._fleet.listed(Role.DECODE)],
-            },
-        )
+        current = {f"current_{role}_instances": [str(one.address) for one in self._fleet.listed(role)] for role in Role}
+        await reply.json(200, {"message": message, **current})
 
     async def models(self, scope: Scope, reply: Reply) -> None:
         asked = self._fleet.usable(Role.DECODE) + self._fleet.usable(Role.PREFILL)

@@ -9,7 +9,7 @@ import pytest
 from ems.errors import StaleReference
 from ems.pool.core.leases import Leases
 from ems.pool.core.namespaces import NamespacePages
-from ems.pool.core.reservations import Reservations
+from ems.pool.core.reservations import Reservation, Reservations
 from ems.pool.layout import REF_BYTES
 from ems.pool.pages import Page
 from tests.pool.brain import chain
@@ -75,7 +75,7 @@ def test_leases_that_do_not_add_up_are_noticed() -> None:
 def test_a_commit_takes_all_that_it_names_or_nothing() -> None:
     namespace, pages = ns(present=False)
     reservations = Reservations()
-    reservations.promise(1, 7, namespace, dict(enumerate(pages)), None, inf)
+    reservations.promise(1, Reservation(7, namespace, dict(enumerate(pages)), None, inf))
     with pytest.raises(StaleReference, match="no page 9"):
         reservations.take(7, 1, [0, 9])
     with pytest.raises(StaleReference, match="reserve again"):

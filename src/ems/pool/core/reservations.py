@@ -54,7 +54,7 @@ LIMITS = UncommittedLimits()
 class Reservation:
     """Pages of one namespace that ``client_id`` is writing, by their positions in what it asked for.
 
-    ``process`` is whom they count for, and the promise holds until ``until``.
+    ``process`` is whom they count for, if anybody, and the promise holds until ``until``.
     """
 
     client_id: int
@@ -77,19 +77,10 @@ class Reservations:
     def __len__(self) -> int:
         return len(self.all)
 
-    def promise(
-        self,
-        number: int,
-        client_id: int,
-        namespace: NamespacePages,
-        waiting: dict[int, Page],
-        process: Hashable,
-        until: float,
-    ) -> None:
-        """``client_id`` writes the pages ``waiting``, by position, until then; they count for ``process``, if any."""
-        held = self.all[number] = Reservation(client_id, namespace, waiting, process, until)
-        self._of_owner.setdefault(client_id, {})[number] = None
-        self._count(held, len(waiting))
+    def promise(self, number: int, held: Reservation) -> None:
+        self.all[number] = held
+        self._of_owner.setdefault(held.client_id, {})[number] = None
+        self._count(held, len(held.waiting))
 
     def add(self, client_id: int, number: int, pages: dict[int, Page]) -> None:
         """More pages are to be written, by position.

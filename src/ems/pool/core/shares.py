@@ -131,8 +131,7 @@ class Shares:
     ) -> NamespacePages | None:
         """The namespace that loses a segment to ``namespace``; None when nobody has to."""
         usage = SegmentUsage(namespaces, segments)
-        size = max((segment.size for segment in segments), default=0)
-        other = self._donor_tenant(namespace, usage, size, namespaces, now)
+        other = self._donor_tenant(namespace, usage, namespaces, now)
         tenant = namespace.tenant if other is None else other
         rest = [one for one in namespaces if one is not namespace and one.tenant == tenant and usage.counts[one.number]]
         richest = max(rest, key=lambda one: (usage.counts[one.number], -one.last_used), default=None)
@@ -143,15 +142,10 @@ class Shares:
         return richest if _gives_way(usage.counts[richest.number], own, len(rest) + 1, shared, rested=rested) else None
 
     def _donor_tenant(
-        self,
-        namespace: NamespacePages,
-        usage: SegmentUsage,
-        size: int,
-        namespaces: Iterable[NamespacePages],
-        now: float,
+        self, namespace: NamespacePages, usage: SegmentUsage, namespaces: Iterable[NamespacePages], now: float
     ) -> str | None:
         """The other tenant that loses a segment to this one's; None when it has to do with what it has."""
-        tenant = namespace.tenant
+        tenant, size = namespace.tenant, usage.largest
         if not self.may_grow(tenant, usage.bytes[tenant], size):
             return None
         donors = [
@@ -183,6 +177,7 @@ class SegmentUsage:
     def __init__(self, namespaces: Iterable[NamespacePages], segments: Sequence[Segment]) -> None:
         tenants = {namespace.number: namespace.tenant for namespace in namespaces}
         self.total = sum(1 for segment in segments if segment.size)
+        self.largest = max((segment.size for segment in segments), default=0)
         self.unowned = 0
         self.counts: Counter[int] = Counter()
         """Segments of each namespace."""

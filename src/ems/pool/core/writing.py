@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ems.errors import PoolRefused
+from ems.pool.core.reservations import Reservation
 from ems.pool.layout import PageRef
 from ems.pool.pages import Assigned, Outcome, Page
 from ems.pool.reasons.words import Reason
@@ -143,7 +144,7 @@ class Writing:
             # Tiers bound what they fetch, and end it themselves.
             process = state.writer(client_id).process if client_id > 0 else None
             until = state.now + self._limits.seconds if client_id > 0 else inf
-            state.reservations.promise(number, client_id, namespace, pages, process, until)
+            state.reservations.promise(number, Reservation(client_id, namespace, pages, process, until))
         return number
 
     def _may_reserve(self, client_id: int, namespace: NamespacePages) -> float:
