@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -123,13 +124,10 @@ async def _send(
 def _pool_figures(socket: Path | None) -> dict[str, float] | None:
     if socket is None or not socket.exists():
         return None
-    client = PoolClient(socket, name="ems bench ttft", administers=True)
     try:
-        figures = client.stats()
+        with closing(PoolClient(socket, name="ems bench ttft", administers=True)) as client:
+            counters = client.stats()["counters"]
     except PoolError:
         return None
-    finally:
-        client.close()
-    counters = figures["counters"]
     assert isinstance(counters, dict), "the node's figures have counters"
     return {name: float(counters[name]) for name in _COUNTERS if name in counters}

@@ -214,8 +214,7 @@ def warm(
         wanted = []
         for plane in planes:
             chain = KeyChain(plane.identity, plane.chunk_tokens)
-            chunks = chain.extend(ids)
-            wanted.append((plane.namespace, page_keys(chain.packed(0, chunks), plane.shards)))
+            wanted.append((plane.namespace, page_keys(chain.packed(0, chain.extend(ids)), plane.shards)))
     most = MAX_KEYS * KEY_BYTES
     reports = [
         {"namespace": name, **ask(asked.at, Warm(name, raw[start : start + most]), dry_run=asked.dry_run)}
@@ -224,8 +223,10 @@ def warm(
     ]
     if asked.json:
         print_json({"namespaces": reports})
-    else:
-        _tell_warmed(reports, dry_run=asked.dry_run)
+        return 0
+    for report in reports:
+        rest = "would be asked for" if asked.dry_run else f"{report['on_their_way']} on their way"
+        say(f"{report['namespace']}: {report['pages']} pages, {report['in_memory']} in memory, {rest}")
     return 0
 
 
@@ -251,9 +252,3 @@ def _tell_whole(report: dict[str, Any], *, dry_run: bool) -> None:
         alone = f", {row['without_prefix']} left below without their prefix" if row["without_prefix"] else ""
         reason = f"; {row['reason']}" if row["reason"] else ""
         say(f"{row['namespace']}: {came}, {row['in_memory']} were in memory{alone}{reason}")
-
-
-def _tell_warmed(reports: list[dict[str, Any]], *, dry_run: bool) -> None:
-    for report in reports:
-        rest = "would be asked for" if dry_run else f"{report['on_their_way']} on their way"
-        say(f"{report['namespace']}: {report['pages']} pages, {report['in_memory']} in memory, {rest}")

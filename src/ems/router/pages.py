@@ -149,9 +149,8 @@ class Pages:
             kind = headers.returned(answered[0].headers, b"").kind or b"application/octet-stream"
             await reply.whole(answered[0].status, answered[0].body, kind=kind)
         else:
-            raise Refusal(
-                503, "No server is available; try again later", code="no_server", headers={"retry-after": "1"}
-            )
+            later = {"retry-after": "1"}
+            raise Refusal(503, "No server is available; try again later", code="no_server", headers=later)
 
     async def reset_prefix_cache(self, scope: Scope, reply: Reply) -> None:
         asked = self._fleet.listed(Role.PREFILL) + self._fleet.listed(Role.DECODE)

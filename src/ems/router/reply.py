@@ -65,18 +65,13 @@ class Reply:
         self.sending = False
 
     async def whole(
-        self,
-        status: int,
-        body: bytes = b"",
-        *,
-        kind: bytes = b"application/json",
-        headers: dict[str, str] | None = None,
+        self, status: int, body: bytes = b"", *, kind: bytes = b"application/json", extra: dict[str, str] | None = None
     ) -> None:
         fields = [(b"content-length", b"%d" % len(body)), (b"x-request-id", self.request_id)]
         if body:
             fields.append((b"content-type", kind))
-        if headers:
-            fields.extend((name.encode(), value.encode()) for name, value in headers.items())
+        if extra:
+            fields.extend((name.encode(), value.encode()) for name, value in extra.items())
         await self.head(status, fields)
         await self.piece(body, more=False)
 
@@ -85,7 +80,7 @@ class Reply:
 
     async def refuse(self, refusal: Refusal) -> None:
         body = error_body(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
-        await self.whole(refusal.status, body, headers=refusal.headers)
+        await self.whole(refusal.status, body, extra=refusal.headers)
 
 
 def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:

@@ -110,12 +110,9 @@ def table(found: Comparison) -> Table:
                 times = f" ({row.of_lru:.2f}x)" if row.of_lru is not None and row.policy != "lru" else ""
                 cells.append(f"{row.share:.1%}{times}")
         rows.append((f"{capacity:,}", *cells, f"{optimum:.1%}"))
-    return Table(
-        ("blocks of memory", *plan.policies, "optimum"),
-        rows,
-        f"Hits in {found.blocks:,} blocks of {found.requests:,} requests ({found.distinct:,} different){ahead}",
-        "In brackets: in hits of lru. The optimum knows the future.",
-    )
+    title = f"Hits in {found.blocks:,} blocks of {found.requests:,} requests ({found.distinct:,} different){ahead}"
+    remark = "In brackets: in hits of lru. The optimum knows the future."
+    return Table(("blocks of memory", *plan.policies, "optimum"), rows, title, remark)
 
 
 def tier_table(found: Comparison) -> Table | None:

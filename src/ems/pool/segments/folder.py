@@ -197,8 +197,7 @@ class Folder:
         for entry in own:
             segment = _SEGMENT.fullmatch(entry.name)
             beside = not first and entry.name in _SIDE_FILES and entry.name != SIZE_NAME
-            goes = int(segment[1]) >= first if segment else beside
-            if goes:
+            if int(segment[1]) >= first if segment else beside:
                 entry.unlink(missing_ok=True)
         if not first:
             self.marks.unlink(missing_ok=True)

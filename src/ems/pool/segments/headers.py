@@ -100,21 +100,18 @@ class Headers:
         if checksums is not None:
             flags |= PageFlag.CHECKSUMMED
         # The first is the most recently used: a prefix is worth more than what hangs on it.
-        stamp = self.stamp + len(pages)
-        self.stamp = stamp
+        stamp = self.stamp = self.stamp + len(pages)
         self._cover(stamp, self.carving)
-        self._write_headers(self._present(pages, stamp, length, checksums, flags))
 
-    @staticmethod
-    def _present(
-        pages: Sequence[Page], stamp: int, length: int, checksums: Sequence[int] | None, flags: int
-    ) -> Iterator[tuple[PageRef, Header]]:
-        for position, page in enumerate(pages):
-            ref = PageRef.unpack(page.ref)
-            parent = page.parent.key if page.parent is not None else NO_PARENT
-            checksum = checksums[position] if checksums is not None else 0
-            place = stamp - 1 - position
-            yield ref, Header(SlotState.PRESENT, ref.generation, page.key, parent, place, length, checksum, flags)
+        def present() -> Iterator[tuple[PageRef, Header]]:
+            for position, page in enumerate(pages):
+                ref = PageRef.unpack(page.ref)
+                parent = page.parent.key if page.parent is not None else NO_PARENT
+                checksum = checksums[position] if checksums is not None else 0
+                place = stamp - 1 - position
+                yield ref, Header(SlotState.PRESENT, ref.generation, page.key, parent, place, length, checksum, flags)
+
+        self._write_headers(present())
 
     def forget(self, slots: Iterable[tuple[int, int]]) -> None:
         """Say in the headers of ``slots`` (segment, number) that they are free.
