@@ -44,10 +44,9 @@ class Assigned(msgspec.Struct, frozen=True):
 class Page:
     """One page: where it lies, who holds it, and what the policy of its namespace notes on it.
 
-    ``ref`` says where the page lies in the form that travels (a packed :class:`PageRef`).  ``leases``
-    counts readers that were promised the page, ``suffixes`` are the pages whose prefix it is: none, one, or a
-    set of several; the page may not be evicted while there is any of either.  ``uses``, ``place``, ``older`` and
-    ``newer`` are the policy's.
+    ``ref`` says where the page lies in the form that travels (a packed :class:`PageRef`).  ``leases`` counts readers
+    that were promised the page, ``suffixes`` are the pages whose prefix it is: none, one, or a set of several; the page
+    may not be evicted while there is any of either.  ``uses``, ``place``, ``older`` and ``newer`` are the policy's.
     """
 
     __slots__ = (

@@ -34,8 +34,6 @@ class _DoesNotWork(Exception):
 
 
 class _OneTier(msgspec.Struct):
-    """What came of one tier so far."""
-
     number: int
     name: str
     pages: int = 0
@@ -76,19 +74,16 @@ class DeepClearing:
         self._dry_run = dry_run
         self._let_in: Callable[[], None] | None = None
         if not dry_run:
-            self._close_doors()
+            for ns in namespaces:
+                if matches(ns.name):
+                    tiers.take_back(ns.number, partial(memory.matches, ns))
+            if not unused_for:
+                # With an age nothing is held back: what is fetched now is not old any more.
+                self._let_in = tiers.hold_back(matches)
         self._below = [_OneTier(at, name) for at, (name, _) in enumerate(tiers.holdings())]
         self._now = 0.0
         self._work = self._steps()
         self.done = False
-
-    def _close_doors(self) -> None:
-        for ns in self._namespaces:
-            if self._matches(ns.name):
-                self._tiers.take_back(ns.number, partial(self._memory.matches, ns))
-        if not self._unused_for:
-            # With an age nothing is held back: what is fetched now is not old any more.
-            self._let_in = self._tiers.hold_back(self._matches)
 
     def step(self, now: float) -> bool:
         self._now = now

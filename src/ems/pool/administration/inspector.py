@@ -84,7 +84,6 @@ class Inspector:
         return {"kind": "request", "request": request, "lookups": [self._told_look(look, now) for look in looks]}
 
     def _told_look(self, look: Any, now: float) -> Report:
-        fields = _told_reason(look.code)
         # What is known by now may be more than a code, as long as the key is still missing for the same reason.
         later = self._core.reading.explain(look.namespace, [look.missing] if look.missing else [bytes(KEY_BYTES)])
         detail = later.detail if look.code and later.codes[0] == look.code else ""
@@ -94,7 +93,7 @@ class Inspector:
             "found": look.found,
             "missing": look.missing.hex(),
             "seconds_ago": round(max(now - look.at, 0.0), 3),
-            **fields,
+            **_told_reason(look.code),
             "detail": detail,
         }
 
@@ -140,15 +139,11 @@ class Inspector:
                 "prefix_present": prefix is None or prefix.present,
                 "idle_seconds": round(max(now - page.used, 0.0), 3) if page.present else 0.0,
             }
-        fields = self._core.reading.explain(namespace.name, [key])
-        if fields.codes[0] in (0, Reason.NEVER_STORED.code, Reason.OTHER_LAYOUT.code):
+        known = self._core.reading.explain(namespace.name, [key])
+        code = known.codes[0]
+        if code in (0, Reason.NEVER_STORED.code, Reason.OTHER_LAYOUT.code):
             return None
-        return {
-            "namespace": namespace.name,
-            "state": "absent",
-            **_told_reason(fields.codes[0]),
-            "detail": fields.detail,
-        }
+        return {"namespace": namespace.name, "state": "absent", **_told_reason(code), "detail": known.detail}
 
 
 def _told_reason(code: int) -> Report:

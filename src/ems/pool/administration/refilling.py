@@ -33,8 +33,6 @@ LIMIT = "the limit is reached"
 
 
 class _Space(msgspec.Struct, eq=False):
-    """How far one namespace is."""
-
     name: str
     page_size: int
     number: int

@@ -171,12 +171,8 @@ class AdminService:
         if not dry_run:
             self._core.draining = act.draining
         stats = self._core.stats()
-        return {
-            "draining": self._core.draining,
-            "leases": stats["leases"],
-            "reservations": stats["reservations"],
-            "slots_resting": stats["slots_resting"],
-        }
+        held = {name: stats[name] for name in ("leases", "reservations", "slots_resting")}
+        return {"draining": self._core.draining, **held}
 
     def _pin(self, act: acts.Pin, dry_run: bool, now: float) -> Report:
         number = self._core.find_namespace(act.namespace)
@@ -260,7 +256,6 @@ class AdminService:
         raise PoolRefused("the pool is not being made smaller, so there is nothing to cancel")
 
     def freed(self, number: int) -> None:
-        """The memory of segment ``number`` was given back."""
         for running in self._running.values():
             if isinstance(running, Shrinking):
                 running.freed(number)

@@ -88,7 +88,6 @@ class Paced:
         self._next_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the request's place in the row, and answer it."""
         loop = asyncio.get_running_loop()
         begins_at = max(self._next_at, loop.time())
         if begins_at - loop.time() > MAX_HTTP * PAUSE_SECONDS:  # most of them are gone by now

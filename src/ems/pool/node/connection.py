@@ -130,8 +130,7 @@ class Connection:
             self._send_held()
         except EmsError as error:  # before the greeting is over any, later those of the protocol
             self.refuse(error)
-        except Exception:  # noqa: BLE001 - the root of what a client sets off, see below
-            # Root of all that a client can set off: a defect here costs the one who found it, not the others.
+        except Exception:  # noqa: BLE001 - root of all that a client can set off: a defect costs who found it alone
             _log.exception("a request brought up a defect", client=self.client, pid=self.pid)
             self.refuse(ProtocolError("the node has a defect that this request brought up, see its log"))
         self._node.answered()

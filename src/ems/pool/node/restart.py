@@ -176,5 +176,4 @@ class Restart:
             self._task.cancel()
 
     def figures(self) -> dict[str, object]:
-        """Whether a restart is under way, and why the last one did not come about."""
         return {"wished": self.wished, "failure": self.failure}

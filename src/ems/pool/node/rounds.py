@@ -106,7 +106,6 @@ class Rounds:
             self._take_turns_soon()
 
     def add(self, worker: Worker) -> None:
-        """``worker`` has something to do, and takes its turns."""
         self.turns.add(worker)
         self._take_turns_soon()
 

@@ -129,7 +129,10 @@ class RequestHandler:
     def _handle_tenants(
         self, mine: TenantRequestFilter, client_id: int, request: messages.Request, inner: messages.Request, now: float
     ) -> Steps[messages.Answer | None]:
-        self._refuse_foreign(mine, inner)
+        if isinstance(inner, messages.Open) and inner.page_size and self._core.find_namespace(inner.name) < 0:
+            mine.opens()
+        if isinstance(inner, messages.Attach) and self._core.segment_tenant(inner.segment) != mine.tenant:
+            raise StaleReference(f"segment {inner.segment} holds no page of this tenant, look again")
         if isinstance(inner, messages.Stats):
             return messages.Figures({**self._host.figures(own=True), **mine.figures(self._core.rows(mine.numbers))})
         answer = self._verbs[type(inner)](client_id, inner, now)
@@ -137,12 +140,6 @@ class RequestHandler:
             answer = yield from answer
         mine.tally.count(request, answer)  # type: ignore[arg-type] # it is no generator any more
         return mine.outward(answer)  # type: ignore[arg-type]
-
-    def _refuse_foreign(self, mine: TenantRequestFilter, request: messages.Request) -> None:
-        if isinstance(request, messages.Open) and request.page_size and self._core.find_namespace(request.name) < 0:
-            mine.opens()
-        if isinstance(request, messages.Attach) and self._core.segment_tenant(request.segment) != mine.tenant:
-            raise StaleReference(f"segment {request.segment} holds no page of this tenant, look again")
 
     def _lookup(
         self, client_id: int, request: messages.Lookup, _now: float
@@ -335,7 +332,10 @@ class RequestHandler:
     def _commit(self, client_id: int, request: messages.Commit, _now: float) -> Steps[messages.Done]:
         core = self._core
         positions = core.reservations.written(client_id, request.reservation, request.positions)
-        checksums = _checksums(request)
+        checksums: dict[int, int] | None = None
+        if request.checksums and request.positions is not None:
+            sums = np.frombuffer(request.checksums, dtype="<u4").tolist()
+            checksums = dict(zip(request.positions, sums, strict=True))
         pages: list[Page] = []
         for start in range(0, max(len(positions), 1), STEP):
             if start:
@@ -381,11 +381,3 @@ def _begins_something(request: messages.Request) -> bool:
     if isinstance(request, messages.Administer):
         return not isinstance(request.act, List | Show | Follow | Upgrade)
     return isinstance(request, messages.Reserve) or (isinstance(request, messages.Lookup) and request.lease)
-
-
-def _checksums(request: messages.Commit) -> dict[int, int] | None:
-    """The checksums by position; None where the writer sent none."""
-    if not request.checksums or request.positions is None:
-        return None
-    told = np.frombuffer(request.checksums, dtype="<u4").tolist()
-    return dict(zip(request.positions, told, strict=True))

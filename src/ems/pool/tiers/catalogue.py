@@ -2,8 +2,7 @@
 
 A brain.  What always holds: a key is found in one pack as long as any pack has it, in the one that was known first; a
 pack leaves as a whole; what is used keeps what it continues (its prefix's packs), so that no suffix outlives its prefix
-for long.
-Reading is safe beside one writer: it looks at single entries of dictionaries only.
+for long.  Reading is safe beside one writer: it looks at single entries of dictionaries only.
 """
 
 from __future__ import annotations

@@ -126,7 +126,6 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def folder_of(namespace: str) -> str:
-    """Where the packs of ``namespace`` are."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:32]
 
 

@@ -89,7 +89,6 @@ class PackTier(PackStore):
     # Storing
 
     def store(self, namespace: str, pages: Sequence[Stored]) -> list[Outcome]:
-        """Keep ``pages``; blocks."""
         expected = self._catalogue.page_size(namespace) or (len(pages[0].payload) if pages else 0)
         seal = self._keys.pack(namespace)
         if seal is None:
@@ -129,7 +128,6 @@ class PackTier(PackStore):
     # Loading
 
     def load(self, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
-        """Fetch ``wanted``; blocks."""
         outcomes = [Outcome.MISSING] * len(wanted)
         by_pack: dict[int, list[tuple[PackLocation, int]]] = {}
         for number, page in enumerate(wanted):
@@ -200,7 +198,6 @@ class PackTier(PackStore):
         return ForgetResult(pages, size, more=more, left=self._left_alone_of(request.namespace))
 
     def _count(self, request: ForgetRequest) -> ForgetResult:
-        """All that ``request`` means."""
         pages = size = 0
         fewer = self._fewer(request)
         # What is also in a pack that is passed over is found there afterwards.
