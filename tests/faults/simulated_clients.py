@@ -59,12 +59,12 @@ class Maps:
         """What is mapped."""
         return self._files.values()
 
-    def write(self, ref: PageRef, data: bytes) -> bool:
-        """Write into a page's slot, in the memory in which it was promised; False where that was replaced."""
+    def write(self, ref: PageRef, data: bytes, size: int) -> bool:
+        """Write the beginning of a page of ``size`` bytes, where it was promised; False where that was replaced."""
         segment = self._maps[ref.segment]
         if generation_of(segment, ref.slot) != ref.generation:
             return False
-        begin = slot_offset(len(segment), len(data), ref.slot)
+        begin = slot_offset(len(segment), size, ref.slot)
         segment[begin : begin + len(data)] = data
         return True
 

@@ -43,7 +43,7 @@ def reserved(world: World, a: int, b: int, c: int) -> Writing | None:
 
 def fill(writing: Writing, at: int, part: float = 1.0) -> None:
     data = content(writing.name, writing.keys[at])
-    if writing.maps.write(writing.granted[at], data[: int(len(data) * part)]) and part == 1.0:
+    if writing.maps.write(writing.granted[at], data[: int(len(data) * part)], len(data)) and part == 1.0:
         writing.written.add(at)
 
 
@@ -129,7 +129,7 @@ def _write_wildly(world: World, one: Late, b: int, c: int) -> None:
         segment = world.node.core.slots.segments[one.ref.segment]
         for slot, generation in enumerate(segment.generations):
             world.hurt[one.ref.segment, slot, generation] = world.life
-    one.maps.write(one.ref, bytes([b % 256, c % 256]) * (one.size // 2))
+    one.maps.write(one.ref, bytes([b % 256, c % 256]) * (one.size // 2), one.size)
     world.counts["late write"] += 1
 
 
