@@ -185,14 +185,14 @@ class PackTier(PackStore):
         until = self._clock() + FORGET_SECONDS
         fewer = self._fewer(request)
         gone = [self._let_go(pack) for pack, staying in fewer if not staying]
-        self._remove_forgotten(until)
+        self._delete_cleared(until)
         self._quarantine.clear(request.namespace, self._clock() - request.unused_for)
         parts = [(pack, staying) for pack, staying in fewer if staying]
         while parts:
             gone.append(self._shrink(*parts.pop()))
             if self._clock() >= until:
                 break
-        self._remove_forgotten(until)
+        self._delete_cleared(until)
         pages, size = (sum(column) for column in zip((0, 0), *gone, strict=True))
         more = bool(parts or self._leaving or not self.scanned)
         return ForgetResult(pages, size, more=more, left=self._left_alone_of(request.namespace))
@@ -251,8 +251,8 @@ class PackTier(PackStore):
         self._put(name, parts)
         return self._let_go(pack, name, new)
 
-    def _remove_forgotten(self, until: float) -> None:
-        """Remove what is forgotten, some of it whatever the time; what fails stays to be removed."""
+    def _delete_cleared(self, until: float) -> None:
+        """Delete packs whose pages were cleared, some of them whatever the time; what fails stays to be deleted."""
         while self._leaving:
             names = sorted(self._leaving)[:AT_ONCE]
             self._blobs.delete(names)
@@ -262,7 +262,7 @@ class PackTier(PackStore):
 
     def maintain(self) -> None:
         super().maintain()
-        self._remove_forgotten(self._clock() + REMOVE_SECONDS)
+        self._delete_cleared(self._clock() + REMOVE_SECONDS)
 
 
 def _runs(found: Sequence[tuple[PackLocation, int]]) -> Iterable[list[tuple[PackLocation, int]]]:
