@@ -40,6 +40,7 @@ VERBS = {
     "stop": ("lifecycle:stop", "Stop the pool node of this host."),
     "upgrade": ("lifecycle:upgrade", "Let the running node become the installed release."),
     "completion": ("usage:completion", "Print the completion of a shell."),
+    "doctor": ("doctor:doctor", "Check this host before anything is deployed on it."),
     "fsck": ("fsck:fsck", "Check a tier below memory and mend it."),
     "router": ("router:router", "Run the OpenAI-compatible router in front of prefill and decode servers."),
 }
