@@ -139,3 +139,26 @@ def down_and_up(world: World, a: int, b: int, c: int) -> None:
     administering.act(world, Clear(namespace=called(tenant, name_of(b)), memory_only=True))
     await_pages(world, a, b, c)
     readers.load(world, a, b // 4 * 4, c)
+
+
+def fail_while_more_waits(world: World, a: int, b: int, c: int) -> None:
+    """A place fails while more is to be fetched than it has threads: what none of them began is called off."""
+    if not world.below.places:
+        return
+    chains = [at + len(PATHS) * 12 for at in (PATHS.index("abcd"), PATHS.index("klm"), PATHS.index("qr"))]
+    for chain in chains:
+        writers.save(world, a, b, chain)
+    keep_up(world, a, b, c)
+    tenant = world.clients[a % len(world.clients)].tenant
+    administering.act(world, Clear(namespace=called(tenant, name_of(b)), memory_only=True))
+    for chain in chains:
+        prefetch(world, a, b, chain)
+    world.settle()
+    wrong = world.below.places[0].wrong
+    before = set(wrong)
+    wrong.add("fails")
+    world.node.workers.begin()
+    world.let_pass(0.1)
+    lifecycle.work(world, 10, patient=False)
+    wrong.clear()
+    wrong.update(before)

@@ -58,6 +58,7 @@ TIERS: Steps = {
     "mend a place": (carrying.mend_place, 4),
     "flip a blob": (carrying.flip_blob, 3),
     "another node": (carrying.other_node, 3),
+    "fail while more waits": (carrying.fail_while_more_waits, 2),
     "prefetch": (carrying.prefetch, 4),
     "await pages": (carrying.await_pages, 8),
     "warm": (administering.warm, 3),
