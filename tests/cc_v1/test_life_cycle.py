@@ -75,6 +75,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("EMS_POOL_SIZE", "16MB")
     yield directory
     Ems.close()  # or it would start the node again
+    until(lambda: not {thread.name for thread in threading.enumerate()} & {"ems-monitor", "ems-start"})
     for process in nodes_of(directory):
         end(process, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)

@@ -70,6 +70,7 @@ def test_it_recovers_by_itself(make: Callable[..., Monitor], caplog: pytest.LogC
     monitor.failed(PoolTimeout("too late"))
     assert not monitor.healthy
     until(lambda: monitor.healthy)
+    until(lambda: len(caplog.messages) >= 2)
     assert caplog.messages == ["EMS pool is not used for now: too late", "EMS pool is used again"]
 
 
@@ -122,3 +123,17 @@ def test_after_its_close_it_says_nothing(make: Callable[..., Monitor], caplog: p
     monitor.failed(PoolUnavailable("gone"))
     until(lambda: not [thread for thread in threading.enumerate() if thread.name == "ems-monitor"])
     assert caplog.messages == []
+
+
+def test_after_its_close_nothing_is_revived(make: Callable[..., Monitor]) -> None:
+    monitors: list[Monitor] = []
+    revived: list[bool] = []
+
+    def check() -> None:
+        until(lambda: monitors)
+        monitors[0].close()
+        raise PoolUnavailable("the connection is closed")
+
+    monitors.append(make(QUICK, check, lambda: revived.append(True)))
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "ems-monitor"])
+    assert not revived

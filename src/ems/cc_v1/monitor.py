@@ -1,7 +1,7 @@
 """Keeps watch beside the engine: checks the node, tells the health gate, writes the summary line.
 
 A thin shell around :class:`~ems.cc_v1.health.HealthGate` and :class:`~ems.cc_v1.summary.Summary`: one daemon
-thread, one lock, one clock.
+thread, one lock, one clock.  After its close no revival begins; one that is under way ends by itself.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class Monitor:
         try:
             self._check()
         except EmsError as error:
+            if self._stop.is_set():  # whoever closes the watch may be ending the node, too
+                return
             self._failed(str(error), check=True)
             try:
                 self._revive()
