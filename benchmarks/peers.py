@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
 """EMS beside the KV-cache pools that vLLM ships connectors for, and beside engines without a pool: one table.
 
-    .venv/bin/python benchmarks/peers.py --install   once: puts the peers into .venv-peers, an environment of their own
+    .venv/bin/python benchmarks/peers.py --install   once: puts LMCache into .venv-peers, an environment of its own
     .venv/bin/python benchmarks/peers.py             the comparison: 90 minutes; --help lists what can be smaller
 
-The peers never get into the project's own environment: .venv-peers borrows the engine from .venv and adds them without
-their dependencies, of which a CPU needs a few.  All engines, with EMS and without, run with its interpreter.  Only the
-standard library is used here; the comparison itself is the package ``benchmarks.comparison``.
+Mooncake comes with `make setup`, for EMS uses it too.  LMCache never gets into the project's own environment:
+.venv-peers borrows the engine from .venv and adds it without its dependencies, of which a CPU needs a few.  All
+engines, with EMS and without, run with its interpreter.  Only the standard library is used here; the comparison itself
+is the package ``benchmarks.comparison``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import subprocess
 import sys
 import venv
@@ -27,7 +26,6 @@ PYTHON = PEERS / "bin" / "python"
 
 PACKAGES = [
     "lmcache==0.5.6",
-    "mooncake-transfer-engine-non-cuda==0.3.13.post1",
     # What LMCache imports on a machine without an accelerator and vLLM does not bring.
     "aiofile",
     "aiofiles",
@@ -36,8 +34,6 @@ PACKAGES = [
     "nvtx",
     "sortedcontainers",
 ]
-NATIVE_LIBRARIES = {"libibverbs.so.1": "libibverbs1"}
-"""Shared libraries that Mooncake loads also where there is no RDMA, with the Debian packages that bring them."""
 
 
 def say(text: str) -> None:
@@ -70,38 +66,12 @@ def install() -> int:
     lines = [f"import site; site.addsitedir({directory!r})" for directory in borrowed]
     site_packages = next((PEERS / "lib").glob("python3*/site-packages"))
     (site_packages / "borrowed.pth").write_text("\n".join(lines) + "\n")
-    say("installing " + ", ".join(PACKAGES[:2]))
+    say(f"installing {PACKAGES[0]}")
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES]
     if subprocess.run(pip, check=False).returncode:
         say("error: pip could not install the peers; its own message says why")
         return 1
-    return install_native_libraries()
-
-
-def install_native_libraries() -> int:
-    packages = [package for library, package in NATIVE_LIBRARIES.items() if not loads(library)]
-    if not packages:
-        return 0
-    wanted = " ".join(packages)
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        say(f"error: Mooncake needs the Debian packages {wanted}; install them to have it in the comparison")
-        return 1
-    say(f"installing the Debian packages {wanted}")
-    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *packages]):
-        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        if outcome.returncode:
-            last = (outcome.stderr.strip().splitlines() or ["no reason given"])[-1]
-            say(f"error: {' '.join(command)} failed: {last}")
-            return 1
     return 0
-
-
-def loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

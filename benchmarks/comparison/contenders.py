@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
 from tests.kit.process import ServerProcess, free_port
 
@@ -96,24 +97,15 @@ class Mooncake(Contender):
     pooled = True
     distribution = "mooncake-transfer-engine-non-cuda"
 
-    _master: ServerProcess
-    _rpc_port: int
+    _master: MooncakeMaster
 
     def start(self, stack: ExitStack) -> None:
-        self._rpc_port, http = free_port(), free_port()
-        command = [
-            str(Path(sys.executable).with_name("mooncake_master")),
-            f"--rpc_port={self._rpc_port}",
-            f"--metrics_port={http}",
-            "--rpc_address=127.0.0.1",
-        ]
-        log = self._folder / "master.log"
-        self._master = stack.enter_context(ServerProcess(command, name="mooncake_master", port=http, log=log))
+        self._master = stack.enter_context(MooncakeMaster(self._folder))
         settings = {
             "metadata_server": "P2PHANDSHAKE",
             "protocol": "tcp",
             "device_name": "",
-            "master_server_address": f"127.0.0.1:{self._rpc_port}",
+            "master_server_address": self._master.endpoint,
             "global_segment_size": f"{self._pool_gib * 512}MB",
             "local_buffer_size": "512MB",
         }

@@ -107,8 +107,8 @@ def test_other_troubles_of_pip() -> None:
 def test_a_package_is_missing_and_we_may_not_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
-    with pytest.raises(setup.SetupError, match="needs the Debian packages libnuma1; install them and run make setup"):
-        setup.install_debian_packages(["libnuma1"])
+    with pytest.raises(setup.SetupError, match="the CPU engine needs the Debian packages libnuma1; install "):
+        setup.install_debian_packages("the CPU engine", ["libnuma1"])
 
 
 @pytest.mark.parametrize("status", [0, 100])
@@ -124,19 +124,43 @@ def test_a_package_is_missing_and_we_are_root(monkeypatch: pytest.MonkeyPatch, t
 
     if status:
         with pytest.raises(setup.SetupError, match="libnuma1 failed: E: Unable to locate package"):
-            setup.install_debian_packages(["libnuma1"])
+            setup.install_debian_packages("the CPU engine", ["libnuma1"])
     else:
-        setup.install_debian_packages(["libnuma1"])
+        setup.install_debian_packages("the CPU engine", ["libnuma1"])
     assert calls.read_text().splitlines() == [
         "noninteractive update",
         "noninteractive install -y --no-install-recommends libnuma1",
     ]
 
 
-def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "NATIVE_LIBRARIES", {"libc.so.6": "libc6", "libnone.so.9": "libnone9"})
+def test_libraries_that_are_missing() -> None:
+    assert setup.libraries_missing({"libc.so.6": "libc6", "libnone.so.9": "libnone9"}) == ["libnone9"]
 
-    assert setup.native_libraries_missing() == ["libnone9"]
+
+def test_commands_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program(tmp_path / "there", "#!/bin/sh\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert setup.commands_missing({"there": "present", "ems-none": "absent"}) == ["absent"]
+
+
+def test_without_the_packages_for_several_hosts_one_host_is_set_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[tuple[str, ...]] = []
+    monkeypatch.setattr(setup, "make_environment", lambda: None)
+    monkeypatch.setattr(setup, "install_missing_tools", lambda: None)
+    monkeypatch.setattr(setup, "engine", lambda: "vllm==0.32.0")
+    monkeypatch.setattr(setup, "importable", lambda module: module != "mooncake")
+    monkeypatch.setattr(setup, "pip", lambda *arguments: done.append(arguments))
+    monkeypatch.setattr(setup, "CLUSTER_LIBRARIES", {"libnone.so.9": "libnone9"})
+    monkeypatch.setattr(setup, "CLUSTER_COMMANDS", {})
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+    setup.fill()
+
+    assert done[-1] == ("install", setup.CLUSTER)
+    assert "memory across hosts needs the Debian packages libnone9; install them" in capsys.readouterr().err
 
 
 def test_a_python_that_is_none(tmp_path: Path) -> None:
