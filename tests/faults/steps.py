@@ -46,6 +46,7 @@ ANYWHERE: Steps = {
     "clear": (administering.clear, 1),
     "drain": (administering.drain, 1),
     "resize": (administering.resize, 2),
+    "crowd": (administering.crowd, 1),
     "pin": (administering.pin, 2),
     "unpin": (administering.unpin, 1),
     "look": (administering.look, 1),
