@@ -60,7 +60,7 @@ def test_a_history_always_goes_the_same_way() -> None:
 
 
 def test_histories_do_all_that_there_is_to_do() -> None:
-    kinds_done = {step.kind for seed in range(20) for step in generate(seed).steps}
+    kinds_done = {step.kind for seed in range(40) for step in generate(seed).steps}
     assert kinds_done == kinds.STEPS.keys()
 
 
