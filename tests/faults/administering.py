@@ -6,9 +6,9 @@ from typing import cast
 
 from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Acts, CancelResize, Clear, Drain, Follow, List, Pin, Resize, Show, Warm
-from tests.faults import lifecycle, writers
-from tests.faults.asking import PATHS, ask, name_of, opened_namespace, run_of, seat_of
-from tests.faults.settings import SEGMENT, SEGMENTS, TENANTS, Known, Violation, called
+from tests.faults import lifecycle
+from tests.faults.asking import ask, name_of, run_of
+from tests.faults.settings import SEGMENT, TENANTS, Known, Violation, called
 from tests.faults.world import World
 
 Report = dict[str, object]
@@ -117,24 +117,6 @@ def drain(world: World, a: int, _b: int, _c: int) -> None:
 def resize(world: World, a: int, b: int, _: int) -> None:
     """The pool has more memory, or less; or what was begun is ended."""
     act(world, CancelResize() if a % 7 == 0 else Resize(SEGMENT * (a % 5 + 2)), dry_run=b % 6 == 0)
-
-
-def crowd(world: World, a: int, b: int, _: int) -> None:
-    """Requests wait for all that a small pool has, and more is saved."""
-    act(world, Resize(SEGMENT * 2))
-    client, large = seat_of(world, a), 3
-    for path in ("abcd", "abxy", "klm"):
-        chain = PATHS.index(path) + len(PATHS) * 12
-        writers.save(world, a, large, chain)
-        number = opened_namespace(world, client, name_of(large))
-        if number is None:
-            return
-        told = ask(world, client, messages.Announce(number, b"".join(run_of(chain)[0])), messages.Announced)
-        if told is not None:
-            client.announced.append(told.announcement)
-    world.tick()
-    writers.save(world, a + b % 2, large, PATHS.index("qr") + len(PATHS) * 12)
-    act(world, Resize(SEGMENT * SEGMENTS))
 
 
 def pin(world: World, a: int, b: int, c: int) -> None:

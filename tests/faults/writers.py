@@ -108,6 +108,24 @@ def save(world: World, a: int, b: int, c: int) -> None:
         committed(world, client, client.writing.index(writing))
 
 
+def crowd(world: World, a: int, _b: int, c: int) -> None:
+    """Others are writing into what a namespace does not have; requests wait for all that it has, and more is saved."""
+    small, large, other = 0, 3, 4
+    for name in (small, other):
+        reserved(world, a + 1, name, c)
+    client, chains = seat_of(world, a), [PATHS.index(path) + len(PATHS) * 12 for path in ("abcd", "abxy", "klm", "qr")]
+    for chain in chains[:-1]:
+        save(world, a, large, chain)
+        number = opened_namespace(world, client, name_of(large))
+        if number is None:
+            return
+        told = ask(world, client, messages.Announce(number, b"".join(run_of(chain)[0])), messages.Announced)
+        if told is not None:
+            client.announced.append(told.announcement)
+    world.tick()
+    save(world, a, large, chains[-1])
+
+
 def abort(world: World, a: int, b: int, _: int) -> None:
     """A writer gives up."""
     client = seat_of(world, a)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ems.config import POLICIES, PolicyName
 from ems.pool.core.eviction import PATIENCE, evict, evict_segment, oldest_segment
 from ems.pool.core.index import Index
 from ems.pool.core.pins import PinSet
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageRef
 from ems.pool.pages import Page
+from ems.pool.policy.seam import make_policy
 from tests.pool.brain import chain, key
 from tests.pool.wrong_core import wrong_index
 
@@ -18,8 +21,8 @@ from tests.pool.wrong_core import wrong_index
 class Pool:
     """Pages in segments, and which of them were freed."""
 
-    def __init__(self) -> None:
-        self.index = Index()
+    def __init__(self, policy: PolicyName = "lru") -> None:
+        self.index = Index(make_policy(policy))
         self.pins = PinSet()
         self.freed: list[bytes] = []
         self._next = 0
@@ -50,6 +53,22 @@ def test_the_oldest_leave_first_and_no_more_than_asked() -> None:
     assert pool.freed == [key("a"), key("b")]
     assert pool.evict(9) == 2
     assert pool.evict(1) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_new_pages_that_are_leased_keep_no_proven_one_from_leaving(policy: PolicyName) -> None:
+    pool = Pool(policy)
+    pool.index.policy.resize(20)
+    proven = [page for name in "abcd" for page in pool.add([key(name)])]
+    pool.index.use(proven)
+    leased = [page for name in "efg" for page in pool.add([key(name)])]
+    for page in leased:
+        page.leases = 1
+    assert pool.evict(4) == 4
+    assert pool.evict(1) == 0
+    for page in leased:
+        page.leases = 0
+    assert pool.evict(9) == 3
 
 
 def test_a_prompt_leaves_from_its_end() -> None:

@@ -40,13 +40,16 @@ class Side:
         self.queue.add(page)
 
     def spare(self, page: Page) -> None:
-        """Set a page of this side aside until nothing hangs on it, or, if nothing does, make it the newest."""
+        """Set a page of this side aside."""
         page.place.remove(page)
-        if page.suffixes is None:
+        page.place = self.aside
+        self.aside.add(page)
+
+    def put_back(self, page: Page) -> None:
+        """Make a page of this side the newest, if it was set aside and nothing hangs on it."""
+        if page.place is self.aside and page.suffixes is None:
+            self.aside.remove(page)
             self.put(page)
-        else:
-            page.place = self.aside
-            self.aside.add(page)
 
     def ready(self, page: Page) -> None:
         """Make a page of this side the oldest, if it was set aside."""
@@ -62,9 +65,22 @@ class TwoSides:
     def __init__(self) -> None:
         self._new, self._proven = Side(), Side()
         self._capacity = 0
+        self._spared: list[Page] = []
+        """Set aside though nothing hangs on them: leased, pinned or awaited when they were met."""
 
     def spare(self, page: Page) -> None:
+        """Aside: until nothing hangs on it, or, if nothing does, until pages come in or no other is left.
+
+        As the newest of its side it would be met again before all of the other side.
+        """
         self._side(page).spare(page)
+        if page.suffixes is None:
+            self._spared.append(page)
+
+    def _return_spared(self) -> None:
+        spared, self._spared = self._spared, []
+        for page in spared:
+            self._side(page).put_back(page)
 
     def ready(self, page: Page) -> None:
         self._side(page).ready(page)
@@ -121,6 +137,7 @@ class Arc(TwoSides):
         self._forget()
 
     def add(self, pages: list[Page]) -> None:
+        self._return_spared()
         for page in reversed(pages):
             once, again = len(self._left_once), len(self._left_again)
             if self._left_once.take(page.key):
@@ -156,6 +173,8 @@ class Arc(TwoSides):
 
     def first(self) -> Page | None:
         """The oldest of the side that is longer than it should be."""
+        if not (self._new.queue.count or self._proven.queue.count):
+            self._return_spared()
         short, long = (self._proven, self._new) if len(self._new) > self._target else (self._new, self._proven)
         return long.queue.oldest or short.queue.oldest
 
@@ -176,6 +195,7 @@ class S3Fifo(TwoSides):
         self._left.shrink(capacity)
 
     def add(self, pages: list[Page]) -> None:
+        self._return_spared()
         for page in reversed(pages):
             page.uses = 0
             (self._proven if self._left.take(page.key) else self._new).put(page)
@@ -198,6 +218,8 @@ class S3Fifo(TwoSides):
 
     def first(self) -> Page | None:
         """The oldest that was not used; those that were go on into, or around in, the main queue."""
+        if not (self._new.queue.count or self._proven.queue.count):
+            self._return_spared()
         while True:
             small, main = self._new.queue.oldest, self._proven.queue.oldest
             on_probation = len(self._new) > SMALL_SHARE * self._capacity
