@@ -1,14 +1,17 @@
 """Copies engine blocks into pool pages, in a thread beside the engine's compute.
 
 What always holds: a page is committed only after all its bytes are in place; every save ends, whatever fails, and says
-once when it reads its blocks no more, which the scheduler side holds until then.
+once when it reads its blocks no more, which the scheduler side holds until then.  A pool that does not answer keeps no
+large share of the engine's blocks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from logging import Logger
 
 import msgspec
@@ -28,6 +31,10 @@ from ems.vllm.requests import Save
 
 COMPUTE_SECONDS = 600.0
 """How long a save waits for the forward pass that fills its blocks; over that the engine is taken for dead."""
+SILENT_SECONDS = 0.5
+"""How long the pool may leave a call unanswered before saves that hold many blocks end without it."""
+HELD_SHARE = 8
+"""Saves hold many blocks when they hold more than one in so many."""
 
 
 class SaveResult(msgspec.Struct, frozen=True):
@@ -99,6 +106,8 @@ class Saver:
         call_timeout: float,
         *,
         by_layer: bool = False,
+        engine_blocks: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._planes = planes
@@ -107,6 +116,10 @@ class Saver:
         self._device = device
         self._logger = logger
         self._call_timeout = call_timeout
+        self._engine_blocks = engine_blocks
+        self._clock = clock
+        self._asked: float | None = None
+        """Since when the pool has not answered the call that is under way."""
         self._lock = threading.Lock()
         self._open: dict[int, list[SaveJob]] = {}
         """Jobs that may still read blocks, by the number of their save."""
@@ -127,7 +140,18 @@ class Saver:
 
     @property
     def news(self) -> bool:
-        return self._lane.news
+        return self._lane.news or self._pool_holds_up
+
+    @property
+    def _pool_holds_up(self) -> bool:
+        """Whether the pool does not answer while saves hold blocks that the engine may need."""
+        asked = self._asked
+        if asked is None or self._clock() - asked < SILENT_SECONDS:
+            return False
+        with self._lock:
+            saves = [jobs[0].save for jobs in self._open.values()]
+        held = sum(block > 0 for save in saves for group in save.block_ids for block in group)
+        return HELD_SHARE * held > self._engine_blocks
 
     def results(self) -> list[SaveResult]:
         """What was stored since the last call; never waits."""
@@ -135,6 +159,12 @@ class Saver:
 
     def take_over(self) -> list[int]:
         """Numbers of saves that since the last call came to read their blocks no more."""
+        if self._pool_holds_up:
+            with self._lock:
+                jobs = list(chain.from_iterable(self._open.values()))
+            for job in jobs:
+                job.cancel(self._device)
+                self._close_job(job)
         with self._lock:
             over, self._over = self._over, []
         return over
@@ -204,10 +234,11 @@ class Saver:
 
     def _reserve(self, job: SaveJob) -> None:
         parent, job.pages = job.plane.stored(job.save)
-        if not job.pages:
+        if not job.pages or job.cancelled:
             return
         keys, tails = [page.key for page in job.pages], [page.tail for page in job.pages]
-        reserved = self._client.reserve(job.plane.namespace, parent, keys, self._call_timeout, tails)
+        with self._asking():
+            reserved = self._client.reserve(job.plane.namespace, parent, keys, self._call_timeout, tails)
         if self._failing:
             self._failing = False
             self._logger.info("EMS stores blocks again")
@@ -261,7 +292,8 @@ class Saver:
         if written:
             segments, size = self._client.segments(reserved.epoch), job.plane.namespace.page_size
             checksums = [crc32c(segments.page(reserved.granted[position], size)) for position in written]
-            self._client.commit(reserved, written, self._call_timeout, checksums)
+            with self._asking():
+                self._client.commit(reserved, written, self._call_timeout, checksums)
             # A page counts once, however many shards of it are here.
             leading = job.pages[: len(written) : job.plane.local.portion.count] if job.plane.local.leading else []
             blocks = sum(len(page.part.blocks) for page in leading)
@@ -296,18 +328,27 @@ class Saver:
 
     def _give_back(self, reserved: Reservation) -> None:
         try:
-            self._client.abort(reserved, self._call_timeout)
+            with self._asking():
+                self._client.abort(reserved, self._call_timeout)
         except EmsError:
             # The connection is gone, and with it the reservation.
             return
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        self._asked = self._clock()
+        try:
+            yield
+        finally:
+            self._asked = None
+
     def _close_job(self, job: SaveJob) -> None:
         """The job reads its blocks no more; harmless when repeated."""
-        if job.closed.is_set():
-            return
-        job.closed.set()
         number = job.save.number
         with self._lock:
+            if job.closed.is_set():
+                return
+            job.closed.set()
             self._open[number].remove(job)
             if not self._open[number]:
                 del self._open[number]

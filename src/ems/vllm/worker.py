@@ -91,7 +91,15 @@ class WorkerSide:
         timeout, by_layer = self._settings.call_timeout, self._settings.layerwise
         self._loader = Loader(self._client, self._rows, self._devices.load, logger, timeout, by_layer=by_layer)
         if self._settings.saves:
-            self._saver = Saver(self._client, self._rows, self._devices.save, logger, timeout, by_layer=by_layer)
+            self._saver = Saver(
+                self._client,
+                self._rows,
+                self._devices.save,
+                logger,
+                timeout,
+                by_layer=by_layer,
+                engine_blocks=self._model.num_blocks,
+            )
         if self._devices.load.at_once:
             self._warm_once()
         else:
