@@ -212,8 +212,8 @@ class Meddling(CpuDevice):
 
 
 def meddle(cc: ContextCaching, what: Callable[[int], object]) -> None:
-    assert cc.registration is not None
-    cc.registration.device = Meddling(what)
+    assert cc.transfers is not None
+    cc.transfers.device = Meddling(what)
 
 
 class TestCopiesThatGoWrong:
@@ -230,8 +230,8 @@ class TestCopiesThatGoWrong:
         assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_INTERNAL_ERROR
         assert not Ems.check_health()
 
-        assert cc.registration is not None
-        namespace = cc.registration.namespace
+        assert cc.transfers is not None
+        namespace = cc.transfers.namespace
         client = PoolClient(node.config.socket)
         keys = b"".join(integer_key(value, namespace.name) for value in (1, 2, 3))
         hits = client.lookup(namespace, keys)
@@ -243,11 +243,11 @@ class TestCopiesThatGoWrong:
         caches = make_caches()
         cc.register_kvcache(caches)
         cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], OPTION))
-        registration = cc.registration
-        assert registration is not None
-        keys = b"".join(registration.names.whole(value) for value in (1, 2, 3))
+        transfers = cc.transfers
+        assert transfers is not None
+        keys = b"".join(transfers.names.whole(value) for value in (1, 2, 3))
         watcher = PoolClient(node.config.socket)
-        hits = watcher.lookup(registration.namespace, keys, lease=True)
+        hits = watcher.lookup(transfers.namespace, keys, lease=True)
         assert hits.lease is not None
         second = hits.lease.refs[1]
         segment = watcher.segments(hits.lease.epoch).segment(second.segment)
@@ -319,9 +319,9 @@ class TestCopiesThatGoWrong:
         go_on.set()
         expected = EmsErrorCode.EMS_RECOVERD_ERROR if end == "degraded" else EmsErrorCode.EMS_NOT_INITIALISED
         assert code_of(lambda: cc.get_result(waiting)) == expected
-        assert cc.registration is not None
+        assert cc.transfers is not None
         client = PoolClient(node.config.socket)
-        assert client.lookup(cc.registration.namespace, cc.registration.names.whole(2)).count == 0
+        assert client.lookup(cc.transfers.namespace, cc.transfers.names.whole(2)).count == 0
         client.close()
 
     def test_a_lease_ends_with_its_load(self, node: NodeProcess, connect: Connect) -> None:
@@ -352,11 +352,11 @@ class TestRoom:
             cc = connect(tiny)
             cc.register_kvcache(make_caches(layers=4, heads=8, size=256))  # pages of 256 KiB: three fit
             slots, hashes, offsets = range(32), list(range(8)), [4] * 8
-            assert cc.registration is not None
+            assert cc.transfers is not None
             assert cc.get_result(cc.async_save(slots[:12], hashes[:3], offsets[:3], OPTION)).success == 3
             holder = PoolClient(tiny.config.socket)
-            keys = b"".join(cc.registration.names.whole(value) for value in hashes[:3])
-            hits = holder.lookup(cc.registration.namespace, keys, lease=True)
+            keys = b"".join(cc.transfers.names.whole(value) for value in hashes[:3])
+            hits = holder.lookup(cc.transfers.namespace, keys, lease=True)
             assert hits.count == 3
 
             result = cc.get_result(cc.async_save(slots, hashes, offsets, OPTION))

@@ -8,8 +8,8 @@ import pytest
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException
 from ems.cc_v1.future import LEAST_CALL_SECONDS, CcFuture, CcResult
-from ems.cc_v1.summary import Kind
 from ems.errors import PoolUnavailable
+from ems.transfers.summary import Kind
 from tests.kit.waiting import until
 
 

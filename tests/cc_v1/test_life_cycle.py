@@ -45,7 +45,6 @@ print(Ems.check_health())
 ENGINE_OF = """
 from pathlib import Path
 from ems import *
-from ems.cc_v1.registration import Registration
 from ems.cc_v1.transfers import Transfers
 from ems.config import NodeConfig
 from ems.pool.client.answers import Namespace
@@ -350,7 +349,7 @@ def test_a_forked_child_has_no_session_and_does_no_harm(node: NodeProcess) -> No
         import os
         option = CcKvOption(write_rcache=True, read_local_only=False, timeout=5000)
         cc = Ems.get_cc()
-        cc._transfers = Transfers(cc._pages, Registration(None, None, Namespace("forked", 64)))
+        cc.transfers = Transfers(cc._pages, None, None, Namespace("forked", 64))
         assert cc.exists([1], option).success == 0 and Ems.check_health()
         epoch = cc._lookups.epoch
         child = os.fork()

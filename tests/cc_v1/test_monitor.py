@@ -11,8 +11,8 @@ import pytest
 from ems.cc_v1.errors import EmsErrorCode, EmsException
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import GateClosed, Monitor
-from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError, PoolTimeout, PoolUnavailable
+from ems.transfers.summary import Kind, Sample
 from tests.cc_v1.conftest import NEVER, QUICK
 from tests.kit.waiting import until
 

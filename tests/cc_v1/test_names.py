@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.cc_v1 import registration
-from ems.cc_v1.registration import BlockNames
+from ems.cc_v1 import names
+from ems.cc_v1.names import BlockNames
 from ems.pool.keys import KEY_BYTES, NO_PARENT, integer_key
 
 
@@ -42,7 +42,7 @@ def test_the_block_before_is_remembered() -> None:
 
 
 def test_memory_is_bounded_and_keeps_what_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "REMEMBERED", 100)
+    monkeypatch.setattr(names, "REMEMBERED", 100)
     block = BlockNames("n")
     for start in range(0, 10_000, 10):
         block.remember(list(range(start, start + 11)))

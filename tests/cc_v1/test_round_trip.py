@@ -94,13 +94,13 @@ def test_a_page_is_every_layers_k_and_v_token_by_token(node: NodeProcess, connec
     caches = make_caches(torch.float16)
     cc.register_kvcache(last_strided(caches))
     save(cc, [7, 5, 4, 6], [42], [4])
-    registration = cc.registration
-    assert registration is not None
+    transfers = cc.transfers
+    assert transfers is not None
 
     client = PoolClient(node.config.socket)
-    hits = client.lookup(registration.namespace, integer_key(42, registration.namespace.name), lease=True)
+    hits = client.lookup(transfers.namespace, integer_key(42, transfers.namespace.name), lease=True)
     assert hits.lease is not None
-    page = bytes(client.segments(hits.lease.epoch).page(hits.lease.refs[0], registration.namespace.page_size))
+    page = bytes(client.segments(hits.lease.epoch).page(hits.lease.refs[0], transfers.namespace.page_size))
     client.close()
 
     expected = b"".join(part.numpy().tobytes() for part in tokens(caches, [7, 5, 4, 6]))
@@ -176,11 +176,11 @@ def test_the_first_commit_stays(node: NodeProcess, connect: Connect) -> None:
 def test_a_page_that_somebody_else_is_writing_counts_as_saved(node: NodeProcess, connect: Connect) -> None:
     cc = connect(node)
     cc.register_kvcache(make_caches())
-    registration = cc.registration
-    assert registration is not None
+    transfers = cc.transfers
+    assert transfers is not None
     other = PoolClient(node.config.socket)
-    key = integer_key(1, registration.namespace.name)
-    reservation = other.reserve(registration.namespace, bytes(16), [key])
+    key = integer_key(1, transfers.namespace.name)
+    reservation = other.reserve(transfers.namespace, bytes(16), [key])
     assert reservation.granted
 
     assert save(cc, range(8), [1, 2], [4, 4]) == 2
@@ -243,12 +243,12 @@ class TestPartialBlocks:
     def test_a_beginning_is_not_stored_beside_the_whole(self, node: NodeProcess, connect: Connect) -> None:
         cc = connect(node)
         cc.register_kvcache(make_caches())
-        registration = cc.registration
-        assert registration is not None
+        transfers = cc.transfers
+        assert transfers is not None
         save(cc, range(4), [1], [4])
         assert save(cc, range(2), [1], [2]) == 1
         client = PoolClient(node.config.socket)
-        assert client.lookup(registration.namespace, registration.names.beginning(1)).count == 0
+        assert client.lookup(transfers.namespace, transfers.names.beginning(1)).count == 0
         client.close()
 
     def test_tokens_smaller_than_the_note(self, node: NodeProcess, connect: Connect) -> None:

@@ -11,8 +11,6 @@ import torch
 
 from ems.cc_v1.arguments import Blocks
 from ems.cc_v1.future import CcFuture
-from ems.cc_v1.registration import Registration
-from ems.cc_v1.summary import Kind
 from ems.cc_v1.transfers import Transfers
 from ems.errors import NoSpace, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Hits, Namespace, Reservation
@@ -21,6 +19,7 @@ from ems.pool.layout import PageRef
 from ems.pool.pages import Outcome
 from ems.transfers.device import CpuDevice
 from ems.transfers.rows import TokenRows
+from ems.transfers.summary import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,20 +80,20 @@ class Engine:
 
     def __init__(self, pool: Pool, clock: Any = time.monotonic) -> None:
         rows = TokenRows([[torch.arange(16 * BLOCK * 2, dtype=torch.int64).reshape(16, BLOCK, 1, 2)]])
-        self.registration = Registration(rows, CpuDevice(), Namespace("n", rows.page_bytes))
         self.clock = clock
-        self._transfers: Any = Transfers(pool, self.registration)  # type: ignore[arg-type]
+        self.transfers: Any = Transfers(pool, rows, CpuDevice(), Namespace("n", rows.page_bytes))  # type: ignore[arg-type]
 
     def save(self, count: int, *, last: int = BLOCK, timeout: float = 5.0) -> CcFuture:
         offsets = [BLOCK] * (count - 1) + [last]
         slots = np.arange(sum(offsets), dtype=np.int64)
         blocks = Blocks(list(range(count)), offsets, slots, block_size=BLOCK, num_blocks=16)
         future = CcFuture(Kind.SAVE, count, timeout, self.clock)
-        self._transfers.save(blocks, future)
+        self.transfers.save(blocks, future)
         return future
 
     def key(self, value: int) -> bytes:
-        return self.registration.names.whole(value)
+        named: bytes = self.transfers.names.whole(value)
+        return named
 
 
 def test_granted_pages_are_copied_and_committed() -> None:
@@ -170,7 +169,7 @@ def test_blocks_hang_on_the_block_before(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_first_block_hangs_on_what_was_before_it_in_an_earlier_call() -> None:
     pool = Pool()
     engine = Engine(pool)
-    engine.registration.names.remember([88, 99, 0])
+    engine.transfers.names.remember([88, 99, 0])
     engine.save(1)
     assert [parent for parent, _ in pool.reserved] == [engine.key(99)]
 
@@ -181,13 +180,13 @@ def test_a_block_that_lacks_tokens_is_reserved_apart() -> None:
     assert engine.save(3, last=1).progress == 3
     assert [len(keys) for _, keys in pool.reserved] == [2, 1]
     assert pool.reserved[1][0] == engine.key(1)
-    assert pool.reserved[1][1] == [engine.registration.names.beginning(2)]
+    assert pool.reserved[1][1] == [engine.transfers.names.beginning(2)]
 
 
 def test_large_saves_are_committed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     engine = Engine(pool)
-    monkeypatch.setattr("ems.cc_v1.transfers.RESERVATION_BYTES", 2 * engine.registration.namespace.page_size)
+    monkeypatch.setattr("ems.cc_v1.transfers.RESERVATION_BYTES", 2 * engine.transfers.namespace.page_size)
     assert engine.save(5).progress == 5
     assert pool.committed == [[0, 1], [0, 1], [0]]
 
@@ -197,13 +196,13 @@ def test_a_deadline_in_the_middle_keeps_what_was_copied(monkeypatch: pytest.Monk
     pool = Pool()
     now = [0.0]
     engine = Engine(pool, clock=lambda: now[0])
-    original = engine.registration.device.copy
+    original = engine.transfers.device.copy
 
     def slow(*arguments: Any) -> None:
         original(*arguments)
         now[0] += 0.4
 
-    monkeypatch.setattr(engine.registration.device, "copy", slow)
+    monkeypatch.setattr(engine.transfers.device, "copy", slow)
     future = engine.save(5, timeout=1.0)
     assert pool.committed == [[0, 1, 2]]
     assert pool.aborted == 1
@@ -231,7 +230,7 @@ def test_a_connection_lost_while_copying_stops_the_copies(monkeypatch: pytest.Mo
         copies.append(1)
         pool.epoch = 2
 
-    monkeypatch.setattr(engine.registration.device, "copy", cut_off)
+    monkeypatch.setattr(engine.transfers.device, "copy", cut_off)
     with pytest.raises(StaleReference):
         engine.save(5)
     assert len(copies) == 1

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from ems.cc_v1.registration import SegmentPins
 from ems.errors import ConfigError
 from ems.transfers import device as module
 from ems.transfers.device import CpuDevice, Device, batch_of, device_of
+from ems.transfers.pins import SegmentPins
 from ems.transfers.plan import CopyPlan
 from ems.transfers.rows import BlockRows, PageBlocks
 from tests.transfers.drivers import DrivenDevice, Driver, StreamBackend

@@ -39,7 +39,7 @@ def ranks(node: Node) -> Iterator[Ranks]:
 def prompt() -> Prompt:
     chain = KeyChain("model", BLOCK)
     chain.extend(TOKENS)
-    return Prompt(TOKENS, chain, tuple)
+    return Prompt(TOKENS, chain, lambda _size: ())
 
 
 def save() -> Save:

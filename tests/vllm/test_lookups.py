@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -22,12 +24,17 @@ from ems.pool.tiers.packs import PackTier
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.lookups import LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
+from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import NOTHING
 from tests.e2e.engines import Node, first, running_node, wait_for
 from tests.kit.tiers import KEYS
 
 NAMESPACE = Namespace("default/model/layout", 256)
 TOKENS = list(range(64))
+
+
+def nothing_else(_size: int) -> Sequence[object]:
+    return ()
 
 
 def test_what_a_tier_has_is_found(tmp_path: Path) -> None:
@@ -66,6 +73,9 @@ class Side:
     ) -> None:
         self.client = PoolClient(node.socket, "scheduler")
         self.writer = PoolClient(node.socket, "writer")
+        self.watch = SimpleNamespace(
+            usable=True, seconds_a_token=0.0, failed=lambda _error: False, start_node=start_node
+        )
         self.lookups = Lookups(
             ConnectorSettings(
                 saves=True,
@@ -79,13 +89,13 @@ class Side:
             [Plane(NAMESPACE.name)],
             16,
             NAMESPACE.name,
-            start_node=start_node,
+            cast("Observer", self.watch),
         )
         self.lookups.start()
         self.chain = KeyChain(NAMESPACE.name, 16)
         self.chain.extend(TOKENS)
 
-    def ask(self, expected: int = 0, extra: Callable[[], Sequence[object]] = tuple) -> None:
+    def ask(self, expected: int = 0, extra: Callable[[int], Sequence[object]] = nothing_else) -> None:
         self.lookups.ask(LookupJob("r", TOKENS, extra, expected, time.monotonic()))
 
     def answer(self) -> LookupAnswer:
@@ -144,13 +154,13 @@ def test_a_part_of_a_block_is_found_by_the_tokens_that_it_shares(side: Side, nod
 def test_a_part_of_a_block_is_not_found_under_another_name(side: Side) -> None:
     """Equal tokens behind another prefix, or with another adapter, are other state."""
     store_tail(side, TOKENS[48:57])
-    side.ask(extra=lambda: [None, None, None, ("lora", "adapter")])
+    side.ask(extra=lambda _size: [None, None, None, ("lora", "adapter")])
 
     assert side.answer().found.tokens == 48
 
 
 def test_what_else_names_a_block_changes_its_key(side: Side) -> None:
-    side.ask(extra=lambda: [None, ("lora", "adapter"), None, None])
+    side.ask(extra=lambda _size: [None, ("lora", "adapter"), None, None])
     chain = side.answer().chain
     assert chain is not None
     keys, plain = list(chain), list(side.chain)
@@ -173,7 +183,7 @@ def test_a_handoff_that_nobody_asks_for_waits_in_the_queue_and_is_over_when_its_
     side = Side(node, handoff_timeout=0.05)
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
     side.ask(expected=64)
-    side.lookups.ask(LookupJob("other", TOKENS, tuple, 64, time.monotonic()))
+    side.lookups.ask(LookupJob("other", TOKENS, nothing_else, 64, time.monotonic()))
     with pytest.raises(pytest.fail.Exception):
         wait_for(lambda: bool(side.lookups.answers()), "no answer while nobody asks", 0.2)
     side.lookups.forget("other")
@@ -205,7 +215,7 @@ def test_a_handoff_whose_writer_dies_gives_up(side: Side) -> None:
 def test_others_are_answered_while_a_handoff_waits(side: Side) -> None:
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
     side.ask(expected=64)
-    side.lookups.ask(LookupJob("other", TOKENS[:16], tuple, 0, time.monotonic()))
+    side.lookups.ask(LookupJob("other", TOKENS[:16], nothing_else, 0, time.monotonic()))
 
     assert side.answer().request_id == "other"
 
@@ -245,7 +255,7 @@ def test_who_asks_for_it_learns_of_a_gap(side: Side) -> None:
     """The first block is missing, the last is there."""
     side.writer.commit(side.writer.reserve(NAMESPACE, side.chain[2:3][0], side.chain[3:4]))
     for explain in (False, True):
-        side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=explain))
+        side.lookups.ask(LookupJob("r", TOKENS, nothing_else, 0, time.monotonic(), explain=explain))
         answer = side.answer()
         assert answer.found == NOTHING
         assert answer.reason is (Reason.GAP if explain else Reason.NEVER_STORED)
@@ -254,7 +264,7 @@ def test_who_asks_for_it_learns_of_a_gap(side: Side) -> None:
 
 def test_a_plain_miss_is_no_gap(side: Side) -> None:
     side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:2]))
-    side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=True))
+    side.lookups.ask(LookupJob("r", TOKENS, nothing_else, 0, time.monotonic(), explain=True))
     answer = side.answer()
 
     assert (answer.found.chunks, answer.reason, answer.detail) == (2, Reason.NEVER_STORED, "")
@@ -262,7 +272,7 @@ def test_a_plain_miss_is_no_gap(side: Side) -> None:
 
 def test_a_block_that_was_given_up_says_so_and_when(side: Side) -> None:
     side.writer.abort(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:2]))
-    side.lookups.ask(LookupJob("r", TOKENS, tuple, 0, time.monotonic(), explain=True))
+    side.lookups.ask(LookupJob("r", TOKENS, nothing_else, 0, time.monotonic(), explain=True))
     answer = side.answer()
 
     assert (answer.found, answer.reason) == (NOTHING, Reason.UNFINISHED)
@@ -278,7 +288,7 @@ def test_a_fault_of_the_pool_is_told_and_is_the_reason_of_the_miss(
         told.append(error)
         return True
 
-    side.lookups.failed = failed
+    side.watch.failed = failed
     node.kill()
     side.ask()
 
@@ -288,7 +298,7 @@ def test_a_fault_of_the_pool_is_told_and_is_the_reason_of_the_miss(
 
 
 def test_a_defect_costs_one_hit_and_not_the_thread(side: Side) -> None:
-    def broken() -> Sequence[object]:
+    def broken(_size: int) -> Sequence[object]:
         raise RuntimeError("broken")
 
     side.ask(extra=broken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from ems.pool.reasons.words import Reason
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.lookups import PARTS, LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
+from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import NOTHING, Found
 from tests.vllm.stepped_node import ENGINE, SteppedNode
 
@@ -38,14 +40,12 @@ class Engine(Lookups):
     def __init__(self, node: SteppedNode, token_seconds: float = 0.0) -> None:
         client = cast("PoolClient", cast("Any", node))
         said = ConnectorSettings(saves=True, socket=Path("socket"), directory=Path("pool"))
-        super().__init__(said, client, [Plane("n")], BLOCK, "n")
+        self.watch = SimpleNamespace(usable=True, seconds_a_token=token_seconds)
+        super().__init__(said, client, [Plane("n")], BLOCK, "n", cast("Observer", self.watch))
         self.node = node
         self.now = 0.0
         self.given: list[LookupAnswer] = []
         self.errors: list[EmsError] = []
-        self.well = True
-        self.usable = lambda: self.well
-        self.seconds_a_token = lambda: token_seconds
 
     def _missed(self, error: EmsError) -> None:
         self.errors.append(error)
@@ -60,7 +60,7 @@ class Engine(Lookups):
         self.given.append(answer)
 
     def look_up(self, name: int, blocks: int = LONG, expected: int = 0) -> LookupJob:
-        job = LookupJob(str(name), tokens_of(name, blocks), tuple, expected, self.now)
+        job = LookupJob(str(name), tokens_of(name, blocks), lambda _size: (), expected, self.now)
         self.handle(job, self.now)
         return job
 
@@ -246,11 +246,11 @@ def test_what_a_node_promised_that_is_gone_is_promised_anew(node: SteppedNode) -
 def test_an_ill_pool_is_not_asked_for_more(node: SteppedNode) -> None:
     engine = Engine(node)
     engine.look_up(5)
-    engine.well = False
+    engine.watch.usable = False
     calls = node.calls
     engine.until(30.0)
     assert node.calls == calls
-    engine.well = True
+    engine.watch.usable = True
     node.store(keys_of(5))
     engine.until(33.0)
     assert engine.found() == [0, LONG]

@@ -49,8 +49,8 @@ def test_pages_serve_any_number_of_ranks(
             by_layer=by_layer,
         )
         search = Search(reader, [plane], size, 2.0)
-        wait_for(lambda: search.reach(Prompt(tokens, chain, tuple))[0] == 14, "the pages are committed")
-        found = search.take(Prompt(tokens, chain, tuple))
+        wait_for(lambda: search.reach(Prompt(tokens, chain, lambda _size: ()))[0] == 14, "the pages are committed")
+        found = search.take(Prompt(tokens, chain, lambda _size: ()))
         assert (found.tokens, found.chunks) == (14, full)
         part = LoadPart(0, [1, 3, 4, 6], found.pages[0].keys, found.pages[0].packed_refs)
         if by_layer:

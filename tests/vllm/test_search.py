@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,7 +85,7 @@ def make_prompt(tokens: int) -> Prompt:
     ids = list(range(tokens))
     chain = KeyChain("model", BLOCK)
     chain.extend(ids)
-    return Prompt(ids, chain, tuple)
+    return Prompt(ids, chain, lambda _size: ())
 
 
 def put(shelf: Shelf, plane: Plane, prompt: Prompt, block: int, *, shards: int | None = None) -> None:
@@ -171,6 +171,40 @@ def test_a_prompt_goes_on_from_the_last_state_that_all_such_layers_have(data: st
     best = max((end for end in there[0] & there[1] if end <= last), default=0)
     assert found.tokens == best * BLOCK
     assert [pages.first for pages in found.pages] == ([0, best - 1, best - 1] if best else [])
+    assert set(shelf.leases) == {lease.number for lease in found.leases}
+
+
+@given(data=st.data())
+def test_chunks_of_several_sizes_end_where_those_of_all_do(data: st.DataObject) -> None:
+    """As below vLLM's OffloadingConnector, where groups may have blocks of several sizes."""
+    shelf, prompt = Shelf(), make_prompt(data.draw(st.integers(1, 30)))
+    sizes = {2: KeyChain("model", BLOCK // 2), 4: KeyChain("model", BLOCK // 4)}
+    for chain in sizes.values():
+        chain.extend(prompt.tokens)
+    prompt.finer = sizes
+    window = data.draw(st.integers(1, 12))
+    planes = [Plane("full"), Plane("fine", group=1, shards=2, parts=2), Plane("window", 2, window=window, parts=4)]
+    there = {}
+    for plane in planes:
+        chain = prompt.chain_of(plane)
+        there[plane.namespace] = {at for at in range(len(chain)) if data.draw(st.integers(0, 9))}
+        keys = b"".join(chain[at : at + 1][0] for at in sorted(there[plane.namespace]))
+        shelf.pages[plane.namespace] = cut(page_keys(keys, plane.shards), KEY_BYTES) if keys else []
+
+    found = Search(cast("Any", shelf), planes, BLOCK, 1.0, tails=False).take(prompt)
+
+    def usable(chunks: int) -> bool:
+        needed = (
+            set(range(first_in_sight(plane.window, chunks * BLOCK - 1, BLOCK // plane.parts), chunks * plane.parts))
+            for plane in planes
+        )
+        return all(parts <= there[plane.namespace] for plane, parts in zip(planes, needed, strict=True))
+
+    assert found.chunks == max((chunks for chunks in range(1, len(prompt.chain) + 1) if usable(chunks)), default=0)
+    assert found.tokens == found.chunks * BLOCK
+    for pages in found.pages:
+        plane = planes[pages.plane]
+        assert pages.keys == prompt.chain_of(plane).packed(pages.first, found.chunks * plane.parts)
     assert set(shelf.leases) == {lease.number for lease in found.leases}
 
 

@@ -19,13 +19,14 @@ from ems.cc_v1.cc_config import CcKvOption, EmsConfig
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
 from ems.cc_v1.future import CcFuture, CcResult
 from ems.cc_v1.monitor import GateClosed, Monitor
-from ems.cc_v1.registration import Registration, SegmentPins, namespace_of
-from ems.cc_v1.summary import Kind, Sample
+from ems.cc_v1.names import namespace_of
 from ems.cc_v1.transfers import LOOKUP_KEYS, Transfers
 from ems.errors import ConfigError, EmsError, NoSpace
+from ems.pool.client.mapping import map_segments
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.segments.touch import warm
 from ems.transfers.lane import Lane
+from ems.transfers.pins import SegmentPins
+from ems.transfers.summary import Kind, Sample
 
 OPEN_SECONDS = 2.0
 """How long a registration waits for the node to take note of it."""
@@ -47,7 +48,8 @@ class ContextCaching:
         self._pages = pages
         self._pins = pins
         self._monitor = monitor
-        self._transfers: Transfers | None = None
+        self.transfers: Transfers | None = None
+        """Those of the registered caches."""
         self._closed = False
         self._lanes: dict[Kind, Lane[tuple[CcFuture, Callable[[], None]], None]] = {}
         for kind in (Kind.LOAD, Kind.SAVE):
@@ -75,7 +77,7 @@ class ContextCaching:
             raise invalid(f"kv_caches cannot be registered: {error}") from error
         namespace, described = namespace_of(self._config, rows)
         self._pins.serve(device)
-        self._transfers = Transfers(self._pages, Registration(rows, device, namespace))
+        self.transfers = Transfers(self._pages, rows, device, namespace)
         told = "EMS serves namespace %s: %d tokens a block, %d bytes a page"
         _log.info(told, namespace.name, rows.block_size, rows.page_bytes)
         self._pages.describe(namespace.name, described)
@@ -84,7 +86,7 @@ class ContextCaching:
         except EmsError as error:
             self._monitor.failed(error)
             return
-        threading.Thread(target=self._warm, name="ems-warm", daemon=True).start()
+        threading.Thread(target=map_segments, args=(self._pages, _log), name="ems-warm", daemon=True).start()
 
     def exists(self, hashes: Iterable[int], option: CcKvOption | None = None) -> CcResult:
         """How many leading ``hashes`` are in the pool.
@@ -94,14 +96,14 @@ class ContextCaching:
         """
         wanted = whole_numbers("hashes", hashes)
         timeout = timeout_of(option)
-        registration = self.registration
-        if registration is None or not wanted or not timeout or self._closed or not self._monitor.healthy:
+        transfers = self.transfers
+        if transfers is None or not wanted or not timeout or self._closed or not self._monitor.healthy:
             return CcResult(0, len(wanted))
-        registration.names.remember(wanted)
+        transfers.names.remember(wanted)
         begin = time.monotonic()
         count = 0
         try:
-            count = self._count(registration, wanted, begin + timeout)
+            count = self._count(transfers, wanted, begin + timeout)
         except EmsError as error:
             self._monitor.failed(error)
         except Exception:  # noqa: BLE001 - the root of what an SDK call runs, see below
@@ -145,10 +147,6 @@ class ContextCaching:
 
     # Behind it
 
-    @property
-    def registration(self) -> Registration | None:
-        return self._transfers.registration if self._transfers else None
-
     def abandon(self) -> None:
         """From now on refuse everything; transfers that wait for their turn fail."""
         self._closed = True
@@ -170,13 +168,13 @@ class ContextCaching:
         if not self._monitor.healthy:
             raise GateClosed
 
-    def _count(self, registration: Registration, wanted: list[int], deadline: float) -> int:
+    def _count(self, transfers: Transfers, wanted: list[int], deadline: float) -> int:
         """How many leading blocks of ``wanted`` have a page, of the whole block or of the beginning of it."""
-        names = registration.names
+        names = transfers.names
 
         def leading(keys: Sequence[bytes]) -> int:
             remaining = max(deadline - time.monotonic(), 0.001)
-            return self._lookups.lookup(registration.namespace, b"".join(keys), timeout=remaining).count
+            return self._lookups.lookup(transfers.namespace, b"".join(keys), timeout=remaining).count
 
         position = 0
         while position < len(wanted):
@@ -193,7 +191,7 @@ class ContextCaching:
         self, kind: Kind, slot_mapping: Any, hashes: Iterable[int], offsets: Iterable[int], option: CcKvOption | None
     ) -> CcFuture:
         self._check_open()
-        transfers = self._transfers
+        transfers = self.transfers
         if transfers is None:
             raise EmsException(
                 "no KV caches are registered, call register_kvcache before loads and saves",
@@ -202,7 +200,7 @@ class ContextCaching:
         timeout = timeout_of(option)
         wanted = whole_numbers("hashes", hashes)
         counts = whole_numbers("offsets", offsets)
-        rows, device = transfers.registration.rows, transfers.registration.device
+        rows, device = transfers.rows, transfers.device
         slots = slot_numbers(slot_mapping)
         blocks = Blocks(wanted, counts, slots, block_size=rows.block_size, num_blocks=rows.num_blocks)
         future = CcFuture(kind, len(blocks), timeout, time.monotonic, self._ended)
@@ -211,7 +209,7 @@ class ContextCaching:
         elif not self._monitor.healthy:
             future.finish(GateClosed())
         else:
-            transfers.registration.names.remember(wanted)
+            transfers.names.remember(wanted)
             mark = device.mark()
 
             def work() -> None:
@@ -246,15 +244,6 @@ class ContextCaching:
         if future.error is not None and future.started and not isinstance(future.error, NoSpace):
             # One that only ever waited for its turn says nothing about the node.
             self._monitor.failed(future.error)
-
-    def _warm(self) -> None:
-        """Map the segments that are there, so that no load or save pays for it."""
-        try:
-            segments = self._pages.segments(self._pages.epoch)
-            for number in range(self._pages.segment_count):
-                warm(segments.segment(number))
-        except (EmsError, OSError) as error:
-            _log.debug("EMS segments are mapped later: %s", error)
 
 
 def _future(future: object) -> CcFuture:

@@ -15,11 +15,11 @@ from ems.cc_v1.cc_config import EmsConfig
 from ems.cc_v1.context_caching import ContextCaching
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of, invalid
 from ems.cc_v1.monitor import Monitor
-from ems.cc_v1.registration import SegmentPins
 from ems.config import NodeConfig, switched_on
 from ems.errors import ConfigError, EmsError
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.launcher import ensure_node
+from ems.transfers.pins import SegmentPins
 
 CONNECT_SECONDS = 5.0
 """How long ``init`` waits for the node's greeting."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
-from ems.cc_v1.summary import Kind
 from ems.errors import EmsError
+from ems.transfers.summary import Kind
 
 LEAST_CALL_SECONDS = 0.25
 """What a call to a node that is well needs at the very most."""

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ems.cc_v1.arguments import Blocks
 from ems.cc_v1.future import CcFuture
-from ems.cc_v1.registration import Registration
+from ems.cc_v1.names import BlockNames
 from ems.errors import EmsError, NoSpace
-from ems.pool.client.answers import Reservation
+from ems.pool.client.answers import Namespace, Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.layout import PageRef, crc32c
 from ems.pool.pages import Outcome
 from ems.pool.segments.reader import PageReader
+
+if TYPE_CHECKING:  # these need torch
+    from ems.transfers.device import Device
+    from ems.transfers.rows import TokenRows
 
 LOOKUP_KEYS = 1 << 14
 """Keys of one question to the pool; a prompt hardly has more."""
@@ -41,14 +46,23 @@ _STORED = (Outcome.GRANTED, Outcome.PRESENT, Outcome.WRITING)
 
 
 class Transfers:
-    """Loads and saves for one registration, over one connection; saves come one after the other, and so do loads."""
+    """Loads and saves of the caches ``rows``, over one connection; saves come one after the other, and so do loads.
 
-    def __init__(self, client: PoolClient, registration: Registration) -> None:
-        self.registration = registration
+    They never change: caches that are registered again get others, and transfers on their way keep theirs.
+    """
+
+    def __init__(self, client: PoolClient, rows: TokenRows, device: Device, namespace: Namespace) -> None:
+        self.rows = rows
+        self.device = device
+        self.namespace = namespace
+        self.names = BlockNames(namespace.name)
         self._client = client
-        self._namespace = registration.namespace
-        self._names = registration.names
         self._patience = TOUCH_PATIENCE
+
+    @property
+    def _batch(self) -> int:
+        """How many pages are copied in one go."""
+        return max(self.device.batch_bytes // self.namespace.page_size, 1)
 
     # Loads
 
@@ -59,31 +73,31 @@ class Transfers:
         """
         while future.progress < len(blocks) and future.open:
             span = range(future.progress, min(future.progress + LOOKUP_KEYS, len(blocks)))
-            self._load_run(blocks, span, [self._names.whole(blocks.hashes[i]) for i in span], future)
+            self._load_run(blocks, span, [self.names.whole(blocks.hashes[i]) for i in span], future)
             missing = future.progress
             if missing < span.stop:
                 if not blocks.whole(missing) and future.open:
-                    beginning = self._names.beginning(blocks.hashes[missing])
+                    beginning = self.names.beginning(blocks.hashes[missing])
                     self._load_run(blocks, range(missing, missing + 1), [beginning], future)
                 if future.progress == missing:
                     return
 
     def _load_run(self, blocks: Blocks, span: range, keys: Sequence[bytes], future: CcFuture) -> None:
         """Load leading blocks of ``span`` from the pages of ``keys``."""
-        hits = self._client.lookup(self._namespace, b"".join(keys), lease=True, timeout=future.remaining())
+        hits = self._client.lookup(self.namespace, b"".join(keys), lease=True, timeout=future.remaining())
         if hits.lease is None:
             return
         try:
-            reader = self._client.reader(self._namespace, hits.lease.epoch)
+            reader = self._client.reader(self.namespace, hits.lease.epoch)
             pages = list(zip(span, keys, hits.lease.refs, strict=False))
-            step = self.registration.batch
+            step = self._batch
             for begin in range(0, len(pages), step):
                 batch = pages[begin : begin + step]
                 good = self._load_batch(reader, blocks, batch, future)
                 future.advance(span.start + begin + good)
                 if good < len(batch):
                     break
-            self._client.report(self._namespace, reader)
+            self._client.report(self.namespace, reader)
         finally:
             self._client.release(hits.lease)
 
@@ -97,7 +111,7 @@ class Transfers:
             if not reader.holds(ref, key):
                 reader.suspect(ref, key)
                 break
-            if key != self._names.whole(blocks.hashes[position]):
+            if key != self.names.whole(blocks.hashes[position]):
                 (tokens,) = TOKEN_COUNT.unpack_from(page, len(page) - TOKEN_COUNT.size)
                 if not blocks.offsets[position] <= tokens < blocks.block_size:
                     break
@@ -105,12 +119,12 @@ class Transfers:
             places.append(page)
         if not places:
             return 0
-        plan = self.registration.rows.plan(spans, places, out=False)
+        plan = self.rows.plan(spans, places, out=False)
         with future.copying() as allowed:
             if not allowed:
                 return 0
-            self.registration.device.copy(plan)
-            self.registration.device.synchronise()
+            self.device.copy(plan)
+            self.device.synchronise()
         copied = batch[: len(places)]
         return next((n for n, (_, key, ref) in enumerate(copied) if not reader.sound(ref, key)), len(copied))
 
@@ -135,17 +149,17 @@ class Transfers:
 
     def _save_some(self, blocks: Blocks, future: CcFuture) -> Outcome | None:
         """Store the next blocks; the outcome that stopped it, None when all of these were stored."""
-        names = self._names
+        names = self.names
         start, hashes = future.progress, blocks.hashes
         if not blocks.whole(start):
             whole = names.whole(hashes[start])
-            if self._client.lookup(self._namespace, whole, timeout=future.remaining()).count:
+            if self._client.lookup(self.namespace, whole, timeout=future.remaining()).count:
                 future.advance(start + 1)
                 return None
         span = range(start, self._end(blocks, start))
         keys = [names.key(hashes[i], whole=blocks.whole(i)) for i in span]
         parent = names.key(hashes[start - 1], whole=blocks.whole(start - 1)) if start else names.before(hashes[0])
-        reservation = self._client.reserve(self._namespace, parent, keys, future.remaining())
+        reservation = self._client.reserve(self.namespace, parent, keys, future.remaining())
         outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
         leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
         written = self._fill(reservation, [i for i in reservation.granted if i < leading], blocks, start, future)
@@ -159,26 +173,26 @@ class Transfers:
         """Where the next reservation ends: a block that lacks tokens is one of its own."""
         if not blocks.whole(start):
             return start + 1
-        limit = min(start + max(RESERVATION_BYTES // self._namespace.page_size, 1), len(blocks))
+        limit = min(start + max(RESERVATION_BYTES // self.namespace.page_size, 1), len(blocks))
         return next((i for i in range(start, limit) if not blocks.whole(i)), limit)
 
     def _fill(
         self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
     ) -> dict[int, int]:
         """Copy and commit the granted positions ``wanted``; the checksums of those done.  All others are given back."""
-        step = self.registration.batch
+        step = self._batch
         written: dict[int, int] = {}
         try:
             for begin in range(0, len(wanted), step):
                 batch = wanted[begin : begin + step]
                 segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
-                pages = [segments.page(reservation.granted[i], self._namespace.page_size) for i in batch]
-                plan = self.registration.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
+                pages = [segments.page(reservation.granted[i], self.namespace.page_size) for i in batch]
+                plan = self.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
                 with future.copying() as allowed:
                     if not allowed:
                         break
-                    self.registration.device.copy(plan)
-                    self.registration.device.synchronise()
+                    self.device.copy(plan)
+                    self.device.synchronise()
                 for i, page in zip(batch, pages, strict=True):
                     if not blocks.whole(start + i):
                         TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])

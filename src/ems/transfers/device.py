@@ -23,6 +23,7 @@ import torch
 
 from ems.errors import ConfigError
 from ems.transfers.memcpy import memcpy_all
+from ems.transfers.pins import SegmentPins
 from ems.transfers.plan import CopyPlan
 
 logger = logging.getLogger("ems.transfers")
@@ -79,20 +80,22 @@ class DevicePair:
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         self.load: Device = CpuDevice()
         self.save: Device = CpuDevice()
+        self._pins = SegmentPins()
         if tensors:
             self.serve(tensors)
 
     def serve(self, tensors: Sequence[torch.Tensor]) -> None:
-        """From now on for ``tensors``; nothing was pinned before."""
+        """From now on for ``tensors``."""
         self.load, self.save = device_of(tensors), device_of(tensors)
+        self._pins.serve(self.load)
 
     def pin(self, buffer: memoryview) -> None:
-        self.load.pin(buffer)
+        self._pins.pin(buffer)
 
     def unpin(self, buffer: memoryview) -> None:
         self.load.synchronise()
         self.save.synchronise()
-        self.load.unpin(buffer)
+        self._pins.unpin(buffer)
 
 
 class CpuDevice(Device):

@@ -160,6 +160,9 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """A save that is dropped is a later miss, nothing more."""
         return False
 
+    # supports_divergent_local_hybrid_hits stays False: vLLM would ask behind the blocks of full attention that it has,
+    # where a pool that reaches no further has nothing to add, and not load the state that only the pool has there.
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A graph of the whole model has no hooks between layers, so it would read blocks before they are loaded."""

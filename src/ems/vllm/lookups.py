@@ -26,6 +26,7 @@ from ems.pool.reasons.words import Reason
 from ems.transfers.lane import Lane
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.planes import Plane, page_keys
+from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt, Search
 from ems.vllm.waiting import QUEUED_PAUSE, Waiting
@@ -51,13 +52,13 @@ YIELD_SECONDS = 0.00005
 class LookupJob(msgspec.Struct, eq=False):
     """One request to look up.
 
-    ``extra`` makes what else names its chunks, one entry a chunk, the last one too; ``expected`` tokens were
-    announced by a prefill.
+    ``extra_keys`` makes what else names its chunks of so many tokens, one entry a chunk, the last one too;
+    ``expected`` tokens were announced by a prefill.
     """
 
     request_id: str
     tokens: Sequence[int]
-    extra: Callable[[], Sequence[object]]
+    extra_keys: Callable[[int], Sequence[object]]
     expected: int
     asked_at: float
     adapter: str = ""
@@ -104,7 +105,8 @@ class LookupAnswer(msgspec.Struct, frozen=True):
 class Lookups:
     """All lookups of one engine over ``planes``; its thread begins with :meth:`start`.
 
-    ``start_node`` is called to bring a missing node back.
+    ``observer`` says whether the pool may be asked for what need not be, and is told of every error of the pool.
+    Without ``tails`` full chunks alone are looked for.
     """
 
     def __init__(
@@ -114,26 +116,20 @@ class Lookups:
         planes: Sequence[Plane],
         chunk_tokens: int,
         chain_name: str,
+        observer: Observer,
         *,
-        start_node: Callable[[], None] = lambda: None,
+        tails: bool = True,
     ) -> None:
         self._client = client
         self._planes = planes
-        self._search = Search(client, planes, chunk_tokens, settings.call_timeout)
+        self._observer = observer
+        self._search = Search(client, planes, chunk_tokens, settings.call_timeout, tails=tails)
         self._chunk_tokens = chunk_tokens
         self.chain_name = chain_name
         """Where chains of keys begin; another name makes all pages stored before unfindable."""
         self._settings = settings
-        self._call_timeout = settings.call_timeout
-        self.usable: Callable[[], bool] = lambda: True
-        """Whether the pool may be asked for what need not be."""
-        self.seconds_a_token: Callable[[], float] = lambda: 0.0
-        """How long the engine computes a token, 0 while that is not known."""
         self._agenda: set[LookupJob] = set()
         """Few: so many requests as may wait with a lookup."""
-        self.failed: Callable[[EmsError], bool] = lambda _error: False
-        """Told of every error of the pool, on the lookup thread; True where it has said so in the log."""
-        self._start_node = start_node
         self._next_start = 0.0
         self._said: str | None = None
         self._jobs: dict[str, LookupJob] = {}
@@ -231,7 +227,7 @@ class Lookups:
             self._agenda.add(item)
 
     def _missed(self, error: EmsError) -> None:
-        said = self.failed(error)
+        said = self._observer.failed(error)
         kind = type(error).__name__
         if not said and kind != self._said:
             self._said = kind
@@ -240,7 +236,7 @@ class Lookups:
         now = time.monotonic()
         if isinstance(error, PoolUnavailable) and now >= self._next_start:
             self._next_start = now + RESTART_SECONDS
-            threading.Thread(target=self._start_node, name="ems-start-node", daemon=True).start()
+            threading.Thread(target=self._observer.start_node, name="ems-start-node", daemon=True).start()
 
     def _recovered(self) -> None:
         if self._said is not None:
@@ -291,7 +287,7 @@ class Lookups:
                 return None
         # In the queue a tier may take its time.
         queued = job.promoting and not job.waiting.due
-        self._search.computing = 0.0 if queued else self.seconds_a_token() * self._chunk_tokens
+        self._search.computing = 0.0 if queued else self._observer.seconds_a_token * self._chunk_tokens
         if job.promoting:
             tokens = self._search.reach(prompt)[0]
             if self._promotes(job, tokens, now):
@@ -305,14 +301,17 @@ class Lookups:
         return None
 
     def _name_chunks(self, job: LookupJob) -> Prompt:
-        chain, extra = KeyChain(self.chain_name + job.adapter, self._chunk_tokens), job.extra()
-        whole = len(job.tokens) // self._chunk_tokens
-        while len(chain) < whole:
-            if len(chain):
-                # Hashing holds the interpreter, and the scheduler's thread would wait for it.
-                time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
-            chain.extend(job.tokens, extra, len(chain) + YIELD_CHUNKS)
-        return Prompt(job.tokens, chain, job.extra, job.request_id)
+        chains: dict[int, KeyChain] = {}
+        for parts in {1, *(plane.parts for plane in self._planes)}:
+            size = self._chunk_tokens // parts
+            chain, extra = KeyChain(self.chain_name + job.adapter, size), job.extra_keys(size)
+            while len(chain) < len(job.tokens) // size:
+                if len(chain):
+                    # Hashing holds the interpreter, and the scheduler's thread would wait for it.
+                    time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
+                chain.extend(job.tokens, extra, len(chain) + YIELD_CHUNKS)
+            chains[parts] = chain
+        return Prompt(job.tokens, chains.pop(1), job.extra_keys, job.request_id, chains)
 
     def _why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
         """Why the first missing chunk is missing: :attr:`Reason.GAP` where chunks behind it are there."""
@@ -322,12 +321,12 @@ class Lookups:
         full = len(prompt.chain)
         names = prompt.chain.packed(found.chunks, min(full, found.chunks + MAX_KEYS // plane.shards - 1))
         rest = prompt.tokens[full * size :]
-        if len(rest) and not self._search.states:
-            extra = prompt.extra()
+        if len(rest) and self._search.tails:
+            extra = prompt.extra_keys(size)
             names += prompt.chain.tail(full, rest, extra[full] if full < len(extra) else None).key
         keys = page_keys(names, plane.shards)
         try:
-            explanation = self._client.explain(plane.namespace, keys, self._call_timeout)
+            explanation = self._client.explain(plane.namespace, keys, self._settings.call_timeout)
         except EmsError as error:
             # What was found before is not lost for it.
             self._missed(error)
@@ -349,7 +348,9 @@ class Lookups:
     def _promotes(self, job: LookupJob, tokens: int, now: float) -> bool:
         """Whether to wait for the chunks behind ``tokens`` tokens that the last search saw being promoted."""
         promoting = min(self._search.promoting * self._chunk_tokens, len(job.tokens) - tokens)
-        return job.waiting.for_tiers(tokens, promoting, self.seconds_a_token(), self._settings.tier_timeout, now)
+        return job.waiting.for_tiers(
+            tokens, promoting, self._observer.seconds_a_token, self._settings.tier_timeout, now
+        )
 
     # While the request stands in the queue
 
@@ -360,7 +361,7 @@ class Lookups:
             return None
         assert job.prompt is not None
         pause = max(job.waiting.pause(), LOOK_AGAIN_SECONDS)
-        if not self.usable():
+        if not self._observer.usable:
             return pause
         try:
             self._client.notice()
@@ -394,7 +395,7 @@ class Lookups:
     def _coming(self, prompt: Prompt, first: int) -> bool:
         """Whether every plane has chunk ``first`` in memory or promotes it.  Starts to promote what follows."""
         return all(
-            self._client.prefetch(name, keys, self._call_timeout) >= plane.shards
+            self._client.prefetch(name, keys, self._settings.call_timeout) >= plane.shards
             for end in (first + 1, len(prompt.chain))
             for plane, name, keys in self._pages(prompt, first, end)
             if not plane.window
@@ -402,7 +403,8 @@ class Lookups:
 
     def _pages(self, prompt: Prompt, first: int, end: int) -> Iterator[tuple[Plane, Namespace, bytes]]:
         for plane in self._planes:
-            keys = prompt.chain.packed(first, min(end, first + MAX_KEYS // plane.shards))
+            begin = first * plane.parts
+            keys = prompt.chain_of(plane).packed(begin, min(end * plane.parts, begin + MAX_KEYS // plane.shards))
             yield plane, Namespace(plane.namespace, 0), page_keys(keys, plane.shards)
 
     # What is kept meanwhile
@@ -415,7 +417,7 @@ class Lookups:
         start = job.held.chunks if job.answer is None else job.answer.chunks
         for _, name, keys in self._pages(prompt, start, first + self._search.promoting):
             if len(keys) >= KEY_BYTES:
-                announced = self._client.announce(name, keys, self._call_timeout)
+                announced = self._client.announce(name, keys, self._settings.call_timeout)
                 job.announced += [] if announced is None else [announced]
         job.renew_at = now + RENEW_SECONDS
         self._withdraw(before)

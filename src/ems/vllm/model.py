@@ -8,6 +8,7 @@ missed but never mistaken.  What cannot be served is refused by name before the 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def describe(
             f"the model's KV cache groups have block sizes {sorted(block_sizes)}, but EmsStoreConnector serves only "
             "one block size for all groups"
         )
-    block_size = max(block_sizes)
+    block_size = math.lcm(*block_sizes)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and len(groups) > 1:
         raise ConfigError(
@@ -178,7 +179,16 @@ def describe(
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
     in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
     planes = [
-        Plane(f"{identity}/{group}.{stage}", group, stage, shards[at], _window(spec), orders[at], _keeps_state(spec))
+        Plane(
+            f"{identity}/{group}.{stage}",
+            group,
+            stage,
+            shards[at],
+            _window(spec),
+            orders[at],
+            _keeps_state(spec),
+            block_size // spec.block_size,
+        )
         for at, (group, spec) in enumerate(zip(numbers, specs, strict=True))
         for stage in range(stages)
     ]

@@ -9,7 +9,6 @@ from ems.errors import EmsError
 from ems.pool.client.line import RESTART_SECONDS, Pins
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.node.launcher import ensure_node
-from ems.pool.segments.touch import warm
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.pages import PlaneRows
 
@@ -48,14 +47,3 @@ def serve(
             )
     except EmsError as error:
         logger.warning("EMS pool cannot be used, serving on without it: %s", error)
-
-
-def map_segments(client: PoolClient, logger: Logger) -> None:
-    """Map the node's memory before anybody needs it, tell who pins it, and fill this process's page tables."""
-    try:
-        client.connect()
-        segments = client.segments(client.epoch)
-        for number in range(client.segment_count):
-            warm(segments.segment(number))
-    except (EmsError, OSError) as error:
-        logger.debug("EMS segments are mapped later: %s", error)

@@ -46,7 +46,8 @@ class Plane(msgspec.Struct, frozen=True):
 
     ``group`` is the engine's KV cache group, whose block table says which engine block holds which tokens; ``stage``
     the pipeline stage that has the layers; ``shards`` the pages of one chunk; ``window`` how many tokens before a
-    new one its layers look at, itself included (0: all of them); ``order`` how tokens lie in a block of the engine.
+    new one its layers look at, itself included (0: all of them); ``order`` how tokens lie in a block of the engine;
+    ``parts`` how many of its own chunks make one of the model's, where groups have blocks of several sizes.
 
     With ``state`` its layers keep one state of all tokens so far (state-space models).  A page has the state behind the
     last token of its chunk, and a prompt goes on from the last one alone: a window of one token.
@@ -59,6 +60,7 @@ class Plane(msgspec.Struct, frozen=True):
     window: int = 0
     order: TokenOrder = TokenOrder.TOKENS
     state: bool = False
+    parts: int = 1
 
     def first_needed(self, tokens: int, size: int) -> int:
         """The first run of ``size`` tokens that must be loaded for the engine to go on behind ``tokens`` tokens."""

@@ -111,7 +111,7 @@ class Load(msgspec.Struct, frozen=True):
                 (rest, ids[:end], part.skip, slice(0, number + bool(skip))),
                 (last, ids[end:], skip, slice(number, number + 1)),
             ):
-                keys, refs = _of_chunks(part.keys, part.packed_refs, pages, planes[part.plane].shards)
+                keys, refs = of_chunks(part.keys, part.packed_refs, pages, planes[part.plane].shards)
                 found.append(LoadPart(part.plane, blocks, keys, refs, first))
         kept = [part for part in rest if part.block_ids]
         return msgspec.structs.replace(self, parts=kept), msgspec.structs.replace(self, parts=last)
@@ -158,7 +158,7 @@ class Found(msgspec.Struct, frozen=True):
 NOTHING = Found(0, 0, (), ())
 
 
-def _of_chunks(keys: bytes, packed_refs: bytes, chunks: slice, shards: int) -> tuple[bytes, bytes]:
+def of_chunks(keys: bytes, packed_refs: bytes, chunks: slice, shards: int) -> tuple[bytes, bytes]:
     """Keys of some ``chunks``, and references of all of their pages."""
     size, begin, end = shards * REF_BYTES, chunks.start, chunks.stop
     return keys[begin * KEY_BYTES : end * KEY_BYTES], packed_refs[begin * size : end * size]
@@ -422,7 +422,7 @@ class RequestBook:
         ids = request.block_ids[plane.group][first : -(-tokens // self._block_size)]
         begin, skip = divmod(first, self._page_blocks)
         chunks = slice(begin - pages.first, -(-(first + len(ids)) // self._page_blocks) - pages.first)
-        keys, refs = _of_chunks(pages.keys, pages.packed_refs, chunks, plane.shards)
+        keys, refs = of_chunks(pages.keys, pages.packed_refs, chunks, plane.shards)
         return LoadPart(pages.plane, ids, keys, refs, skip)
 
     def received(self, request_id: str, invalid: set[int], *, failed: bool = False) -> list[Release]:

@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 
-from ems.errors import ConfigError, PoolUnavailable
+from ems.errors import ConfigError
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
 from ems.vllm import compat
 from ems.vllm.adapters import Adapters
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.epoch import KeyEpoch
+from ems.vllm.epoch import KeyEpoch, declare
 from ems.vllm.kv_events.events import BlockEvents
 from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
-from ems.vllm.node import make_client, start_node
+from ems.vllm.node import make_client
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.requests import Adapter, Ask, Load, Phase, Release, RequestBook, Save, Span
@@ -85,20 +85,13 @@ class SchedulerSide:
             page_blocks=model.page_blocks,
             several_ranks=workers > 1,
         )
-        self._observer = Observer(
-            settings, model.block_size, logger, step_tokens=step_tokens, start_node=self._start_node
-        )
+        self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens)
         self._client = make_client(settings, "vllm-scheduler")
         for name, facts in model.descriptions().items():
             self._client.describe(name, facts)
         self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
         chain_name = self._epoch.chain_name
-        self._lookups = Lookups(
-            settings, self._client, model.planes, model.chunk_tokens, chain_name, start_node=self._start_node
-        )
-        self._lookups.failed = self._observer.failed
-        self._lookups.usable = lambda: self._observer.usable
-        self._lookups.seconds_a_token = lambda: self._observer.seconds_a_token
+        self._lookups = Lookups(settings, self._client, model.planes, model.chunk_tokens, chain_name, self._observer)
         self._lookups.start()
         self._events = events
         self._adapters = adapters
@@ -113,8 +106,8 @@ class SchedulerSide:
         self._saved: Counter[int] = Counter()
         self._call_off_at = NEVER_SECONDS
         """When saves that keep a pause of the engine waiting are called off."""
-        self.end_saves: Callable[[float], None] = _nothing
-        """Ends the saves of a worker in this process within so many seconds."""
+        self.end_saves: Callable[[float], None] = lambda _seconds: None
+        """Ends the saves of a worker in this process within so many seconds; nothing where it is in another."""
         self._invalid: set[int] = set()
         self._workers = workers
         self._running: set[str] = set()
@@ -140,12 +133,6 @@ class SchedulerSide:
         self.block_pool = block_pool
         compat.around_reset(block_pool, self._about_to_reset, self._emptied)
         compat.around_free_blocks(block_pool, lambda: self._turned_away)
-
-    def _start_node(self) -> None:
-        try:
-            start_node(self._settings, logger)
-        except (ConfigError, PoolUnavailable) as error:
-            logger.warning("EMS cannot start a pool node: %s", error)
 
     # Requests
 
@@ -445,7 +432,7 @@ class SchedulerSide:
         size = self._model.chunk_tokens
         if known.chain is None:
             known.chain = KeyChain(self._lookups.chain_name + self._adapter_key(request), size)
-        extra = self._extra(request)() if len(known.chain) < chunks or more else ()
+        extra = self._extra(request)(size) if len(known.chain) < chunks or more else ()
         if len(known.chain) < chunks:
             # The chain takes what it needs of all tokens, without a copy of a long prompt.
             whole = request.prompt_token_ids is not None
@@ -520,16 +507,7 @@ class SchedulerSide:
 
     def weights_declared(self, version: str) -> None:
         """The user names the engine's weights (vLLM's ``update_weight_version``)."""
-        before = self._epoch.chain_name
-        if not self._epoch.declare(version):
-            logger.warning(
-                "EMS shares nothing with other engines: weights version %s was declared while the engine holds KV of "
-                "other weights; reset its cache with reset_connector=True, then declare the version",
-                version,
-            )
-        elif self._epoch.chain_name != before:
-            logger.info("EMS shares blocks with engines whose weights version is %s", version)
-        if self._epoch.chain_name != before:
+        if declare(self._epoch, version, logger):
             self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -594,11 +572,9 @@ class SchedulerSide:
         job.explain = self._observer.requests.wanted(request_id)
         self._lookups.ask(job)
 
-    def _extra(self, request: Any) -> Callable[[], Sequence[object]]:
+    def _extra(self, request: Any) -> Callable[[int], Sequence[object]]:
         """The extra keys of a request's chunks without the adapter, which vLLM would name by name and path."""
-        return partial(
-            extra_keys, WithoutAdapter(request) if request.lora_request else request, self._model.chunk_tokens
-        )
+        return partial(extra_keys, WithoutAdapter(request) if request.lora_request else request)
 
     def _adapter_key(self, request: Any) -> str:
         """The request's adapter in the name where keys begin."""
@@ -606,7 +582,3 @@ class SchedulerSide:
         if known is None or known.adapter is None or self._adapters is None:
             return ""
         return f"/adapter/{self._adapters.key(request.lora_request, known.adapter)}"
-
-
-def _nothing(*_given: object) -> None:
-    """There is nothing to be done: the workers are in other processes."""

@@ -7,7 +7,7 @@ each search makes a bounded number of calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -33,13 +33,18 @@ _PRESENT = (0, Reason.GAP.code, Reason.LOWER_TIER.code)
 
 
 class Prompt(msgspec.Struct):
-    """What is searched for: all tokens, the keys of their full chunks, what else names each chunk."""
+    """What is searched for: all tokens, the keys of their full chunks, what else names each chunk of some size."""
 
     tokens: Sequence[int]
     chain: KeyChain
-    extra: Callable[[], Sequence[object]]
+    extra_keys: Callable[[int], Sequence[object]]
     request: str = ""
     """The engine's id of the request, by which the node can be asked about it."""
+    finer: Mapping[int, KeyChain] = {}
+    """Keys of the shorter chunks of some planes, by :attr:`Plane.parts`."""
+
+    def chain_of(self, plane: Plane) -> KeyChain:
+        return self.chain if plane.parts == 1 else self.finer[plane.parts]
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -51,13 +56,20 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 class Search:
-    """Searches for one engine.  ``planes`` are those of its model; pages have no known size on this side."""
+    """Searches for one engine.  ``planes`` are those of its model; pages have no known size on this side.
 
-    def __init__(self, client: PoolClient, planes: Sequence[Plane], chunk_tokens: int, call_timeout: float) -> None:
+    Without ``tails`` full chunks alone are looked for.
+    """
+
+    def __init__(
+        self, client: PoolClient, planes: Sequence[Plane], chunk_tokens: int, call_timeout: float, *, tails: bool = True
+    ) -> None:
         self._client = client
         self._planes = planes
         self.states = [number for number, plane in enumerate(planes) if plane.state]
         """Planes of layers that keep states: a prompt goes on only where all of these have one."""
+        self.tails = tails and not self.states
+        """Whether a part of a chunk is of use: behind one there is no state to go on from."""
         self._namespaces = [Namespace(plane.namespace, 0) for plane in planes]
         self._chunk_tokens = chunk_tokens
         self._timeout = call_timeout
@@ -164,7 +176,8 @@ class Search:
             chunks = min(chunks, (len(prompt.tokens) - 1) // self._chunk_tokens)  # the last token is computed again
         for number, plane in enumerate(self._planes):
             if not plane.window and chunks:
-                found, writing = self._leading(number, prompt.chain.packed(0, chunks))
+                found, writing = self._leading(number, prompt.chain_of(plane).packed(0, chunks * plane.parts))
+                found //= plane.parts
                 chunks, pending = found, pending or (writing and found < chunks)
         for _ in range(ATTEMPTS):
             chunks = self._behind_states(prompt, chunks)
@@ -180,10 +193,12 @@ class Search:
     def _behind_states(self, prompt: Prompt, chunks: int) -> int:
         """How many of the leading ``chunks`` end with states that memory, or a tier, has; all without such layers."""
         for number in self.states:
-            shards = self._planes[number].shards
+            plane = self._planes[number]
+            shards, parts = plane.shards, plane.parts
             begin = max(chunks - MAX_KEYS // shards, 0)
-            keys = page_keys(prompt.chain.packed(begin, chunks), shards)
-            codes = self._client.explain(self._planes[number].namespace, keys, self._timeout).codes if keys else ()
+            ends_of_chunks = prompt.chain_of(plane)[(begin + 1) * parts - 1 : chunks * parts : parts]
+            keys = page_keys(b"".join(ends_of_chunks), shards)
+            codes = self._client.explain(plane.namespace, keys, self._timeout).codes if keys else ()
             present = [code in _PRESENT for code in codes]
             ends = (at for at in range(chunks - begin, 0, -1) if all(present[(at - 1) * shards : at * shards]))
             chunks = begin + next(ends, -begin)
@@ -210,11 +225,12 @@ class Search:
         tokens = chunks * self._chunk_tokens + tail.tokens
         for number, plane in enumerate(self._planes):
             # The engine computes the last token again.
-            first = first_in_sight(plane.window, tokens - 1, self._chunk_tokens)
-            if plane.window and first < chunks:
-                found, writing = self._leading(number, prompt.chain.packed(first, chunks))
-                if first + found < chunks:
-                    return first + found, writing
+            first = first_in_sight(plane.window, tokens - 1, self._chunk_tokens // plane.parts)
+            end = chunks * plane.parts
+            if plane.window and first < end:
+                found, writing = self._leading(number, prompt.chain_of(plane).packed(first, end))
+                if first + found < end:
+                    return (first + found) // plane.parts, writing
         return None, False
 
     def _tail(self, prompt: Prompt, chunks: int, *, lease: bool) -> TailHit:
@@ -229,9 +245,9 @@ class Search:
     def _tail_name(self, prompt: Prompt, chunks: int) -> Tail | None:
         """The chunk number ``chunks`` as far as the prompt has it; None where the prompt ends before it."""
         rest = prompt.tokens[chunks * self._chunk_tokens : (chunks + 1) * self._chunk_tokens]
-        if not len(rest) or self.states:
+        if not len(rest) or not self.tails:
             return None
-        extra = prompt.extra()
+        extra = prompt.extra_keys(self._chunk_tokens)
         return prompt.chain.tail(chunks, rest, extra[chunks] if chunks < len(extra) else None)
 
     def _whole_tail(self, prompt: Prompt, chunks: int) -> TailHit:
@@ -246,8 +262,9 @@ class Search:
 
     def _promise(self, number: int, prompt: Prompt, reach: Reach, leases: list[Lease]) -> Pages | None:
         plane = self._planes[number]
-        first = min(first_in_sight(plane.window, self._tokens(reach) - 1, self._chunk_tokens), reach.chunks)
-        names = prompt.chain.packed(first, reach.chunks) + reach.tail.key
+        end = reach.chunks * plane.parts
+        first = min(first_in_sight(plane.window, self._tokens(reach) - 1, self._chunk_tokens // plane.parts), end)
+        names = prompt.chain_of(plane).packed(first, end) + reach.tail.key
         keys = page_keys(names, plane.shards)
         hits = self._ask(number, keys, lease=True)
         if hits.lease is not None:

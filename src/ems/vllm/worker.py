@@ -13,6 +13,7 @@ import torch
 from vllm.logger import init_logger
 
 from ems.errors import ConfigError
+from ems.pool.client.mapping import map_segments
 from ems.transfers.device import DevicePair
 from ems.vllm.adapters import has_read
 from ems.vllm.configuration.settings import ConnectorSettings
@@ -20,7 +21,7 @@ from ems.vllm.layers import LayerOrder
 from ems.vllm.loads import Loader, LoadJob
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel, LocalPlane, check_hosts
-from ems.vllm.node import make_client, map_segments, serve
+from ems.vllm.node import make_client, serve
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.reporting.stats import EmsStats, Transferred
 from ems.vllm.saves import SaveBatch, Saver

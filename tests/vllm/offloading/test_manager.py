@@ -15,9 +15,9 @@ from ems.pool.keys import KEY_BYTES, NO_PARENT, cut
 from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings, read_settings
 from ems.vllm.model import BlockModel
-from ems.vllm.offloading.manager import MOST_WAITING, EmsOffloadingManager
-from ems.vllm.offloading.search import Group
+from ems.vllm.offloading.manager import EmsOffloadingManager
 from ems.vllm.planes import Plane, page_keys
+from ems.vllm.requests import EAGER_LEASES
 from tests.e2e.engines import PATIENT, Node, running_node, wait_for
 
 PAGE = 512
@@ -42,7 +42,7 @@ def settings_of(node: Node, role: str = "kv_both", **extra: object) -> Connector
 
 
 def manager_of(settings: ConnectorSettings) -> EmsOffloadingManager:
-    return EmsOffloadingManager(settings, MODEL, [Group(0, TOKENS, 0, (0,))])
+    return EmsOffloadingManager(settings, MODEL, [0])
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_who_loaded_is_not_told_of_the_same_pages_until_it_ran(manager: EmsOfflo
     assert look(manager, keys, context) == [LookupResult.MISS] * 3
     wait_for(lambda: not leases(node), "the lease ends with the load")
 
-    manager.on_schedule_end(ScheduleEndContext(["reader"], ()))
+    manager.on_schedule_end(ScheduleEndContext((), ["reader"]))
     assert look(manager, keys, context) == [LookupResult.HIT] * 3
 
 
@@ -152,7 +152,7 @@ def test_a_chunk_that_no_lookup_found_is_at_no_place(manager: EmsOffloadingManag
     manager.complete_load(keys, context)
 
 
-@pytest.mark.parametrize("end", ["is scheduled without a load", "goes on without a load", "is preempted", "ends"])
+@pytest.mark.parametrize("end", ["goes on without a load", "ends"])
 def test_what_is_of_no_use_is_given_back(manager: EmsOffloadingManager, node: Node, end: str) -> None:
     keys = chunk_keys("a", 3)
     store(node, manager, keys)
@@ -161,26 +161,63 @@ def test_what_is_of_no_use_is_given_back(manager: EmsOffloadingManager, node: No
     assert leases(node) == 1
     if end == "ends":
         manager.on_request_finished(context)
-    elif end.startswith("goes on"):
-        manager.allocated(SimpleNamespace(request_id="reader"), None, 0)
     else:
-        ids: tuple[list[str], list[str]] = ["reader"], []
-        manager.on_schedule_end(ScheduleEndContext(*(ids if end.startswith("is scheduled") else ids[::-1])))
+        manager.allocated(SimpleNamespace(request_id="reader"), None, 0)
+        manager.on_schedule_end(ScheduleEndContext(["reader"], ()))
     wait_for(lambda: not leases(node), "nothing is held")
     if end != "ends":
-        assert look(manager, keys, context) == [LookupResult.HIT] * 3, "asked anew"
+        manager.on_schedule_end(ScheduleEndContext((), ["reader"]))
+        assert look(manager, keys, context) == [LookupResult.HIT] * 3, "a request that was preempted is looked up again"
+
+
+def test_a_request_that_waits_is_looked_up_again(manager: EmsOffloadingManager, node: Node) -> None:
+    """Until vLLM asks for it: what others store meanwhile is found, and leased."""
+    keys = chunk_keys("a", 3)
+    context = begun(manager, "reader", keys)
+    wait_for(lambda: node.counters["lookups"] > 0, "nothing was found")
+    store(node, manager, keys)
+    wait_for(lambda: leases(node) == 1, "it is looked up again")
+    assert look(manager, keys, context) == [LookupResult.HIT] * 3
+
+
+@pytest.mark.parametrize("drops_last", [False, True])
+def test_of_a_window_the_chunks_in_sight_are_found(drops_last: bool) -> None:
+    """Where a draft model's layers have vLLM leave the last chunk out, what is in sight of the one before, too."""
+    with running_node("--size", "256MB") as node:  # each group has segments of its own
+        wait_for(lambda: node.stats()["bytes_touched"] == 256 << 20, "the memory is touched")
+        planes = (Plane(f"{NAME}/0.0", shards=2), Plane(f"{NAME}/1.0", group=1, window=2 * TOKENS))
+        model = BlockModel(NAME, TOKENS, 100, 2, planes)
+        manager = EmsOffloadingManager(settings_of(node), model, [0, 1], drops_last=drops_last)
+        keys = chunk_keys("a", 40)
+        ((_, _, tails, _),) = manager.prepare_store(keys, begun(manager, "writer", keys)).store_spec.runs
+        client = PoolClient(node.socket, "worker")
+        for plane, first in zip(planes, (0, 20), strict=True):
+            pages = cut(page_keys(b"".join(tail.key for tail in tails[first:30]), plane.shards), KEY_BYTES)
+            client.commit(client.reserve(Namespace(plane.namespace, PAGE), NO_PARENT, pages))
+        client.close()
+        context = begun(manager, "reader", keys)
+        assert look(manager, keys, context) == [LookupResult.HIT] * 30 + [LookupResult.MISS] * 10
+        windowed = [make_offload_key(key[:-4], 1) for key in keys]
+        for number, key in enumerate(windowed):
+            context.set_offload_key_position(key, (number + 1) * TOKENS)
+        seen = [number for number, result in enumerate(look(manager, windowed, context)) if result is LookupResult.HIT]
+        assert seen == list(range(27 if drops_last else 28, 30))
+        manager.on_request_finished(context)
+        manager.shutdown()
 
 
 def test_a_long_queue_holds_few_leases(manager: EmsOffloadingManager, node: Node) -> None:
     keys = chunk_keys("a", 2)
     store(node, manager, keys)
-    contexts = [begun(manager, f"reader {number}", keys) for number in range(MOST_WAITING + 9)]
-    for context in contexts[:MOST_WAITING]:
+    contexts = [begun(manager, f"reader {number}", keys) for number in range(EAGER_LEASES + 9)]
+    for context in contexts[:EAGER_LEASES]:
         assert look(manager, keys, context) == [LookupResult.HIT] * 2
     for _ in range(3):
-        assert {manager.lookup(keys[0], context) for context in contexts[MOST_WAITING:]} == {LookupResult.RETRY}
+        # VLLM asks for all that wait, in their order.
+        asked = [manager.lookup(keys[0], context) for context in contexts]
+        assert asked == [LookupResult.HIT] * EAGER_LEASES + [LookupResult.RETRY] * 9
         manager.on_schedule_end(STEP)
-    assert leases(node) == MOST_WAITING
+    assert leases(node) == EAGER_LEASES
     manager.on_request_finished(contexts[0])
     assert look(manager, keys, contexts[-1]) == [LookupResult.HIT] * 2
     for context in contexts:

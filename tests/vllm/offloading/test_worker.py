@@ -16,7 +16,6 @@ from ems.pool.layout import REF_BYTES
 from ems.transfers.device import CpuDevice, Device, DevicePair
 from ems.transfers.plan import CopyPlan
 from ems.vllm.model import LocalPlane
-from ems.vllm.offloading.search import Group
 from ems.vllm.offloading.worker import ChunkRun, EmsOffloadingWorker, PagesToLoad, PagesToStore
 from ems.vllm.pages import plane_rows
 from ems.vllm.planes import Plane, Portion, page_keys
@@ -52,9 +51,8 @@ class Engine:
         rows = plane_rows(local, self.caches, BLOCKS, CHUNK)
         self.planes, self.namespaces = planes, [row.namespace for row in rows]
         self.page_bytes = [row.rows.page_bytes * row.local.portion.count for row in rows]
-        groups = [Group(0, 8 * CHUNK, 0, (0,)), Group(1, 8 * CHUNK, 0, (1,))]
         client = PoolClient(node.socket, "worker")
-        self.worker = EmsOffloadingWorker(client, DevicePair(), rows, groups, CHUNK, 5.0)
+        self.worker = EmsOffloadingWorker(client, DevicePair(), rows, [0, 1], CHUNK, 5.0)
         self.jobs = 0
 
     def close(self) -> None:

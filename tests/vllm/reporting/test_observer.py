@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ems.cc_v1.health import HealthRules
-from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError, NoSpace, PoolNotTried, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
+from ems.transfers.summary import Kind, Sample
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.reporting import observer
 from ems.vllm.reporting.observer import Observer
@@ -37,7 +37,8 @@ def make(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     def watch(rules: HealthRules, start_node: Callable[[], None] = lambda: None) -> Observer:
         monkeypatch.setattr(observer, "HealthRules", lambda **_: rules)
         settings, _ = read_settings("kv_both", {"socket": str(node.socket), "call_timeout_ms": 1000}, {})
-        made.append(Observer(settings, 16, logger, start_node=start_node))
+        monkeypatch.setattr(observer, "start_node", lambda *_given: start_node())
+        made.append(Observer(settings, 16, logger))
         return made[-1]
 
     yield watch

@@ -1,20 +1,21 @@
 """The scheduler's side: tells vLLM which chunks the pool has, and the workers where they are.
 
-vLLM's key of a chunk is a hash of its own; here a chunk has the key that ``EmsStoreConnector`` gives it, made of the
-request's tokens, so that engines of both kinds share pages.  What always holds: the scheduler's thread makes no call to
-the node; what it was told of is leased until its load is over, the request has ended, or it was scheduled without a
-load; after a reset no chunk that was stored before is found.
+What is found, waited for and leased is decided where ``EmsStoreConnector`` has it decided: by the lookups and the book
+of requests.  vLLM's key of a chunk is a hash of its own; here a chunk has the key that ``EmsStoreConnector`` gives it,
+made of the request's tokens, so that engines of both kinds share pages.  What always holds: the scheduler's thread
+makes no call to the node; what it was told of is leased until its load is over, the request has ended, or it was
+scheduled without a load; after a reset no chunk that was stored before is found.
 """
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -27,215 +28,224 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from ems.errors import EmsError
-from ems.pool.client.answers import Lease, Namespace
-from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KeyChain
+from ems.pool.keys import KEY_BYTES, KeyChain
 from ems.pool.layout import REF_BYTES
-from ems.transfers.lane import Lane
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.epoch import KeyEpoch
+from ems.vllm.epoch import KeyEpoch, declare
+from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.model import BlockModel
-from ems.vllm.offloading.search import Found, Group, search
+from ems.vllm.node import make_client
 from ems.vllm.offloading.worker import ChunkRun, PagesToLoad, PagesToStore
-from ems.vllm.requests import Pages
+from ems.vllm.planes import Plane
+from ems.vllm.reporting.observer import Observer
+from ems.vllm.requests import NEVER, NOTHING, Ask, Found, Load, Pages, Phase, Release, RequestBook, of_chunks
 from ems.vllm.tokens import extra_keys, token_ids
 
 logger = init_logger("vllm.ems.offloading")
 
-STEP_SECONDS = 0.002
-"""How long one step waits for answers, all in all: most come sooner, and a request needs no second step then."""
-MOST_WAITING = 64
-"""Requests that are looked up before they can be scheduled: each holds leases."""
-
-
-class _Lookup:
-    """A question about a request's chunks; ``found`` is None until the answer is there."""
-
-    def __init__(self, request: Any, chain_name: str, groups: Sequence[Group]) -> None:
-        self.asked_at = time.monotonic()
-        self.answered = threading.Event()
-        self.found: Found | None = None
-        self.over = False
-        """Whether nothing that was found is of use any more; set on the scheduler's thread."""
-        self._request = request
-        self._tokens = token_ids(request, 0, request.num_tokens)  # of this moment: the request may grow
-        self.chains = {group.tokens: KeyChain(chain_name, group.tokens) for group in groups}
-
-    def name_chunks(self) -> None:
-        for size, chain in self.chains.items():
-            chain.extend(self._tokens, extra_keys(self._request, size))
-
-
-class _Request:
-    """What is known of one of vLLM's requests."""
-
-    def __init__(self, request: Any, chain_name: str) -> None:
-        self.request = request
-        self.chain_name = chain_name
-        self.chains: dict[int, KeyChain] = {}
-        self.lookup: _Lookup | None = None
-        self.loading = False
-
-    def chain(self, size: int, chunks: int) -> KeyChain:
-        """Keys of at least so many chunks of ``size`` tokens."""
-        chain = self.chains.setdefault(size, KeyChain(self.chain_name, size))
-        if len(chain) < chunks:
-            chain.extend(token_ids(self.request, 0, chunks * size), extra_keys(self.request, size), chunks)
-        return chain
+ANSWER_SECONDS = 0.002
+"""How long one step waits for an answer: most come sooner, and a request needs no second step then."""
 
 
 class EmsOffloadingManager(OffloadingManager):
-    """Chunks of ``groups`` of ``model`` in the pool of ``settings``."""
+    """Chunks of the KV cache groups ``groups`` of ``model`` in the pool of ``settings``.
 
-    def __init__(self, settings: ConnectorSettings, model: BlockModel, groups: Sequence[Group]) -> None:
+    With ``drops_last`` vLLM may leave out the last chunk that it finds, as it does of a draft model's layers.
+    """
+
+    def __init__(
+        self, settings: ConnectorSettings, model: BlockModel, groups: Sequence[int], *, drops_last: bool = False
+    ) -> None:
         self._settings = settings
-        self._planes = model.planes
-        self._namespaces = [Namespace(name, 0) for name in model.namespaces]  # who only looks needs no size of a page
-        self._groups = {group.number: group for group in groups}
+        self._model = model
+        self._groups = {group: [plane for plane in model.planes if plane.group == group] for group in groups}
         self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
-        self._client = PoolClient(settings.socket, "vllm-offloading", credentials=settings.credentials)
+        self._client = make_client(settings, "vllm-offloading")
         for name, facts in model.descriptions().items():
             self._client.describe(name, facts)
-        self._requests: dict[str, _Request] = {}
-        self._ended: dict[str, _Request] = {}
-        """Requests that ended before their loads."""
-        self._waiting = 0
-        """Requests that were looked up and hold what was found."""
-        self._waited = 0.0
-        self._failing = False
-        self._lane: Lane[_Lookup, None] = Lane("ems-offloading-lookup", self._run)
-        self._lane.start()
+        self._observer = Observer(settings, model.block_size, logger)
+        self._book = RequestBook(settings, model.block_size, model.planes, model.groups, page_blocks=model.page_blocks)
+        planes = [self._with_one_before(plane) if drops_last else plane for plane in model.planes]
+        self._lookups = Lookups(
+            settings, self._client, planes, model.chunk_tokens, self._epoch.chain_name, self._observer, tails=False
+        )
+        self._lookups.start()
+        self._requests: dict[str, Any] = {}
+        self._chains: dict[tuple[str, int], KeyChain] = {}
+        """Keys of what is stored, by request and tokens of a chunk."""
+        self._found: dict[str, Found | None] = {}
+        """What was found of the requests that vLLM asked for in this step; None: it has to ask again."""
+        self._allocated: set[str] = set()
+        """Requests that got blocks in this step."""
+        self._waited = False
+        """Whether this step has waited for an answer."""
+
+    def _with_one_before(self, plane: Plane) -> Plane:
+        """A plane of a window that begins a chunk earlier, so that it is whole without the last one."""
+        seen = plane.window and not plane.state
+        return msgspec.structs.replace(plane, window=plane.window + self._chunk_tokens(plane)) if seen else plane
+
+    def _chunk_tokens(self, plane: Plane) -> int:
+        return self._model.chunk_tokens // plane.parts
 
     # Requests
 
     def arrived(self, request: Any) -> None:
         """The connector's ``on_new_request``, of which vLLM tells a manager no tokens."""
-        self._requests[request.request_id] = _Request(request, self._epoch.chain_name)
+        self._requests[request.request_id] = request
+        self._enter(request)
+
+    def _enter(self, request: Any) -> None:
+        if self._observer.usable:
+            self._do(self._book.arrive(request.request_id, request.num_tokens, 0))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self._epoch.empty = False
-        request = self._requests.get(req_context.req_id)
-        chunk = self._chunk(key, req_context)
-        if request is None or chunk is None or not self._settings.loads:
+        request, chunk = self._requests.get(req_context.req_id), self._chunk(key, req_context)
+        if request is None or chunk is None:
             return LookupResult.MISS
-        lookup = request.lookup
-        if lookup is None:
-            if self._waiting >= MOST_WAITING:
-                return LookupResult.RETRY
-            self._waiting += 1
-            lookup = request.lookup = _Lookup(request.request, request.chain_name, list(self._groups.values()))
-            self._lane.put(lookup)
-        if lookup.over:
-            return LookupResult.MISS
-        if not lookup.answered.is_set():
-            begun = time.monotonic()
-            if self._waited < STEP_SECONDS:
-                lookup.answered.wait(STEP_SECONDS - self._waited)
-                self._waited += time.monotonic() - begun
-            if not lookup.answered.is_set():
-                late = begun - lookup.asked_at > self._settings.lookup_timeout
-                return LookupResult.MISS if late else LookupResult.RETRY
-        group = self._groups[get_offload_group_idx(key)]
-        hit = lookup.found is not None and lookup.found.has(group, chunk)
+        if request.request_id not in self._found:
+            self._found[request.request_id] = self._match(request)
+        found = self._found[request.request_id]
+        if found is None:
+            return LookupResult.RETRY
+        group = get_offload_group_idx(key)
+        parts = [pages for pages in found.pages if self._model.planes[pages.plane].group == group]
+        hit = parts and all(0 <= chunk - pages.first < len(pages.keys) // KEY_BYTES for pages in parts)
         return LookupResult.HIT if hit else LookupResult.MISS
+
+    def _match(self, request: Any) -> Found | None:
+        """What the pool has of a request; None: ask again."""
+        request_id = request.request_id
+        if self._book.get(request_id) is None:
+            self._enter(request)
+        self._lookups.hurry(request_id)
+        known = self._book.get(request_id)
+        waits = known is not None and known.phase is Phase.ASKED and not self._waited
+        self._waited |= waits
+        for answer in self._lookups.answers(ANSWER_SECONDS if waits else 0.0):
+            if answer.chain is None:
+                self._do(self._book.leave_out(answer.request_id))
+            else:
+                self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
+        if not self._observer.usable:
+            self._do(self._book.decline(request_id))
+        if self._client.waits_out_restart:
+            self._book.restarted_at = time.monotonic()
+        tokens, effects = self._book.match(request_id, request.num_tokens, 0, time.monotonic())
+        self._do(effects)
+        if tokens is None:
+            self._lookups.hurry(request_id)
+            return None
+        known = self._book.get(request_id)
+        return NOTHING if known is None else known.found
 
     def allocated(self, request: Any, _blocks: Any, external: int) -> None:
         """The connector's ``update_state_after_alloc``: a request that goes on without a load needs no lookup any more.
 
         vLLM tells a manager of requests that begin, and not of those that go on after a preemption.
         """
-        known = self._requests.get(request.request_id)
-        if known is not None and not external:
-            self._ask_anew(known)
+        self._allocated.add(request.request_id)
+        if not external:
+            self._do(self._book.allocated(request.request_id, (), 0))
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         return compat.HOST_HIT
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._waited = 0.0
-        for request_id in (*context.new_req_ids, *context.preempted_req_ids):
-            request = self._requests.get(request_id)
-            if request is not None and not request.loading:
-                self._ask_anew(request)
+        for request_id in context.preempted_req_ids:
+            if request_id not in self._allocated:  # else it goes on in this very step
+                self._book.preempted(request_id)
+        self._found.clear()
+        self._allocated.clear()
+        self._waited = False
+        self._book.begin_step()
+        if self._observer.usable:
+            self._do(self._book.start_lookups())
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = self._requests.pop(req_context.req_id, None)
-        if request is not None and request.loading:
-            self._ended[req_context.req_id] = request  # its blocks are still being filled
-        elif request is not None:
-            self._let_go(request)
+        if self._requests.pop(req_context.req_id, None) is not None:
+            self._do(self._book.finished(req_context.req_id))
+            self._chains = {name: chain for name, chain in self._chains.items() if name[0] != req_context.req_id}
 
-    def _ask_anew(self, request: _Request) -> None:
-        """What was found is used, or is not going to be: should vLLM ask again, the pool is asked again."""
-        self._let_go(request)
-        request.lookup = None
-
-    def _let_go(self, request: _Request) -> None:
-        lookup = request.lookup
-        if lookup is not None and not lookup.over:
-            self._waiting -= 1
-            lookup.over = True
-            self._lane.put(lookup)  # behind the search that may still be under way
+    def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
+        for effect in effects:
+            if isinstance(effect, Ask):
+                request = self._requests[effect.request_id]
+                tokens = token_ids(request, 0, request.num_tokens)  # of this moment: the request may grow
+                extra = partial(extra_keys, request)
+                self._lookups.ask(LookupJob(effect.request_id, tokens, extra, effect.expected, time.monotonic()))
+            elif isinstance(effect, Release):
+                self._lookups.release(effect.lease)
+        for request_id in self._book.take_over():
+            self._lookups.forget(request_id)
 
     def _chunk(self, key: OffloadKey, context: ReqContext) -> int | None:
         """The number of a chunk; None for a part of one, which vLLM asks for by a key of its own."""
-        size = self._groups[get_offload_group_idx(key)].tokens
+        size = self._chunk_tokens(self._groups[get_offload_group_idx(key)][0])
         end = context.get_offload_key_position(key)
         return None if end is None or end % size else end // size - 1
 
     # Loads and stores
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PagesToLoad:
-        request = self._requests[req_context.req_id]
-        lookup = request.lookup
-        assert lookup is not None, "vLLM loads what a lookup found"
-        assert lookup.found is not None, "vLLM loads what a lookup found"
-        request.loading = True
-        pages: list[list[Pages]] = []
+        known = self._book.get(req_context.req_id)
+        assert known is not None, "vLLM loads what a lookup found"
+        assert known.found.leases, "vLLM loads what a lookup found"
+        self._do(self._book.allocated(req_context.req_id, (), known.found.tokens))
         chunks = self._by_group(keys, req_context)
-        for group in self._groups.values():
-            wanted = chunks.get(group.number, [])
-            pages.append([self._pages(lookup, group, plane, wanted) for plane in group.planes])
-        return PagesToLoad(lookup.found.node, pages)
+        pages = [
+            [
+                self._pages(of_plane, chunks.get(group, []))
+                for of_plane in known.found.pages
+                if self._model.planes[of_plane.plane].group == group
+            ]
+            for group in self._groups
+        ]
+        return PagesToLoad(known.found.leases[0].node, pages)
 
-    def _pages(self, lookup: _Lookup, group: Group, plane: int, chunks: Sequence[int]) -> Pages:
-        assert lookup.found is not None
-        shards, chain, refs = self._planes[plane].shards, lookup.chains[group.tokens], lookup.found.refs
-        keys = b"".join(chain.packed(chunk, chunk + 1) for chunk in chunks)
-        # A chunk that no lookup found is at no place: its load fails, and the engine computes it.
-        nowhere = bytes(REF_BYTES * shards)
-        return Pages(
-            plane, chunks[0] if chunks else 0, keys, b"".join(refs.get((plane, chunk), nowhere) for chunk in chunks)
-        )
+    def _pages(self, found: Pages, chunks: Sequence[int]) -> Pages:
+        shards, keys, refs = self._model.planes[found.plane].shards, b"", b""
+        for chunk in chunks:
+            at = max(chunk - found.first, -1)
+            key, places = of_chunks(found.keys, found.packed_refs, slice(at, at + 1), shards)
+            # A chunk that no lookup found is at no place: its load fails, and the engine computes it.
+            keys += key or bytes(KEY_BYTES)
+            refs += places or bytes(REF_BYTES * shards)
+        return Pages(found.plane, chunks[0] if chunks else 0, keys, refs)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        request = self._ended.pop(req_context.req_id, None) or self._requests.get(req_context.req_id)
-        if request is not None:
-            # Should the load have failed, vLLM asks again, and the same pages would fail for ever.
-            request.loading = False
-            self._let_go(request)
+        # Should the load have failed, vLLM asks again, and the same pages would fail for ever: nothing is found now.
+        self._do(self._book.received(req_context.req_id, set()))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         self._epoch.empty = False
-        request = self._requests.get(req_context.req_id)
-        if request is None or not self._settings.saves:
+        known = self._book.get(req_context.req_id)
+        if known is None or known.next_save == NEVER or not self._settings.saves:
             return PrepareStoreOutput([], PagesToStore([]), [])
         wanted = [key for key in keys if self._chunk(key, req_context) is not None]
         runs: dict[tuple[int, int, int], list[int]] = {}
-        for number, chunks in self._by_group(wanted, req_context).items():
+        for group, chunks in self._by_group(wanted, req_context).items():
             for first, end in _runs(chunks):
-                runs.setdefault((first, end, self._groups[number].tokens), []).append(number)
+                runs.setdefault((first, end, self._chunk_tokens(self._groups[group][0])), []).append(group)
         to_store = [
             ChunkRun(first, chain.parent(first), chain.tails(first, end), tuple(groups))
             for (first, end, size), groups in sorted(runs.items())
-            for chain in [request.chain(size, end)]
+            for chain in [self._chain(req_context.req_id, size, end)]
         ]
         return PrepareStoreOutput(wanted, PagesToStore(to_store), [])
+
+    def _chain(self, request_id: str, size: int, chunks: int) -> KeyChain:
+        """Keys of at least so many chunks of ``size`` tokens."""
+        chain = self._chains.setdefault((request_id, size), KeyChain(self._epoch.chain_name, size))
+        if len(chain) < chunks:
+            request = self._requests[request_id]
+            chain.extend(token_ids(request, 0, chunks * size), extra_keys(request, size), chunks)
+        return chain
 
     def _by_group(self, keys: Collection[OffloadKey], context: ReqContext) -> dict[int, list[int]]:
         """Numbers of chunks in order, by group."""
@@ -255,60 +265,18 @@ class EmsOffloadingManager(OffloadingManager):
         self._begin_epoch()
 
     def weights_declared(self, version: str) -> None:
-        if not self._epoch.declare(version):
-            logger.warning(
-                "EMS shares nothing with other engines: weights version %s was declared while the engine holds KV of "
-                "other weights; reset its cache with reset_connector=True, then declare the version",
-                version,
-            )
-        self._begin_epoch()
+        if declare(self._epoch, version, logger):
+            self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        for request_id, request in list(self._requests.items()):
-            if request.chain_name != self._epoch.chain_name and not request.loading:
-                self._let_go(request)
-                self._requests[request_id] = _Request(request.request, self._epoch.chain_name)
+        self._lookups.chain_name = self._epoch.chain_name
+        self._chains.clear()
+        self._do(self._book.reset())
 
     def shutdown(self) -> None:
-        self._lane.end()
+        self._observer.close()
+        self._lookups.close()
         self._client.close()
-
-    # The thread
-
-    def _run(self) -> None:
-        while (lookup := self._lane.next()) is not None:
-            try:
-                self._handle(lookup)
-            except Exception:  # the root of what this thread does, see below
-                # Root of this thread: a defect here must cost hits, never the engine.
-                logger.exception("EMS lookup failed, the request is computed")
-            finally:
-                lookup.answered.set()
-
-    def _handle(self, lookup: _Lookup) -> None:
-        if lookup.over:
-            found, lookup.found = lookup.found, None
-            for lease in found.leases if found is not None else ():
-                self._client.release(lease)
-            return
-        found = Found()
-        try:
-            lookup.name_chunks()
-            search(found, list(self._groups.values()), self._planes, lookup.chains, self._look)
-        except EmsError as error:
-            found.refs = {}
-            if not self._failing:
-                logger.warning("EMS cannot look for chunks, serving on without it: %s", error)
-            self._failing = True
-        else:
-            self._failing = False
-        if found.mixed:  # pages of two lives of a node cannot be loaded together
-            found.refs = {}
-        lookup.found = found
-
-    def _look(self, plane: int, keys: bytes) -> tuple[int, Lease | None]:
-        hits = self._client.lookup(self._namespaces[plane], keys, lease=True, timeout=self._settings.call_timeout)
-        return hits.count, hits.lease
 
 
 def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -316,7 +284,7 @@ def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for chunk in chunks:
         if runs and runs[-1][1] == chunk:
-            runs[-1] = (runs[-1][0], chunk + 1)
+            runs[-1] = runs[-1][0], chunk + 1
         else:
             runs.append((chunk, chunk + 1))
     return runs

@@ -8,6 +8,7 @@ a load that failed.  They are taken from the frames of the calls that lead here.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -22,14 +23,14 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from ems.errors import ConfigError
+from ems.pool.client.mapping import map_segments
 from ems.transfers.device import DevicePair
 from ems.vllm import compat
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.hooks import follow_engine
 from ems.vllm.model import check_hosts, describe, local_planes
-from ems.vllm.node import make_client, map_segments, serve
+from ems.vllm.node import make_client, serve
 from ems.vllm.offloading.manager import EmsOffloadingManager
-from ems.vllm.offloading.search import Group
 from ems.vllm.offloading.worker import EmsOffloadingWorker
 from ems.vllm.pages import plane_rows
 
@@ -77,24 +78,16 @@ class EmsOffloadingSpec(OffloadingSpec):
             logger.info("EMS sets kv_load_failure_policy to recompute")
             transfer.kv_load_failure_policy = "recompute"
         if {"block_size", "blocks_per_chunk"} & config.extra_config.keys():
-            tokens = config.cache.blocks_per_chunk * max(group.tokens_per_block for group in config.groups)
+            tokens = config.cache.blocks_per_chunk * math.lcm(*(group.tokens_per_block for group in config.groups))
             settings = msgspec.structs.replace(settings, chunk_tokens=tokens)
         self._settings = settings
-        self._model = describe(
-            self._engine, self._kv_caches, settings, offloaded=[group.group_id for group in config.groups]
-        )
+        self._groups = [group.group_id for group in config.groups]
+        self._model = describe(self._engine, self._kv_caches, settings, offloaded=self._groups)
         self.blocks_per_chunk = self._model.page_blocks
-        self._groups = [
-            self._group(group.group_id, group.tokens_per_block * self.blocks_per_chunk) for group in config.groups
-        ]
-
-    def _group(self, number: int, tokens: int) -> Group:
-        planes = [(at, plane) for at, plane in enumerate(self._model.planes) if plane.group == number]
-        window = max(plane.window for _, plane in planes)
-        return Group(number, tokens, -(-window // tokens), tuple(at for at, _ in planes))
 
     def get_manager(self) -> OffloadingManager:
-        manager = EmsOffloadingManager(self._settings, self._model, self._groups)
+        drafts = any(self._kv_caches.kv_cache_groups[group].is_eagle_group for group in self._groups)
+        manager = EmsOffloadingManager(self._settings, self._model, self._groups, drops_last=drafts)
         self._connector.on_new_request = _both(manager.arrived, self._connector.on_new_request)
         allocate = self._connector.update_state_after_alloc
         self._connector.update_state_after_alloc = _both(allocate, manager.allocated)

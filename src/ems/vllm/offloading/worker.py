@@ -20,7 +20,6 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.transfers.device import DevicePair
 from ems.vllm.loads import Loader
-from ems.vllm.offloading.search import Group
 from ems.vllm.pages import PlaneRows
 from ems.vllm.requests import Load, LoadPart, Pages, Save
 from ems.vllm.saves import Saver
@@ -72,7 +71,7 @@ class EmsOffloadingWorker(OffloadingWorker):
         client: PoolClient,
         devices: DevicePair,
         planes: Sequence[PlaneRows],
-        groups: Sequence[Group],
+        groups: Sequence[int],
         page_blocks: int,
         call_timeout: float,
     ) -> None:
@@ -101,7 +100,7 @@ class EmsOffloadingWorker(OffloadingWorker):
         """The engine's blocks of a transfer, by the number of their group."""
         ids, at, found = blocks.block_ids.tolist(), 0, {}
         for group, size in zip(self._groups, blocks.group_sizes, strict=True):
-            found[group.number] = ids[at : at + size]
+            found[group] = ids[at : at + size]
             at += size
         return found
 
@@ -120,7 +119,7 @@ class EmsOffloadingWorker(OffloadingWorker):
         assert isinstance(src_spec, PagesToLoad)
         blocks, parts = self._by_group(dst_spec), []
         for group, index, planes in zip(self._groups, dst_spec.block_indices, src_spec.groups, strict=True):
-            ids = blocks[group.number]
+            ids = blocks[group]
             parts += [
                 LoadPart(pages.plane, ids, pages.keys, pages.packed_refs, index % self._page_blocks)
                 for pages in planes

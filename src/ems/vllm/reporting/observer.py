@@ -7,7 +7,7 @@ holds: after a fault of the pool nothing asks it any more until it has recovered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from logging import Logger
 from typing import Any
 
@@ -15,12 +15,12 @@ import msgspec
 
 from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
-from ems.cc_v1.summary import Kind, Sample
 from ems.errors import EmsError, PoolNotTried, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
 from ems.pool.reasons.words import Reason
+from ems.transfers.summary import Kind, Sample
 from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.cost import CostModel, StepTimes
-from ems.vllm.node import make_client
+from ems.vllm.node import make_client, start_node
 from ems.vllm.reporting.explain import Explanations
 from ems.vllm.reporting.stats import EmsStats, PoolState, Transferred
 
@@ -46,21 +46,15 @@ STATE_SECONDS = 1.0
 class Observer:
     """Notes of one scheduler, whose blocks have ``block_size`` tokens."""
 
-    def __init__(
-        self,
-        settings: ConnectorSettings,
-        block_size: int,
-        logger: Logger,
-        *,
-        step_tokens: int = 0,
-        start_node: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, settings: ConnectorSettings, block_size: int, logger: Logger, *, step_tokens: int = 0) -> None:
         self._settings = settings
         self._block_size = block_size
         self._logger = logger
         client = self._client = make_client(settings, "vllm-health")
         rules = HealthRules(check_seconds=settings.health_check if settings.health_gate else NEVER_SECONDS)
-        self._monitor = Monitor(rules, SUMMARY_SECONDS, lambda: client.stats(settings.call_timeout), start_node, logger)
+        self._monitor = Monitor(
+            rules, SUMMARY_SECONDS, lambda: client.stats(settings.call_timeout), self.start_node, logger
+        )
         self._monitor.start()
         self.cost = CostModel(enabled=settings.cost_model, step_tokens=step_tokens)
         self.seconds_a_token = 0.0
@@ -85,6 +79,13 @@ class Observer:
         if sick:
             self._monitor.failed(error)
         return sick
+
+    def start_node(self) -> None:
+        """Bring a missing node back, where that is allowed."""
+        try:
+            start_node(self._settings, self._logger)
+        except EmsError as error:
+            self._logger.warning("EMS cannot start a pool node: %s", error)
 
     # A request's way
 

@@ -1,7 +1,4 @@
-"""What follows from the caches that an engine registers: names of its blocks in the pool, memory that is pinned.
-
-A registration never changes; registering again makes a new one, and transfers on their way keep theirs.
-"""
+"""What the blocks of an engine's caches are called in the pool: their namespace, and their keys in it."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from ems.pool.client.answers import Namespace
 from ems.pool.keys import NO_PARENT, BlockKey, fingerprint, integer_key, namespace_name
 from ems.pool.names import MODEL, TENANT, plain_facts
 
-if TYPE_CHECKING:  # these need torch
-    from ems.transfers.device import Device
+if TYPE_CHECKING:  # this needs torch
     from ems.transfers.rows import TokenRows
 
 PAGE_FORM = "cc-v1/1"
@@ -87,48 +83,3 @@ class BlockNames:
         with self._lock:
             parent = self._young.get(value, self._old.get(value))
         return NO_PARENT if parent is None else self.whole(parent)
-
-
-class Registration:
-    """One engine's caches: their rows, the device that copies them, the namespace of their pages."""
-
-    def __init__(self, rows: TokenRows, device: Device, namespace: Namespace) -> None:
-        self.rows = rows
-        self.device = device
-        self.namespace = namespace
-        self.names = BlockNames(namespace.name)
-
-    @property
-    def batch(self) -> int:
-        """How many pages are copied in one go."""
-        return max(self.device.batch_bytes // self.namespace.page_size, 1)
-
-
-class SegmentPins:
-    """Keeps the pool's memory, as far as this process has it mapped, known to the driver of the registered device."""
-
-    def __init__(self) -> None:
-        self._device: Device | None = None
-        self._mapped: dict[int, memoryview] = {}
-
-    def serve(self, device: Device) -> None:
-        """From now on for ``device``; the one before it lets go of all memory."""
-        before, self._device = self._device, device
-        for buffer in list(self._mapped.values()):
-            if before is not None:
-                before.unpin(buffer)
-            device.pin(buffer)
-
-    def abandon(self) -> None:
-        """In a forked child: what is pinned is so for the parent."""
-        self._device = None
-
-    def pin(self, buffer: memoryview) -> None:
-        self._mapped[id(buffer)] = buffer
-        if self._device is not None:
-            self._device.pin(buffer)
-
-    def unpin(self, buffer: memoryview) -> None:
-        self._mapped.pop(id(buffer), None)
-        if self._device is not None:
-            self._device.unpin(buffer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ems.cc_v1.summary import Kind, Sample, Summary
+from ems.transfers.summary import Kind, Sample, Summary
 
 
 def test_one_line_has_everything() -> None:
