@@ -8,7 +8,7 @@ import pytest
 
 from ems.errors import PoolRefused
 from ems.pool.administration.passes import RETRY_SECONDS
-from ems.pool.administration.resize import plan
+from ems.pool.administration.resize import Shrinking, plan
 from ems.pool.administration.service import MAX_RUNNING, AdminService
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.shares import Quota
@@ -292,3 +292,20 @@ def test_a_long_chain_that_is_read_costs_no_more_than_its_length() -> None:
         steps += 1
         assert steps < 20
     assert wrong_core(core) == []
+
+
+def test_a_clock_that_is_set_back_keeps_no_change_waiting() -> None:
+    core, given_up = core_of(4, 4), list[int]()
+    namespace = core.open_namespace("a", PAGE)
+    keys = chain("x", 8)
+    assert save(core, namespace, keys).granted
+    leased = core.reading.lookup(1, namespace, keys, lease=True)
+    shrinking = Shrinking(core, (0,), given_up)
+    for _ in range(3):
+        shrinking.step(1e6)
+    assert given_up == []
+    core.reading.release(1, leased.lease)
+    core.settle()
+    for _ in range(3):
+        shrinking.step(0.0)
+    assert given_up == [0]

@@ -64,7 +64,7 @@ class Leaving:
         """Pages that could not leave yet, and those that are being written."""
         self._round: Iterator[Page] | None = None
         """The rest of what waits, where that is being looked at once more."""
-        self._look_again_at = -math.inf
+        self._looked_at = -math.inf
         self._before = (0, 0)
         """How many had been met, and had left, when that began."""
         self._passing = False
@@ -99,11 +99,15 @@ class Leaving:
                 self._end_round(now, last=last)
             else:
                 self._look_again(page)
-        elif not again or not self._waiting or (now < self._look_again_at and not last):
+        elif not again or not self._waiting or (self._rests(now) and not last):
             return False
         else:
             self._round, self._before, self._passing = iter(list(self._waiting)), (self.met, self.left), False
         return True
+
+    def _rests(self, now: float) -> bool:
+        """Whether all that waits was looked at a moment ago; the clock may have been set back since."""
+        return 0 <= now - self._looked_at < RETRY_SECONDS * max(1.0, len(self._waiting) / RETRY_PAGES)
 
     def stop(self) -> None:
         """What could not leave by now stays."""
@@ -165,7 +169,7 @@ class Leaving:
     def _end_round(self, now: float, *, last: bool) -> None:
         self._round = None
         self.held_by = holders(self._core, self._waiting.keys())
-        self._look_again_at = now + RETRY_SECONDS * max(1.0, len(self._waiting) / RETRY_PAGES)
+        self._looked_at = now
         # Where nothing met ends by itself, what they wait for is not meant.
         if last or (not self._passing and self._before == (self.met, self.left)):
             self.stop()
