@@ -11,8 +11,7 @@ from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import Tail, split_keys
 from ems.pool.layout import writer_of
-from ems.pool.pages import Outcome
-from ems.pool.policy.queue import PageQueue
+from ems.pool.pages import Outcome, Page
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
 from tests.pool.wrong_core import wrong_core
 
@@ -130,19 +129,20 @@ def test_a_pool_full_of_leases_refuses_at_once(monkeypatch: pytest.MonkeyPatch) 
     leased = keys[: half + more]
     assert len(core.reading.lookup(1, namespace, leased, lease=True).pages) == len(leased) > 50_000
     core.settle()
-    touched = 0
-    touch = PageQueue.touch
+    looked_at = 0
+    policy = core.namespaces[namespace].index.policy
+    first = policy.first
 
-    def count(queue: PageQueue, page: object) -> None:
-        nonlocal touched
-        touched += 1
-        touch(queue, page)  # type: ignore[arg-type]
+    def count() -> Page | None:
+        nonlocal looked_at
+        looked_at += 1
+        return first()
 
-    monkeypatch.setattr(PageQueue, "touch", count)
+    monkeypatch.setattr(policy, "first", count)
     refused = core.writing.reserve(2, namespace, bytes(16), chain("new", 1024))
     assert outcomes(refused) == [Outcome.NO_SPACE] * 1024
     assert refused.reservation == 0
-    assert touched < 20_000
+    assert 0 < looked_at < 20_000
 
 
 # Sharing

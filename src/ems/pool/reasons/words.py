@@ -36,7 +36,6 @@ class Reason(Enum):
     EVICTED_FOR_OTHERS = "evicted_for_others", _EVICTED + "another namespace needed the memory", 5
     EVICTED_QUOTA = "evicted_quota", _EVICTED + "its tenant was above its quota", 6
     EVICTED_RESIZE = "evicted_resize", _EVICTED + "the pool was made smaller", 7
-    EXPIRED = "expired", "the next block was older than it was to become", 8
     CLEARED = "cleared", "the next block was cleared by an administrator", 9
     CHECKSUM = "checksum", "the next block was damaged and was taken out of the pool", 10
     UNFINISHED = "unfinished", "the next block was begun, but its writer gave up or left before it was whole", 11
