@@ -29,7 +29,8 @@ _POLL_SECONDS = 0.05
 def stop(*, timeout: Seconds = 20.0, clear: Flag = False, asked: Asking = ASKING) -> int:
     """Stop the pool node of this host: its engines serve on without it.
 
-    Its pages stay in shared memory for the node that is started next in the same folder.
+    Its pages stay in shared memory for the node that is started next in the same folder.  A vLLM engine that lives on
+    starts one again when it next needs the pool, unless it runs with EMS_AUTOSTART=0.
 
     Args:
         timeout: Seconds to wait for its end.
