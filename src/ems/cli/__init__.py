@@ -39,6 +39,7 @@ VERBS = {
     "health": ("status:health", "Say what is well with the node and what is not."),
     "stop": ("lifecycle:stop", "Stop the pool node of this host."),
     "upgrade": ("lifecycle:upgrade", "Let the running node become the installed release."),
+    "simulate": ("simulate:simulate", "Simulate a pool over many hosts, fed by a trace."),
     "completion": ("usage:completion", "Print the completion of a shell."),
     "doctor": ("doctor:doctor", "Check this host before anything is deployed on it."),
     "fsck": ("fsck:fsck", "Check a tier below memory and mend it."),

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ems.bench import pool as of_pool
 from ems.bench import tier as of_tier
@@ -19,36 +15,16 @@ from ems.bench import ttft as of_ttft
 from ems.bench.completions import base_url
 from ems.bench.trace.compare import TracePlan, compare, refuse_plot, table, tier_table
 from ems.bench.trace.compare import plot as draw
-from ems.bench.trace.traffic import KINDS, made_trace, read_trace
+from ems.bench.trace.traffic import read_or_make
 from ems.bench.ttft_report import Plan, parse_token_ids
 from ems.bench.ttft_report import table as ttft_table
 from ems.cli.options import Format, Seconds, parse_counts
+from ems.cli.progress import progress_bars
 from ems.cli.shown import note, present
 from ems.config import POLICIES, PolicyName, default_socket, format_size, parse_size
 from ems.errors import ConfigError
 from ems.pool.tiers.settings import parse_tier
 from ems.tables import Table
-
-MADE = "made:"
-"""Before the kind of a trace that is made up."""
-
-
-@contextmanager
-def progress_bars() -> Iterator[of_ttft.Progress]:
-    """Shows what it is told, on stderr: bars on a terminal, else one line as each pass begins."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-
-        def tell(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total)
-                if bars.disable:
-                    note(name.strip())
-            bars.update(tasks[name], completed=done)
-
-        yield tell
 
 
 def ttft(
@@ -186,18 +162,10 @@ def trace(
         requests: Requests of made-up traffic.
         plot: Draw hits over sizes into this file (.svg, .png or .pdf).
     """
-    if requests < 1:
-        raise ConfigError(f"--requests is {requests}, expected 1 or more")
     if plot is not None:
         refuse_plot(plot)
+    read = read_or_make(file, requests)
     plan = TracePlan(_policies(policy), parse_counts(capacity, "--capacity"), look_ahead, tier)
-    if file.startswith(MADE):
-        kind = file.removeprefix(MADE)
-        if kind not in KINDS:
-            raise ConfigError(f"there is no made-up traffic called {kind!r}, expected one of {', '.join(KINDS)}")
-        read = made_trace(kind, requests)
-    else:
-        read = read_trace(Path(file))
     with progress_bars() as tell:
         found = compare(read, plan, tell)
     if plot is not None:

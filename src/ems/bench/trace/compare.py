@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +18,9 @@ from ems.bench.trace.traffic import TraceRequest
 from ems.config import PolicyName
 from ems.errors import ConfigError
 from ems.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".svg", ".png", ".pdf")
 """Of a plot, as the ending of its file."""
@@ -153,6 +157,10 @@ def plot(found: Comparison, path: Path) -> None:
     axes.set(xlabel="blocks of memory", ylabel="hits in % of blocks", xscale="log", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
+    save_plot(figure, path)
+
+
+def save_plot(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

@@ -19,9 +19,11 @@ import msgspec
 
 from ems.bench.trace.traffic import TraceRequest
 from ems.config import PolicyName
+from ems.pool.core.changes import ChangeLog
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, carve
+from ems.pool.reasons.eviction_log import CAPACITY as NOTES
 
 PAGE_BYTES = 64
 """Bytes of a page that is never written."""
@@ -56,13 +58,16 @@ class Replayed(msgspec.Struct, frozen=True):
         return self.hits / self.held if self.held else 1.0
 
 
-def pool_of(capacity: int, policy: PolicyName) -> tuple[PoolCore, int]:
+def pool_of(
+    capacity: int, policy: PolicyName, changes: ChangeLog | None = None, notes: int = NOTES
+) -> tuple[PoolCore, int]:
     """A brain with slots for exactly ``capacity`` pages of one namespace, and the number of that."""
     size = HEADERS_OFFSET + capacity * (PAGE_BYTES + HEADER_BYTES)
     while carve(size, PAGE_BYTES).slot_count < capacity:
         size += 4096
     geometry = carve(size, PAGE_BYTES)
-    core = PoolCore([size], high_watermark=1.0, eviction_ratio=min(BATCH / capacity, 1.0), policy=policy)
+    ratio = min(BATCH / capacity, 1.0)
+    core = PoolCore([size], high_watermark=1.0, eviction_ratio=ratio, policy=policy, changes=changes, notes=notes)
     core.slots.touch(0, geometry.slot_offset(capacity))
     core.slots.touching_ended()
     return core, core.open_namespace("trace", PAGE_BYTES)

@@ -19,6 +19,8 @@ from ems.errors import ConfigError
 from ems.pool.keys import KEY_BYTES
 
 MOST_BLOCKS = 65536
+MADE = "made:"
+"""Before the kind of a trace that is made up."""
 
 
 class _Line(msgspec.Struct):
@@ -133,3 +135,15 @@ KINDS = {kind.__name__: kind for kind in (conversations, documents, shifting, sc
 
 def made_trace(kind: str, count: int, seed: int = 0, rate: float = 5.0) -> list[TraceRequest]:
     return [TraceRequest(at / rate, keys) for at, keys in enumerate(KINDS[kind](count, seed))]
+
+
+def read_or_make(file: str, count: int) -> list[TraceRequest]:
+    """The trace in ``file``, or ``count`` requests of the kind that it names behind ``made:``."""
+    if count < 1:
+        raise ConfigError(f"--requests is {count}, expected 1 or more")
+    if not file.startswith(MADE):
+        return read_trace(Path(file))
+    kind = file.removeprefix(MADE)
+    if kind not in KINDS:
+        raise ConfigError(f"there is no made-up traffic called {kind!r}, expected one of {', '.join(KINDS)}")
+    return made_trace(kind, count)

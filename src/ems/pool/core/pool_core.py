@@ -33,7 +33,7 @@ from ems.pool.keys import Tail
 from ems.pool.layout import PageRef, Writer, refs_begin, writer_of
 from ems.pool.names import tenant_of
 from ems.pool.pages import Page
-from ems.pool.reasons.eviction_log import NOBODY
+from ems.pool.reasons.eviction_log import CAPACITY, NOBODY
 from ems.pool.reasons.misses import MissReasons
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.recovery import Recovered
@@ -68,7 +68,7 @@ class PoolCore:
     """All that a node decides: what its parts do by themselves, and what takes several of them.
 
     ``client_id`` is a number that stands for one connection of a client.  ``ids`` gives the numbers of leases and
-    reservations, each another one; None counts them.
+    reservations, each another one; None counts them.  ``notes`` are the keys of which it is remembered why they left.
     """
 
     def __init__(
@@ -81,12 +81,13 @@ class PoolCore:
         changes: ChangeLog | None = None,
         ids: Iterator[int] | None = None,
         limits: UncommittedLimits = LIMITS,
+        notes: int = CAPACITY,
     ) -> None:
         self.now = 0.0
         self.slots = SlotAllocator(segment_sizes)
         self.namespaces = Namespaces(policy)
         self.changes = changes or ChangeLog()
-        self.reasons = MissReasons(self.namespaces.pages_of)
+        self.reasons = MissReasons(self.namespaces.pages_of, notes)
         self.leases = Leases()
         self.reservations = Reservations()
         self.deferred = DeferredFrees(self.slots)

@@ -17,7 +17,7 @@ from ems.pool.names import Layouts
 from ems.pool.pages import Page
 from ems.pool.protocol.limits import MAX_ID
 from ems.pool.protocol.messages import Explained
-from ems.pool.reasons.eviction_log import NOBODY, EvictionLog
+from ems.pool.reasons.eviction_log import CAPACITY, NOBODY, EvictionLog
 from ems.pool.reasons.words import CODES, Reason
 
 MAX_SHOWN = 8
@@ -91,9 +91,9 @@ def _size(look: Look) -> int:
 class MissReasons:
     """All that is known about misses.  ``holds(name)`` tells how many pages the namespace of that name has."""
 
-    def __init__(self, holds: Callable[[str], int]) -> None:
+    def __init__(self, holds: Callable[[str], int], notes: int = CAPACITY) -> None:
         self._holds = holds
-        self.eviction_log = EvictionLog()
+        self.eviction_log = EvictionLog(notes)
         self.layouts = Layouts()
         self.requests = Requests()
         self._misses = [0] * CODES
