@@ -8,7 +8,7 @@ and every tier is asked again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ems.pool.layout import UNKNOWN, PageRef
 from ems.pool.reasons.words import Reason
@@ -21,6 +21,7 @@ from tests.pool.wrong_core import wrong_core
 
 if TYPE_CHECKING:
     from ems.pool.pages import Page
+    from ems.pool.tiers.packs import PackTier
     from tests.faults.settings import Known
     from tests.faults.world import World
 
@@ -105,7 +106,7 @@ def _tiers_add_up(world: World) -> None:
     promoting: set[tuple[int, bytes]] = set()
     under_way = 0
     for state in tier_manager.states:
-        broken += wrong_queue(state.write_back) + wrong_catalogue(state.tier._catalogue)
+        broken += wrong_queue(state.write_back) + wrong_catalogue(cast("PackTier", state.tier)._catalogue)
         waiting = [unit for units in state.write_back._waiting.values() for unit in units]
         units = [*waiting, *(unit for written in state.writes.values() for unit in written)]
         leases |= {unit.lease for unit in units}

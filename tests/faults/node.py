@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ems.pool.keys import Tail
     from ems.pool.node.restart import KeptOpen
     from ems.pool.pages import Page
-    from ems.pool.tiers.packs import PackTier
+    from ems.pool.tiers.seam import Tier
     from ems.pool.tiers.settings import TierConfig
 
 TOUCHED_AFTER = 0.15
@@ -122,7 +122,7 @@ class HistoryNode(CrashingNode):
     def wall(self) -> float:
         return self._times.wall()
 
-    def _open_tiers(self) -> list[tuple[TierConfig, PackTier]]:
+    def _open_tiers(self) -> Sequence[tuple[TierConfig, Tier]]:
         return self._below.open()
 
     def _new_tier_manager(self) -> TierManager:

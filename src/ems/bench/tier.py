@@ -24,7 +24,7 @@ from ems.pool.keys import NO_PARENT
 from ems.pool.tiers.answers import Outcome, Stored, Wanted
 from ems.pool.tiers.manager import PORTION
 from ems.pool.tiers.pack_seal import make_key
-from ems.pool.tiers.packs import open_tier
+from ems.pool.tiers.packs import open_packs
 from ems.pool.tiers.settings import TierConfig
 
 DEFAULT_PAGES = (64 << 10, 512 << 10, 4 * MIB)
@@ -89,7 +89,7 @@ def _round(config: TierConfig, total: int, page: int) -> tuple[float, float, flo
         plain_read = total / timeit.timeit(lambda: _read_plain(home / "plain", into, config.batch), number=1)
         _sync(home, forget=True)
         into[:] = bytes(total)
-        tier = open_tier(msgspec.structs.replace(config, place=str(home / "tier")))
+        tier = open_packs(msgspec.structs.replace(config, place=str(home / "tier")))
         tier.maintain()
         tier_read = total / timeit.timeit(lambda: _read_tier(tier.load, config.readers, into, page), number=1)
         if into != data:
@@ -113,7 +113,7 @@ def _write_plain(folder: Path, data: memoryview, block: int) -> None:
 
 
 def _write_tier(config: TierConfig, folder: Path, data: memoryview, page: int) -> None:
-    tier = open_tier(msgspec.structs.replace(config, place=str(folder)))
+    tier = open_packs(msgspec.structs.replace(config, place=str(folder)))
     step = max(config.batch // page, 1)
     count = len(data) // page
     for start in range(0, count, step):

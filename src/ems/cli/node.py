@@ -33,7 +33,7 @@ from ems.pool.node.pool_node import Node
 from ems.pool.node.restart import Check, KeptOpen, become, kept_open
 from ems.pool.processes import is_foreign
 from ems.pool.tenants import store
-from ems.pool.tiers.packs import open_tier
+from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.settings import parse_tier
 from ems.version import __version__
 

@@ -198,7 +198,7 @@ def test_a_node_that_stops_writes_what_waits(make_node: MakeNode, make_client: M
     ("flag", "said"),
     [
         ("dir:relative?sise=1GB", "did you mean size"),
-        ("ftp://x", "expected dir:/folder or s3://bucket/prefix"),
+        ("ftp://x", "expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json"),
         ("dir:/proc/nope/tier", "cannot keep pages in /proc/nope/tier"),
         ("dir:/tmp/x?key=/nonexistent", "cannot read the key"),
     ],

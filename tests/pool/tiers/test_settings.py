@@ -38,11 +38,11 @@ def test_a_bucket_with_settings() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "expected dir:/folder or s3://bucket/prefix"),
-        ("/var/cache", "expected dir:/folder or s3://bucket/prefix"),
-        ("dir:", "expected dir:/folder or s3://bucket/prefix"),
-        ("dir://host/x", "expected dir:/folder or s3://bucket/prefix"),
-        ("s3:", "expected dir:/folder or s3://bucket/prefix"),
+        ("", "expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json"),
+        ("/var/cache", "expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json"),
+        ("dir:", "expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json"),
+        ("dir://host/x", "expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json"),
+        ("s3:", "expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json"),
         ("s3://[", "no address"),
         ("dir:/x?sise=1GB", "did you mean size"),
         ("dir:/x?size=1GB&size=2GB", "names size twice"),

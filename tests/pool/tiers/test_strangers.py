@@ -13,7 +13,7 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.pool.tiers.answers import Outcome
-from ems.pool.tiers.packs import PackTier, open_tier
+from ems.pool.tiers.packs import PackTier, open_packs
 from ems.pool.tiers.settings import parse_tier
 from tests.kit.tiers import NAMESPACE, PAGE, chain, fetch, key
 from tests.pool.tiers.forging import forged
@@ -36,7 +36,7 @@ def seal_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def node(folder: Path, settings: str = "") -> PackTier:
-    tier = open_tier(parse_tier(f"dir:{folder}?{settings}"))
+    tier = open_packs(parse_tier(f"dir:{folder}?{settings}"))
     tier.maintain()
     return tier
 
@@ -290,15 +290,15 @@ def test_a_key_that_others_can_read_or_guess_is_refused(
 def test_a_bucket_needs_a_key_that_is_given(seal_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = "s3://bucket/prefix?endpoint=http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="cannot read the key"):
-        open_tier(parse_tier(address))
+        open_packs(parse_tier(address))
     assert not seal_key.exists()
     monkeypatch.delenv("EMS_SEAL_KEY")
     with pytest.raises(ConfigError, match="seal_key=FILE"):
-        open_tier(parse_tier(address))
+        open_packs(parse_tier(address))
     seal_key.parent.mkdir()
     seal_key.write_bytes(b"k" * 32)
     seal_key.chmod(0o600)
-    assert open_tier(parse_tier(f"{address}&seal_key={seal_key}")).name == "s3://bucket/prefix"
+    assert open_packs(parse_tier(f"{address}&seal_key={seal_key}")).name == "s3://bucket/prefix"
     with pytest.raises(ConfigError, match="give one"):
         parse_tier(f"{address}&seal_key={seal_key}&key={seal_key}")
 

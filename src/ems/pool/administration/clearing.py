@@ -129,6 +129,7 @@ class DeepClearing:
             one.pages += outcome.pages
             one.bytes += outcome.bytes
             more = outcome.more
+        one.reason = outcome.note or one.reason
         if outcome.left:
             one.not_understood += outcome.left
             one.remaining.append(name)

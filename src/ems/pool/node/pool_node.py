@@ -43,14 +43,14 @@ from ems.pool.service.storing import Steps, Storing
 from ems.pool.tenants.registry import Registry
 from ems.pool.tenants.tenancy import Tenancy
 from ems.pool.tiers.manager import TierManager
-from ems.pool.tiers.packs import open_tier
+from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.settings import parse_tier
 from ems.version import __version__
 
 if TYPE_CHECKING:
     from ems.config import NodeConfig
     from ems.pool.keys import Tail
-    from ems.pool.tiers.packs import PackTier
+    from ems.pool.tiers.seam import Tier
     from ems.pool.tiers.settings import TierConfig
 
 TICK_SECONDS = 1.0
@@ -124,7 +124,7 @@ class Node:
     def _new_tier_manager(self) -> TierManager:
         return TierManager(self, self._open_tiers(), self.clock)
 
-    def _open_tiers(self) -> list[tuple[TierConfig, PackTier]]:
+    def _open_tiers(self) -> Sequence[tuple[TierConfig, Tier]]:
         try:
             return [(one, open_tier(one)) for one in map(parse_tier, self.config.tiers)]
         except BaseException:

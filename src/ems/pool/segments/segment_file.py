@@ -125,17 +125,18 @@ class FileRange:
     """Bytes of a segment that a tier reads or fills on a thread; the file stays open with it."""
 
     def __init__(self, file: SegmentFile, offset: int, length: int, *, mapped: bool) -> None:
-        self._file = file
-        self._offset = offset
-        self._mapped = mapped
+        self.file = file
+        self.offset = offset
+        self.mapped = mapped
+        """Whether it may be looked at where it is, because all clients are trusted."""
         self.length = length
 
     def view(self) -> memoryview | None:
-        """The bytes themselves where all clients are trusted; None where they are to be copied."""
-        return self._file.view(self._offset, self.length) if self._mapped else None
+        """The bytes themselves if they are :attr:`mapped`; None where they are to be copied."""
+        return self.file.view(self.offset, self.length) if self.mapped else None
 
     def read_into(self, into: memoryview) -> bool:
-        return self._file.read_into(self._offset, into)
+        return self.file.read_into(self.offset, into)
 
     def write(self, data: memoryview) -> bool:
-        return self._file.write(self._offset, data)
+        return self.file.write(self.offset, data)

@@ -181,6 +181,8 @@ class RequestHandler:
             code = code if better is None else self._core.reasons.revise(code, better.code, request.request)
         if found.lease:
             self.measured.loaded_bytes.observe(count * page_size)
+            if self._below.states:
+                self._below.used(request.namespace, found.pages)
         return messages.Hits(count, found.pending, found.lease, found.refs, b"", code, promoting)
 
     def _lookup_tail(self, client_id: int, namespace: int, tail: Tail, *, lease: bool) -> messages.Hits:

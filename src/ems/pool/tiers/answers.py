@@ -81,13 +81,15 @@ class ForgetRequest(msgspec.Struct, frozen=True):
 class ForgetResult(msgspec.Struct, frozen=True):
     """What one call took out, or would take out; ``more`` says that there is more of it to be done.
 
-    ``left`` packs of the namespace stay, because this node does not understand them.
+    ``left`` packs of the namespace stay, because this node does not understand them; ``note`` is what else is to be
+    said.
     """
 
     pages: int = 0
     bytes: int = 0
     more: bool = False
     left: int = 0
+    note: str = ""
 
 
 class KeyRun(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import structlog
 
@@ -30,8 +30,8 @@ from ems.pool.names import tenant_of
 from ems.pool.pages import Page
 from ems.pool.segments.arena import Arena
 from ems.pool.tiers.answers import ForgetRequest, Holding, KeyRun, Outcome
-from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.pass_through import Leaving, load, store
+from ems.pool.tiers.pass_through import Leaving
+from ems.pool.tiers.seam import AskedTier, Tier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
 from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_left_alone
@@ -52,8 +52,8 @@ CLEAN_PAGES = 16
 """Saved pages after which that is done without waiting for the next tick."""
 CLEANED_FOR = 64
 """Saved pages for which it is done once: what would leave is walked through faster than it can leave."""
-SETTLED = frozenset({Outcome.DONE, Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
-"""What becomes of a page that is of no use to offer again while nobody uses it."""
+REFUSED = frozenset({Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
+"""What becomes of a page that is of no use to offer again."""
 FLUSH_SECONDS = 1.5
 """How long a node that stops goes on writing what waits."""
 
@@ -80,7 +80,7 @@ class TierManager:
     def __init__(
         self,
         host: TierHost,
-        tiers: Sequence[tuple[TierConfig, PackTier]],
+        tiers: Sequence[tuple[TierConfig, Tier]],
         clock: Callable[[], float] = time.monotonic,
         crew: NewThreadPool = ThreadPool,
     ) -> None:
@@ -150,7 +150,9 @@ class TierManager:
         """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now."""
         name = self._host.core.named(namespace)[0]
         for state in self._moves(name):
-            best = state.tier.find_tail(name, tail) if state.reading.open else None
+            if state.reads and state.tier.asks and self._asks_tails(state, namespace, name, tail, shared):
+                return True
+            best = state.tier.find_tail(name, tail) if state.reads else None
             better = best is not None and best.tail.common(tail.tokens) > shared
             if best is not None and better and self._host.core.page(namespace, best.tail.key) is None:
                 return self._ask(state, namespace, best.parent, [best.tail.key], urgent=True)
@@ -177,7 +179,11 @@ class TierManager:
                 break
             parent, now = keys[at - 1] if at else bytes(NO_PARENT), self._clock()
             for state in states:
-                count = state.tier.holds(name, keys[at:]) if state.reading.open else 0
+                count = state.tier.holds(name, keys[at:]) if state.reads else 0
+                if not count and state.reads and state.tier.asks:
+                    again = partial(self._want, namespace, keys, at, computing, urgent=urgent)
+                    if maybe := self._asks(state, name, keys[at:], again):
+                        return at - start, promoting + maybe
                 if not count:
                     state.miss(now)
                 elif self._is_worth(state, count * page_size, computing * count, now) and self._ask(
@@ -189,6 +195,40 @@ class TierManager:
             at += count
             promoting += count
         return at - start, promoting
+
+    # Tiers that have to be asked what they have
+
+    def _asks(self, state: TierState, name: str, keys: list[bytes], again: Callable[[], object]) -> int:
+        """How many leading ``keys`` may turn out to be in ``state``; what is wanted is wanted ``again`` then."""
+        tier = cast("AskedTier", state.tier)
+        maybe, unknown = tier.unknown(name, keys)
+        if unknown:
+            self._question(state, partial(tier.ask, name, unknown), again)
+        return maybe
+
+    def _asks_tails(self, state: TierState, namespace: int, name: str, tail: Tail, shared: int) -> bool:
+        """Whether a tail may turn out to be in ``state``, which is looked up again then."""
+        tier = cast("AskedTier", state.tier)
+        maybe, unknown = tier.unknown_tail(name, tail)
+        if unknown:
+            again = partial(self.looked_up_tail, namespace, tail, shared)
+            self._question(state, partial(tier.ask_tails, name, tail.directory), again)
+        return maybe
+
+    def _question(self, state: TierState, ask: Callable[[], None], again: Callable[[], object]) -> None:
+        job = Job(ask, partial(self._learned, state, again))
+        state.questions.add(job)
+        assert state.askers is not None
+        state.askers.give(job)
+
+    def _learned(self, state: TierState, again: Callable[[], object], job: Job) -> None:
+        state.questions.discard(job)
+        if self._closed:
+            return
+        if (failure := job.exception()) is not None:
+            self._cut_reading(state, error_text(failure), self._clock())
+        with contextlib.suppress(StaleReference):  # the namespace is gone
+            again()
 
     def _is_crowded(self, namespace: int) -> bool:
         since = self._crowded.get(namespace)
@@ -269,7 +309,7 @@ class TierManager:
         wanted = [(page.key, arena.place(PageRef.unpack(page.ref), size)) for page in reserved.granted]
         positions = [keys.index(page.key) for page in reserved.granted]
         ended = partial(self._fetched, state, reserved.reservation, positions)
-        job = Job(partial(load, state.tier, name, wanted), ended)
+        job = Job(partial(state.tier.read, name, wanted), ended)
         state.fetches[job] = (client_id, portion)
         self._promoting.update(((portion.namespace, page.key), client_id) for page in reserved.granted)
         state.readers.give(job)
@@ -310,6 +350,7 @@ class TierManager:
     def _cut_reading(self, state: TierState, reason: str, now: float) -> None:
         state.cut(state.reading, reason, now)
         self._promotions.cut(state.number)
+        state.questions = {one for one in state.questions if not one.cancel()}
         for job, (client_id, portion) in list(state.fetches.items()):
             if not job.abandoned and job.cancel():
                 del state.fetches[job]
@@ -332,7 +373,7 @@ class TierManager:
         name, size = core.named(namespace)
         if state not in self._moves(name):
             return
-        new = [page.key for page in pages if not state.tier.holds(name, [page.key])]
+        new = state.tier.lacks(name, [page.key for page in pages])
         now = self._clock()
         for keys in state.write_back.portions(namespace, new, size):
             lease, held = core.reading.hold(self._writer, namespace, keys)
@@ -344,7 +385,7 @@ class TierManager:
         self._saved = max(self._saved - CLEANED_FOR, 0)
         core = self._host.core
         for state in self.states:
-            if state.config.write != "never" and state.writing.open:
+            if state.config.write in {"on_save", "on_evict"} and state.writing.open:
                 for namespace, order in core.reclaimer.leaving_soon(CLEANED):
                     # As far as there is room: the walk stays where it is while the queue is full.
                     most = min(CLEANED, state.write_back.room(core.named(namespace)[1]))
@@ -356,21 +397,21 @@ class TierManager:
     def _write(self, state: TierState, units: list[Unit]) -> None:
         core, arena = self._host.core, self._host.arena
         name, size = core.named(units[0].namespace)
-        pages, uses = [], []
+        pages, refs = [], []
         # Not by key: another page may have the key by now, whose bytes are not written yet.
         for page in (page for unit in units for page in core.leases.pages(self._writer, unit.lease)):
             parent = page.parent.key if page.parent is not None else bytes(NO_PARENT)
             ref = PageRef.unpack(page.ref)
-            uses.append((page.ref, page.used))
+            refs.append(page.ref)
             pages.append(Leaving(page.key, parent, page.tail, arena.place(ref, size), arena.headers.checksum(ref)))
         if not pages:
             self._let_go(state, units)
             return
-        job = Job(partial(store, state.tier, name, pages), partial(self._written, state, uses))
+        job = Job(partial(state.tier.write, name, pages), partial(self._written, state, refs))
         state.writes[job] = units
         state.writers.give(job)
 
-    def _written(self, state: TierState, uses: list[tuple[bytes, float]], job: Job) -> None:
+    def _written(self, state: TierState, refs: list[bytes], job: Job) -> None:
         units = state.writes.pop(job)
         if self._closed:
             return
@@ -382,8 +423,7 @@ class TierManager:
             outcomes = job.result()
             state.counts["pages_written"] += outcomes.count(Outcome.DONE)
             state.counts["write_corrupt"] += outcomes.count(Outcome.CORRUPT)
-            settled = [use for use, outcome in zip(uses, outcomes, strict=True) if outcome in SETTLED]
-            state.pre_eviction.settled(units[0].namespace, settled)
+            state.pre_eviction.refused(ref for ref, outcome in zip(refs, outcomes, strict=True) if outcome in REFUSED)
         self._pump_soon()
 
     def _let_go(self, state: TierState, units: list[Unit]) -> None:
@@ -415,7 +455,7 @@ class TierManager:
     def bring(self, tier: int, namespace: int, run: KeyRun) -> bool:
         """Fetch ``run``, whose prefix is in memory or on its way; False when too much waits, or it may not come now."""
         state = self.states[tier]
-        if state not in self._moves(self._host.core.named(namespace)[0]) or not state.reading.open:
+        if state not in self._moves(self._host.core.named(namespace)[0]) or not state.reads:
             return False
         return self._ask(state, namespace, run.parent, run.keys, urgent=False)
 
@@ -445,10 +485,20 @@ class TierManager:
 
     def offer(self, namespace: int, pages: Sequence[Page]) -> None:
         """Have ``pages`` written as if they had been saved just now."""
-        for state in self.states:
-            if state.config.write == "on_save":
-                self._offer(state, namespace, pages)
+        self._offer_when("on_save", namespace, pages)
         self._pump_soon()
+
+    def used(self, namespace: int, pages: Sequence[Page]) -> None:
+        """Engines load ``pages``, which were saved before."""
+        if self._offer_when("on_second_use", namespace, pages):
+            self._pump_soon()
+
+    def _offer_when(self, write: str, namespace: int, pages: Sequence[Page]) -> bool:
+        """Whether any tier is written to in that case."""
+        states = [state for state in self.states if state.config.write == write]
+        for state in states:
+            self._offer(state, namespace, pages)
+        return bool(states)
 
     def look(self, tier: int) -> Errand:
         return self.states[tier].errand(look)

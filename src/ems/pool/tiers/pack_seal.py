@@ -58,9 +58,14 @@ class PackSeal:
     def __init__(self, key: bytes, salt: bytes, encrypts: bool) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+        self._key = key
         self._aead = AESGCM(key)
         self.salt = salt
         self.encrypts = encrypts
+
+    def derived(self, purpose: bytes) -> bytes:
+        """Another secret of 32 bytes, which tells nothing about this one."""
+        return hmac.digest(self._key, purpose, "sha256")
 
     def seal(self, data: bytes | memoryview, names: bytes) -> tuple[bytes, bytes, bytes | memoryview]:
         """Nonce, tag and stored form of ``data``, which opens only with the same ``names``."""

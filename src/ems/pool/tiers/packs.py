@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from ems.errors import ConfigError
 from ems.pool.keys import Tail
 from ems.pool.layout import crc32c
+from ems.pool.segments.segment_file import FileRange
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, Stored, StoredTail, Wanted
 from ems.pool.tiers.blobs import Blobs, Gone, read_whole
 from ems.pool.tiers.catalogue import Pack, PackLocation
@@ -26,6 +28,7 @@ from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.pack_format import MAX_RECORDS, RECORD, Head, Malformed, Record, build_head, open_page, page_names
 from ems.pool.tiers.pack_seal import PackSeal, SealKeys, open_keys
 from ems.pool.tiers.pack_store import PackStore
+from ems.pool.tiers.pass_through import Leaving, load, store
 from ems.pool.tiers.repair import inspect, with_only
 from ems.pool.tiers.settings import TierConfig
 
@@ -60,11 +63,16 @@ class PackTier(PackStore):
         super().__init__(name, blobs, keys, limit, ttl, clock)
         self._compressor = compressor
 
+    asks = False
+
     # What is known without waiting
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         """How many leading ``keys`` it has, as far as it knows at this moment."""
         return self._catalogue.holds(namespace, keys)
+
+    def lacks(self, namespace: str, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in keys if not self._catalogue.holds(namespace, [key])]
 
     def tails(self, namespace: str, keys: Sequence[bytes]) -> list[Tail | None]:
         """The tail of each page of ``keys`` that it has with one."""
@@ -87,6 +95,9 @@ class PackTier(PackStore):
         return self._catalogue.recent(namespace)
 
     # Storing
+
+    def write(self, namespace: str, pages: Sequence[Leaving]) -> list[Outcome]:
+        return store(self, namespace, pages)
 
     def store(self, namespace: str, pages: Sequence[Stored]) -> list[Outcome]:
         expected = self._catalogue.page_size(namespace) or (len(pages[0].payload) if pages else 0)
@@ -126,6 +137,9 @@ class PackTier(PackStore):
         return (page.key, page.parent, 0, len(part), codec, page_sum, stored_sum, nonce, tag), part
 
     # Loading
+
+    def read(self, namespace: str, wanted: Sequence[tuple[bytes, FileRange]]) -> tuple[list[Outcome], list[int]]:
+        return load(self, namespace, wanted)
 
     def load(self, namespace: str, wanted: Sequence[Wanted]) -> list[Outcome]:
         outcomes = [Outcome.MISSING] * len(wanted)
@@ -279,6 +293,8 @@ def _runs(found: Sequence[tuple[PackLocation, int]]) -> Iterable[list[tuple[Pack
 
 def open_blobs(config: TierConfig) -> Blobs:
     """The place of a tier.  Raises ConfigError: it cannot be used."""
+    if config.kind == "mooncake":
+        raise ConfigError(f"{config.name} keeps no packs, expected dir:/folder or s3://bucket/prefix")
     if config.kind == "dir":
         return FolderBlobs(Path(config.place), sync=config.sync)
     from ems.pool.tiers.object_store import BucketBlobs
@@ -286,7 +302,7 @@ def open_blobs(config: TierConfig) -> Blobs:
     return BucketBlobs(config)
 
 
-def open_tier(config: TierConfig) -> PackTier:
+def open_packs(config: TierConfig) -> PackTier:
     """The tier that ``config`` describes; nothing of it was read yet.  Raises ConfigError: it cannot be used."""
     compressor = Compressor(config.element) if config.compress == "zstd" else None
     keys = open_keys(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +18,9 @@ from ems.pool.keys import Tail
 from ems.pool.layout import crc32c
 from ems.pool.segments.segment_file import FileRange
 from ems.pool.tiers.answers import Outcome, Stored, Wanted
-from ems.pool.tiers.packs import PackTier
+
+if TYPE_CHECKING:
+    from ems.pool.tiers.packs import PackTier
 
 _own = threading.local()
 

@@ -4,6 +4,7 @@
 
     dir:/var/cache/ems?size=100GB&ttl=7d
     s3://bucket/prefix?endpoint=https://obs.example.com&region=eu-1
+    mooncake:/etc/mooncake.json?write=on_second_use
 
 A brain.  Names and values that make no sense are refused with one sentence.
 """
@@ -27,23 +28,31 @@ _PARSERS: dict[str, Callable[..., object]] = {
     **dict.fromkeys(("ttl", "timeout", "refresh"), parse_duration),
 }
 _PATHS = ("key", "seal_key")
-_ONLY_FOR = {"endpoint": "s3", "region": "s3", "style": "s3", "sync": "dir"}
+_PACKS, _CLUSTER = ("dir", "s3"), ("mooncake",)
+_ONLY_FOR = {
+    **dict.fromkeys(("endpoint", "region", "style"), ("s3",)),
+    **dict.fromkeys(("size", "ttl", "compress", "element", "key"), _PACKS),
+    **dict.fromkeys(("replicas", "placement", "local_only"), _CLUSTER),
+    "sync": ("dir",),
+}
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
 MAX_THREADS = 64
+MAX_REPLICAS = 16
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tier below memory."""
 
-    kind: Literal["dir", "s3"]
+    kind: Literal["dir", "s3", "mooncake"]
     place: str
-    """A folder, or ``bucket/prefix``."""
+    """A folder, ``bucket/prefix``, or Mooncake's file of settings (empty: its environment variables)."""
     size: int = 0
     """Bytes that it may take; 0: half of what is free in a folder, no limit in a bucket."""
     ttl: float = 0.0
     """Seconds after which what nobody used is removed; 0: never."""
-    write: Literal["on_save", "on_evict", "never"] = "on_save"
-    """When pages are written: soon after they were saved, before they would leave memory, or not at all."""
+    write: Literal["on_save", "on_second_use", "on_evict", "never"] = "on_save"
+    """When pages are written: soon after they were saved, when they are used again, before they would leave memory, or
+    not at all."""
     sync: bool = False
     """Wait for the disk before a page counts as stored; without, a crash of the host may cost the last seconds."""
     compress: Literal["none", "zstd"] = "none"
@@ -69,6 +78,12 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     region: str = ""
     style: Literal["path", "virtual"] = "path"
     """Whether the bucket is part of the path or of the host name."""
+    replicas: int = 1
+    """How many hosts of a cluster keep a page."""
+    placement: Literal["own", "any"] = "own"
+    """Where in a cluster pages are kept: in the memory that this host gives, as long as there is room, or anywhere."""
+    local_only: bool = False
+    """Whether pages are only written to a cluster, and never fetched from it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.readers <= MAX_THREADS:
@@ -81,17 +96,19 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"endpoint of a tier is {self.endpoint!r}, expected an address such as https://host:port")
         if self.key is not None and self.seal_key is not None:
             raise ConfigError("a tier has key= and seal_key=, give one: what is encrypted needs no other seal")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError(f"a tier has {self.replicas} replicas, expected 1 to {MAX_REPLICAS}")
         if self.batch > self.queue:
             raise ConfigError("the batch of a tier is larger than its queue, give a smaller batch or a larger queue")
 
     @property
     def refresh_seconds(self) -> float:
-        return self.refresh or (10.0 if self.kind == "dir" else 60.0)
+        return self.refresh or (60.0 if self.kind == "s3" else 10.0)
 
     @property
     def name(self) -> str:
         """What people and metrics call the tier; never has secrets in it."""
-        return f"dir:{self.place}" if self.kind == "dir" else f"s3://{self.place}"
+        return f"s3://{self.place}" if self.kind == "s3" else f"{self.kind}:{self.place}"
 
 
 def parse_tier(text: str) -> TierConfig:
@@ -107,8 +124,8 @@ def parse_tier(text: str) -> TierConfig:
         values[name] = _value(name, value)
     kind, place = _place(parts.scheme, parts.netloc, parts.path, text)
     for name in values:
-        if _ONLY_FOR.get(name, kind) != kind:
-            raise ConfigError(f"{name} is for tiers of the kind {_ONLY_FOR[name]} only, leave it out")
+        if kind not in _ONLY_FOR.get(name, kind):
+            raise ConfigError(f"{name} is for tiers of the kind {' or '.join(_ONLY_FOR[name])} only, leave it out")
     try:
         return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig, strict=False)
     except msgspec.ValidationError as error:
@@ -124,7 +141,8 @@ def absolute_tier(text: str, folder: Path) -> str:
     parts = urlsplit(text)
     fields = parse_qsl(parts.query, keep_blank_values=True)
     named = [(name, str(folder.absolute() / value) if name in _PATHS else value) for name, value in fields]
-    path = quote(str(folder.absolute() / unquote(parts.path))) if kind == "dir" else parts.path
+    local = kind != "s3" and parts.path
+    path = quote(str(folder.absolute() / unquote(parts.path))) if local else parts.path
     return urlunsplit(parts._replace(path=path, query=urlencode(named, safe="/:")))
 
 
@@ -133,7 +151,12 @@ def _place(scheme: str, netloc: str, path: str, text: str) -> tuple[str, str]:
         return "dir", str(Path(unquote(path)).absolute())
     if scheme == "s3" and netloc:
         return "s3", "/".join([netloc, *unquote(path).strip("/").split("/")]).rstrip("/")
-    raise ConfigError(f"the tier is {text!r}, expected dir:/folder or s3://bucket/prefix, with ?name=value&name=value")
+    if scheme == "mooncake" and not netloc:
+        return "mooncake", str(Path(unquote(path)).absolute()) if path else ""
+    raise ConfigError(
+        f"the tier is {text!r}, expected dir:/folder, s3://bucket/prefix or mooncake:/etc/mooncake.json, with "
+        "?name=value&name=value"
+    )
 
 
 def _value(name: str, text: str) -> object:

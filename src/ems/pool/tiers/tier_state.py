@@ -20,12 +20,13 @@ from ems.pool.movement.promotion import Portion
 from ems.pool.movement.speed import TierSpeed
 from ems.pool.movement.write_back import PreEvictionWalk, Unit, WriteBackQueue
 from ems.pool.tiers.answers import ForgetResult
-from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.seam import Tier
 from ems.pool.tiers.settings import TierConfig
 from ems.pool.tiers.threads import Clock, Job, NewThreadPool, Tell, ThreadPool
 
 KEEPER_PATIENCE = 6
 """A look at what is there may take so many times the time-out of a read."""
+ASKERS = 2
 IDLE_FACTOR = 6
 """Without misses a tier is looked at so much more rarely."""
 _COUNTS = (
@@ -56,7 +57,7 @@ class TierState:
         self,
         number: int,
         config: TierConfig,
-        tier: PackTier,
+        tier: Tier,
         tell: Tell,
         clock: Clock = time.monotonic,
         crew: NewThreadPool = ThreadPool,
@@ -76,6 +77,7 @@ class TierState:
         self.most_writers = 1 if config.kind == "dir" else min(config.readers, 4)
         self.readers = crew("ems-tier-read", config.readers, tell, clock)
         self.writers = crew("ems-tier-write", self.most_writers, tell, clock)
+        self.askers = crew("ems-tier-ask", ASKERS, tell, clock) if tier.asks else None
         self._keeper = crew("ems-tier-keep", 1, tell, clock)
         self._keeping: Job | None = None
         self._errands: deque[Errand] = deque()
@@ -85,6 +87,8 @@ class TierState:
         self._next_look = 0.0
         self.fetches: dict[Job, tuple[int, Portion]] = {}
         self.writes: dict[Job, list[Unit]] = {}
+        self.questions: set[Job] = set()
+        """What a tier that :attr:`~ems.pool.tiers.seam.Tier.asks` is being asked."""
 
     # Health
 
@@ -136,7 +140,7 @@ class TierState:
         self._keeping = job
         self._keeper.give(job)
 
-    def errand(self, work: Callable[[PackTier], ForgetResult], *, writes: bool = False) -> Errand:
+    def errand(self, work: Callable[[Tier], ForgetResult], *, writes: bool = False) -> Errand:
         """Have the keeper do ``work`` as soon as it is free; when that fails or hangs, nothing is written for a while.
 
         A tier that does not work is given none, and one that is only read none that ``writes``.
@@ -189,7 +193,7 @@ class TierState:
 
     @property
     def reads(self) -> bool:
-        return self.reading.open
+        return self.reading.open and not self.config.local_only
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         return self.tier.holds(namespace, keys)
@@ -219,8 +223,9 @@ class TierState:
             job = Job(self.tier.close, lambda _: None)
             self._keeper.give(job)
             self._keeper.wait(job, until)
-        for crew in (self.readers, self.writers, self._keeper):
-            crew.dismiss()
+        for crew in (self.readers, self.writers, self.askers, self._keeper):
+            if crew is not None:
+                crew.dismiss()
 
 
 def error_text(error: BaseException | None) -> str:
@@ -237,7 +242,7 @@ def why_left_alone(gate: Gate) -> str:
     return "" if gate.open else f"it is left alone because it does not work: {gate.reason}"
 
 
-def look(tier: PackTier) -> ForgetResult:
+def look(tier: Tier) -> ForgetResult:
     """Have ``tier`` see what is there; with ``more`` it has not seen all yet."""
     tier.maintain()
     return ForgetResult(more=not tier.scanned)

@@ -1,0 +1,427 @@
+"""A process that is a client of Mooncake for a node: it gives the cluster memory, or moves pages for the node.
+
+Run by :mod:`ems.pool.tiers.cluster.agent_process` with the descriptors of its sockets; one thread serves each.  It
+ends with its node, whose end it sees on its first socket.  What always holds: a page that is said to be fetched was
+proven to be the one that was asked for; where a tenant could cut a segment's file, bytes are copied by the kernel, and
+what was cut is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ems.errors import ConfigError, EmsError
+from ems.pool.layout import crc32c
+from ems.pool.tiers.answers import Outcome, StoredTail
+from ems.pool.tiers.cluster import calls
+from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
+from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
+from ems.pool.tiers.pack_seal import SealKeys, read_keys
+
+AT_ONCE = 1024
+"""Pages of one call to the store."""
+STAGING = 16 << 20
+"""Bytes that are copied at a time where segments are not mapped."""
+LOCAL_BUFFER = 16 << 20
+"""What Mooncake stages lists of tails in; pages go straight."""
+LEAVE_SECONDS = 2.0
+NO_SECRET = b"ems-cluster-without-a-secret"
+OTHER_SIZE = -600
+TRANSFER_FAILED = -800
+"""After this, bytes may still arrive."""
+
+
+class Memory:
+    """Bytes that Mooncake may read and write: ``mapped``, registered with ``store`` as long as this lives."""
+
+    def __init__(self, store: Any, mapped: mmap.mmap) -> None:
+        self._store = store
+        self.mapped = mapped
+        self._anchor: Any = (ctypes.c_char * len(mapped)).from_buffer(mapped)
+        self.address = ctypes.addressof(self._anchor)
+        self.view = memoryview(mapped)
+        if store.register_buffer(self.address, len(mapped)):
+            raise EmsError(f"Mooncake does not take {len(mapped)} bytes of memory to move pages in")
+
+    def close(self) -> None:
+        """Its pages leave this process when nobody looks at them any more."""
+        self._store.unregister_buffer(self.address)
+
+
+class Segment:
+    """The file ``descriptor`` of a segment; ``memory`` is None where it is not to be looked at through a mapping."""
+
+    def __init__(self, descriptor: int, memory: Memory | None) -> None:
+        self.descriptor = descriptor
+        self.memory = memory
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.memory is not None:
+            self.memory.close()
+
+
+class Mover:
+    """Moves pages between the segments of a node and the cluster; several threads, each with a :class:`Lane`."""
+
+    def __init__(self, store: Any, objects: Objects, config: Any) -> None:
+        self.store = store
+        self.objects = objects
+        self.config = config
+        self.segments: dict[int, Segment] = {}
+        self._lock = threading.Lock()
+
+    def attach(self, call: calls.Attach, descriptor: int) -> None:
+        with self._lock:
+            if call.segment in self.segments:
+                os.close(descriptor)
+                return
+            memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
+            self.segments[call.segment] = Segment(descriptor, memory)
+
+    def detach(self, segment: int) -> None:
+        with self._lock:
+            if (gone := self.segments.pop(segment, None)) is not None:
+                gone.close()
+
+
+class Lane:
+    """What one thread works with: memory for headers, and for pages that are copied."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._store = mover.store
+        self._headers = Memory(mover.store, mmap.mmap(-1, AT_ONCE * HEADER_BYTES))
+        self._staging: Memory | None = None
+
+    def answer(self, call: calls.Call, descriptors: list[int]) -> calls.Answer:
+        match call:
+            case calls.Attach():
+                self._mover.attach(call, descriptors.pop())
+            case calls.Detach():
+                self._mover.detach(call.segment)
+            case calls.Exist():
+                return calls.Answer(self._exist(call))
+            case calls.Fetch():
+                return self._in_parts(call, self._fetch)
+            case calls.Store():
+                return self._in_parts(call, self._put)
+            case calls.FindTails():
+                return calls.Answer(tails=self._find_tails(call))
+            case calls.ListTails():
+                return calls.Answer(self._list_tails(call))
+            case calls.Clear():
+                return calls.Answer(self._clear(call))
+            case calls.Probe():
+                self._probe()
+        return calls.Answer()
+
+    def _seal(self, namespace: str) -> ObjectSeal | None:
+        return self._mover.objects.of(namespace)
+
+    def _exist(self, call: calls.Exist) -> list[int]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return [0] * len(call.keys)
+        found: list[int] = self._store.batch_is_exist([seal.name(key) for key in call.keys])
+        if any(code < 0 for code in found):
+            raise EmsError(f"the master did not say which pages there are ({min(found)})")
+        return found
+
+    # Pages
+
+    def _in_parts(
+        self,
+        call: calls.Fetch | calls.Store,
+        move: Callable[[ObjectSeal, list[calls.Place], Sequence[tuple[memoryview, int]]], calls.Answer],
+    ) -> calls.Answer:
+        """Have ``call`` done as many pages at a time as there is memory for; an answer to all of it."""
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return calls.Answer([Outcome.WRONG_KEY] * len(call.pages), [0] * len(call.pages))
+        codes: list[int] = []
+        sums: list[int] = []
+        unsafe = False
+        for pages in self._parts(call):
+            part = move(seal, pages, self._memory(call, pages))
+            codes += part.codes
+            sums += part.sums
+            unsafe = unsafe or part.unsafe
+        return calls.Answer(codes, sums, unsafe=unsafe)
+
+    def _parts(self, call: calls.Fetch | calls.Store) -> Iterator[list[calls.Place]]:
+        most = AT_ONCE
+        if any(self._mover.segments[page.segment].memory is None for page in call.pages):
+            most = max(min(STAGING // call.size, AT_ONCE), 1)
+        for start in range(0, len(call.pages), most):
+            yield call.pages[start : start + most]
+
+    def _memory(self, call: calls.Fetch | calls.Store, pages: Sequence[calls.Place]) -> list[tuple[memoryview, int]]:
+        """The bytes of ``pages``, or bytes in their stead, with their addresses."""
+        found, size = [], call.size
+        for position, page in enumerate(pages):
+            memory = self._mover.segments[page.segment].memory
+            offset = page.offset
+            if memory is None:
+                memory, offset = self._staged(len(pages) * size), position * size
+            found.append((memory.view[offset : offset + size], memory.address + offset))
+        return found
+
+    def _staged(self, size: int) -> Memory:
+        if self._staging is None or len(self._staging.mapped) < size:
+            if self._staging is not None:
+                self._staging.close()
+            self._staging = Memory(self._store, mmap.mmap(-1, max(size, STAGING)))
+        return self._staging
+
+    def _header(self, position: int) -> tuple[memoryview, int]:
+        at = position * HEADER_BYTES
+        return self._headers.view[at : at + HEADER_BYTES], self._headers.address + at
+
+    def _fetch(
+        self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
+    ) -> calls.Answer:
+        names = [seal.name(page.key) for page in pages]
+        addresses = [[self._header(at)[1], address] for at, (_, address) in enumerate(memory)]
+        sizes = [[HEADER_BYTES, len(view)] for view, _ in memory]
+        found: list[int] = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
+        codes, sums = [], []
+        for position, (page, (view, _), code) in enumerate(zip(pages, memory, found, strict=True)):
+            outcome, checksum = Outcome.MISSING, 0
+            if code == HEADER_BYTES + len(view):
+                opened = seal.open(self._header(position)[0], page.key, view)
+                outcome = Outcome.CORRUPT if opened is None else Outcome.DONE
+                checksum = 0 if opened is None else opened.checksum
+            elif code == OTHER_SIZE:
+                outcome = Outcome.WRONG_SIZE
+            segment = self._mover.segments[page.segment]
+            if outcome is Outcome.DONE and segment.memory is None and not _write(segment, page.offset, view):
+                outcome = Outcome.MISSING
+            codes.append(int(outcome))
+            sums.append(checksum)
+        return calls.Answer(codes, sums, unsafe=TRANSFER_FAILED in found)
+
+    def _put(
+        self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
+    ) -> calls.Answer:
+        names = [seal.name(page.key) for page in pages]
+        there = self._store.batch_is_exist(names)
+        codes = [int(Outcome.PRESENT)] * len(pages)
+        ready: list[int] = []
+        for position, (page, (view, _)) in enumerate(zip(pages, memory, strict=True)):
+            if there[position] == 1:
+                continue
+            segment = self._mover.segments[page.segment]
+            if segment.memory is None and not _read(segment, page.offset, view):
+                codes[position] = Outcome.MISSING
+                continue
+            checksum = crc32c(view)
+            if page.checksum is not None and checksum != page.checksum:
+                codes[position] = Outcome.CORRUPT
+                continue
+            self._header(position)[0][:] = seal.header(page.key, page.parent, view, checksum)
+            ready.append(position)
+        addresses = [[self._header(at)[1], memory[at][1]] for at in ready]
+        sizes = [[HEADER_BYTES, len(memory[at][0])] for at in ready]
+        if ready:
+            done = self._store.batch_put_from_multi_buffers(
+                [names[at] for at in ready], addresses, sizes, self._mover.config
+            )
+            if all(code not in (0, -200) for code in done):
+                raise EmsError(f"Mooncake did not take pages ({done[0]})")
+            for position, code in zip(ready, done, strict=True):
+                codes[position] = Outcome.NO_ROOM if code else Outcome.DONE
+        return calls.Answer(codes)
+
+    # Tails, removal, a test
+
+    def _find_tails(self, call: calls.FindTails) -> list[calls.Listed]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return []
+        raws = self._store.get_batch([seal.listing_name(one) for one in call.directories])
+        return [
+            calls.Listed(found.tail, found.parent)
+            for directory, raw in zip(call.directories, raws, strict=True)
+            for found in seal.listed(directory, raw)
+        ]
+
+    def _list_tails(self, call: calls.ListTails) -> list[int]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return []
+        by_directory: dict[bytes, list[StoredTail]] = {}
+        for one in call.tails:
+            by_directory.setdefault(bytes(one.tail.directory), []).append(StoredTail(one.tail, one.parent))
+        names = [seal.listing_name(directory) for directory in by_directory]
+        codes = []
+        for (directory, added), name, raw in zip(
+            by_directory.items(), names, self._store.get_batch(names), strict=True
+        ):
+            before = seal.listed(directory, raw)
+            new = [one for one in added if one not in before]
+            if new:
+                codes.append(self._store.upsert(name, seal.listing(directory, [*before, *new]), self._mover.config))
+        return codes
+
+    def _clear(self, call: calls.Clear) -> list[int]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return [0]
+        count: int = self._store.remove_by_regex(seal.all_names, force=True)
+        if count < 0:
+            raise EmsError(f"Mooncake did not remove what was cleared ({count})")
+        return [count]
+
+    def _probe(self) -> None:
+        name, content = f"ems-probe-{secrets.token_hex(8)}", secrets.token_bytes(4096)
+        if code := self._store.put(name, content, self._mover.config):
+            raise EmsError(f"what was written for a test was not taken ({code})")
+        try:
+            if self._store.get(name) != content:
+                raise EmsError("what was written for a test is not what was read back")
+        finally:
+            self._store.remove(name, force=True)
+
+
+def _read(segment: Segment, offset: int, into: memoryview) -> bool:
+    done = 0
+    while done < len(into):
+        count = os.preadv(segment.descriptor, [into[done:]], offset + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _write(segment: Segment, offset: int, data: memoryview) -> bool:
+    """Whether the file was long enough for all of ``data``; it does not grow."""
+    while data:
+        if os.fstat(segment.descriptor).st_size < offset + len(data):
+            return False
+        count = os.pwrite(segment.descriptor, data, offset)
+        data, offset = data[count:], offset + count
+    return True
+
+
+# Starting
+
+
+def own_address(master: str) -> str:
+    """The address of this host that reaches ``master``."""
+    host, _, port = master.rpartition("://")[2].split(",")[0].split(";")[0].rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, int(port)))
+        return str(sock.getsockname()[0])
+
+
+def _devices(pattern: str) -> list[Path]:
+    return list(Path("/").glob(pattern.lstrip("/")))
+
+
+def check_hardware(config: MooncakeConfig) -> None:
+    """Raises ConfigError: this host has not what the protocol needs."""
+    pattern = HARDWARE.get(config.protocol)
+    if pattern is not None and not _devices(pattern):
+        fit = [one for one in PROTOCOLS if one not in HARDWARE or _devices(HARDWARE[one])]
+        raise ConfigError(
+            f"protocol is {config.protocol!r}, and this host has no device for it ({pattern}); use one of "
+            f"{', '.join(fit)}, of which the whole cluster uses the same"
+        )
+
+
+def start(call: calls.Start) -> tuple[Any, str]:
+    """The client of Mooncake that ``call`` describes, and how the cluster calls it.  Raises EmsError: why not."""
+    from mooncake.store import MooncakeDistributedStore
+
+    config = call.config
+    check_hardware(config)
+    try:
+        hostname = config.local_hostname or own_address(config.master_server_address)
+    except OSError as error:
+        raise EmsError(
+            f"no way leads to the master {config.master_server_address}: {error.strerror or error}"
+        ) from error
+    store = MooncakeDistributedStore()
+    size = config.global_segment_size if call.gives else 0
+    code = store.setup(
+        hostname,
+        config.metadata_server,
+        size,
+        LOCAL_BUFFER,
+        config.protocol,
+        config.device_name,
+        config.master_server_address,
+        tenant_id=config.tenant_id,
+    )
+    if code:
+        raise EmsError(f"Mooncake's client does not start ({code})")
+    return store, store.get_hostname()
+
+
+def _keys(path: str) -> SealKeys:
+    return read_keys(Path(path), encrypts=False) if path else SealKeys(NO_SECRET, encrypts=False)
+
+
+def _mover(call: calls.Start, store: Any) -> Mover:
+    from mooncake.store import ReplicateConfig
+
+    config = ReplicateConfig()
+    config.replica_num = call.replicas
+    if call.preferred:
+        config.preferred_segments = list(call.preferred)
+    return Mover(store, Objects(_keys(call.key_path)), config)
+
+
+def serve(sock: socket.socket, mover: Mover) -> None:
+    """Answer what comes on ``sock`` until nobody is there any more."""
+    lane = Lane(mover)
+    while True:
+        try:
+            call, descriptors = calls.receive(sock, calls.calls)
+        except (EOFError, OSError):
+            return
+        try:
+            answer = lane.answer(call, descriptors)
+        except EmsError as error:
+            answer = calls.Answer(error=str(error))
+        for one in descriptors:
+            os.close(one)
+        calls.send(sock, answer)
+
+
+def main() -> None:
+    control, *lanes = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    call, _ = calls.receive(control, calls.calls)
+    assert isinstance(call, calls.Start)
+    try:
+        store, hostname = start(call)
+        if not call.gives:
+            mover = _mover(call, store)
+            for sock in lanes:
+                threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
+    except EmsError as error:
+        calls.send(control, calls.Answer(error=str(error)))
+        os._exit(1)
+    calls.send(control, calls.Answer(text=hostname))
+    while control.recv(1):
+        pass
+    # The master is told that the memory goes, or others would ask for it until it noticed; but nothing waits for that.
+    threading.Timer(LEAVE_SECONDS, os._exit, (0,)).start()
+    store.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The agents of one tier as the node sees them: started, asked, killed when they do not answer, started again.
+
+What always holds: every call ends, in time; after a call that failed, or after which bytes might still arrive, the
+agent is dead before anybody may use that memory again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import structlog
+
+from ems.errors import ProtocolError, TierFailed
+from ems.pool.segments.segment_file import FileRange, SegmentFile
+from ems.pool.tiers.cluster import calls
+from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
+
+START_SECONDS = 15.0
+REACH_SECONDS = 2.0
+"""How long a master may take to take a connection."""
+_LOG_LINES = 40
+_GLOG = re.compile(r"[EF]\d{4} \S+\s+\d+ \S+\] (.*)")
+_VERSIONS = re.compile(r"version", re.IGNORECASE)
+
+_log = structlog.get_logger("ems.tier")
+
+
+def reach(master: str) -> None:
+    """Raises TierFailed: nobody answers at ``master``; with a standby its client finds out itself."""
+    if "://" in master:
+        return
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        raise TierFailed(
+            f"no Mooncake master answers at {master} ({error.strerror or 'it took too long'}); start mooncake_master "
+            "there or correct master_server_address"
+        ) from error
+
+
+class AgentProcess:
+    """One agent, which becomes what ``start`` says; ``lanes`` threads of it answer.  Raises TierFailed: it did not."""
+
+    def __init__(self, start: calls.Start, lanes: int) -> None:
+        pairs = [socket.socketpair() for _ in range(lanes + 1)]
+        self._control, *self._lanes = [ours for ours, _ in pairs]
+        theirs = [their for _, their in pairs]
+        self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for lane in self._lanes:
+            self.free.put(lane)
+        self.attached: set[int] = set()
+        self.lock = threading.Lock()
+        """Around what is attached."""
+        numbers = [one.fileno() for one in theirs]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ems.pool.tiers.cluster.agent", *map(str, numbers)],
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "GLOG_minloglevel": "1"},
+            start_new_session=True,
+        )
+        for their in theirs:
+            their.close()
+        self._said: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self._reader = threading.Thread(target=self._listen, name="ems-cluster-log", daemon=True)
+        self._reader.start()
+        try:
+            self.hostname = self._begin(start)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _begin(self, start: calls.Start) -> str:
+        self._control.settimeout(START_SECONDS)
+        try:
+            calls.send(self._control, start)
+            answer, _ = calls.receive(self._control, calls.answers)
+        except TimeoutError as error:
+            raise TierFailed(f"Mooncake's client did not start within {START_SECONDS:.0f} s{self._why()}") from error
+        except (EOFError, OSError, ProtocolError) as error:
+            self._process.wait()
+            self._reader.join(1.0)
+            raise TierFailed(f"Mooncake's client ended when it started{self._why()}") from error
+        if answer.error:
+            raise TierFailed(answer.error + self._why())
+        return answer.text
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._said.append(line.decode(errors="replace").rstrip())
+
+    def _why(self) -> str:
+        """What Mooncake said last that tells why, as the end of a sentence."""
+        said = [found[1] for line in list(self._said) if (found := _GLOG.match(line))]
+        said = said or [line for line in self._said if "Error" in line]
+        telling = [line for line in said if _VERSIONS.search(line)]
+        if telling:
+            return f": {telling[-1]}; install the same release of Mooncake on all hosts and the master"
+        return f": {said[-1][:300]}" if said else ""
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it now; when this returns it touches nothing any more."""
+        self._process.kill()
+        self._process.wait()
+        self._close()
+
+    def leave(self, seconds: float) -> None:
+        """Have it take leave of the cluster, for so long at most."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.kill()
+
+    def _close(self) -> None:
+        for one in (self._control, *self._lanes):
+            # Whoever waits for an answer there sees the end at once.
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+class Agents:
+    """The agents of a tier: one that gives memory where ``config`` says so, and one that moves pages.
+
+    Calls from several threads; each may start an agent that is not there.
+    """
+
+    def __init__(self, config: MooncakeConfig, *, key_path: str, own_place: bool, replicas: int, lanes: int) -> None:
+        self._start = calls.Start(config, gives=False, key_path=key_path, replicas=replicas)
+        self._own_place = own_place
+        self._lane_count = lanes
+        self._lock = threading.Lock()
+        self._giver: AgentProcess | None = None
+        self._mover: AgentProcess | None = None
+        self._closed = False
+        self._numbers: weakref.WeakKeyDictionary[SegmentFile, int] = weakref.WeakKeyDictionary()
+        self._last_number = 0
+        self._gone: collections.deque[int] = collections.deque()
+        """Segments whose files nobody needs any more."""
+        self.starts = 0
+
+    def keep(self) -> None:
+        """See to it that all agents are there.  Raises TierFailed: one cannot be started."""
+        self._running()
+
+    def _running(self) -> AgentProcess:
+        with self._lock:
+            if self._closed:
+                raise TierFailed("the node stops")
+            config = self._start.config
+            if config.global_segment_size and (self._giver is None or not self._giver.alive):
+                reach(config.master_server_address)
+                self._giver = None
+                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
+                self._end_mover()  # it prefers memory that is gone
+            if self._mover is None or not self._mover.alive:
+                self._end_mover()
+                reach(config.master_server_address)
+                preferred = (self._giver.hostname,) if self._own_place and self._giver is not None else ()
+                self._mover = AgentProcess(msgspec.structs.replace(self._start, preferred=preferred), self._lane_count)
+                self.starts += 1
+            return self._mover
+
+    def _end_mover(self) -> None:
+        if self._mover is not None:
+            self._mover.kill()
+            self._mover = None
+
+    def call(self, call: calls.Call, seconds: float, places: Sequence[FileRange] = ()) -> calls.Answer:
+        """What came of ``call``, which names the segments of ``places`` as :meth:`number` does.
+
+        Raises TierFailed: it did not work; what it did is undone or has ended.
+        """
+        mover = self._running()
+        try:
+            lane = mover.free.get(timeout=seconds)
+        except queue.Empty:
+            raise TierFailed(f"all of the cluster's lanes were busy for {seconds:.0f} s") from None
+        try:
+            lane.settimeout(seconds)
+            self._settle(mover, lane, places)
+            answer = _exchange(lane, call)
+        except TimeoutError as error:
+            self._fail(mover)
+            raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
+        except (EOFError, OSError, ProtocolError) as error:
+            self._fail(mover)
+            raise TierFailed("Mooncake's client ended in the middle of a call") from error
+        if answer.unsafe:
+            self._fail(mover)
+        else:
+            mover.free.put(lane)
+        if answer.error:
+            raise TierFailed(answer.error)
+        return answer
+
+    def _fail(self, mover: AgentProcess) -> None:
+        mover.kill()
+        with self._lock:
+            if self._mover is mover:
+                self._mover = None
+
+    def number(self, file: SegmentFile) -> int:
+        """What agents call the segment of ``file``."""
+        with self._lock:
+            if (number := self._numbers.get(file)) is None:
+                self._last_number = number = self._last_number + 1
+                self._numbers[file] = number
+                weakref.finalize(file, self._gone.append, number).atexit = False
+            return number
+
+    def _settle(self, mover: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
+        """Have the agent know the segments of ``places``, and no longer those that are gone."""
+        with mover.lock:
+            while self._gone:
+                number = self._gone.popleft()
+                if number in mover.attached:
+                    _exchange(lane, calls.Detach(number))
+                    mover.attached.discard(number)
+            for place in {id(one.file): one for one in places}.values():
+                number = self.number(place.file)
+                if number not in mover.attached:
+                    descriptor = place.file.opened()
+                    try:
+                        attach = calls.Attach(number, place.file.size, place.mapped)
+                        answer = _exchange(lane, attach, descriptor)
+                    finally:
+                        os.close(descriptor)
+                    if answer.error:
+                        raise ProtocolError(answer.error)
+                    mover.attached.add(number)
+
+    def close(self, seconds: float) -> None:
+        with self._lock:
+            self._closed = True
+            mover, giver = self._mover, self._giver
+            self._mover = self._giver = None
+        if mover is not None:
+            mover.kill()
+        if giver is not None:
+            giver.leave(seconds)
+
+
+def _exchange(lane: socket.socket, call: calls.Call, descriptor: int | None = None) -> calls.Answer:
+    calls.send(lane, call, descriptor)
+    answer, _ = calls.receive(lane, calls.answers)
+    return answer

@@ -1,0 +1,179 @@
+"""What a node says to the agents that have Mooncake's client, and how it travels: msgpack in frames over a socketpair.
+
+A frame is a length and a body; with the frame that attaches a segment comes the descriptor of its file.  Nothing that
+is received is ever run.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from ems.errors import ProtocolError
+from ems.pool.keys import Tail
+from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
+
+MAX_FRAME = 16 << 20
+_LENGTH = struct.Struct(">I")
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What an agent is asked to do."""
+
+
+class Start(Call, frozen=True, tag=True):
+    """Become a client of the cluster: one that ``gives`` it memory, or one that moves pages.
+
+    ``key_path`` is the file or folder with the secrets, empty where there are none; pages go to the memory of
+    ``preferred`` hosts first, ``replicas`` times.
+    """
+
+    config: MooncakeConfig
+    gives: bool
+    key_path: str = ""
+    preferred: tuple[str, ...] = ()
+    replicas: int = 1
+
+
+class Attach(Call, frozen=True, tag=True):
+    """The file that comes with this is that of ``segment``, of ``size`` bytes; ``mapped``: nobody would cut it."""
+
+    segment: int
+    size: int
+    mapped: bool
+
+
+class Detach(Call, frozen=True, tag=True):
+    """Let go of ``segment``, which nobody needs any more."""
+
+    segment: int
+
+
+class Exist(Call, frozen=True, tag=True):
+    """Say of each key whether the cluster has it: 1 or 0."""
+
+    namespace: str
+    keys: list[bytes]
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a page lies that is to be stored or fetched; ``checksum`` is what its bytes must have, if that is known."""
+
+    key: bytes
+    segment: int
+    offset: int
+    parent: bytes = b""
+    checksum: int | None = None
+
+
+class Fetch(Call, frozen=True, tag=True):
+    """Fill the places of ``pages``, of ``size`` bytes each."""
+
+    namespace: str
+    size: int
+    pages: list[Place]
+
+
+class Store(Call, frozen=True, tag=True):
+    """Store what lies in the places of ``pages``, of ``size`` bytes each."""
+
+    namespace: str
+    size: int
+    pages: list[Place]
+
+
+class Listed(msgspec.Struct, frozen=True, array_like=True):
+    """A tail that the cluster lists, and the key of the block before it."""
+
+    tail: Tail
+    parent: bytes
+
+
+class FindTails(Call, frozen=True, tag=True):
+    """Say which tails the cluster lists."""
+
+    namespace: str
+    directories: list[bytes]
+
+
+class ListTails(Call, frozen=True, tag=True):
+    """Add to the lists of tails."""
+
+    namespace: str
+    tails: list[Listed]
+
+
+class Clear(Call, frozen=True, tag=True):
+    """Remove all of ``namespace``, whoever stored it."""
+
+    namespace: str
+
+
+class Probe(Call, frozen=True, tag=True):
+    """Write something, read it back, remove it."""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a call: a number for each key, :class:`~ems.pool.tiers.answers.Outcome` where pages move.
+
+    ``unsafe`` says that something may still write into the memory of this call; ``error`` is why all of it failed.
+    """
+
+    codes: list[int] = []
+    sums: list[int] = []
+    tails: list[Listed] = []
+    text: str = ""
+    unsafe: bool = False
+    error: str = ""
+
+
+Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | Clear | Probe
+_encoder = msgspec.msgpack.Encoder()
+calls: msgspec.msgpack.Decoder[Calls] = msgspec.msgpack.Decoder(Calls)
+answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_T = TypeVar("_T")
+
+
+def send(sock: socket.socket, message: Call | Answer, descriptor: int | None = None) -> None:
+    """Raises OSError: the other side is gone, or does not listen in time."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise ProtocolError(f"a message of {len(body)} bytes, expected at most {MAX_FRAME}")
+    head = _LENGTH.pack(len(body))
+    if descriptor is not None:
+        socket.send_fds(sock, [head], [descriptor])
+        sock.sendall(body)
+    else:
+        sock.sendall(head + body)
+
+
+def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[_T]) -> tuple[_T, list[int]]:
+    """The next message and the descriptors that came with it, which are the caller's to close.
+
+    Raises EOFError: the other side is gone.  OSError: nothing comes in time.  ProtocolError: it makes no sense.
+    """
+    head, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
+    try:
+        head += _exactly(sock, _LENGTH.size - len(head)) if head else b""
+        if not head:
+            raise EOFError
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME:
+            raise ProtocolError(f"a message of {length} bytes, expected at most {MAX_FRAME}")
+        return decoder.decode(_exactly(sock, length)), list(descriptors)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a message that makes no sense: {error}") from error
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    found = bytearray(count)
+    view = memoryview(found)
+    while view:
+        got = sock.recv_into(view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return bytes(found)

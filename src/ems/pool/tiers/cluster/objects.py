@@ -1,0 +1,116 @@
+"""A page as an object of the cluster: its name, the header before its bytes, the seal of both; and what lists tails.
+
+A brain.  Names are a keyed digest of namespace and key, so that who lacks the secret cannot even ask for a page, and
+two tenants never meet.  What always holds: a page opens only under the namespace, key and size that it was sealed with;
+what another release wrote, whose format differs, has another name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.tiers.answers import StoredTail
+from ems.pool.tiers.pack_seal import NONCE_BYTES, SALT_BYTES, TAG_BYTES, PackSeal, SealKeys
+
+FORMAT_VERSION = 1
+MAGIC = b"EMSPAGE1"
+MAX_LISTED = 16
+"""Tails of one directory that are listed; the oldest leave the list."""
+MAX_LISTING = 256 << 10
+"""Bytes of the largest list that is written or believed."""
+
+_HEADER = struct.Struct(f"<8sHHIQ{KEY_BYTES}s{KEY_BYTES}s{NONCE_BYTES}s{TAG_BYTES}s")
+HEADER_BYTES = 128
+_SALT = hashlib.sha256(b"ems-cluster-object-v1").digest()[:SALT_BYTES]
+_NAME_BYTES = 20
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """What the header of a page says that is what was asked for."""
+
+    parent: bytes
+    checksum: int
+
+
+class ObjectSeal:
+    """Names, seals and opens all that belongs to one ``namespace``."""
+
+    def __init__(self, namespace: str, seal: PackSeal) -> None:
+        self._namespace = namespace.encode()
+        self._seal = seal
+        self._naming = seal.derived(b"ems-cluster-names")
+        self._prefix = f"ems{FORMAT_VERSION}-{seal.derived(b'ems-cluster-namespace').hex()[:16]}-"
+        self.all_names = f"^{self._prefix}.*"
+        """Matches the names of all objects of the namespace, and no others."""
+
+    def name(self, key: bytes) -> str:
+        return self._named(b"page", key)
+
+    def listing_name(self, directory: bytes) -> str:
+        return self._named(b"tails", directory)
+
+    def _named(self, kind: bytes, key: bytes) -> str:
+        digest = hashlib.blake2b(kind + b"\0" + key, digest_size=_NAME_BYTES, key=self._naming)
+        return f"{self._prefix}{digest.hexdigest()}"
+
+    def _names(self, key: bytes, parent: bytes, size: int, checksum: int) -> bytes:
+        return msgspec.msgpack.encode((self._namespace, key, parent, size, checksum))
+
+    def header(self, key: bytes, parent: bytes, payload: bytes | memoryview, checksum: int) -> bytes:
+        """What stands before ``payload``, a page whose checksum is ``checksum``."""
+        size = len(payload)
+        nonce, tag, _ = self._seal.seal(payload, self._names(key, parent, size, checksum))
+        packed = _HEADER.pack(MAGIC, FORMAT_VERSION, 0, checksum, size, key, parent, nonce, tag)
+        return packed.ljust(HEADER_BYTES, b"\0")
+
+    def open(self, header: Buffer, key: bytes, payload: Buffer) -> Opened | None:
+        """What ``header`` says of ``payload``; None when they are not the page ``key`` as it was sealed."""
+        magic, version, _, checksum, size, named, parent, nonce, tag = _HEADER.unpack_from(header)
+        if (magic, version, size, named) != (MAGIC, FORMAT_VERSION, len(payload), key):
+            return None
+        opened = self._seal.open(payload, nonce, tag, self._names(key, parent, size, checksum))
+        return None if opened is None else Opened(parent, checksum)
+
+    def listing(self, directory: bytes, tails: Sequence[StoredTail]) -> bytes:
+        """The object that lists ``tails`` of ``directory``, the newest last."""
+        while True:
+            body = msgspec.msgpack.encode([(one.tail.tokens, one.parent) for one in tails[-MAX_LISTED:]])
+            if len(body) <= MAX_LISTING:
+                break
+            tails = tails[1:]
+        nonce, tag, _ = self._seal.seal(body, directory)
+        return nonce + tag + body
+
+    def listed(self, directory: bytes, raw: Buffer) -> list[StoredTail]:
+        """The tails in ``raw``; none when it is not what was sealed."""
+        nonce, tag, body = raw[:NONCE_BYTES], raw[NONCE_BYTES:][:TAG_BYTES], raw[NONCE_BYTES + TAG_BYTES :]
+        if len(raw) > MAX_LISTING + NONCE_BYTES + TAG_BYTES or len(tag) < TAG_BYTES:
+            return []
+        if self._seal.open(body, bytes(nonce), bytes(tag), directory) is None:
+            return []
+        return [
+            StoredTail(Tail(directory, tokens), parent)
+            for tokens, parent in msgspec.msgpack.decode(body, type=list[tuple[bytes, bytes]])
+        ]
+
+
+class Objects:
+    """The seals of all namespaces, from the secrets ``keys``."""
+
+    def __init__(self, keys: SealKeys) -> None:
+        self._keys = keys
+        self._seals: dict[str, ObjectSeal | None] = {}
+
+    def of(self, namespace: str) -> ObjectSeal | None:
+        """None where the namespace's tenant has no secret here."""
+        if namespace not in self._seals:
+            seal = self._keys.pack(namespace, _SALT)
+            self._seals[namespace] = None if seal is None else ObjectSeal(namespace, seal)
+        return self._seals[namespace]

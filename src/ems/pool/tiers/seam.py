@@ -1,0 +1,79 @@
+"""What a node needs of a tier, whatever keeps its pages: packs in one place, or the memory of other hosts.
+
+A tier that :attr:`~Tier.asks` knows only what it was told: who looks has it asked for what is not known, and what may
+turn out to be there counts as coming meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from ems.pool.keys import Tail
+from ems.pool.segments.segment_file import FileRange
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail
+from ems.pool.tiers.pass_through import Leaving
+
+
+class KnownPages(Protocol):
+    """What is known without waiting."""
+
+    def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
+        """How many leading ``keys`` it has, as far as it knows at this moment."""
+        ...
+
+    def lacks(self, namespace: str, keys: Sequence[bytes]) -> list[bytes]:
+        """Which ``keys`` are worth writing to it."""
+        ...
+
+    def tails(self, namespace: str, keys: Sequence[bytes]) -> list[Tail | None]: ...
+
+    def find_tail(self, namespace: str, tail: Tail) -> StoredTail | None: ...
+
+    def namespaces(self) -> dict[str, Holding]: ...
+
+    def left_alone(self) -> set[str]: ...
+
+    def recent(self, namespace: str) -> Iterator[KeyRun]: ...
+
+    def figures(self) -> dict[str, Any]: ...
+
+
+class Tier(KnownPages, Protocol):
+    """A tier.  What it does here may block, and raises :class:`~ems.errors.TierFailed` when it does not work."""
+
+    asks: bool
+    """Whether it is an :class:`AskedTier`."""
+
+    @property
+    def scanned(self) -> bool: ...
+
+    def write(self, namespace: str, pages: Sequence[Leaving]) -> list[Outcome]: ...
+
+    def read(self, namespace: str, wanted: Sequence[tuple[bytes, FileRange]]) -> tuple[list[Outcome], list[int]]:
+        """Fetch pages: outcomes, and the checksums that readers of memory hold the pages against."""
+        ...
+
+    def maintain(self) -> None: ...
+
+    def probe(self) -> None: ...
+
+    def forget(self, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult: ...
+
+    def close(self) -> None: ...
+
+
+class AskedTier(Tier, Protocol):
+    """A tier that does not know by itself what it has.  :meth:`ask` and :meth:`ask_tails` block."""
+
+    def unknown(self, namespace: str, keys: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """How many leading ``keys`` may turn out to be there, and which of them are to be asked for now."""
+        ...
+
+    def unknown_tail(self, namespace: str, tail: Tail) -> tuple[bool, bool]:
+        """Whether a tail beside ``tail`` may turn out to be there, and whether it is to be asked for now."""
+        ...
+
+    def ask(self, namespace: str, keys: Sequence[bytes]) -> None: ...
+
+    def ask_tails(self, namespace: str, directory: bytes) -> None: ...

@@ -1,0 +1,87 @@
+"""Files and variables of Mooncake as people have them, and one sentence for each that makes no sense."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ems.errors import ConfigError
+from ems.pool.tiers.cluster.mooncake_config import parse_mooncake
+
+DEPLOYED = {
+    "metadata_server": "P2PHANDSHAKE",
+    "protocol": "tcp",
+    "device_name": "",
+    "use_ascend_direct": True,
+    "master_server_address": "127.0.0.1:50088",
+    "global_segment_size": "1GB",
+    "local_buffer_size": "1GB",
+}
+
+
+def parse(**settings: object) -> object:
+    return parse_mooncake(json.dumps(DEPLOYED | settings), {}, "mooncake.json")[0]
+
+
+def test_a_deployed_file_is_read_as_it_stands() -> None:
+    config, unused = parse_mooncake(json.dumps(DEPLOYED), {}, "mooncake.json")
+    assert config.global_segment_size == 1 << 30
+    assert config.master_server_address == "127.0.0.1:50088"
+    assert unused == ["use_ascend_direct"]
+
+
+@pytest.mark.parametrize("size", ["1GB", "1024MB", "1048576KB", "1073741824B", "1073741824", "1gb", " 1 GB "])
+def test_sizes_are_read_in_every_way_that_people_write_them(size: str) -> None:
+    text = json.dumps(DEPLOYED | {"global_segment_size": size})
+    assert parse_mooncake(text, {}, "mooncake.json")[0].global_segment_size == 1 << 30
+
+
+def test_sizes_may_be_numbers_and_a_host_may_give_no_memory() -> None:
+    for size, meant in ((1 << 30, 1 << 30), (0, 0), ("0", 0)):
+        text = json.dumps(DEPLOYED | {"global_segment_size": size})
+        assert parse_mooncake(text, {}, "mooncake.json")[0].global_segment_size == meant
+
+
+def test_without_a_file_the_environment_says_it() -> None:
+    variables = {
+        "MOONCAKE_MASTER": "10.0.0.1:50051",
+        "MOONCAKE_PROTOCOL": "RDMA",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "4gb",
+    }
+    config, unused = parse_mooncake(None, variables, "the environment")
+    assert (config.master_server_address, config.protocol) == ("10.0.0.1:50051", "rdma")
+    assert config.global_segment_size == 4 << 30
+    assert not unused
+
+
+@pytest.mark.parametrize("master", ["10.0.0.1:50051", "[fd00::1]:50051", "etcd://10.0.0.1:2379;10.0.0.2:2379"])
+def test_masters_are_named_in_these_ways(master: str) -> None:
+    text = json.dumps(DEPLOYED | {"master_server_address": master})
+    assert parse_mooncake(text, {}, "mooncake.json")[0].master_server_address == master
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"global_segment_size": "1XB"}, "global_segment_size in mooncake.json is '1XB', expected bytes or a number"),
+        ({"global_segment_size": "-1GB"}, "global_segment_size in mooncake.json is '-1GB'"),
+        ({"global_segment_size": True}, "global_segment_size in mooncake.json is True, expected bytes or a size"),
+        ({"local_buffer_size": [1]}, "local_buffer_size in mooncake.json is [1], expected bytes or a size"),
+        ({"protocol": "carrier-pigeon"}, "is 'carrier-pigeon', expected one of tcp, rdma, ascend"),
+        ({"protocol": 5}, "protocol in mooncake.json is 5, expected a text"),
+        ({"master_server_address": "nowhere"}, "is 'nowhere', expected host:port or etcd://host:port"),
+        ({"master_server_address": ""}, "mooncake.json names no master, expected master_server_address"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_sentence(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(**settings)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"a"'])
+def test_what_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"mooncake\.json is no JSON"):
+        parse_mooncake(text, {}, "mooncake.json")

@@ -1,0 +1,107 @@
+"""Two nodes and a real Mooncake master: what one saves the other serves, and nobody waits for a lost cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ems.pool.client.answers import Namespace
+from ems.pool.keys import NO_PARENT, Tail
+from tests.kit.mooncake import MooncakeMaster
+from tests.kit.tiers import key, page
+from tests.kit.waiting import until
+from tests.pool.conftest import MakeClient, MakeNode
+from tests.pool.tiers.cluster.hosts import cluster, start_master, write_settings
+from tests.pool.tiers.pages import look, read, save, wait_for
+
+pytestmark = pytest.mark.process
+PAGE = 64 << 10
+NAMESPACE = Namespace("tenant/model/layout", PAGE)
+SIZE = ("--size", "16MB", "--segment-size", "4MB")
+
+
+def chain(name: str, length: int) -> list[bytes]:
+    return [key(f"{name}/{block}") for block in range(length)]
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    with start_master(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def settings(tmp_path: Path, master: MooncakeMaster) -> str:
+    return f"mooncake:{write_settings(tmp_path, master.endpoint)}"
+
+
+def test_what_one_host_saves_another_serves(settings: str, make_node: MakeNode, make_client: MakeClient) -> None:
+    first, second = (make_node(*SIZE, "--tier", settings) for _ in range(2))
+    for node in (first, second):
+        node.wait_touched()
+    writer, reader = make_client(first), make_client(second)
+    keys = chain("a", 40)
+    assert save(writer, NAMESPACE, keys) == len(keys)
+    until(lambda: cluster(first)["pages_written"] >= len(keys), "all was written", 45)
+    wait_for(reader, NAMESPACE, keys)
+    assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+    assert cluster(second)["pages_fetched"] == len(keys)
+    assert cluster(second)["fetch_corrupt"] == 0
+
+
+def test_part_of_a_chunk_is_found_on_another_host(settings: str, make_node: MakeNode, make_client: MakeClient) -> None:
+    first, second = (make_node(*SIZE, "--tier", settings) for _ in range(2))
+    for node in (first, second):
+        node.wait_touched()
+    writer, reader = make_client(first), make_client(second)
+    tail = Tail(b"place" + bytes(11), b"".join(token.to_bytes(4, "little") for token in range(76)))
+    name = bytes(tail.key)
+    reservation = writer.reserve(NAMESPACE, NO_PARENT, [name], 5.0, [tail])
+    writer.segments(reservation.epoch).page(reservation.granted[0], PAGE)[:] = page(name, PAGE)
+    writer.commit(reservation)
+    until(lambda: cluster(first)["pages_written"] >= 1, "it was written", 45)
+    longer = Tail(tail.directory, tail.tokens + b"more" * 10)
+    until(lambda: reader.lookup_tail(NAMESPACE, longer, lease=False, timeout=5.0).tokens == 76, "it came up", 45)
+    assert read(reader, NAMESPACE, [name]) == [page(name, PAGE)]
+
+
+def test_other_tenants_do_not_meet(settings: str, make_node: MakeNode, make_client: MakeClient) -> None:
+    first, second = (make_node(*SIZE, "--tier", settings) for _ in range(2))
+    for node in (first, second):
+        node.wait_touched()
+    keys = chain("a", 4)
+    save(make_client(first), NAMESPACE, keys)
+    until(lambda: cluster(first)["pages_written"] >= len(keys), "all was written", 45)
+    reader, other = make_client(second), Namespace("other/model/layout", PAGE)
+    wait_for(reader, NAMESPACE, keys)
+    until(lambda: look(reader, other, keys).below == 0, "the cluster said that it has none", 45)
+    assert look(reader, other, keys).count == 0
+
+
+def test_a_lost_master_costs_the_cluster_and_nothing_else(
+    settings: str, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    node = make_node(*SIZE, "--tier", settings)
+    node.wait_touched()
+    client = make_client(node)
+    keys = chain("a", 8)
+    save(client, NAMESPACE, keys)
+    until(lambda: cluster(node)["pages_written"] >= len(keys), "all was written", 45)
+    master.kill()
+
+    def cut() -> bool:
+        look(client, NAMESPACE, chain("b", 4))
+        return not cluster(node)["reading"]
+
+    until(cut, "the tier is left alone", 60)
+    assert look(client, NAMESPACE, chain("c", 4)).below == 0
+    assert read(client, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+    assert "master" in cluster(node)["reason"]
+
+
+def test_a_node_starts_without_a_master_and_says_so(tmp_path: Path, make_node: MakeNode) -> None:
+    settings = write_settings(tmp_path, "127.0.0.1:9")
+    node = make_node(*SIZE, "--tier", f"mooncake:{settings}")
+    until(lambda: "no Mooncake master answers at 127.0.0.1:9" in node.log, "it says what is wrong", 45)
