@@ -9,7 +9,8 @@ import pytest
 
 from ems.pool.client.answers import Reservation
 from ems.pool.keys import NO_PARENT
-from ems.pool.layout import Header, PageRef, SlotState
+from ems.pool.layout import Header, PageRef, SlotState, crc32c
+from ems.pool.segments.reader import Verify
 from ems.transfers.device import CpuDevice
 from ems.transfers.plan import CopyPlan
 from ems.vllm.requests import Save
@@ -48,6 +49,37 @@ def test_blocks_come_back_byte_for_byte_in_another_engine(engines: tuple[Engine,
     assert (result.loaded, result.failed_blocks) == (4, set())
     for source, target in zip([3, 1, 7, 2], [9, 8, 0, 15], strict=True):
         assert equal(one.block(source), two.block(target))
+
+
+def test_the_checksum_of_a_page_is_computed_right_behind_its_copy(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its bytes are in the processor's cache: later it costs as much as the copy."""
+    one, two = engines
+    done: list[str] = []
+    copy = CpuDevice.copy
+
+    def copied(device: CpuDevice, plan: CopyPlan) -> None:
+        copy(device, plan)
+        done.append("copy")
+
+    def checked(page: memoryview) -> int:
+        done.append("checksum")
+        return crc32c(page)
+
+    monkeypatch.setattr(CpuDevice, "copy", copied)
+    monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
+    monkeypatch.setattr("ems.vllm.saves.crc32c", checked)
+    chain = chain_of(3)
+    one.save(chain, [0, 1, 2])
+    wait_for(lambda: present(two, chain) == 3, "the pages are committed")
+    assert done == ["copy", "checksum"] * 3
+
+    hits = two.client.lookup(two.namespace, chain.packed(0, 3), lease=True)
+    assert hits.lease is not None
+    reader = two.client.reader(two.namespace, hits.lease.epoch, Verify.ALWAYS)
+    keys = [chain.packed(n, n + 1) for n in range(3)]
+    assert all(reader.sound(ref, key) for ref, key in zip(hits.lease.refs, keys, strict=True))
 
 
 def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: tuple[Engine, Engine]) -> None:

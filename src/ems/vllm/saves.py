@@ -57,6 +57,7 @@ class SaveJob:
         self.save = save
         self.plane = plane
         self.pages: list[StoredPage] = []
+        self.checksums: dict[int, int] = {}
         self.reservation: Reservation | None = None
         self.again = False
         self.cancelled = False
@@ -282,6 +283,8 @@ class Saver:
             if not job.copy(self._device, rows.plan(parts, places, out=True, tensors=tensors)):
                 break
             written += batch
+            if self._device.at_once and tensors == ALL:  # while they are in the processor's cache
+                job.checksums.update(zip(batch, map(crc32c, places), strict=True))
         self._device.synchronise()
         job.seconds += time.perf_counter() - begin
         return written
@@ -291,7 +294,9 @@ class Saver:
         self._close_job(job)
         if written:
             segments, size = self._client.segments(reserved.epoch), job.plane.namespace.page_size
-            checksums = [crc32c(segments.page(reserved.granted[position], size)) for position in written]
+            for position in [position for position in written if position not in job.checksums]:
+                job.checksums[position] = crc32c(segments.page(reserved.granted[position], size))
+            checksums = [job.checksums[position] for position in written]
             with self._asking():
                 self._client.commit(reserved, written, self._call_timeout, checksums)
             # A page counts once, however many shards of it are here.
