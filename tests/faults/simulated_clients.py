@@ -11,7 +11,7 @@ import msgspec
 from ems.pool.layout import MAGIC, PageRef, Writer, generation_of, slot_offset
 from ems.pool.node.pool_node import Node
 from ems.pool.protocol import messages
-from ems.pool.segments.reader import PageReader
+from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.pool.tenants.gate import Peer
 
 GONE = 1 << 30
@@ -89,7 +89,7 @@ class Writing(msgspec.Struct):
 
 
 class Reading(msgspec.Struct):
-    """A lease: its pages, what was copied of them, and the reader that looks at them.  ``life`` is the node's."""
+    """A lease: its pages, what was seen and copied of them, and their reader.  ``life`` is the node's."""
 
     number: int
     name: str
@@ -98,6 +98,7 @@ class Reading(msgspec.Struct):
     reader: PageReader
     life: int
     leased: bool = True
+    looked: list[LeasedPages] = []
     copies: list[bytes] = []
     accepted: int = 0
 

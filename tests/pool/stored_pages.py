@@ -41,13 +41,11 @@ def load(client: PoolClient, keys: Sequence[bytes], namespace: Namespace = NAMES
     if hits.lease is None:
         return 0, 0
     reader = client.reader(namespace, hits.lease.epoch)
-    good = 0
-    for key, ref in zip(keys, hits.lease.refs, strict=False):
-        data = bytes(reader.page(ref))
-        if not reader.sound(ref, key):
-            break
+    pages = reader.look(hits.lease.packed_refs, b"".join(keys[: hits.count]))
+    copies = [bytes(reader.page(pages.ref(at))) for at in range(pages.present)]
+    good = reader.same(pages, 0, reader.sound(pages, 0, pages.present))
+    for key, data in zip(keys[:good], copies, strict=False):
         assert data == content(key), "a wrong byte was served"
-        good += 1
     client.report(namespace, reader)
     client.release(hits.lease)
     return hits.count, good
@@ -99,7 +97,8 @@ def first_bytes(client: PoolClient, namespace: Namespace, keys: Sequence[bytes])
     reader = client.reader(namespace, hits.lease.epoch)
     found = []
     for key, ref in zip(keys, hits.lease.refs, strict=False):
-        if reader.holds(ref, key) and reader.sound(ref, key):
+        pages = reader.look(ref.pack(), key)
+        if reader.sound(pages, 0, pages.present):
             data = bytes(reader.page(ref))
             assert data == data[:1] * namespace.page_size
             found.append(data[:1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.layout import (
+    HEADER,
     HEADER_BYTES,
     HEADERS_OFFSET,
     PAGE_ALIGN,
@@ -21,8 +23,10 @@ from ems.pool.layout import (
     carving_of,
     header_is_sound,
     header_offset,
+    headers_are_sound,
     namespace_digest,
     pack_description,
+    pack_header,
     refs_begin,
     unpack_description,
     unpack_header,
@@ -101,6 +105,8 @@ def test_a_header_is_read_as_it_was_written(slot: int, header: Header) -> None:
     assert unpack_header(segment, header_offset(slot)) == header
     assert header_is_sound(segment, header_offset(slot))
     mapped = memoryview(segment)
+    state, generation, key, *others, _ = np.frombuffer(segment, HEADER, 1, header_offset(slot))[0].tolist()
+    assert Header(state, generation, key, *others) == header
     assert vouches(mapped, slot, header.generation, header.key) == (header.state == SlotState.PRESENT)
     assert not vouches(mapped, slot, header.generation ^ 1, header.key)
     mapped.release()
@@ -109,6 +115,17 @@ def test_a_header_is_read_as_it_was_written(slot: int, header: Header) -> None:
     start, end = header_offset(slot), header_offset(slot + 1)
     assert segment[:start] == before[:start]
     assert segment[end:] == before[end:]
+
+
+@given(st.lists(st.tuples(HEADERS, st.none() | st.integers(0, HEADER_BYTES * 8 - 1)), max_size=5))
+def test_many_headers_are_checked_as_one_is(written: list[tuple[Header, int | None]]) -> None:
+    raw = bytearray(b"".join(pack_header(header) for header, _ in written))
+    for at, (_, flipped) in enumerate(written):
+        if flipped is not None:
+            raw[at * HEADER_BYTES + flipped // 8] ^= 1 << flipped % 8
+    sound = [flipped is None for _, flipped in written]
+    assert headers_are_sound(np.frombuffer(bytes(raw), HEADER)).tolist() == sound
+    assert [header_is_sound(raw, at * HEADER_BYTES) for at in range(len(written))] == sound
 
 
 @given(HEADERS, st.integers(0, HEADER_BYTES * 8 - 1))

@@ -129,7 +129,7 @@ def test_a_damaged_page_does_not_come_back_from_a_tier_as_a_good_one() -> None:
 
 
 def test_it_notices_when_readers_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageReader, "sound", PageReader.holds)
+    monkeypatch.setattr(PageReader, "sound", lambda _reader, _pages, _begin, end: end)
     assert "a wrong byte was served" in str(first_violation())
 
 
@@ -157,7 +157,7 @@ def test_it_notices_when_slots_are_promised_without_a_header(monkeypatch: pytest
 
 
 def test_it_notices_when_headers_are_believed_that_are_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "header_checksums", lambda raw: raw[:, 60:].copy().view("<u4")[:, 0])
+    monkeypatch.setattr(recovery, "headers_are_sound", lambda headers: np.ones(len(headers), bool))
     assert first_violation() is not None
 
 

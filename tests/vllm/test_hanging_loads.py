@@ -13,8 +13,9 @@ import torch
 from ems.pool.client.answers import Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
-from ems.pool.segments.reader import PageReader
 from ems.transfers.device import CpuDevice
+from ems.transfers.plan import CopyPlan
+from ems.transfers.rows import BlockRows
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import BlockModel, LocalPlane
@@ -144,13 +145,13 @@ def engine(
 def before_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     """Nothing is being copied while this hangs."""
     hang = Hang()
-    page = PageReader.page
+    plan = BlockRows.plan_many
 
-    def hangs(self: PageReader, *arguments: Any) -> memoryview:
+    def hangs(self: BlockRows, *arguments: Any, **options: Any) -> CopyPlan:
         hang()
-        return page(self, *arguments)
+        return plan(self, *arguments, **options)
 
-    monkeypatch.setattr(PageReader, "page", hangs)
+    monkeypatch.setattr(BlockRows, "plan_many", hangs)
     yield hang
     hang.end()
 

@@ -78,8 +78,8 @@ def test_the_checksum_of_a_page_is_computed_right_behind_its_copy(
     hits = two.client.lookup(two.namespace, chain.packed(0, 3), lease=True)
     assert hits.lease is not None
     reader = two.client.reader(two.namespace, hits.lease.epoch, Verify.ALWAYS)
-    keys = [chain.packed(n, n + 1) for n in range(3)]
-    assert all(reader.sound(ref, key) for ref, key in zip(hits.lease.refs, keys, strict=True))
+    pages = reader.look(hits.lease.packed_refs, chain.packed(0, 3))
+    assert pages.present == reader.sound(pages, 0, 3) == len(pages.checksums) == 3
 
 
 def test_a_save_is_seen_as_being_written_before_the_step_has_computed(engines: tuple[Engine, Engine]) -> None:

@@ -11,11 +11,11 @@ from ems.errors import ConfigError
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
 from ems.transfers.device import CpuDevice
-from ems.transfers.rows import PageBlocks
+from ems.transfers.rows import PageBlocks, PartsOfPages
 from ems.vllm.layers import LayerOrder
 from ems.vllm.model import LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
-from ems.vllm.planes import Plane, Portion, TokenOrder
+from ems.vllm.planes import Plane, Portion, TokenOrder, page_key
 from ems.vllm.requests import LoadPart, Save
 
 BLOCKS, HEADS, TOKENS, WIDTH = 4, 2, 6, 8
@@ -125,6 +125,14 @@ def test_a_layer_without_a_tensor_is_refused() -> None:
         plane_rows([local()], {"layers.0": torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)}, BLOCKS, 1)
 
 
+def parts_of(pages: PartsOfPages) -> list[PageBlocks]:
+    blocks, *columns = (column.tolist() for column in pages)
+    return [
+        PageBlocks(blocks[begin : begin + count], shard, first)
+        for begin, count, shard, first in zip(*columns, strict=True)
+    ]
+
+
 def tails(count: int) -> list[Tail]:
     return [Tail(bytes([number]) * 16, b"1234") for number in range(count)]
 
@@ -137,8 +145,8 @@ def test_blocks_that_the_engine_dropped_are_neither_loaded_nor_stored() -> None:
     assert [stored.part.blocks for stored in windowed.stored(save)[1]] == [[2], [2], [3], [3]]
     assert [stored.part.blocks for stored in full.stored(save)[1]] == [[0], [0], [2], [2], [3], [3]]
     part = LoadPart(0, [0, 2], bytes(2 * KEY_BYTES), bytes(4 * REF_BYTES))
-    assert [loaded.part for loaded in windowed.loaded(part)] == [PageBlocks([2], 0), PageBlocks([2], 1)]
-    assert len(list(full.loaded(part))) == 4
+    assert parts_of(windowed.loaded(part)[0]) == [PageBlocks([2], 0), PageBlocks([2], 1)]
+    assert len(parts_of(full.loaded(part)[0])) == 4
 
 
 def test_pages_of_several_blocks_may_begin_and_end_within_them() -> None:
@@ -150,13 +158,23 @@ def test_pages_of_several_blocks_may_begin_and_end_within_them() -> None:
         PageBlocks([0], 1),
         PageBlocks([0], 0),
     ]
-    loaded = list(rows.loaded(LoadPart(0, [2, 3, 0, 1], bytes(2 * KEY_BYTES), bytes(4 * REF_BYTES), skip=2)))
-    assert [(page.position, page.part) for page in loaded] == [
-        (0, PageBlocks([2], 0, 2)),
-        (0, PageBlocks([2], 1, 2)),
-        (1, PageBlocks([3, 0, 1], 0)),
-        (1, PageBlocks([3, 0, 1], 1)),
+    parts, _, _ = rows.loaded(LoadPart(0, [2, 3, 0, 1], bytes(2 * KEY_BYTES), bytes(4 * REF_BYTES), skip=2))
+    assert parts.begins.tolist() == [0, 0, 1, 1]
+    assert parts_of(parts) == [
+        PageBlocks([2], 0, 2),
+        PageBlocks([2], 1, 2),
+        PageBlocks([3, 0, 1], 0),
+        PageBlocks([3, 0, 1], 1),
     ]
+
+
+def test_a_rank_loads_the_pages_of_its_own_shards() -> None:
+    rows = PlaneRows(local(Portion(1, 1)), [[torch.zeros(BLOCKS, HEADS // 2, TOKENS, WIDTH)] for _ in NAMES])
+    keys = bytes(range(2 * KEY_BYTES))
+    parts, refs, found = rows.loaded(LoadPart(0, [3, 1], keys, bytes(range(4 * REF_BYTES))))
+    assert parts_of(parts) == [PageBlocks([3]), PageBlocks([1])]
+    assert found == page_key(keys[:KEY_BYTES], 1) + page_key(keys[KEY_BYTES:], 1)
+    assert refs == bytes([*range(REF_BYTES, 2 * REF_BYTES), *range(3 * REF_BYTES, 4 * REF_BYTES)])
 
 
 @pytest.mark.parametrize("order", [TokenOrder.TOKENS, TokenOrder.CPU_VECTOR, TokenOrder.CPU_AMX], ids=str)

@@ -46,7 +46,7 @@ from ems.pool.segments.touch import warm
 from ems.pool.tenants.scram import from_environment
 from ems.tables import Table
 from ems.transfers.memcpy import memcpy_all
-from ems.transfers.plan import Piece, PieceTable, Rows, numbers
+from ems.transfers.plan import Piece, PieceTable, Rows, Slots, numbers
 
 ROWS = 12
 """Rows of a page, as many as a model of twelve layers leaves."""
@@ -263,7 +263,7 @@ class Bench:
             for begin in range(0, len(part), engine.step):
                 positions = list(reserved.granted)[begin : begin + engine.step]
                 pages = [segments.page(reserved.granted[position], namespace.page_size) for position in positions]
-                engine.copy([first + position for position in positions], pages, out=True)
+                engine.copy([first + position for position in positions], Slots.of(pages), out=True)
                 checksums.update(zip(positions, map(crc32c, pages), strict=True))
             self._client.commit(reserved, list(checksums), checksums=list(checksums.values()))
 
@@ -276,14 +276,14 @@ class Bench:
             if hits.count != len(part) or hits.lease is None:
                 raise NoSpace("pages of this run were evicted while it ran, use a larger pool or none in use")
             reader = self._client.reader(namespace, hits.lease.epoch, policy)
-            refs, sound = hits.lease.refs, True
-            for begin in range(0, len(part), engine.step):
-                of_step = list(zip(part, refs, strict=True))[begin : begin + engine.step]
-                sound = sound and all(reader.holds(ref, key) for key, ref in of_step)
-                blocks = range(first + begin, first + begin + len(of_step))
-                engine.copy(blocks, [reader.page(ref) for _, ref in of_step], out=False)
-                sound = sound and all(reader.sound(ref, key) for key, ref in of_step)
-            if not sound:
+            pages = reader.look(hits.lease.packed_refs, b"".join(part))
+            for begin in range(0, pages.present, engine.step):
+                end = min(begin + engine.step, pages.present)
+                slots = Slots(pages.starts[begin:end], namespace.page_size, pages.segments)
+                engine.copy(range(first + begin, first + end), slots, out=False)
+                if reader.sound(pages, begin, end) < end:
+                    break
+            if reader.corrupt or reader.same(pages, 0, pages.present) < len(part):
                 raise NoSpace("pages of this run changed while they were leased")
             self._client.release(hits.lease)
 
@@ -339,9 +339,10 @@ class Engine:
         for target, page in zip(self._target, pages, strict=True):
             target[:] = np.frombuffer(page, dtype=np.uint8)
 
-    def copy(self, blocks: Sequence[int], pages: Sequence[memoryview], *, out: bool) -> None:
+    def copy(self, blocks: Sequence[int], slots: Slots, *, out: bool) -> None:
         nothing = np.zeros(len(blocks), np.int64)
-        plan = self._pieces.plan(Rows(numbers(blocks), nothing, nothing, pages), out=out)
+        rows = Rows(numbers(blocks), nothing, nothing, np.arange(len(blocks)))
+        plan = self._pieces.plan(rows, slots, out=out)
         self._memcpy_all(plan.targets, plan.sources, plan.sizes)
 
 

@@ -18,9 +18,9 @@ from ems.cc_v1.names import BlockNames
 from ems.errors import EmsError, NoSpace
 from ems.pool.client.answers import Namespace, Reservation
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.layout import PageRef, crc32c
+from ems.pool.layout import crc32c
 from ems.pool.pages import Outcome
-from ems.pool.segments.reader import PageReader
+from ems.pool.segments.reader import LeasedPages, PageReader
 
 if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device
@@ -89,44 +89,40 @@ class Transfers:
             return
         try:
             reader = self._client.reader(self.namespace, hits.lease.epoch)
-            pages = list(zip(span, keys, hits.lease.refs, strict=False))
+            pages = reader.look(hits.lease.packed_refs, b"".join(keys[: hits.count]))
             step = self._batch
-            for begin in range(0, len(pages), step):
-                batch = pages[begin : begin + step]
-                good = self._load_batch(reader, blocks, batch, future)
-                future.advance(span.start + begin + good)
-                if good < len(batch):
+            for begin in range(0, pages.present, step):
+                batch = range(begin, min(begin + step, pages.present))
+                good = self._load_batch(reader, pages, batch, blocks, span.start, future)
+                future.advance(span.start + good)
+                if good < batch.stop:
                     break
             self._client.report(self.namespace, reader)
         finally:
             self._client.release(hits.lease)
 
     def _load_batch(
-        self, reader: PageReader, blocks: Blocks, batch: Sequence[tuple[int, bytes, PageRef]], future: CcFuture
+        self, reader: PageReader, pages: LeasedPages, batch: range, blocks: Blocks, first: int, future: CcFuture
     ) -> int:
-        """How many leading pages of ``batch``, each with its block's position and its key, were loaded."""
+        """Where the first page of ``batch`` is that was not loaded; ``first`` is the position of the first block."""
         spans, places = [], []
-        for position, key, ref in batch:
-            page = reader.page(ref)
-            if not reader.holds(ref, key):
-                reader.suspect(ref, key)
-                break
-            if key != self.names.whole(blocks.hashes[position]):
+        for at in batch:
+            position, page = first + at, reader.page(pages.ref(at))
+            if pages.key(at) != self.names.whole(blocks.hashes[position]):
                 (tokens,) = TOKEN_COUNT.unpack_from(page, len(page) - TOKEN_COUNT.size)
                 if not blocks.offsets[position] <= tokens < blocks.block_size:
                     break
             spans.append(blocks.span(position))
             places.append(page)
         if not places:
-            return 0
+            return batch.start
         plan = self.rows.plan(spans, places, out=False)
         with future.copying() as allowed:
             if not allowed:
-                return 0
+                return batch.start
             self.device.copy(plan)
             self.device.synchronise()
-        copied = batch[: len(places)]
-        return next((n for n, (_, key, ref) in enumerate(copied) if not reader.sound(ref, key)), len(copied))
+        return reader.same(pages, batch.start, reader.sound(pages, batch.start, batch.start + len(places)))
 
     # Saves
 

@@ -28,6 +28,8 @@ from mmap import mmap
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 MAGIC = b"EMSSEG01"
 FORMAT_VERSION = 2
@@ -51,6 +53,8 @@ INSTANCE_BYTES = 8
 """Bytes of the random number by which a client knows its own promises again on another connection."""
 _WRITER = struct.Struct("<II8s")
 _MASK = 0xFFFFFFFF
+_WHOLE = 0x2144DF1C
+"""The CRC-32 of anything that ends with its own CRC-32, as a header does."""
 
 Buffer = memoryview | bytearray | mmap
 
@@ -125,6 +129,12 @@ class Header(NamedTuple):
     length: int = 0
     checksum: int = 0
     flags: int = 0
+
+
+HEADER = np.dtype(
+    {"names": [*Header._fields, "check"], "formats": ["<u4", "<u4", "V16", "V16", "<u8", "<u4", "<u4", "<u4", "<u4"]}
+)
+"""A slot header with its checksum in an array."""
 
 
 class PageRef(NamedTuple):
@@ -285,12 +295,13 @@ def header_is_sound(buffer: memoryview | bytes | bytearray | mmap, offset: int) 
     return bool(zlib.crc32(raw[: _HEADER.size]) == _WORD.unpack_from(raw, _HEADER.size)[0])
 
 
-def vouches(
-    buffer: memoryview | bytes, slot: int, generation: int, key: bytes, *, headers: int = HEADERS_OFFSET
-) -> bool:
-    """Whether the header of ``slot`` says that it holds the whole committed page of ``key`` in ``generation``.
+def headers_are_sound(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """:func:`header_is_sound` of many, which are :data:`HEADER`."""
+    raw = np.frombuffer(headers.tobytes(), f"V{HEADER_BYTES}").tolist()
+    return np.fromiter((zlib.crc32(one) == _WHOLE for one in raw), np.bool_, len(raw))
 
-    ``headers`` is where the first header begins in ``buffer``.
-    """
-    offset = headers + slot * HEADER_BYTES
+
+def vouches(buffer: memoryview | bytes, slot: int, generation: int, key: bytes) -> bool:
+    """Whether the header of ``slot`` says that it holds the whole committed page of ``key`` in ``generation``."""
+    offset = header_offset(slot)
     return bytes(buffer[offset : offset + _VOUCH.size]) == _VOUCH.pack(_PRESENT, generation, key)

@@ -40,19 +40,30 @@ class Piece(NamedTuple):
     size: int
 
 
+class Slots(NamedTuple):
+    """Slots of pages, of ``size`` bytes at least: where each begins, and who owns the memory."""
+
+    starts: Numbers
+    size: int
+    memory: Sequence[memoryview]
+
+    @classmethod
+    def of(cls, pages: Sequence[memoryview]) -> Slots:
+        starts = numbers(map(ctypes.addressof, map(ctypes.c_char.from_buffer, pages)))
+        return cls(starts, min(map(len, pages), default=0), pages)
+
+
 class Rows(NamedTuple):
-    """Rows to be copied; the n-th is ``(major[n], minor[n])`` in the engine and ``place[n]`` in the page ``pages[n]``.
+    """Rows to be copied; the n-th is ``(major[n], minor[n])`` in the engine and ``place[n]`` in the page ``owners[n]``.
 
     Of rows that follow each other on both sides, only the first is named; ``lengths`` says how many there are.
-    With ``owners`` the n-th row is in the page ``pages[owners[n]]``.
     """
 
     major: Numbers
     minor: Numbers
     place: Numbers
-    pages: Sequence[memoryview]
+    owners: Numbers
     lengths: Numbers | None = None
-    owners: Numbers | None = None
 
 
 class TokenSpan(NamedTuple):
@@ -70,7 +81,7 @@ class CopyPlan(NamedTuple):
     sizes: Numbers
     out: bool
     """Whether bytes go from the engine to the pages."""
-    pages: Sequence[memoryview]
+    owners: Sequence[memoryview]
     """Who owns the memory."""
 
     @property
@@ -90,26 +101,25 @@ class PieceTable:
         table = np.array([piece for of_tensor in pieces for piece in of_tensor], np.int64).reshape(-1, 6)
         self._columns = table.T[:, :, np.newaxis]
 
-    def plan(self, rows: Rows, *, out: bool, tensors: slice = ALL) -> CopyPlan:
+    def plan(self, rows: Rows, slots: Slots, *, out: bool, tensors: slice = ALL) -> CopyPlan:
         """Copies of ``rows``, or of their parts in ``tensors`` alone; what lies side by side is one copy."""
         first, end, _ = tensors.indices(len(self._starts) - 1)
         columns = self._columns[:, self._starts[first] : self._starts[end]]
-        address, major_stride, minor_stride, offset, pitch, size = columns
+        address, offset, size = columns[[0, 3, 5]]
+        # Where all pieces have the same strides and pitch, as they mostly have, what follows from these is one row.
+        shared = columns[[1, 2, 4]]
+        major_stride, minor_stride, pitch = shared[:, :1] if (shared == shared[:, :1]).all() else shared
         # Piece by piece, so that neighbours on both sides come one after the other.
-        engine = (address + rows.major * major_stride + rows.minor * minor_stride).ravel()
-        starts = addresses(rows.pages) if rows.owners is None else addresses(rows.pages)[rows.owners]
-        memory = (starts + offset + rows.place * pitch).ravel()
+        engine = (address + (rows.major * major_stride + rows.minor * minor_stride)).ravel()
+        memory = (offset + (slots.starts[rows.owners] + rows.place * pitch)).ravel()
         lengths = np.ones(len(rows.major), np.int64) if rows.lengths is None else rows.lengths
-        return CopyPlan(*_joined(engine, memory, (size * lengths).ravel()), out, rows.pages)
-
-
-def addresses(pages: Sequence[memoryview]) -> Numbers:
-    """Where each page begins."""
-    return numbers(map(ctypes.addressof, map(ctypes.c_char.from_buffer, pages)))
+        return CopyPlan(*_joined(engine, memory, (size * lengths).ravel()), out, slots.memory)
 
 
 def _joined(engine: Numbers, memory: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    follows = (engine[1:] == engine[:-1] + sizes[:-1]) & (memory[1:] == memory[:-1] + sizes[:-1])
+    follows = engine[1:] - engine[:-1] == sizes[:-1]
+    if follows.any():
+        follows &= memory[1:] - memory[:-1] == sizes[:-1]
     if not follows.any():
         return engine, memory, sizes
     starts = np.flatnonzero(np.concatenate(([True], ~follows)))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ems.errors import ConfigError
-from ems.transfers.plan import ALL, CopyPlan, Numbers, Piece, PieceTable, Rows, TokenSpan, numbers, runs
+from ems.transfers.plan import ALL, CopyPlan, Numbers, Piece, PieceTable, Rows, Slots, TokenSpan, numbers, runs
 
 PART_ALIGN = 8
 """Each tensor's part of a token page begins at a multiple of this many bytes."""
@@ -30,6 +30,26 @@ class PageBlocks(NamedTuple):
     blocks: Sequence[int]
     shard: int = 0
     first: int = 0
+
+
+class PartsOfPages(NamedTuple):
+    """:class:`PageBlocks` of many pages: of the n-th ``counts[n]`` blocks are copied, from ``blocks[begins[n]]`` on."""
+
+    blocks: Numbers
+    begins: Numbers
+    counts: Numbers
+    shards: Numbers
+    firsts: Numbers
+
+    @classmethod
+    def of(cls, parts: Sequence[PageBlocks]) -> PartsOfPages:
+        blocks = numbers(chain.from_iterable(part.blocks for part in parts))
+        counts = numbers(len(part.blocks) for part in parts)
+        shards, firsts = numbers(part.shard for part in parts), numbers(part.first for part in parts)
+        return cls(blocks, np.cumsum(counts) - counts, counts, shards, firsts)
+
+    def span(self, begin: int, end: int) -> PartsOfPages:
+        return PartsOfPages(self.blocks, *(column[begin:end] for column in self[1:]))
 
 
 def _pieces(tensor: torch.Tensor, inner: torch.Tensor, strides: tuple[int, int], offset: int) -> list[Piece]:
@@ -101,28 +121,27 @@ class BlockRows:
     def plan(
         self, parts: Sequence[PageBlocks], pages: Sequence[memoryview], *, out: bool, tensors: slice = ALL
     ) -> CopyPlan:
-        """Copies between each of ``parts`` and the page with the same position in ``pages``.
+        """Copies between each of ``parts`` and the page with the same position in ``pages``; raises as below."""
+        return self.plan_many(PartsOfPages.of(parts), Slots.of(pages), out=out, tensors=tensors)
+
+    def plan_many(self, parts: PartsOfPages, slots: Slots, *, out: bool, tensors: slice = ALL) -> CopyPlan:
+        """Copies between each of ``parts`` and the slot with the same position in ``slots``.
 
         Raises:
             IndexError: there is no such block or shard, or a page has not so many blocks.
         """
-        counts = numbers(len(part.blocks) for part in parts)
-        blocks = numbers(chain.from_iterable(part.blocks for part in parts))
-        shards = numbers(part.shard for part in parts)
-        firsts = numbers(part.first for part in parts)
+        _, begins, counts, shards, firsts = parts
+        owners = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+        blocks = parts.blocks[begins[owners] + within]
         _check_rows(blocks, self.num_blocks, "blocks")
         _check_rows(shards, self.shards, "shards")
         _check_rows(firsts, self.page_blocks, "places in a page")
         _check_rows(firsts + counts, self.page_blocks + 1, "ends in a page")
-        if any(len(page) < self.page_bytes for page in pages):
+        if slots.size < self.page_bytes:
             raise IndexError(f"a page is smaller than {self.page_bytes} bytes")
-        if len(blocks) == len(parts):
-            rows = Rows(blocks, shards, firsts, pages)
-        else:
-            owners = np.repeat(np.arange(len(parts)), counts)
-            places = np.arange(len(blocks)) - (np.cumsum(counts) - counts - firsts)[owners]
-            rows = Rows(blocks, shards[owners], places, pages, owners=owners)
-        return self._table.plan(rows, out=out, tensors=tensors)
+        rows = Rows(blocks, shards[owners], firsts[owners] + within, owners)
+        return self._table.plan(rows, slots, out=out, tensors=tensors)
 
 
 class Part(NamedTuple):
@@ -193,17 +212,16 @@ class TokenRows:
         places = np.concatenate([np.arange(count) for count in counts])
         _check_rows(blocks, self.num_blocks, "blocks")
         _check_rows(positions, self.block_size, "positions in a block")
-        if max(counts) > self.block_size or any(len(page) < self.page_bytes for page in pages):
+        slots = Slots.of(pages)
+        if max(counts) > self.block_size or slots.size < self.page_bytes:
             raise IndexError(f"a page has room for {self.block_size} tokens in {self.page_bytes} bytes")
         kept = np.ones(len(blocks), bool)
         if self._dense:
             kept[1:] = (blocks[1:] != blocks[:-1]) | (positions[1:] != positions[:-1] + 1) | (places[1:] == 0)
         starts = np.flatnonzero(kept)
         owners = np.repeat(np.arange(len(spans)), counts)[starts]
-        rows = Rows(
-            blocks[starts], positions[starts], places[starts], pages, np.diff(starts, append=len(blocks)), owners
-        )
-        return self._table.plan(rows, out=out)
+        rows = Rows(blocks[starts], positions[starts], places[starts], owners, np.diff(starts, append=len(blocks)))
+        return self._table.plan(rows, slots, out=out)
 
 
 def _check_tokens(tensor: Any, name: str) -> None:

@@ -14,21 +14,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from logging import Logger
 
 import msgspec
 
 from ems.errors import EmsError, PoolTimeout, StaleReference
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.segments.reader import PageReader
+from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane
-from ems.transfers.plan import ALL
+from ems.transfers.plan import ALL, Slots
+from ems.transfers.rows import PartsOfPages
 from ems.vllm.layers import LayerOrder, Progress
-from ems.vllm.pages import LoadedPage, PlaneRows
-from ems.vllm.requests import Load
+from ems.vllm.pages import PlaneRows
+from ems.vllm.requests import Load, LoadPart
 
 NOTICE_SECONDS = 1.0
 """How often an idle thread looks whether its node is still there."""
@@ -67,6 +69,18 @@ class LoadJob:
         """Whether its end was reported; changes while :attr:`copying` is held."""
         self.copying = threading.Lock()
         """Held by each of its copies."""
+
+
+@dataclass
+class PlaneLoad:
+    """One plane's part of a load; of its pages the ``good`` leading ones are right as far as is known."""
+
+    plane: PlaneRows
+    part: LoadPart
+    reader: PageReader
+    parts: PartsOfPages
+    leased: LeasedPages
+    good: int
 
 
 class Loader:
@@ -244,38 +258,35 @@ class Loader:
             # Slots of another node, or of the same one before it started again, are other memory.
             raise StaleReference("the pool node that promised the blocks is gone")
         epoch = self._client.epoch
-        readers = [self._client.reader(plane.namespace, epoch) for plane in self._planes]
-        parts = [
-            (self._by_number[part.plane], part, list(self._planes[self._by_number[part.plane]].loaded(part)))
-            for part in load.parts
-            if part.plane in self._by_number
-        ]
-        wanted = {position: self._whole(readers[position], pages) for position, _, pages in parts}
-        for position, _, pages in parts:
-            for page in pages[len(wanted[position]) :][:1]:
-                readers[position].suspect(page.ref, page.key)
+        loads: dict[int, PlaneLoad] = {}
+        for part in load.parts:
+            if (position := self._by_number.get(part.plane)) is not None:
+                plane = self._planes[position]
+                reader = self._client.reader(plane.namespace, epoch)
+                parts, refs, keys = plane.loaded(part)
+                leased = reader.look(refs, keys)
+                loads[position] = PlaneLoad(plane, part, reader, parts, leased, leased.present)
         self._device.wait_for(job.mark)
         try:
             if job.in_step and self._by_layer:
-                self._copy_by_layer(readers, wanted, job)
+                self._copy_by_layer(loads, job)
             else:
-                for position, pages in wanted.items():
-                    wanted[position] = self._copy(readers[position], self._planes[position], pages, job)
+                for one in loads.values():
+                    self._copy(one, job)
         finally:
             # Also when it fails: the blocks are computed then, and no copy may come after that.
             self._device.synchronise()
         lost: dict[int, set[int]] = {}
-        for position, part, pages in parts:
-            copied = wanted[position]
-            good = len(copied if self._device.at_once else self._whole(readers[position], copied))
-            first_lost = pages[good].position if good < len(pages) else len(part.block_ids)
+        for one in loads.values():
+            good = one.reader.same(one.leased, 0, one.good)
+            blocks = one.part.block_ids
             # What follows a block that is missing is of no use either.
-            lost[part.plane] = set(part.block_ids[first_lost:])
-        self._report(readers)
+            lost[one.part.plane] = set(blocks[[*one.parts.begins.tolist(), len(blocks)][good] :])
+        self._report(loads.values())
         return lost
 
-    def _report(self, readers: Sequence[PageReader]) -> None:
-        for plane, reader in zip(self._planes, readers, strict=True):
+    def _report(self, loads: Iterable[PlaneLoad]) -> None:
+        for plane, reader in ((one.plane, one.reader) for one in loads):
             if reader.corrupt:
                 self._logger.warning("EMS found %d pages that are not right, they are computed", len(reader.corrupt))
                 try:
@@ -283,38 +294,28 @@ class Loader:
                 except EmsError as error:
                     self._logger.warning("EMS could not report them: %s", error)
 
-    @staticmethod
-    def _whole(reader: PageReader, pages: Sequence[LoadedPage]) -> list[LoadedPage]:
-        return list(pages[: reader.leading([page.ref for page in pages], [page.key for page in pages])])
+    def _copy(self, one: PlaneLoad, job: LoadJob) -> None:
+        """Copy pages as long as their bytes are right."""
+        step, count = max(self._device.batch_bytes // one.plane.rows.page_bytes, 1), one.good
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            self._copy_batch(one, begin, end, job)
+            one.good = one.reader.sound(one.leased, begin, end)
+            if one.good < end:
+                return
 
-    def _copy(self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage], job: LoadJob) -> list[LoadedPage]:
-        """Copy pages; the leading ones whose bytes are right."""
-        step = max(self._device.batch_bytes // plane.rows.page_bytes, 1)
-        for begin in range(0, len(pages), step):
-            batch = pages[begin : begin + step]
-            self._copy_batch(reader, plane, batch, job)
-            for count, page in enumerate(batch, begin):
-                if not reader.sound(page.ref, page.key):
-                    return pages[:count]
-        return pages
-
-    def _copy_batch(
-        self, reader: PageReader, plane: PlaneRows, pages: list[LoadedPage], job: LoadJob, tensors: slice = ALL
-    ) -> None:
-        if not pages:
-            return
-        parts, places = [page.part for page in pages], [reader.page(page.ref) for page in pages]
-        plan = plane.rows.plan(parts, places, out=False, tensors=tensors)
+    def _copy_batch(self, one: PlaneLoad, begin: int, end: int, job: LoadJob, tensors: slice = ALL) -> None:
+        rows, leased = one.plane.rows, one.leased
+        slots = Slots(leased.starts[begin:end], one.plane.namespace.page_size, leased.segments)
+        plan = rows.plan_many(one.parts.span(begin, end), slots, out=False, tensors=tensors)
         with self._copying(job):
             self._device.copy(plan)
 
-    def _copy_by_layer(self, readers: Sequence[PageReader], wanted: dict[int, list[LoadedPage]], job: LoadJob) -> None:
+    def _copy_by_layer(self, loads: Mapping[int, PlaneLoad], job: LoadJob) -> None:
         for layer in self._order.layers:
-            pages = wanted.get(layer.plane, [])
-            self._copy_batch(readers[layer.plane], self._planes[layer.plane], pages, job, layer.tensors)
+            if (one := loads.get(layer.plane)) is not None and one.good:
+                self._copy_batch(one, 0, one.good, job, layer.tensors)
             self._device.synchronise()
             job.progress.done(layer.name)
-        for position, pages in wanted.items():
-            sound = readers[position].sound
-            good = next((count for count, page in enumerate(pages) if not sound(page.ref, page.key)), len(pages))
-            wanted[position] = pages[:good]
+        for one in loads.values():
+            one.good = one.reader.sound(one.leased, 0, one.good)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
-from ems.pool.keys import KEY_BYTES, Tail, cut
-from ems.pool.layout import PageRef, unpack_refs
-from ems.transfers.rows import BlockRows, PageBlocks
+from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.layout import REF_BYTES
+from ems.transfers.rows import BlockRows, PageBlocks, PartsOfPages
 from ems.vllm.planes import page_key, page_keys
 from ems.vllm.token_order import in_order
 
@@ -19,15 +21,6 @@ if TYPE_CHECKING:
 
     from ems.vllm.model import LocalPlane
     from ems.vllm.requests import LoadPart, Save
-
-
-class LoadedPage(NamedTuple):
-    """A page to be loaded: where its first block is in the list of the load, its blocks, key and place."""
-
-    position: int
-    part: PageBlocks
-    key: bytes
-    ref: PageRef
 
 
 class StoredPage(NamedTuple):
@@ -60,18 +53,22 @@ class PlaneRows:
         """Whether the engine drops blocks of this plane while their request runs."""
         return self.local.plane.window > 0
 
-    def loaded(self, part: LoadPart) -> Iterator[LoadedPage]:
-        """The pages of ``part`` that are this rank's."""
-        shards, mine = self.local.plane.shards, self.local.portion
-        refs, keys = unpack_refs(part.packed_refs), cut(page_keys(part.keys, shards), KEY_BYTES)
-        position, first = 0, part.skip
-        for number in range(len(refs) // shards):
-            blocks = part.block_ids[position : position + self.rows.page_blocks - first]
-            if not (self.windowed and not blocks[0]):
-                for shard in range(mine.count):
-                    at = number * shards + mine.first + shard
-                    yield LoadedPage(position, PageBlocks(blocks, shard, first), keys[at], refs[at])
-            position, first = position + len(blocks), 0
+    def loaded(self, part: LoadPart) -> tuple[PartsOfPages, bytes, bytes]:
+        """The pages of ``part`` that are this rank's: into which of its blocks they go, packed references, keys."""
+        shards, mine, size = self.local.plane.shards, self.local.portion, self.rows.page_blocks
+        blocks = np.array(part.block_ids, np.int64)
+        ends = np.minimum(np.arange(1, len(part.keys) // KEY_BYTES + 1) * size - part.skip, len(blocks))
+        begins = np.concatenate(([0], ends[:-1]))
+        chunks = np.flatnonzero(blocks[begins] != 0) if self.windowed else np.arange(len(ends))
+        pages = (chunks[:, np.newaxis] * shards + mine.first + np.arange(mine.count)).ravel()
+        chunks = np.repeat(chunks, mine.count)
+        of_shards = np.tile(np.arange(mine.count), len(pages) // mine.count)
+        parts = PartsOfPages(
+            blocks, begins[chunks], (ends - begins)[chunks], of_shards, np.where(chunks == 0, part.skip, 0)
+        )
+        refs = np.frombuffer(part.packed_refs, f"V{REF_BYTES}")[pages]
+        keys = np.frombuffer(page_keys(part.keys, shards), f"V{KEY_BYTES}")[pages]
+        return parts, refs.tobytes(), keys.tobytes()
 
     def stored(self, save: Save) -> tuple[bytes, list[StoredPage]]:
         """The parent of this rank's pages of ``save``, and the pages."""

@@ -187,8 +187,7 @@ def test_a_page_whose_header_goes_bad_is_taken_out_when_it_is_noticed(
     lease = client.lookup(NAMESPACE, b"".join(keys), lease=True).lease
     assert lease is not None
     reader = client.reader(NAMESPACE, lease.epoch)
-    assert [reader.holds(ref, key) for key, ref in zip(keys, lease.refs, strict=True)] == [True, False, True]
-    reader.suspect(lease.refs[1], keys[1])
+    assert reader.look(lease.packed_refs, b"".join(keys)).present == 1
     assert client.report(NAMESPACE, reader) == 1
     client.release(lease)
     assert client.lookup(NAMESPACE, b"".join(keys)).count == 1
@@ -251,23 +250,24 @@ def test_who_maps_the_old_node_reads_right_bytes_or_nothing(node: NodeProcess, m
     lease = client.lookup(NAMESPACE, b"".join(keys), lease=True).lease
     assert lease is not None
     reader = client.reader(NAMESPACE, lease.epoch)
-    assert reader.sound(lease.refs[0], keys[0])
+    pages = reader.look(lease.packed_refs, b"".join(keys))
+    assert pages.present == reader.sound(pages, 0, 3) == 3
     node.kill()
     assert bytes(reader.page(lease.refs[0])) == content(keys[0])
     node.start()
     back(node, other)
-    assert reader.holds(lease.refs[0], keys[0]), "nothing happened to it"
+    assert reader.same(pages, 0, 3) == 3, "nothing happened to them"
     fill = [f"fill/{number}" for number in range(200)]
     for name in fill:
         store(other, chain(name, 10))
-    for key, ref in zip(keys, lease.refs, strict=True):
-        assert not reader.holds(ref, key)
+    assert [reader.same(pages, at, at + 1) for at in range(3)] == [0, 1, 2]
     ours = PoolClient(node.socket, "stranger")
     ours.connect()
     stranger = ours.reader(Namespace("test/other", PAGE), ours.epoch)
     (held,) = [lease for lease in [ours.lookup(NAMESPACE, chain(fill[-1], 1)[0], lease=True).lease] if lease]
-    assert ours.reader(NAMESPACE, ours.epoch).holds(held.refs[0], chain(fill[-1], 1)[0])
-    assert not stranger.holds(held.refs[0], chain(fill[-1], 1)[0]), "it is another namespace's"
+    (key,) = chain(fill[-1], 1)
+    assert ours.reader(NAMESPACE, ours.epoch).look(held.packed_refs, key).present == 1
+    assert not stranger.look(held.packed_refs, key).present, "it is another namespace's"
     ours.close()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.layout import (
+    HEADER,
     HEADER_BYTES,
     HEADERS_OFFSET,
     Description,
@@ -16,9 +18,12 @@ from ems.pool.layout import (
     SlotState,
     carve,
     crc32c,
+    header_offset,
     pack_description,
+    pack_header,
 )
-from ems.pool.segments.reader import SAMPLE, PageReader, Trust, Verify, policy_named
+from ems.pool.segments.reader import SAMPLE, LeasedPages, PageReader, Trust, Verify, policy_named
+from ems.transfers.plan import Slots
 from tests.kit.headers import write_header, write_state
 
 PAGE = 4096
@@ -31,7 +36,8 @@ def header(stamp: int = 5, flags: int = PageFlag.CHECKSUMMED) -> Header:
 
 @given(st.sampled_from(Verify), st.integers(0, 9), st.integers(0, 9), st.sampled_from(range(4)), st.integers(0, 99))
 def test_what_is_checked(policy: Verify, since: int, stamp: int, flags: int, loaded: int) -> None:
-    due = Trust(policy, since).due(header(stamp, flags), loaded)
+    headers = np.frombuffer(pack_header(header(stamp, flags)), HEADER)
+    (due,) = Trust(policy, since).due(headers, np.array([loaded]))
     if not flags & PageFlag.CHECKSUMMED:
         assert not due
     elif stamp < since or flags & PageFlag.FROM_BELOW or policy is Verify.ALWAYS:
@@ -70,13 +76,18 @@ class Memory:
     def reader(self, name: str = "a", policy: Verify = Verify.ALWAYS) -> PageReader:
         return PageReader(lambda _: self.segment, name, PAGE, Trust(policy))
 
+    def looked(self, reader: PageReader, count: int = 1) -> LeasedPages:
+        """The page, promised ``count`` times."""
+        return reader.look(self.ref.pack() * count, KEY * count)
+
 
 def test_a_right_page_is_sound() -> None:
     memory = Memory()
     reader = memory.reader()
-    assert reader.holds(memory.ref, KEY)
-    assert reader.sound(memory.ref, KEY)
+    pages = memory.looked(reader, 3)
+    assert pages.present == reader.sound(pages, 0, 3) == reader.same(pages, 0, 3) == 3
     assert reader.page(memory.ref) == memory.page
+    assert pages.starts.tolist() == Slots.of([memory.page] * 3).starts.tolist()
     assert not reader.corrupt
 
 
@@ -85,16 +96,37 @@ def test_any_flipped_bit_is_found(bit: int) -> None:
     memory = Memory()
     memory.page[bit // 8] ^= 1 << bit % 8
     reader = memory.reader()
-    assert reader.holds(memory.ref, KEY)
-    assert not reader.sound(memory.ref, KEY)
+    pages = memory.looked(reader, 2)
+    assert pages.present == 2
+    assert reader.sound(pages, 0, 2) == 0
     assert reader.corrupt == [(KEY, memory.ref)]
-    assert memory.reader(policy=Verify.NEVER).sound(memory.ref, KEY)
+    assert reader.sound(memory.looked(memory.reader(policy=Verify.NEVER)), 0, 1) == 1
+
+
+@given(st.integers(24 * 8, HEADER_BYTES * 8 - 1))
+def test_a_header_that_is_damaged_vouches_for_nothing(bit: int) -> None:
+    """Also where nothing is checked: it may say of a damaged page that it has no checksum."""
+    memory = Memory()
+    memory.segment[header_offset(3) + bit // 8] ^= 1 << bit % 8
+    reader = memory.reader(policy=Verify.NEVER)
+    assert reader.sound(memory.looked(reader), 0, 1) == 0
+    assert reader.corrupt == [(KEY, memory.ref)]
+
+
+@given(st.integers(0, HEADER_BYTES * 8 - 1))
+def test_a_header_that_says_something_else_after_the_copy_is_noticed(bit: int) -> None:
+    memory = Memory()
+    reader = memory.reader()
+    pages = memory.looked(reader, 2)
+    memory.segment[header_offset(3) + bit // 8] ^= 1 << bit % 8
+    assert reader.same(pages, 0, 2) == 0
+    assert reader.same(pages, 1, 2) == 1
 
 
 @given(
     st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.integers(0, 40), st.integers(1, 2), st.booleans()), max_size=8)
 )
-def test_many_pages_are_looked_at_as_one_is(asked: list[tuple[int, int, int, bool]]) -> None:
+def test_pages_are_there_up_to_the_first_that_is_not(asked: list[tuple[int, int, int, bool]]) -> None:
     """Segment 0 has the page, 1 is another namespace's, 2 is as small as a segment can be; slots may not exist."""
     memory, other = Memory(), Memory()
     other.describe("b", 1)
@@ -103,32 +135,38 @@ def test_many_pages_are_looked_at_as_one_is(asked: list[tuple[int, int, int, boo
     reader = PageReader(lambda number: segments[number], "a", PAGE, Trust(Verify.ALWAYS))
     refs = [PageRef(segment, slot, generation) for segment, slot, generation, _ in asked]
     keys = [KEY if right else bytes(16) for *_, right in asked]
-    each = [reader.holds(ref, key) for ref, key in zip(refs, keys, strict=True)]
-    assert reader.leading(refs, keys) == next((at for at, holds in enumerate(each) if not holds), len(each))
-    assert reader.leading([memory.ref] * 3, [KEY] * 3) == 3
+    each = [ref == memory.ref and key == KEY for ref, key in zip(refs, keys, strict=True)]
+    found = reader.look(b"".join(map(PageRef.pack, refs)), b"".join(keys))
+    assert found.present == next((at for at, there in enumerate(each) if not there), len(each))
+    assert reader.corrupt == [(keys[at], refs[at]) for at in range(found.present, len(refs))][:1]
 
 
 def test_a_page_that_changed_hands_is_reported_by_nobody() -> None:
     memory = Memory()
     reader = memory.reader()
+    pages = memory.looked(reader)
+    memory.page[0] ^= 1
     write_state(memory.segment, 3, SlotState.FREE)
-    assert not reader.sound(memory.ref, KEY)
+    assert reader.sound(pages, 0, 1) == 0
     assert not reader.corrupt
 
 
 def test_pages_of_another_namespace_are_none_also_when_the_segment_is_carved_anew() -> None:
     memory = Memory()
-    assert not memory.reader("b").holds(memory.ref, KEY)
+    assert not memory.looked(memory.reader("b")).present
     reader = memory.reader()
-    assert reader.holds(memory.ref, KEY)
+    pages = memory.looked(reader)
+    assert pages.present == reader.same(pages, 0, 1) == 1
     memory.describe("b", 2)
-    assert not reader.holds(memory.ref, KEY)
+    assert reader.same(pages, 0, 1) == memory.looked(reader).present == 0
     memory.describe("a", 3)
-    assert reader.holds(memory.ref, KEY)
+    assert memory.looked(reader).present == 1
 
 
 def test_sampling_finds_a_bad_page_after_some_loads() -> None:
     memory = Memory()
     memory.page[0] ^= 1
     reader = memory.reader(policy=Verify.SAMPLED)
-    assert [reader.sound(memory.ref, KEY) for _ in range(SAMPLE)].count(False) == 1
+    pages = memory.looked(reader, SAMPLE)
+    assert [reader.sound(pages, at, at + 1) - at for at in range(SAMPLE)].count(False) == 1
+    assert [reader.sound(memory.looked(reader), 0, 1) for _ in range(SAMPLE)].count(False) == 1

@@ -1,45 +1,47 @@
 """How a client looks at pages in mapped memory: are they the ones that it was promised, and are their bytes right.
 
 What always holds: a page counts only if its segment belongs to the namespace that was asked for, its header has the
-generation and the key of the promise, and, where the bytes are to be checked, these match the header's checksum.  They
-are always checked of a page from before the node's last start, or from a slower tier; of the others all are where that
-is ``always``, and one in :data:`SAMPLE` where it is ``sampled``, which finds memory that goes bad after a few loads and
-costs a twentieth.
+generation and the key of the promise and says the same before and after the copy, and, where the bytes are to be
+checked, these match the header's checksum.  They are always checked of a page from before the node's last start, or
+from a slower tier; of the others all are where that is ``always``, and one in :data:`SAMPLE` where it is ``sampled``,
+which finds memory that goes bad after a few loads and costs a twentieth.
+
+All headers of a load are looked at in one go: a long prompt has thousands, and the engine needs the interpreter, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import (
-    HEADER_BYTES,
+    HEADER,
     HEADERS_OFFSET,
-    Header,
     PageFlag,
     PageRef,
     SlotState,
     belongs_to,
+    carve,
     carving_of,
     crc32c,
-    header_is_sound,
-    header_offset,
+    headers_are_sound,
     namespace_digest,
     slot_offset,
-    unpack_header,
-    vouches,
 )
 
 LOOKED_AT_ONCE = 1 << 20
 """Bytes of a page that the node looks at in one step."""
 SAMPLE = 16
 """Of so many pages that were stored in this life of the node one is checked when pages are sampled."""
-_CHECKSUMMED, _FROM_BELOW = int(PageFlag.CHECKSUMMED), int(PageFlag.FROM_BELOW)
-"""As plain numbers: flags of an enumeration cost a microsecond a page."""
+_NO_CHECKSUM = -1
+"""Of a page whose header is damaged or names another length: no bytes have it."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Verify(StrEnum):
@@ -56,19 +58,41 @@ class Trust(msgspec.Struct, frozen=True):
     policy: Verify = Verify.SAMPLED
     since: int = 0
 
-    def due(self, header: Header, loaded: int) -> bool:
-        """Whether the page of ``header`` is to be checked, the ``loaded``-th that is looked at."""
-        flags = header.flags
-        if not flags & _CHECKSUMMED:
-            return False
-        if header.stamp < self.since or flags & _FROM_BELOW:
-            return True
-        return self.policy is Verify.ALWAYS or (self.policy is Verify.SAMPLED and loaded % SAMPLE == 0)
+    def due(self, headers: Array, loaded: Array) -> Array:
+        """Which pages of ``headers``, the ``loaded``-th that are looked at, are to be checked."""
+        flags = headers["flags"]
+        due = (headers["stamp"] < self.since) | (flags & int(PageFlag.FROM_BELOW) != 0)
+        if self.policy is not Verify.NEVER:
+            due |= loaded % (SAMPLE if self.policy is Verify.SAMPLED else 1) == 0
+        checked: Array = due & (flags & int(PageFlag.CHECKSUMMED) != 0)
+        return checked
 
 
 def policy_named(name: str) -> Verify:
     """The policy that a node names; sampling where this release does not know it."""
     return Verify(name) if name in set(Verify) else Verify.SAMPLED
+
+
+class LeasedPages(NamedTuple):
+    """Pages that were promised; the ``present`` leading ones were there when they were looked at.
+
+    ``headers`` is what these said then, ``starts`` are the addresses of their slots in ``segments``, and ``checksums``
+    those that the bytes of some must have, by position.
+    """
+
+    refs: Array
+    keys: bytes
+    present: int
+    headers: Array
+    starts: Array
+    segments: Sequence[memoryview]
+    checksums: dict[int, int]
+
+    def ref(self, at: int) -> PageRef:
+        return PageRef._make(self.refs[at].tolist())
+
+    def key(self, at: int) -> bytes:
+        return self.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
 
 
 class PageReader:
@@ -94,30 +118,49 @@ class PageReader:
         begin = slot_offset(len(segment), self._page_size, ref.slot)
         return segment[begin : begin + self._page_size]
 
-    def holds(self, ref: PageRef, key: bytes) -> bool:
-        """Whether the slot of ``ref`` holds, at this moment, the whole committed page of ``key`` of this namespace."""
-        segment = self._segment(ref.segment)
-        return vouches(segment, ref.slot, ref.generation, key) and self._is_ours(ref.segment, segment)
+    def look(self, packed_refs: bytes, keys: bytes) -> LeasedPages:
+        """Which leading slots of ``packed_refs`` hold the whole committed pages of ``keys``, and what says so.
 
-    def leading(self, refs: Sequence[PageRef], keys: Sequence[bytes]) -> int:
-        """Of how many leading ones of ``refs`` :meth:`holds` says yes; in one go, for a long prompt has thousands."""
-        if not refs:
-            return 0
-        columns = np.fromiter(chain.from_iterable(refs), "<u4").reshape(-1, len(PageRef._fields))
-        # The beginning of a header, see vouches().
-        wanted = np.empty((len(refs), 8 + len(keys[0])), np.uint8)
-        wanted[:, :8].view("<u4")[:] = [SlotState.PRESENT, 0]
-        wanted[:, 4:8] = np.ascontiguousarray(columns[:, 2:]).view(np.uint8)
-        wanted[:, 8:] = np.frombuffer(b"".join(keys), np.uint8).reshape(len(refs), -1)
-        good = np.zeros(len(refs), dtype=bool)
-        for number in np.unique(columns[:, 0]).tolist():
+        The first that does not was promised a moment ago: the node shall look at its header.
+        """
+        refs = np.frombuffer(packed_refs, "<u4").reshape(-1, len(PageRef._fields))
+        headers, starts, segments = self._headers(refs)
+        there = (
+            (headers["state"] == int(SlotState.PRESENT))
+            & (headers["generation"] == refs[:, 2])
+            & (headers["key"] == np.frombuffer(keys, headers["key"].dtype))
+        )
+        count = len(refs) if there.all() else int(there.argmin())
+        headers = headers[:count]
+        whole = headers_are_sound(headers)
+        # A header that is damaged itself may say of a damaged page that it has no checksum.
+        due = ~whole | self._trust.due(headers, self._looked_at + 1 + np.arange(count))
+        self._looked_at += count
+        right = np.where(
+            whole & (headers["length"] == self._page_size), headers["checksum"].astype(np.int64), _NO_CHECKSUM
+        )
+        at = np.flatnonzero(due)
+        checksums = dict(zip(at.tolist(), right[at].tolist(), strict=True))
+        pages = LeasedPages(refs, keys, count, headers, starts, segments, checksums)
+        if count < len(refs):
+            self._suspect(pages, count)
+        return pages
+
+    def _headers(self, refs: Array) -> tuple[Array, Array, list[memoryview]]:
+        """Headers of the slots ``refs``, zeros of those that the namespace has not; where slots begin, and in what."""
+        headers, starts = np.zeros(len(refs), HEADER), np.zeros(len(refs), np.int64)
+        segments = []
+        for number in np.unique(refs[:, 0]).tolist():
             segment = self._segment(number)
+            geometry = carve(len(segment), self._page_size)
+            table = np.frombuffer(segment, HEADER, geometry.slot_count, HEADERS_OFFSET)
+            mine = np.flatnonzero((refs[:, 0] == number) & (refs[:, 1] < len(table)))
+            found = table[refs[mine, 1]]
             if self._is_ours(number, segment):
-                headers = np.frombuffer(segment, np.uint8, offset=HEADERS_OFFSET)
-                headers = headers[: len(headers) // HEADER_BYTES * HEADER_BYTES].reshape(-1, HEADER_BYTES)
-                mine = np.flatnonzero((columns[:, 0] == number) & (columns[:, 1] < len(headers)))
-                good[mine] = (headers[columns[mine, 1], : wanted.shape[1]] == wanted[mine]).all(axis=1)
-        return len(refs) if good.all() else int(good.argmin())
+                headers[mine] = found
+                starts[mine] = table.ctypes.data - HEADERS_OFFSET + geometry.slot_offset(refs[mine, 1].astype(np.int64))
+                segments.append(segment)
+        return headers, starts, segments
 
     def _is_ours(self, number: int, segment: memoryview) -> bool:
         """Whether the segment is the namespace's; looked at again when it was carved anew."""
@@ -128,26 +171,27 @@ class PageReader:
             self._carvings[number] = carving
         return True
 
-    def suspect(self, ref: PageRef, key: bytes) -> None:
-        """The page was promised a moment ago and :meth:`holds` says no: the node shall look at its header."""
-        self.corrupt.append((key, ref))
+    def _suspect(self, pages: LeasedPages, at: int) -> None:
+        self.corrupt.append((pages.key(at), pages.ref(at)))
 
-    def sound(self, ref: PageRef, key: bytes) -> bool:
-        """Like :meth:`holds`, and the bytes are right, where it is time to look at them.
+    def sound(self, pages: LeasedPages, begin: int, end: int) -> int:
+        """Where the first page of ``[begin, end)`` is whose bytes are not right, as far as it is time to look at them.
 
         For the moment after they were copied: they are in the processor's cache then.
         """
-        segment, at = self._segment(ref.segment), header_offset(ref.slot)
-        raw = bytes(segment[at : at + HEADER_BYTES])
-        if not vouches(raw, 0, ref.generation, key, headers=0) or not self._is_ours(ref.segment, segment):
-            return False
-        header, whole = unpack_header(raw, 0), header_is_sound(raw, 0)
-        self._looked_at += 1
-        # A header that is damaged itself may say of a damaged page that it has no checksum.
-        if whole and not self._trust.due(header, self._looked_at):
-            return True
-        if whole and header.length == self._page_size and crc32c(self.page(ref)) == header.checksum:
-            return True
-        if self.holds(ref, key):  # else it has changed hands underneath, which is nobody's fault
-            self.corrupt.append((key, ref))
-        return False
+        for at in range(begin, end):
+            if at in pages.checksums and not self._matches(pages, at):
+                if self.same(pages, at, at + 1) > at:  # else it has changed hands underneath, which is nobody's fault
+                    self._suspect(pages, at)
+                return at
+        return end
+
+    def _matches(self, pages: LeasedPages, at: int) -> bool:
+        checksum = pages.checksums[at]
+        return checksum != _NO_CHECKSUM and crc32c(self.page(pages.ref(at))) == checksum
+
+    def same(self, pages: LeasedPages, begin: int, end: int) -> int:
+        """Where the first page of ``[begin, end)`` is whose header is another than when it was looked at."""
+        headers, _, _ = self._headers(pages.refs[begin:end])
+        same = headers == pages.headers[begin:end]
+        return end if same.all() else begin + int(same.argmin())

@@ -7,7 +7,6 @@ costs its slot or its segment and nothing else; a slot that somebody may still b
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
@@ -15,26 +14,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ems.pool.keys import KEY_BYTES, NO_PARENT
+from ems.pool.keys import NO_PARENT
 from ems.pool.layout import (
+    HEADER,
     HEADER_BYTES,
     HEADERS_OFFSET,
     MAX_PAGE,
     REF_BYTES,
     UNKNOWN,
     Description,
-    Header,
     SlotState,
     Writer,
+    headers_are_sound,
     unpack_description,
 )
 from ems.pool.names import MAX_NAME
 
-_KEY = np.dtype(f"V{KEY_BYTES}")
-_FORMATS = ["<u4", "<u4", _KEY, _KEY, "<u8", "<u4", "<u4", "<u4", "<u4"]
-_HEADER = np.dtype({"names": [*Header._fields, "check"], "formats": _FORMATS})
 _REF = np.dtype([("segment", "<u4"), ("slot", "<u4"), ("generation", "<u4")])
-_CHECKED = HEADER_BYTES - 4
 MOST = 1 << 62
 """What stamps and carvings never reach: a larger one was written by a client, who can write into its segments."""
 MAX_SLOTS = 1 << 20
@@ -124,13 +120,6 @@ class _Found(msgspec.Struct, frozen=True):
         return packed
 
 
-def header_checksums(headers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    """The CRC-32 that each of ``headers[n, 64]`` should carry."""
-    raw = memoryview(headers.tobytes())
-    checksums = (zlib.crc32(raw[start : start + _CHECKED]) for start in range(0, len(raw), HEADER_BYTES))
-    return np.fromiter(checksums, dtype=np.uint32, count=len(headers))
-
-
 def recover(images: Iterable[SegmentImage], stamps: int = MOST, carvings: int = MOST) -> Recovered:
     """What the segments in ``images`` hold; those without a description hold nothing and are not mentioned.
 
@@ -184,11 +173,10 @@ def _read(image: SegmentImage, stamps: int, carvings: int) -> _Found | str | Non
     table = image.raw[HEADERS_OFFSET : HEADERS_OFFSET + geometry.slot_count * HEADER_BYTES]
     if len(table) < geometry.slot_count * HEADER_BYTES:
         return "its file was cut"
-    raw = np.frombuffer(table, dtype=np.uint8).reshape(-1, HEADER_BYTES).copy()
-    headers = raw.view(_HEADER)[:, 0]
+    headers = np.frombuffer(table, HEADER).copy()
     used = headers["state"] != SlotState.FREE
     sound = np.zeros(len(headers), dtype=bool)
-    sound[used] = header_checksums(raw[used]) == headers["check"][used]
+    sound[used] = headers_are_sound(headers[used])
     reach = np.arange(len(headers)) < geometry.slots_within(image.touched)
     sound &= headers["stamp"] < MOST
     headers["stamp"][headers["stamp"] >= stamps] = 0
