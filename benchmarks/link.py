@@ -1,12 +1,19 @@
 #!/usr/bin/env python3
 """What it costs the interpreter to have the pages of a long prompt copied, and how fast an accelerator copies them.
 
-For each shape of model and engine block one rank loads a prompt: batch by batch, each batch is a plan and one call of
-the driver.  A page has the state of one block of the engine, or of a chunk of 256 tokens.  "Planning" is the time of
-the interpreter, which the engine's model runner needs as well; "pieces" is what the driver is told of; "one by one" is
-the time of the interpreter where each piece is a copy of its own (measured for 20,000 of them).  "Lookup" is the median
-of five lookups of all pages with a lease; "told" is what the scheduler tells the worker of the load; "save" is what a
-worker does with the message of a save of 8,192 tokens, to the list of its pages.
+For each shape of model and engine block one rank loads a prompt, in two ways beside each other: "one by one" is what
+EMS did first, a page for each block of the engine and a call for each piece of memory; "now" has pages of 256 tokens
+and one call of the driver for each batch.  Every line has the most that it may be.
+
+- Planning: the time of the interpreter in which the copies of all batches are planned.
+- Submissions: calls of the driver.
+- Interpreter lock held: the processor time of everything that a worker does for the load, from the message that asks
+  for it to the result, in both of its threads: list the pages, look at their headers before and behind the copy, plan.
+  Checksums are left out, for they let go of the lock; the inner loops of numpy do so, too, and are in it.  For the way
+  of before one call for each piece is added (measured for 20,000 of them).
+- Message of the load: what the scheduler tells the worker.  Lookup: the median of five lookups of all pages with a
+  lease.  Save: what a worker does with the message of a save of 8,192 tokens, to the list of its pages, of which the
+  engine's own thread does a part.
 
 Without an accelerator nothing is copied and the driver is a stand-in that counts.  With ``--device cuda`` (or ``xpu``,
 ``npu``) the pages are copied to it out of pinned memory, and the share of a plain copy of as many bytes is printed.
@@ -16,14 +23,17 @@ Run it with the project's interpreter: ``python benchmarks/link.py [--help]``.
 from __future__ import annotations
 
 import argparse
+import logging
 import mmap
 import pickle
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 
@@ -31,10 +41,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import NO_PARENT, KeyChain
+from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
+from ems.pool.layout import (
+    HEADERS_OFFSET,
+    Description,
+    Header,
+    PageFlag,
+    PageRef,
+    SlotState,
+    carve,
+    header_offset,
+    pack_description,
+    pack_header,
+)
+from ems.pool.segments.reader import PageReader, Trust
 from ems.tables import Table
 from ems.transfers.device import Device, device_of
-from ems.transfers.plan import CopyPlan
+from ems.transfers.plan import CopyPlan, Slots
+from ems.vllm.loads import Loader
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import CHUNK_TOKENS, LocalPlane
 from ems.vllm.pages import PlaneRows
@@ -48,6 +72,7 @@ SAVED_TOKENS = 8192
 TIMES = 5
 TINY = 64
 """Bytes of the pages that are looked up: their size does not matter to a lookup."""
+SEGMENT = 1 << 30
 
 
 class Shape(NamedTuple):
@@ -76,12 +101,80 @@ class Measured(NamedTuple):
     pieces: int
     submissions: int
     planning: float
+    held: float
     one_by_one: float
     copying: float
     plain: float
     lookup: float
     told: int
     save: float
+
+
+class CountingDevice(Device):
+    """Counts what it is told of, and has it copied by ``inner`` if there is one."""
+
+    def __init__(self, inner: Device | None) -> None:
+        self._inner = inner
+        self.submissions = self.pieces = 0
+
+    def pin(self, buffer: memoryview) -> None:
+        if self._inner is not None:
+            self._inner.pin(buffer)
+
+    def unpin(self, buffer: memoryview) -> None:
+        if self._inner is not None:
+            self._inner.unpin(buffer)
+
+    def copy(self, plan: CopyPlan) -> None:
+        self.submissions += 1
+        self.pieces += len(plan.sizes)
+        if self._inner is not None:
+            self._inner.copy(plan)
+
+    def mark(self) -> object:
+        return self._inner.mark() if self._inner is not None else None
+
+    def wait_for(self, mark: object) -> None:
+        if self._inner is not None:
+            self._inner.wait_for(mark)
+
+    def synchronise(self) -> None:
+        if self._inner is not None:
+            self._inner.synchronise()
+
+
+class SparsePool:
+    """A client whose node has some pages; their bytes are never touched, so that they cost nothing."""
+
+    node = "node"
+    epoch = 1
+
+    def __init__(self, namespace: Namespace, keys: bytes) -> None:
+        geometry = carve(SEGMENT, namespace.page_size)
+        self._namespace = namespace
+        self.segments: list[memoryview] = []
+        refs = []
+        for at in range(len(keys) // KEY_BYTES):
+            number, slot = divmod(at, geometry.slot_count)
+            if not slot:
+                segment = memoryview(mmap.mmap(-1, SEGMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+                description = Description(number, namespace.name, bytes(16), geometry, 1, 1)
+                segment[:HEADERS_OFFSET] = pack_description(description)
+                self.segments.append(segment)
+            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            header = Header(
+                SlotState.PRESENT, 1, key, length=namespace.page_size, stamp=at + 1, flags=PageFlag.CHECKSUMMED
+            )
+            segment[header_offset(slot) : header_offset(slot + 1)] = pack_header(header)
+            refs.append(PageRef(number, slot, 1).pack())
+        self.packed_refs = b"".join(refs)
+
+    def reader(self, namespace: Namespace, _epoch: int) -> PageReader:
+        return PageReader(self.segments.__getitem__, namespace.name, namespace.page_size, Trust())
+
+    def tell_stopped(self, _timeout: float) -> None: ...
+
+    def notice(self) -> None: ...
 
 
 def measure(shape: Shape, tokens: int, kind: str, page_blocks: int, client: PoolClient) -> Measured:
@@ -93,58 +186,68 @@ def measure(shape: Shape, tokens: int, kind: str, page_blocks: int, client: Pool
     plane = Plane(name.replace(" ", "-"), shards=shape.shards)
     layers = tuple(f"layers.{number}" for number in range(shape.layers))
     local = LocalPlane(0, plane, layers, Portion(0, shape.shards), (shape.heads,) * shape.layers)
-    of_plane = PlaneRows(local, [[tensor] for tensor in tensors], page_blocks)
-    rows = of_plane.rows
+    rows = PlaneRows(local, [[tensor] for tensor in tensors], page_blocks)
     chain = KeyChain("benchmark", shape.block * page_blocks)
     count = chain.extend(range(tokens)) * shape.shards
     keys = page_keys(chain.packed(0, len(chain)), shape.shards)
-    lookup, refs = _looked_up(client, Namespace(plane.namespace, TINY), keys)
-    part = LoadPart(0, list(range(blocks)), chain.packed(0, len(chain)), refs)
-    told = len(pickle.dumps(StepMetadata([Load("request", "node", [part])]), pickle.HIGHEST_PROTOCOL))
-    memory = memoryview(mmap.mmap(-1, count * rows.page_bytes))
-    pages = [memory[at * rows.page_bytes : (at + 1) * rows.page_bytes] for at in range(count)]
-    named = [page.part for page in of_plane.loaded(part)]
-    device = device_of(tensors) if kind != "cpu" else None
-    if device is not None:
-        device.pin(memory)
-    step = max(BATCH // rows.page_bytes, 1)
-    pieces = submissions = 0
-    planning = 0.0
-    begin = time.perf_counter()
-    for first in range(0, count, step):
+    lookup = _looked_up(client, Namespace(plane.namespace, TINY), keys)
+    pool = SparsePool(rows.namespace, keys)
+    part = LoadPart(0, list(range(blocks)), chain.packed(0, len(chain)), pool.packed_refs)
+    told = pickle.dumps(StepMetadata([Load("request", pool.node, [part])]), pickle.HIGHEST_PROTOCOL)
+    planning, last = _planning(rows, pool, part)
+    device = CountingDevice(device_of(tensors) if kind != "cpu" else None)
+    for segment in pool.segments:
+        device.pin(segment)
+    held, copying = _load(rows, pool, device, told)
+    plain = _plain(pool.segments, count * rows.rows.page_bytes, kind) if kind != "cpu" else 0.0
+    one_by_one = _one_by_one(last) * device.pieces
+    save = _save(rows, chain, shape.block, page_blocks)
+    pieces, submissions = device.pieces, device.submissions
+    return Measured(count, pieces, submissions, planning, held, one_by_one, copying, plain, lookup, len(told), save)
+
+
+def _planning(rows: PlaneRows, pool: SparsePool, part: LoadPart) -> tuple[float, CopyPlan]:
+    """Seconds for the plans of all batches, and the last of them."""
+    parts, refs, keys = rows.loaded(part)
+    leased = pool.reader(rows.namespace, pool.epoch).look(refs, keys)
+    step, seconds = max(BATCH // rows.rows.page_bytes, 1), 0.0
+    for begin in range(0, leased.present, step):
         began = time.thread_time()
-        plan = rows.plan(named[first : first + step], pages[first : first + step], out=False)
-        planning += time.thread_time() - began
-        pieces += len(plan.sizes)
-        submissions += 1
-        if device is not None:
-            device.copy(plan)
-    if device is not None:
-        device.synchronise()
-    copying = time.perf_counter() - begin
-    plain = _plain(memory, kind) if device is not None else 0.0
-    one_by_one = _one_by_one(plan) * pieces
-    save = _save(of_plane, chain, shape.block, page_blocks)
-    return Measured(count, pieces, submissions, planning, one_by_one, copying, plain, lookup, told, save)
+        slots = Slots(leased.starts[begin : begin + step], rows.rows.page_bytes, leased.segments)
+        plan = rows.rows.plan_many(parts.span(begin, begin + step), slots, out=False)
+        seconds += time.thread_time() - began
+    return seconds, plan
 
 
-def _looked_up(client: PoolClient, namespace: Namespace, keys: bytes) -> tuple[float, bytes]:
-    """Seconds of a lookup with a lease, and where the pages lie."""
-    pages = [keys[at : at + len(NO_PARENT)] for at in range(0, len(keys), len(NO_PARENT))]
+def _load(rows: PlaneRows, pool: SparsePool, device: Device, told: bytes) -> tuple[float, float]:
+    """Processor seconds and seconds of a load as a worker makes it."""
+    loader = Loader(cast("PoolClient", pool), [rows], device, logging.getLogger("benchmark"), 1.0)
+    with closing(loader), patch("ems.pool.segments.reader.crc32c", lambda _page: 0):
+        used, begin = time.process_time(), time.perf_counter()
+        (load,) = pickle.loads(told).loads  # noqa: S301 - what was made here
+        loader.start(load, device.mark())
+        (result,) = loader.results(60.0)
+        used, seconds = time.process_time() - used, time.perf_counter() - begin
+    assert result.sound, "the pages are there"
+    return used, seconds
+
+
+def _looked_up(client: PoolClient, namespace: Namespace, keys: bytes) -> float:
+    """Seconds of a lookup with a lease."""
+    pages = [keys[at : at + len(NO_PARENT)] for at in range(len(keys), len(NO_PARENT))]
     step = 4096  # a writer holds a share of the pool at most
     for begin in range(0, len(pages), step):
         parent = pages[begin - 1] if begin else NO_PARENT
         client.commit(client.reserve(namespace, parent, pages[begin : begin + step], 60.0), timeout=60.0)
-    seconds, refs = [], b""
+    seconds = []
     for _ in range(TIMES):
         began = time.perf_counter()
         hits = client.lookup(namespace, keys, lease=True, timeout=60.0)
         seconds.append(time.perf_counter() - began)
         assert hits.lease is not None, "the pool holds all pages"
         client.release(hits.lease)
-        refs = hits.lease.packed_refs
     assert hits.count == len(pages), "the pool holds all pages"
-    return median(seconds), refs
+    return median(seconds)
 
 
 def _save(rows: PlaneRows, chain: KeyChain, block: int, page_blocks: int) -> float:
@@ -171,16 +274,35 @@ def _one_by_one(plan: CopyPlan) -> float:
     return (time.thread_time() - began) / ONE_BY_ONE
 
 
-def _plain(memory: memoryview, kind: str) -> float:
-    source = torch.frombuffer(memory, dtype=torch.uint8)
-    target = torch.empty(min(len(memory), BATCH), dtype=torch.uint8, device=kind)
+def _plain(segments: list[memoryview], size: int, kind: str) -> float:
+    target = torch.empty(BATCH, dtype=torch.uint8, device=kind)
     torch.accelerator.synchronize()
     begin = time.perf_counter()
-    for first in range(0, len(memory), BATCH):
-        part = source[first : first + BATCH]
+    for first in range(0, size, BATCH):
+        segment, start = divmod(first, SEGMENT)
+        part = torch.frombuffer(segments[segment], dtype=torch.uint8)[start : start + min(BATCH, size - first)]
         target[: len(part)].copy_(part, non_blocking=True)
     torch.accelerator.synchronize()
     return time.perf_counter() - begin
+
+
+def lines(shape: str, before: Measured, now: Measured) -> Iterator[list[str]]:
+    """Rows of the table: what, the way of before, now, and the most that it may be now."""
+
+    def milliseconds(*figures: float) -> list[str]:
+        return [f"{figure * 1000:,.1f} ms" for figure in figures]
+
+    yield [shape, "pages", f"{before.pages:,}", f"{now.pages:,}", ""]
+    yield ["", "pieces", f"{before.pieces:,}", f"{now.pieces:,}", ""]
+    yield ["", "submissions", f"{before.pieces:,}", f"{now.submissions:,}", "64"]
+    yield ["", "planning", *milliseconds(before.planning, now.planning, 0.02)]
+    yield ["", "interpreter lock held", *milliseconds(before.held + before.one_by_one, now.held, 0.03)]
+    yield ["", "message of the load", f"{before.told / 1000:,.0f} KB", f"{now.told / 1000:,.0f} KB", "100 KB"]
+    yield ["", "lookup with a lease", *milliseconds(before.lookup, now.lookup, 0.005)]
+    yield ["", "save of 8,192 tokens", *milliseconds(before.save, now.save, 0.001)]
+    if now.plain:
+        yield ["", "copying", *milliseconds(before.copying, now.copying), ""]
+        yield ["", "of a plain copy", f"{before.plain / before.copying:.0%}", f"{now.plain / now.copying:.0%}", ""]
 
 
 def main() -> None:
@@ -188,25 +310,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128 * 1024, help="of the prompt (default: 131072)")
     parser.add_argument("--device", default="cpu", help="cpu (nothing is copied), cuda, xpu or npu")
     options = parser.parse_args()
-    columns = ["shape", "a page", "pages", "pieces", "calls", "planning", "one by one", "lookup", "told", "save"]
-    if options.device != "cpu":
-        columns += ["copying", "of a plain copy"]
-    table = []
+    table: list[list[str]] = []
     with (
         NodeProcess("--size", "1GB", "--segment-size", "32MB") as node,
         closing(PoolClient(node.socket, "benchmark")) as client,
     ):
         node.wait_touched()
-        for shape, page_blocks in ((one, count) for one in SHAPES for count in (1, CHUNK_TOKENS // one.block)):
-            sys.stderr.write(f"measuring {shape.name}, {page_blocks} a page\n")
-            found = measure(shape, options.tokens, options.device, page_blocks, client)
-            row = [shape.name, "block" if page_blocks == 1 else "chunk", f"{found.pages:,}", f"{found.pieces:,}"]
-            row += [f"{found.submissions}", f"{found.planning * 1000:.0f} ms", f"{found.one_by_one * 1000:,.0f} ms"]
-            row += [f"{found.lookup * 1000:.1f} ms", f"{found.told / 1000:.0f} KB", f"{found.save * 1000:.2f} ms"]
-            if options.device != "cpu":
-                row += [f"{found.copying * 1000:.0f} ms", f"{found.plain / found.copying:.0%}"]
-            table.append(row)
-    for line in Table(columns, table).lines(None):
+        for shape in SHAPES:
+            sys.stderr.write(f"measuring {shape.name}\n")
+            before, now = (
+                measure(shape, options.tokens, options.device, blocks, client)
+                for blocks in (1, CHUNK_TOKENS // shape.block)
+            )
+            table += lines(shape.name, before, now)
+    for line in Table(["shape", "", "one by one", "now", "at most"], table).lines(None):
         sys.stdout.write(line + "\n")
 
 
