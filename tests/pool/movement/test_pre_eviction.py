@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.movement import write_back as module
 from ems.pool.movement.write_back import PreEvictionWalk
 from ems.pool.pages import Page
 
@@ -39,15 +37,44 @@ def test_namespaces_walk_by_themselves() -> None:
     assert walk.next(1, order, 3) == order[3:]
 
 
-def test_what_was_refused_or_left_does_not_come() -> None:
+def test_what_left_does_not_come() -> None:
     order, walk = pages(4), PreEvictionWalk()
-    walk.refused([order[1].ref])
     order[2].present = False
-    assert walk.next(1, order, 4) == [order[0], order[3]]
+    assert walk.next(1, order, 4) == [order[0], order[1], order[3]]
 
 
-def test_no_more_refusals_are_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_REFUSED", 2)
-    order, walk = pages(3), PreEvictionWalk()
-    walk.refused(page.ref for page in order)
-    assert walk.next(1, order, 3) == order[:1]
+def test_what_is_settled_comes_again_when_it_was_used() -> None:
+    order, walk = pages(4), PreEvictionWalk()
+    walk.next(1, order, 4)
+    walk.settled(1, [(order[0].ref, order[0].used), (order[1].ref, order[1].used)])
+    for _ in range(3):
+        assert walk.next(1, order, 4) == order[2:]
+    order[1].used += 1.0
+    assert walk.next(1, order, 4) == order[1:]
+
+
+def test_what_is_settled_before_its_next_walk_comes_to_it_does_not_come() -> None:
+    order, walk = pages(4), PreEvictionWalk()
+    walk.next(1, order, 4)
+    assert walk.next(1, order, 2) == order[:2]
+    walk.settled(1, [(page.ref, page.used) for page in order])
+    assert walk.next(1, order, 2) == []
+    assert walk.next(1, order, 4) == []
+
+
+def test_what_stood_elsewhere_for_a_walk_is_forgotten() -> None:
+    order, walk = pages(2), PreEvictionWalk()
+    walk.next(1, order, 2)
+    walk.settled(1, [(page.ref, page.used) for page in order])
+    assert walk.next(1, order[:1], 2) == []
+    assert walk.next(1, order, 2) == order[1:]
+
+
+@given(st.lists(st.lists(st.integers(0, 19), max_size=20, unique=True), max_size=20), st.integers(1, 9))
+def test_no_more_is_kept_than_two_walks_came_to(orders: list[list[int]], most: int) -> None:
+    known, walk = pages(20), PreEvictionWalk()
+    for order in orders:
+        walk.next(1, [known[number] for number in order], most)
+        walk.settled(1, [(page.ref, page.used) for page in known])
+        kept = walk._walks[1]
+        assert len(kept.settled) + len(kept.before) <= 2 * max(len(one) for one in orders)

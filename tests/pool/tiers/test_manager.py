@@ -219,6 +219,25 @@ async def test_what_stands_behind_those_that_leave_first_is_written_too(
     assert written < 120, "only what leaves soon"
 
 
+async def test_a_tier_with_less_room_than_what_leaves_soon_is_not_written_for_ever(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
+    one = bench(write="on_evict", batch=32 << 10)
+    one.tier._limit = 100_000
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    assert sum(one.save(chain(str(number), 15)) for number in range(30)) == 450
+    for _ in range(20):
+        one.tier_manager._tick()
+        await one.until(lambda: not one.state.write_back.size)
+    written = one.state.counts["pages_written"]
+    assert one.tier.figures()["evicted_packs"], "it has less room than that"
+    for _ in range(20):
+        one.tier_manager._tick()
+        await one.until(lambda: not one.state.write_back.size)
+    assert one.state.counts["pages_written"] == written, "nobody uses anything"
+
+
 async def test_memory_that_cannot_be_prepared_ends_one_portion_and_nothing_else(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,6 @@ from ems.pool.pages import Page
 
 LINGER = 0.1
 """Seconds that a page waits for others to be written with it."""
-MOST_REFUSED = 65_536
-"""Refusals that are remembered; when more come, the oldest are tried again."""
 
 
 class Unit(msgspec.Struct, frozen=True, eq=False):
@@ -96,19 +94,29 @@ class WriteBackQueue:
         return [unit for namespace in list(self._waiting) for unit in self.give_back(namespace)]
 
 
+class _Walk:
+    """One walk through an order: ``ahead`` is what it has not come to; see :class:`PreEvictionWalk` for ``settled``."""
+
+    def __init__(self, order: Iterable[Page], before: dict[bytes, float | None]) -> None:
+        self.ahead = deque(order)
+        self.before = before
+        """What the walk before it came to."""
+        self.settled: dict[bytes, float | None] = {}
+        """By where each page lies that it came to: its last use when the tier had it or would not take it."""
+
+
 class PreEvictionWalk:
     """Which pages a tier is offered before they leave memory: all that would leave soon, a few at a time, in turn.
 
     Looking only at whoever is first would not do: those stay first while the tier has them already, and one pass of
     eviction takes thousands that stood behind.  What always holds: while an order stands, every page of it comes before
-    any comes twice; what the tier would not take does not come again; each call costs what it may look at, and one walk
-    in so many the length of the order.
+    any comes twice; what the tier was given, or would not take, comes again only when it was used since or stood
+    elsewhere meanwhile, so that a tier that is smaller than what would leave is not written for ever; what is kept is
+    no more than two walks came to; each call costs what it may look at, one in so many the length of the order, too.
     """
 
     def __init__(self) -> None:
-        self._walks: dict[int, deque[Page]] = {}
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
-        """Where the pages lie that the tier would not take; another page of that key lies elsewhere."""
+        self._walks: dict[int, _Walk] = {}
 
     def next(self, namespace: int, order: Iterable[Page], most: int) -> list[Page]:
         """Look at the next ``most`` pages and return those to be offered, some of which may have left meanwhile.
@@ -116,13 +124,17 @@ class PreEvictionWalk:
         ``order`` are the pages that would leave soon, the first first; it is read only when a walk begins anew.
         """
         walk = self._walks.get(namespace)
-        if not walk:
-            walk = self._walks[namespace] = deque(order)
-        looked = [walk.popleft() for _ in range(min(most, len(walk)))]
-        return [page for page in looked if page.present and page.ref not in self._refused]
+        if walk is None or not walk.ahead:
+            walk = self._walks[namespace] = _Walk(order, walk.settled if walk is not None else {})
+        looked = [walk.ahead.popleft() for _ in range(min(most, len(walk.ahead)))]
+        walk.settled.update((page.ref, walk.before.get(page.ref)) for page in looked if page.present)
+        return [page for page in looked if page.present and walk.settled[page.ref] != page.used]
 
-    def refused(self, refs: Iterable[bytes]) -> None:
-        """The tier would not take the pages that lie at ``refs``."""
-        self._refused.update(dict.fromkeys(refs))
-        while len(self._refused) > MOST_REFUSED:
-            self._refused.popitem(last=False)
+    def settled(self, namespace: int, pages: Iterable[tuple[bytes, float]]) -> None:
+        """The tier was given pages, or would not take them: where each lies, and when it was used last before that."""
+        walk = self._walks.get(namespace)
+        if walk is not None:
+            for ref, used in pages:
+                for known in (walk.settled, walk.before):
+                    if ref in known:
+                        known[ref] = used

@@ -52,8 +52,8 @@ CLEAN_PAGES = 16
 """Saved pages after which that is done without waiting for the next tick."""
 CLEANED_FOR = 64
 """Saved pages for which it is done once: what would leave is walked through faster than it can leave."""
-REFUSED = frozenset({Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
-"""What becomes of a page that is of no use to offer again."""
+SETTLED = frozenset({Outcome.DONE, Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
+"""What becomes of a page that is of no use to offer again while nobody uses it."""
 FLUSH_SECONDS = 1.5
 """How long a node that stops goes on writing what waits."""
 
@@ -397,21 +397,21 @@ class TierManager:
     def _write(self, state: TierState, units: list[Unit]) -> None:
         core, arena = self._host.core, self._host.arena
         name, size = core.named(units[0].namespace)
-        pages, refs = [], []
+        pages, uses = [], []
         # Not by key: another page may have the key by now, whose bytes are not written yet.
         for page in (page for unit in units for page in core.leases.pages(self._writer, unit.lease)):
             parent = page.parent.key if page.parent is not None else bytes(NO_PARENT)
             ref = PageRef.unpack(page.ref)
-            refs.append(page.ref)
+            uses.append((page.ref, page.used))
             pages.append(Leaving(page.key, parent, page.tail, arena.place(ref, size), arena.headers.checksum(ref)))
         if not pages:
             self._let_go(state, units)
             return
-        job = Job(partial(state.tier.write, name, pages), partial(self._written, state, refs))
+        job = Job(partial(state.tier.write, name, pages), partial(self._written, state, uses))
         state.writes[job] = units
         state.writers.give(job)
 
-    def _written(self, state: TierState, refs: list[bytes], job: Job) -> None:
+    def _written(self, state: TierState, uses: list[tuple[bytes, float]], job: Job) -> None:
         units = state.writes.pop(job)
         if self._closed:
             return
@@ -423,7 +423,8 @@ class TierManager:
             outcomes = job.result()
             state.counts["pages_written"] += outcomes.count(Outcome.DONE)
             state.counts["write_corrupt"] += outcomes.count(Outcome.CORRUPT)
-            state.pre_eviction.refused(ref for ref, outcome in zip(refs, outcomes, strict=True) if outcome in REFUSED)
+            settled = [use for use, outcome in zip(uses, outcomes, strict=True) if outcome in SETTLED]
+            state.pre_eviction.settled(units[0].namespace, settled)
         self._pump_soon()
 
     def _let_go(self, state: TierState, units: list[Unit]) -> None:
