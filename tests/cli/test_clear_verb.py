@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ems.cli.pages import _complaints
+from ems.cli.pages import _complaints, _sentence
 
 VLLM = {"client_id": 3, "leases": 2, "reservations": 0, "pages": 5, "client": "vllm", "pid": 41, "tenant": "ann"}
 TIERS = {"client_id": -1, "leases": 1, "reservations": 1, "pages": 1, "client": "the tiers", "pid": 7, "tenant": ""}
@@ -19,3 +19,11 @@ def test_who_holds_what_stays_is_said() -> None:
     assert held == f"6 pages stay, in use by {vllm}; {tiers} on 1 page; clear again after that"
     (unknown,) = _complaints({"pinned": 0, "kept": 1, "held_by": []}, dry_run=False)
     assert unknown.startswith("1 page stays, because pages that are pinned or came since continue them")
+
+
+def test_what_is_pinned_was_meant_too() -> None:
+    report: dict[str, Any] = {"namespaces": ["a"], "matched": 0, "removed": 0, "bytes": 0, "pinned": 5}
+    assert _sentence(report, dry_run=False) == "cleared 0 of 5 pages in 1 namespace"
+    assert _sentence(report, dry_run=True).endswith(
+        "would clear 0 pages (0 B) in 1 namespace; 5 pages stay because of pins"
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,50 @@ def test_what_is_bad_goes_and_what_is_good_stays(folder: Path, capsys: pytest.Ca
     assert (folder / "mine.txt").exists()
     assert run(["fsck", f"dir:{folder}"]) == 0
     assert "mended" not in capsys.readouterr().out
+
+
+def test_links_and_pipes_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pack = packs(folder)[0]
+    (folder / "link").symlink_to(pack)
+    os.mkfifo(folder / "pipe")
+    (folder / "folder-of-links").symlink_to(pack.parent)
+    (pack.parent / "deeper").mkdir()
+    assert run(["fsck", f"dir:{folder}"]) == 0
+    out = capsys.readouterr().out
+    assert "4 other files not of EMS, left alone: " in out
+    assert all(name in out for name in ("link", "pipe", "folder-of-links", f"{pack.parent.name}/deeper"))
+    assert good(folder) == 9
+
+
+def test_a_pipe_or_link_in_the_place_of_a_pack_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pack, other, _ = packs(folder)
+    pack.unlink()
+    os.mkfifo(pack)
+    other.rename(folder / "elsewhere")
+    other.symlink_to(folder / "elsewhere")
+    assert run(["fsck", f"dir:{folder}", "-o", "json"]) == 1
+    found = {one["blob"]: one["kind"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found == {str(one.relative_to(folder)): "not_believed" for one in (pack, other)}
+
+
+def test_of_a_large_file_that_is_no_pack_the_ends_are_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = packs(folder)[0]
+    pack.unlink()
+    with pack.open("wb") as large:
+        large.truncate(1 << 34)
+    asked: list[int] = []
+    read = FolderBlobs.read
+
+    def counted(blobs: FolderBlobs, name: str, offset: int, into: Sequence[memoryview]) -> int:
+        asked.extend(map(len, into if folder / name == pack else ()))
+        return read(blobs, name, offset, into)
+
+    monkeypatch.setattr(FolderBlobs, "read", counted)
+    assert run(["fsck", f"dir:{folder}"]) == 1
+    assert "it does not begin like a pack, left as it is" in capsys.readouterr().out
+    assert 0 < sum(asked) <= 1 << 20
 
 
 def test_encrypted_packs_are_checked_without_their_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

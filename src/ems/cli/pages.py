@@ -77,10 +77,11 @@ def _sentence(report: dict[str, Any], *, dry_run: bool) -> str:
         f"; {tier['name']}: {counted(tier['pages'], 'page')} ({format_size(tier['bytes'])})"
         for tier in report.get("tiers", ())
     )
-    pages = counted(report["matched"], "page")
     if dry_run:
+        pages = counted(report["matched"], "page")
         pinned = f"; {_pinned(report)}" if report["pinned"] else ""
         return f"would clear {pages} ({format_size(report['bytes'])}) {spaces}{pinned}{tiers}"
+    pages = counted(report["matched"] + report["pinned"], "page")
     return f"cleared {report['removed']} of {pages} {spaces}{tiers}"
 
 

@@ -56,7 +56,8 @@ def test_a_bucket_with_settings() -> None:
         ("dir:/x?endpoint=http://h", "for tiers of the kind s3 only"),
         ("s3://b?sync=true", "for tiers of the kind dir only"),
         ("s3://b?endpoint=h:1", "expected an address such as"),
-        ("dir:/x?batch=1GB&queue=1MB", "larger than its queue"),
+        ("dir:/x?batch=16MB&queue=1MB", "larger than its queue"),
+        ("dir:/x?batch=2GB&queue=4GB", "at most"),
         ("dir:/x?timeout=0", "expected a positive time"),
     ],
 )

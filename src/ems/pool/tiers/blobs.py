@@ -24,7 +24,7 @@ class Blob(msgspec.Struct, frozen=True):
     size: int
     modified: float
     refused: str = ""
-    """Why nobody should believe it: others than the nodes could have written it.  It cannot be read."""
+    """Why nobody should believe it: others than the nodes could write it, or it is no file.  It cannot be read."""
 
 
 class Blobs(Protocol):
@@ -56,6 +56,12 @@ class Blobs(Protocol):
 
     def room(self) -> int | None:
         """Bytes that are free in the place; None where it has no end."""
+
+
+def read_part(blobs: Blobs, name: str, offset: int, count: int) -> bytes:
+    """At most ``count`` bytes of a blob, from ``offset`` on.  Raises Gone: there is none of that name."""
+    found = bytearray(count)
+    return bytes(memoryview(found)[: blobs.read(name, offset, [memoryview(found)])])
 
 
 def read_whole(blobs: Blobs, name: str, most: int = 1 << 30) -> bytes:

@@ -94,8 +94,10 @@ class FolderBlobs:
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode) and not prefix:
                     yield from self._walk(folder / entry.name, f"{entry.name}/", _distrust(status))
-                elif stat.S_ISREG(status.st_mode):
+                else:
                     why = refused or _distrust(status)
+                    if not stat.S_ISREG(status.st_mode):
+                        why = "it is a link, a pipe or a folder, expected a file"
                     yield Blob(prefix + entry.name, status.st_size, status.st_mtime, why)
             except FileNotFoundError:
                 continue

@@ -7,15 +7,16 @@ understood is named and left as it is.  A node may use the tier meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from ems.errors import ConfigError
-from ems.pool.tiers.blobs import Blob
+from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_part
 from ems.pool.tiers.catalogue import CATALOGUE
-from ems.pool.tiers.pack_format import PACK_NAME
-from ems.pool.tiers.pack_seal import open_keys
+from ems.pool.tiers.pack_format import PACK_NAME, Malformed, find_head
+from ems.pool.tiers.pack_seal import SealKeys, open_keys
 from ems.pool.tiers.pack_store import PROBE_BYTES, PROBE_NAME, UNFINISHED_SECONDS
 from ems.pool.tiers.packs import open_blobs
 from ems.pool.tiers.repair import QUARANTINE, Finding, Quarantine, mend
@@ -64,21 +65,24 @@ def check(config: TierConfig, now: float, *, dry_run: bool, progress: Callable[[
     quarantine.know(listed)
     leftovers = []
     for blob in listed:
-        if blob.refused:
+        is_pack = PACK_NAME.fullmatch(blob.name) is not None
+        if blob.refused and (is_pack or blob.name == CATALOGUE):
             report.findings.append(Finding(blob.name, "not_believed", blob.refused))
-        elif PACK_NAME.fullmatch(blob.name) and blob.size:
-            finding = mend(place, place.put, blob.name, keys, quarantine, dry_run=dry_run)
+        elif is_pack and blob.size:
+            finding = _no_pack(place, blob, keys) or mend(
+                place, place.put, blob.name, keys, quarantine, dry_run=dry_run
+            )
             report.packs += 1
             report.pages += finding.good_pages
             report.bytes += blob.size
             report.unchecked += finding.kind == "unchecked"
             report.findings += [finding] if finding.reason else []
             progress(report.packs)
-        elif _is_leftover(blob):
+        elif not blob.refused and _is_leftover(blob):
             if now - blob.modified >= UNFINISHED_SECONDS:
                 report.leftovers += 1
                 leftovers.append(blob.name)
-        elif blob.name != CATALOGUE and not blob.name.startswith(QUARANTINE):
+        elif blob.refused or (blob.name != CATALOGUE and not blob.name.startswith(QUARANTINE)):
             report.foreign += 1
             report.foreign_names += [blob.name] if report.foreign <= MAX_NAMED else []
     if not dry_run:
@@ -86,6 +90,17 @@ def check(config: TierConfig, now: float, *, dry_run: bool, progress: Callable[[
         report.leftovers += place.sweep(now - UNFINISHED_SECONDS)
     report.quarantined = quarantine.names
     return report
+
+
+def _no_pack(place: Blobs, blob: Blob, keys: SealKeys | None) -> Finding | None:
+    """Why ``blob`` is none, from its two ends alone: it may be as large as anything."""
+    try:
+        find_head(partial(read_part, place, blob.name), blob.size, blob.name, keys)
+    except Malformed as error:
+        return Finding(blob.name, "unreadable", str(error))
+    except Gone:
+        return Finding(blob.name, "gone")
+    return None
 
 
 def _is_leftover(blob: Blob) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from ems.errors import TierFailed
-from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_whole
+from ems.pool.tiers.blobs import Blob, Blobs, Gone, read_part, read_whole
 from ems.pool.tiers.catalogue import (
     CATALOGUE,
     CATALOGUE_MAGIC,
@@ -49,7 +49,7 @@ PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}")
 UNFIT = {
     "wrong_key": "packs were sealed with another key and are left alone; all nodes of a tier need the same",
     "unreadable": "blobs that are named like packs are none of this format and are left alone; 'ems fsck' says more",
-    "not_believed": "files that others than this node's user may have written are left alone",
+    "not_believed": "what others than this node's user may have written, or is no file, is left alone",
 }
 """Why a blob is not learned of, and what is said of that."""
 
@@ -214,7 +214,7 @@ class PackStore:
             self._look()
             self._put(name, [content])
         try:
-            found = self._bytes(name, 0, PROBE_BYTES)
+            found = read_part(self._blobs, name, 0, PROBE_BYTES)
         except Gone:
             found = b""
         self._blobs.delete([name])
@@ -304,12 +304,8 @@ class PackStore:
                 return head, max(blob.modified, used_at), head.total == size
             except Malformed:
                 pass  # what was written down is damaged, the pack itself need not be
-        head, whole = find_head(partial(self._bytes, blob.name), blob.size, blob.name, self._keys)
+        head, whole = find_head(partial(read_part, self._blobs, blob.name), blob.size, blob.name, self._keys)
         return head, blob.modified, whole
-
-    def _bytes(self, name: str, offset: int, count: int) -> bytes:
-        found = bytearray(count)
-        return bytes(memoryview(found)[: self._blobs.read(name, offset, [memoryview(found)])])
 
     def _mend_suspects(self) -> None:
         # Not those that come meanwhile: of a place that lies every pack looks bad, the mended ones as well.
@@ -331,7 +327,7 @@ class PackStore:
         self._changed = False
         self._next_snapshot = self._clock() + SNAPSHOT_SECONDS
         try:
-            strange = self._bytes(CATALOGUE, 0, len(CATALOGUE_MAGIC)) not in {CATALOGUE_MAGIC, b""}
+            strange = read_part(self._blobs, CATALOGUE, 0, len(CATALOGUE_MAGIC)) not in {CATALOGUE_MAGIC, b""}
         except Gone:
             strange = CATALOGUE in self._unfit
         if not strange:  # neither of somebody else nor of a later release

@@ -33,8 +33,8 @@ class Finding(msgspec.Struct, frozen=True):
     """What a blob turned out to be, and the ``reason`` if something is wrong with it.
 
     ``unchecked``: a pack whose checksums are right, and for whose seals there is no key.  ``not_believed``: others may
-    have written it.  Only what was ``mended`` was changed: its good pages are in a new pack, and the pack as it was is
-    in the quarantine.
+    have written it, or it is no file.  Only what was ``mended`` was changed: its good pages are in a new pack, and the
+    pack as it was is in the quarantine.
     """
 
     blob: str

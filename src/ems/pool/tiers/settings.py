@@ -36,6 +36,8 @@ _ONLY_FOR = {
     "sync": ("dir",),
 }
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
+MAX_BATCH = 512 * MIB
+"""A check of a pack reads it whole, at most 1 GiB: what lies behind that would look damaged."""
 MAX_THREADS = 64
 MAX_REPLICAS = 16
 
@@ -98,6 +100,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("a tier has key= and seal_key=, give one: what is encrypted needs no other seal")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"a tier has {self.replicas} replicas, expected 1 to {MAX_REPLICAS}")
+        if self.batch > MAX_BATCH:
+            raise ConfigError(f"the batch of a tier has {self.batch} bytes, expected at most 512MiB")
         if self.batch > self.queue:
             raise ConfigError("the batch of a tier is larger than its queue, give a smaller batch or a larger queue")
 
