@@ -8,6 +8,7 @@ what was cut is missing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -35,6 +36,8 @@ LOCAL_BUFFER = 16 << 20
 """What Mooncake stages lists of tails in; pages go straight."""
 LEAVE_SECONDS = 2.0
 NO_SECRET = b"ems-cluster-without-a-secret"
+POPULATE_READ, POPULATE_WRITE = 22, 23
+"""Linux 5.14 and newer; Python has no names for them."""
 OTHER_SIZE = -600
 TRANSFER_FAILED = -800
 """After this, bytes may still arrive."""
@@ -51,6 +54,12 @@ class Memory:
         self.view = memoryview(mapped)
         if store.register_buffer(self.address, len(mapped)):
             raise EmsError(f"Mooncake does not take {len(mapped)} bytes of memory to move pages in")
+
+    def prepare(self, offset: int, size: int, *, writes: bool) -> None:
+        """Map these bytes in one go: a transfer that finds each of their pages unmapped takes many times as long."""
+        start = offset - offset % mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # an older kernel, or somebody cut the file
+            self.mapped.madvise(POPULATE_WRITE if writes else POPULATE_READ, start, offset + size - start)
 
     def close(self) -> None:
         """Its pages leave this process when nobody looks at them any more."""
@@ -173,6 +182,7 @@ class Lane:
             offset = page.offset
             if memory is None:
                 memory, offset = self._staged(len(pages) * size), position * size
+            memory.prepare(offset, size, writes=isinstance(call, calls.Fetch))
             found.append((memory.view[offset : offset + size], memory.address + offset))
         return found
 
