@@ -22,8 +22,8 @@ LEAST = {
     "hosts": 1, "copies": 1, "replicas": 1, "page_size": 1, "pages_per_block": 1,
     "spread": 0, "lose_at": 0, "down": 0, "window": 1, "seed": 0, "cluster": 0,
 }  # fmt: skip
-OWN_BYTES, CLUSTER_BYTES = 380, 260
-"""Bytes of this process for a block in a host's memory and for one in the cluster, as measured, rounded up."""
+OWN_BYTES, CLUSTER_BYTES, HOST_BYTES, PROCESS_BYTES = 750, 260, 3 * MIB // 2, 128 * MIB
+"""Bytes here for a block in a host's memory, for one in the cluster, for a host, for all else, as measured."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,4 +115,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         blocks = distinct * self.copies * self.sample
         own = min(self.hosts * self.memory_blocks, blocks * min(self.hosts, 2))
         in_cluster = min(self.hosts * self.cluster_blocks / self.replicas, blocks)
-        return int(own * OWN_BYTES + in_cluster * CLUSTER_BYTES + (blocks * 120 if self.persistent else 0))
+        return (
+            PROCESS_BYTES
+            + self.hosts * HOST_BYTES
+            + int(own * OWN_BYTES + in_cluster * CLUSTER_BYTES + (blocks * 120 if self.persistent else 0))
+        )
