@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from ems.pool.keys import NO_PARENT
+from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
 from ems.pool.tiers.answers import KeyRun, Outcome, Wanted
 from ems.pool.tiers.packs import PackTier
@@ -67,6 +67,30 @@ async def test_keys_that_come_up_are_being_written_for_everybody(bench: Callable
     one.tier.gate.set()
     await one.until(lambda: one.present(keys) == 4)
     assert one.tier.calls <= calls + 1, "each page is fetched once"
+
+
+async def test_part_of_a_block_that_comes_up_is_waited_for(bench: Callable[..., Bench]) -> None:
+    one, tail = bench(), Tail(key("directory"), b"five" + b"six.")
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    reserved = one.node.promise(1, one.namespace, bytes(NO_PARENT), [bytes(tail.key)], [tail])
+    one.memory(reserved.granted[0])[:] = page(bytes(tail.key))
+    done = one.node.storing.commit(1, reserved.reservation)
+    one.tier_manager.committed(one.namespace, done.pages)
+    await one.until(lambda: one.state.counts["pages_written"] == 1)
+    await one.until(one.nothing_is_held)
+    one.forget()
+
+    def comes() -> bool:
+        shared, _ = one.node.core.reading.lookup_tail(9, one.namespace, tail, lease=False)
+        return one.tier_manager.looked_up_tail(one.namespace, tail, shared)
+
+    one.tier.gate.clear()
+    assert comes(), "it is about to be fetched"
+    await one.until(lambda: one.state.fetches)
+    assert comes(), "it is being fetched"
+    one.tier.gate.set()
+    await one.until(lambda: one.present([bytes(tail.key)]) == 1)
+    assert not comes()
 
 
 async def test_a_read_that_hangs_frees_its_keys_at_once_and_its_slots_when_it_ends(bench: Callable[..., Bench]) -> None:

@@ -153,9 +153,12 @@ class TierManager:
             if state.reads and state.tier.asks and self._asks_tails(state, namespace, name, tail, shared):
                 return True
             best = state.tier.find_tail(name, tail) if state.reads else None
-            better = best is not None and best.tail.common(tail.tokens) > shared
-            if best is not None and better and self._host.core.page(namespace, best.tail.key) is None:
+            if best is None or best.tail.common(tail.tokens) <= shared:
+                continue
+            if (page := self._host.core.page(namespace, best.tail.key)) is None:
                 return self._ask(state, namespace, best.parent, [best.tail.key], urgent=True)
+            if not page.present and (namespace, best.tail.key) in self._promoting:
+                return True
         return False
 
     def _ask(self, state: TierState, namespace: int, parent: bytes, keys: list[bytes], *, urgent: bool) -> bool:
