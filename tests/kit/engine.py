@@ -57,7 +57,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class VllmServer(ServerProcess):
-    """One OpenAI-compatible vLLM server on 127.0.0.1; the model answers to the name ``tiny``.
+    """One OpenAI-compatible vLLM server at ``address``; the model answers to the name ``tiny``.
 
     ``kv_transfer_config`` is what one would write after ``--kv-transfer-config``.  ``environment`` is added to that of
     this process (``EMS_SOCKET`` names the pool).  ``module`` is run with the flags of vLLM's API server, in its place.
@@ -73,27 +73,30 @@ class VllmServer(ServerProcess):
         options: EngineOptions | None = None,
         environment: Mapping[str, str] | None = None,
         module: str | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         port = free_port() if port is None else port
         options = options or EngineOptions()
         module = module or (ASYNC_SERVER if options.async_scheduling else API_SERVER)
         super().__init__(
-            _command(module, model, port, kv_transfer_config, options),
+            _command(module, model, f"{address}:{port}", kv_transfer_config, options),
             name="vLLM",
             port=port,
             log=log,
             environment={**_ENVIRONMENT, **(environment or {})},
+            address=address,
         )
 
 
 def _command(
-    module: str, model: Path, port: int, kv_transfer_config: Mapping[str, object] | None, options: EngineOptions
+    module: str, model: Path, endpoint: str, kv_transfer_config: Mapping[str, object] | None, options: EngineOptions
 ) -> list[str]:
+    host, port = endpoint.split(":")
     command = [sys.executable, "-m", module]
     flags: dict[str, object] = {
         "--model": model,
         "--served-model-name": SERVED_MODEL,
-        "--host": "127.0.0.1",
+        "--host": host,
         "--port": port,
         "--dtype": options.dtype,
         "--block-size": options.block_size,

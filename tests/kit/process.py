@@ -81,18 +81,25 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server on 127.0.0.1 that answers ``/health`` when it is ready.
+    """A server at ``address`` that answers ``/health`` when it is ready.
 
     Use it as a context manager, or call :meth:`start`, :meth:`wait_ready` and :meth:`stop`.  ``environment`` is added
     to that of this process; ``name`` is what errors call it.
     """
 
     def __init__(
-        self, command: Sequence[str], *, name: str, port: int, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        port: int,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         self.name = name
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{address}:{port}"
         self.log = log
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}

@@ -1,0 +1,127 @@
+"""Two hosts, each with a node and an engine, and a Mooncake master on a third: what one stored the other loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import (
+    OPTIONS,
+    READY_SECONDS,
+    Node,
+    Prompt,
+    Reference,
+    complete_all,
+    connector,
+    pool_directory,
+    random_prompt,
+    wait_for,
+)
+from tests.e2e.fleet import external_hits
+from tests.kit.engine import VllmServer
+from tests.kit.hosts import Host, Hosts
+from tests.kit.mooncake import MooncakeMaster
+
+pytestmark = pytest.mark.e2e
+
+TOKENS = 1100
+"""Of a prompt, whose last block is not full."""
+
+
+class Member:
+    """A host with a node and an engine; whatever runs below :attr:`host` must be asked from there."""
+
+    def __init__(self, host: Host, node: Node, engine: VllmServer) -> None:
+        self.host = host
+        self.node = node
+        self.engine = engine
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[str]:
+        with self.host.entered():
+            return complete_all(self.engine.url, prompts)
+
+    def hits(self) -> float:
+        """Tokens that came from the pool until now."""
+        with self.host.entered():
+            return external_hits(self.engine)
+
+    def tier(self) -> dict[str, Any]:
+        figures = self.node.stats()["tiers"][0]
+        assert isinstance(figures, dict)
+        return figures
+
+    def wait_written(self) -> None:
+        """Return when all that the engine saved is in the cluster."""
+        self.node.wait_stored()
+        wait_for(lambda: self.tier()["queued_bytes"] == 0, "nothing waits to be written")
+
+
+def start_member(host: Host, name: str, master: str, model: Path, logs: Path, stack: ExitStack) -> Member:
+    settings = logs / f"{name}.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": master,
+                "global_segment_size": "256MB",
+                "protocol": "tcp",
+            }
+        )
+    )
+    node = Node(stack.enter_context(pool_directory()), "--size", "256MB", "--tier", f"mooncake:{settings}")
+    engine = VllmServer(
+        model,
+        log=logs / f"{name}.log",
+        kv_transfer_config=connector("kv_both", tier_timeout_ms=15_000),
+        options=OPTIONS,
+        environment={**node.environment, "VLLM_HOST_IP": "127.0.0.1"},
+    )
+    with host.entered():
+        stack.callback(node.stop)
+        node.start()
+        stack.callback(engine.stop)
+        engine.start()
+    return Member(host, node, engine)
+
+
+@pytest.fixture(scope="module")
+def members(model: Path, logs: Path) -> Iterator[tuple[Member, Member]]:
+    with Hosts(3) as network, ExitStack() as stack:
+        third = network.hosts[2]
+        with third.entered():
+            master = stack.enter_context(MooncakeMaster(logs, address=third.address, name="mooncake"))
+        first, second = (
+            start_member(host, f"host-{number}", master.endpoint, model, logs, stack)
+            for number, host in enumerate(network.hosts[:2])
+        )
+        for member in (first, second):
+            with member.host.entered():
+                member.engine.wait_ready(READY_SECONDS)
+        yield first, second
+
+
+def store(member: Member, prompts: Sequence[Prompt], expected: list[str]) -> None:
+    """Have the cluster keep ``prompts`` in the memory of ``member``."""
+    assert member.answer(prompts) == expected
+    member.wait_written()
+
+
+def load(member: Member, prompts: Sequence[Prompt], expected: list[str]) -> None:
+    """Have ``member`` answer ``prompts`` from what another one stored, and compute none of them."""
+    before = member.hits()
+    assert member.answer(prompts) == expected
+    assert member.hits() - before == sum(map(len, prompts))
+    assert member.tier()["fetch_corrupt"] == 0
+
+
+def test_what_one_host_stored_another_loads(members: tuple[Member, Member], reference: Reference) -> None:
+    first, second = members
+    prompts = [random_prompt(900, TOKENS)]
+    expected = reference.texts(prompts)
+    store(first, prompts, expected)
+    load(second, prompts, expected)
