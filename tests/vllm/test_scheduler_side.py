@@ -24,7 +24,8 @@ from ems.vllm.lookups import LookupAnswer, Lookups
 from ems.vllm.metadata import QUIET, StepReport
 from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES, Phase
-from ems.vllm.scheduler import ANSWER_CHUNKS, ANSWER_SECONDS, IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
+from ems.vllm.scheduler import IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
+from ems.vllm.scheduler_shell import ANSWER_CHUNKS, ANSWER_SECONDS
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.vllm.scheduler_side import (
     BLOCK,

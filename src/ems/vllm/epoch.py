@@ -9,7 +9,6 @@ version was declared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from logging import Logger
 
 
 class KeyEpoch:
@@ -41,17 +40,3 @@ class KeyEpoch:
             self.version = version
             self.chain_name = self._named(version)
         return self.empty
-
-
-def declare(epoch: KeyEpoch, version: str, logger: Logger) -> bool:
-    """The user names the engine's weights; whether keys begin elsewhere from now on."""
-    before = epoch.chain_name
-    if not epoch.declare(version):
-        logger.warning(
-            "EMS shares nothing with other engines: weights version %s was declared while the engine holds KV of "
-            "other weights; reset its cache with reset_connector=True, then declare the version",
-            version,
-        )
-    elif epoch.chain_name != before:
-        logger.info("EMS shares blocks with engines whose weights version is %s", version)
-    return epoch.chain_name != before

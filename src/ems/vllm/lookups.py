@@ -315,16 +315,13 @@ class Lookups:
 
     def _why(self, prompt: Prompt, found: Found, reason: Reason | None) -> tuple[Reason | None, str]:
         """Why the first missing chunk is missing: :attr:`Reason.GAP` where chunks behind it are there."""
-        plane, size = self._planes[0], self._chunk_tokens
+        plane = self._planes[0]
         if found.tokens >= len(prompt.tokens):
             return reason, ""
         full = len(prompt.chain)
         names = prompt.chain.packed(found.chunks, min(full, found.chunks + MAX_KEYS // plane.shards - 1))
-        rest = prompt.tokens[full * size :]
-        if len(rest) and self._search.tails:
-            extra = prompt.extra_keys(size)
-            names += prompt.chain.tail(full, rest, extra[full] if full < len(extra) else None).key
-        keys = page_keys(names, plane.shards)
+        tail = self._search.tail_name(prompt, full)
+        keys = page_keys(names + (tail.key if tail is not None else b""), plane.shards)
         try:
             explanation = self._client.explain(plane.namespace, keys, self._settings.call_timeout)
         except EmsError as error:

@@ -211,8 +211,8 @@ class RequestBook:
         block_size: int,
         planes: Sequence[Plane],
         groups: int = 1,
-        *,
         page_blocks: int = 1,
+        *,
         several_ranks: bool = False,
     ) -> None:
         self._settings = settings

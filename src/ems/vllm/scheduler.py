@@ -5,7 +5,6 @@ No hook waits for the node.  vLLM calls all hooks on one thread.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -22,15 +21,13 @@ from ems.pool.reasons.words import Reason
 from ems.vllm import compat
 from ems.vllm.adapters import Adapters
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.epoch import KeyEpoch, declare
 from ems.vllm.kv_events.events import BlockEvents
-from ems.vllm.lookups import LookupJob, Lookups
+from ems.vllm.lookups import LookupAnswer, LookupJob
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import BlockModel
-from ems.vllm.node import make_client
-from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import EmsStats
-from ems.vllm.requests import Adapter, Ask, Load, Phase, Release, RequestBook, Save, Span
+from ems.vllm.requests import Adapter, Load, Save, Span
+from ems.vllm.scheduler_shell import SchedulerShell
 from ems.vllm.tokens import WithoutAdapter, extra_keys, token_ids
 
 logger = init_logger("vllm.ems.scheduler")
@@ -40,8 +37,6 @@ _Name = TypeVar("_Name", str, int)
 ANNOUNCED = "ems_tokens"
 """Key in ``kv_transfer_params``: how many tokens of the prompt the prefill side stores."""
 NEVER_SECONDS = float("inf")
-ANSWER_SECONDS = 0.002
-"""How long an engine without work waits for a lookup.  A lookup takes about 1 ms, and a step without work longer."""
 MAX_OFFERS = 200
 """How often in a row a hit is offered to an engine that runs nothing.  vLLM reserves more blocks for a load than for
 computing, so it may never accept a load of nearly all blocks."""
@@ -50,11 +45,9 @@ IN_STEP_SECONDS = 0.02
 load between steps would cost one more step, of some milliseconds."""
 RESET_SECONDS = 0.1
 """How long pending saves may keep a reset of the engine's cache, or its pause, waiting."""
-ANSWER_CHUNKS = 256
-"""A lookup of more chunks takes longer than :data:`ANSWER_SECONDS`, so the engine does not wait for it."""
 
 
-class SchedulerSide:
+class SchedulerSide(SchedulerShell):
     """Hooks that vLLM's scheduler calls."""
 
     def __init__(
@@ -68,7 +61,7 @@ class SchedulerSide:
         events: BlockEvents | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self._settings, self._model = settings, model
+        super().__init__(settings, model, "vllm-scheduler", workers=workers, step_tokens=step_tokens)
         # A load within a step can report its failure by block only.
         may_load_in_step = may_load_in_step and not model.fails_whole
         self._loads_in_step = settings.load_async is False and may_load_in_step
@@ -77,26 +70,9 @@ class SchedulerSide:
         """VLLM's own, to hold blocks and to forget some; it is given before the first request."""
         self._loading_in_step: set[str] = set()
         """Requests whose loads are part of a step that is not over."""
-        self._book = RequestBook(
-            settings,
-            model.block_size,
-            model.planes,
-            model.groups,
-            page_blocks=model.page_blocks,
-            several_ranks=workers > 1,
-        )
-        self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens)
-        self._client = make_client(settings, "vllm-scheduler")
-        for name, facts in model.descriptions().items():
-            self._client.describe(name, facts)
-        self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
-        chain_name = self._epoch.chain_name
-        self._lookups = Lookups(settings, self._client, model.planes, model.chunk_tokens, chain_name, self._observer)
-        self._lookups.start()
         self._events = events
         self._adapters = adapters
         """The engine's LoRA adapters; without it requests with one are not stored."""
-        self._vllm_requests: dict[str, Any] = {}
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._held: dict[int, tuple[str, list[Any]]] = {}
@@ -120,8 +96,6 @@ class SchedulerSide:
         VLLM would go through its whole queue for requests that it has to ask for again, some microseconds for each.  It
         ends its walk at a request for which there are no blocks, so there are none until it looks at the next one.
         """
-        self._waited = False
-        """Whether this step has waited for an answer."""
         self._loaded_from = ""
         """The node that the last load which succeeded was from."""
         self._reported: Counter[str] = Counter()
@@ -147,7 +121,7 @@ class SchedulerSide:
             return
         if not self._settings.loads:
             self._observer.requests.left_out(request.request_id, Reason.DOES_NOT_LOAD)
-        self._vllm_requests[request.request_id] = request
+        self._requests[request.request_id] = request
         expected = self._announced(request)
         adapter = self._adapter(request.lora_request) if request.lora_request else None
         if request.lora_request and adapter is None:
@@ -172,7 +146,7 @@ class SchedulerSide:
         """The engine has read an adapter's files (vLLM's ``add_lora``), perhaps in place of others of that number."""
         if self._adapters is None or not self._adapters.loaded(lora):
             return
-        for request_id, request in self._vllm_requests.items():
+        for request_id, request in self._requests.items():
             if request.lora_request and request.lora_request.lora_int_id == lora.lora_int_id:
                 self._adapters.mixed(request.lora_request)
                 self._do(self._book.leave_out(request_id))
@@ -185,31 +159,19 @@ class SchedulerSide:
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """VLLM's ``get_num_new_matched_tokens``."""
-        request_id, now = request.request_id, time.monotonic()
-        if self._book.get(request_id) is None:
-            self._enter(request)
+        request_id = request.request_id
         if local and self._loading_in_step:
             # VLLM finds blocks that a step loads at once.  Should the load fail, whoever shares them must not have
             # been computed behind them.
             return None, False
         self._turned_away = False
-        self._lookups.hurry(request_id)
-        self._take_answers(self._patience(request))
-        if not self._observer.usable:
-            self._decline(request_id, Reason.POOL_DOWN)
-        if self._client.waits_out_restart:
-            self._book.restarted_at = now
-        in_step = self._loads_in_step or self._loads_alone(request_id, local, now)
-        found, effects = self._book.match(request_id, request.num_tokens, local, now, in_step=in_step)
-        self._do(effects)
-        if found is None:
-            self._lookups.hurry(request_id)
+        found = self._match(request, local, wait=not self._running)
         self._turned_away = found is None and self._book.full
         if self._turned_away:
             return 0, False
         if found:
             handoff = self._announced(request) > 0
-            reason = self._observer.why_not(request_id, local, found, now, handoff=handoff)
+            reason = self._observer.why_not(request_id, local, found, time.monotonic(), handoff=handoff)
             # While it has something to do it may take it later.
             self._untaken = 0 if self._running or self._book.loading else self._untaken + 1
             if reason is None and self._untaken > MAX_OFFERS:
@@ -218,11 +180,14 @@ class SchedulerSide:
                 self._decline(request_id, reason)
                 found = 0
         self._observer.requests.matched(request_id, local, found)
-        return found, bool(found) and not in_step
+        known = self._book.get(request_id)
+        return found, bool(found) and not (known is not None and known.in_step)
 
-    def _loads_alone(self, request_id: str, local: int, now: float) -> bool:
-        """Whether a load within the step would keep only this request waiting, and only for a moment."""
-        if not self._loads_alone_in_step or self._running or len(self._vllm_requests) > 1:
+    def _in_step(self, request_id: str, local: int, now: float) -> bool:
+        """Also where a load within the step would keep only this request waiting, and only for a moment."""
+        if self._loads_in_step:
+            return True
+        if not self._loads_alone_in_step or self._running or len(self._requests) > 1:
             return False
         known = self._book.get(request_id)
         if known is None or not known.found.leases or known.found.leases[0].node != self._loaded_from:
@@ -230,23 +195,6 @@ class SchedulerSide:
             return False
         seconds = self._observer.cost.load_seconds(known.found.tokens - local, now)
         return seconds is not None and seconds <= IN_STEP_SECONDS
-
-    def _patience(self, request: Any) -> float:
-        """Seconds to wait for a lookup, once a step, if the engine has nothing to compute.
-
-        Otherwise it would make an empty step, which takes several times as long as most lookups.
-        """
-        known = self._book.get(request.request_id)
-        if self._waited or self._running or known is None or known.phase is not Phase.ASKED:
-            return 0.0
-        if request.num_tokens > ANSWER_CHUNKS * self._model.chunk_tokens:
-            return 0.0
-        self._waited = True
-        return ANSWER_SECONDS
-
-    def _decline(self, request_id: str, reason: Reason) -> None:
-        self._observer.requests.left_out(request_id, reason)
-        self._do(self._book.decline(request_id))
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""
@@ -267,7 +215,7 @@ class SchedulerSide:
             self._save_rest(request, block_ids)
         stored = self._book.stored_tokens(request_id)
         self._do(self._book.finished(request_id))
-        self._vllm_requests.pop(request_id, None)
+        self._requests.pop(request_id, None)
         held = {block.block_id for of, blocks in self._held.values() if of == request_id for block in blocks}
         if held:
             logger.info("Delaying free of %d blocks for request %s", len(held), request_id)
@@ -327,7 +275,7 @@ class SchedulerSide:
     def _emptied(self) -> None:
         self._epoch.empty = True
         if self._adapters is not None:
-            requests = self._vllm_requests.values()
+            requests = self._requests.values()
             self._adapters.emptied(request.lora_request for request in requests if request.lora_request)
 
     def paused(self, *, paused: bool) -> None:
@@ -412,11 +360,11 @@ class SchedulerSide:
         after = computed + output.num_scheduled_tokens.get(request_id, 0)
         span = self._book.scheduled(request_id, block_ids, after, replace=replace)
         if span is not None:
-            self._begin_save(self._vllm_requests[request_id], span)
+            self._begin_save(self._requests[request_id], span)
 
     def _plan_states(self, request_id: str, states: Sequence[tuple[int, int, int]]) -> None:
         """Save states of state-space layers: KV cache group, block, and the tokens that each is of."""
-        request, by_tokens = self._vllm_requests.get(request_id), dict[int, dict[int, int]]()
+        request, by_tokens = self._requests.get(request_id), dict[int, dict[int, int]]()
         for group, block, tokens in states:
             if request and block and (self._settings.save_answers or tokens <= request.num_prompt_tokens):
                 by_tokens.setdefault(tokens, {})[group] = block
@@ -505,15 +453,9 @@ class SchedulerSide:
             "next request, name them with update_weight_version, or weight_version of finish_weight_update"
         )
 
-    def weights_declared(self, version: str) -> None:
-        """The user names the engine's weights (vLLM's ``update_weight_version``)."""
-        if declare(self._epoch, version, logger):
-            self._begin_epoch()
-
     def _begin_epoch(self) -> None:
-        self._lookups.chain_name = self._epoch.chain_name
         self._drop_saves()
-        self._do(self._book.reset())
+        super()._begin_epoch()
         if self._events is not None:
             self._events.reset()
 
@@ -527,50 +469,32 @@ class SchedulerSide:
         return self._observer.take_stats(time.monotonic()) if self._observer.has_stats(self._usable) else None
 
     def close(self) -> None:
-        self._observer.close()
+        super().close()
         if self._events is not None:
             self._events.close()
-        self._lookups.close()
-        self._client.close()
 
-    # Effects
+    # Lookups
 
-    def _take_answers(self, wait: float = 0.0) -> None:
-        if not wait and not self._lookups.news:
-            return
-        for answer in self._lookups.answers(wait):
-            found, request = answer.found, self._vllm_requests.get(answer.request_id)
-            if self._events is not None and answer.chain is not None and found.chunks and request is not None:
-                self._events.found(request, found, answer.chain, extra_keys(request, self._model.block_size))
-            self._observer.requests.answered(answer.request_id, found.tokens, answer.reason, answer.detail)
-            if answer.chain is None:
-                self._do(self._book.leave_out(answer.request_id))
-            else:
-                self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
+    def _answered(self, answer: LookupAnswer) -> None:
+        found, request = answer.found, self._requests.get(answer.request_id)
+        if self._events is not None and answer.chain is not None and found.chunks and request is not None:
+            self._events.found(request, found, answer.chain, extra_keys(request, self._model.block_size))
+        self._observer.requests.answered(answer.request_id, found.tokens, answer.reason, answer.detail)
+        super()._answered(answer)
 
-    def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
-        for effect in effects:
-            match effect:
-                case Ask(request_id, expected):
-                    self._ask(request_id, expected)
-                case Load():
-                    self._loads.append(effect)
-                    if effect.in_step:
-                        self._loading_in_step.add(effect.request_id)
-                case Release(lease):
-                    self._lookups.release(lease)
-        for request_id in self._book.take_over():
-            self._lookups.forget(request_id)
+    def _load(self, load: Load) -> None:
+        self._loads.append(load)
+        if load.in_step:
+            self._loading_in_step.add(load.request_id)
 
-    def _ask(self, request_id: str, expected: int) -> None:
-        request = self._vllm_requests[request_id]
+    def _job(self, request: Any, expected: int) -> LookupJob:
         # Nobody changes a request's prompt, so the lookup thread reads the very list.
         prompt = request.prompt_token_ids
         tokens = prompt if prompt is not None else [0] * request.num_prompt_tokens
-        job = LookupJob(request_id, tokens, self._extra(request), expected, time.monotonic())
+        job = LookupJob(request.request_id, tokens, self._extra(request), expected, time.monotonic())
         job.adapter = self._adapter_key(request)
-        job.explain = self._observer.requests.wanted(request_id)
-        self._lookups.ask(job)
+        job.explain = self._observer.requests.wanted(request.request_id)
+        return job
 
     def _extra(self, request: Any) -> Callable[[int], Sequence[object]]:
         """The extra keys of a request's chunks without the adapter, which vLLM would name by name and path."""

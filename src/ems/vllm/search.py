@@ -131,7 +131,7 @@ class Search:
             tail_keys, tail_refs = self._hold(page_keys(tail.key, shards), leases)
         whole = len(tail_keys) == shards * KEY_BYTES
         tokens = chunks * self._chunk_tokens + (tail.tokens if whole else 0)
-        if not len(prompt.chain) and tokens < len(prompt.tokens) and (name := self._tail_name(prompt, 0)) is not None:
+        if not len(prompt.chain) and tokens < len(prompt.tokens) and (name := self.tail_name(prompt, 0)) is not None:
             # There was no key to ask for that would have told why.
             self.reason = self._ask(0, name.key).reason
         names = prompt.chain.packed(0, chunks) + (tail.key if whole else b"")
@@ -156,17 +156,10 @@ class Search:
             lease=lease,
             timeout=self._timeout,
             request=self._request,
-            compute=self._seconds_a_page(),
+            compute=self.computing / sum(plane.shards for plane in self._planes),  # its pages of all planes share it
         )
-        self._see_promoting(number, hits.below)
+        self.promoting = max(self.promoting, -(-hits.below // self._planes[number].shards))
         return hits
-
-    def _seconds_a_page(self) -> float:
-        """A chunk's computing is shared by its pages of all planes."""
-        return self.computing / sum(plane.shards for plane in self._planes)
-
-    def _see_promoting(self, number: int, pages: int) -> None:
-        self.promoting = max(self.promoting, -(-pages // self._planes[number].shards))
 
     # Several
 
@@ -235,14 +228,14 @@ class Search:
 
     def _tail(self, prompt: Prompt, chunks: int, *, lease: bool) -> TailHit:
         """The part of chunk number ``chunks`` that some page of the first plane holds."""
-        name = self._tail_name(prompt, chunks)
+        name = self.tail_name(prompt, chunks)
         if name is None:
             return NO_TAIL
         hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease, timeout=self._timeout)
         self.promoting = max(self.promoting, int(hit.below))
         return hit
 
-    def _tail_name(self, prompt: Prompt, chunks: int) -> Tail | None:
+    def tail_name(self, prompt: Prompt, chunks: int) -> Tail | None:
         """The chunk number ``chunks`` as far as the prompt has it; None where the prompt ends before it."""
         rest = prompt.tokens[chunks * self._chunk_tokens : (chunks + 1) * self._chunk_tokens]
         if not len(rest) or not self.tails:

@@ -124,6 +124,22 @@ def test_what_is_stored_is_found_and_leased_until_it_is_loaded(manager: EmsOfflo
     wait_for(lambda: not leases(node), "the lease ends with the load")
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_reset_ends_the_lease_of_a_load_of_which_vllm_tells_no_more(
+    manager: EmsOffloadingManager, node: Node, ended: bool
+) -> None:
+    keys = chunk_keys("a", 3)
+    store(node, manager, keys)
+    context = begun(manager, "reader", keys)
+    look(manager, keys, context)
+    manager.prepare_load(keys, context)
+    if ended:
+        manager.on_request_finished(context)
+    manager.reset_cache()
+    wait_for(lambda: not leases(node), "the lease ends with the reset")
+    assert not manager.prepare_store(keys, context).keys_to_store, "its blocks have what was stored before"
+
+
 def test_who_loaded_is_not_told_of_the_same_pages_until_it_ran(manager: EmsOffloadingManager, node: Node) -> None:
     """A load that failed ends like any other."""
     keys = chunk_keys("a", 3)

@@ -9,14 +9,10 @@ scheduled without a load; after a reset no chunk that was stored before is found
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingManager,
@@ -32,23 +28,15 @@ from ems.pool.keys import KEY_BYTES, KeyChain
 from ems.pool.layout import REF_BYTES
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.epoch import KeyEpoch, declare
-from ems.vllm.lookups import LookupJob, Lookups
 from ems.vllm.model import BlockModel
-from ems.vllm.node import make_client
 from ems.vllm.offloading.worker import ChunkRun, PagesToLoad, PagesToStore
 from ems.vllm.planes import Plane
-from ems.vllm.reporting.observer import Observer
-from ems.vllm.requests import NEVER, NOTHING, Ask, Found, Load, Pages, Phase, Release, RequestBook, of_chunks
+from ems.vllm.requests import NEVER, NOTHING, Found, Pages, of_chunks
+from ems.vllm.scheduler_shell import SchedulerShell
 from ems.vllm.tokens import extra_keys, token_ids
 
-logger = init_logger("vllm.ems.offloading")
 
-ANSWER_SECONDS = 0.002
-"""How long one step waits for an answer: most come sooner, and a request needs no second step then."""
-
-
-class EmsOffloadingManager(OffloadingManager):
+class EmsOffloadingManager(SchedulerShell, OffloadingManager):
     """Chunks of the KV cache groups ``groups`` of ``model`` in the pool of ``settings``.
 
     With ``drops_last`` vLLM may leave out the last chunk that it finds, as it does of a draft model's layers.
@@ -57,37 +45,16 @@ class EmsOffloadingManager(OffloadingManager):
     def __init__(
         self, settings: ConnectorSettings, model: BlockModel, groups: Sequence[int], *, drops_last: bool = False
     ) -> None:
-        self._settings = settings
-        self._model = model
+        planes = [_with_one_before(plane, model.chunk_tokens) if drops_last else plane for plane in model.planes]
+        super().__init__(settings, model, "vllm-offloading", planes=planes, tails=False)
         self._groups = {group: [plane for plane in model.planes if plane.group == group] for group in groups}
-        self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
-        self._client = make_client(settings, "vllm-offloading")
-        for name, facts in model.descriptions().items():
-            self._client.describe(name, facts)
-        self._observer = Observer(settings, model.block_size, logger)
-        self._book = RequestBook(settings, model.block_size, model.planes, model.groups, page_blocks=model.page_blocks)
-        planes = [self._with_one_before(plane) if drops_last else plane for plane in model.planes]
-        self._lookups = Lookups(
-            settings, self._client, planes, model.chunk_tokens, self._epoch.chain_name, self._observer, tails=False
-        )
-        self._lookups.start()
-        self._requests: dict[str, Any] = {}
-        self._chains: dict[tuple[str, int], KeyChain] = {}
+        self._chains: dict[str, dict[int, KeyChain]] = {}
         """Keys of what is stored, by request and tokens of a chunk."""
         self._found: dict[str, Found | None] = {}
         """What was found of the requests that vLLM asked for in this step; None: it has to ask again."""
         self._allocated: set[str] = set()
         """Requests that got blocks in this step."""
-        self._waited = False
-        """Whether this step has waited for an answer."""
-
-    def _with_one_before(self, plane: Plane) -> Plane:
-        """A plane of a window that begins a chunk earlier, so that it is whole without the last one."""
-        seen = plane.window and not plane.state
-        return msgspec.structs.replace(plane, window=plane.window + self._chunk_tokens(plane)) if seen else plane
-
-    def _chunk_tokens(self, plane: Plane) -> int:
-        return self._model.chunk_tokens // plane.parts
+        self._loading: set[str] = set()
 
     # Requests
 
@@ -95,10 +62,6 @@ class EmsOffloadingManager(OffloadingManager):
         """The connector's ``on_new_request``, of which vLLM tells a manager no tokens."""
         self._requests[request.request_id] = request
         self._enter(request)
-
-    def _enter(self, request: Any) -> None:
-        if self._observer.usable:
-            self._do(self._book.arrive(request.request_id, request.num_tokens, 0))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -109,7 +72,9 @@ class EmsOffloadingManager(OffloadingManager):
         if request is None or chunk is None:
             return LookupResult.MISS
         if request.request_id not in self._found:
-            self._found[request.request_id] = self._match(request)
+            tokens, known = self._match(request), self._book.get(request.request_id)
+            present = NOTHING if known is None else known.found
+            self._found[request.request_id] = None if tokens is None else present
         found = self._found[request.request_id]
         if found is None:
             return LookupResult.RETRY
@@ -117,32 +82,6 @@ class EmsOffloadingManager(OffloadingManager):
         parts = [pages for pages in found.pages if self._model.planes[pages.plane].group == group]
         hit = parts and all(0 <= chunk - pages.first < len(pages.keys) // KEY_BYTES for pages in parts)
         return LookupResult.HIT if hit else LookupResult.MISS
-
-    def _match(self, request: Any) -> Found | None:
-        """What the pool has of a request; None: ask again."""
-        request_id = request.request_id
-        if self._book.get(request_id) is None:
-            self._enter(request)
-        self._lookups.hurry(request_id)
-        known = self._book.get(request_id)
-        waits = known is not None and known.phase is Phase.ASKED and not self._waited
-        self._waited |= waits
-        for answer in self._lookups.answers(ANSWER_SECONDS if waits else 0.0):
-            if answer.chain is None:
-                self._do(self._book.leave_out(answer.request_id))
-            else:
-                self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
-        if not self._observer.usable:
-            self._do(self._book.decline(request_id))
-        if self._client.waits_out_restart:
-            self._book.restarted_at = time.monotonic()
-        tokens, effects = self._book.match(request_id, request.num_tokens, 0, time.monotonic())
-        self._do(effects)
-        if tokens is None:
-            self._lookups.hurry(request_id)
-            return None
-        known = self._book.get(request_id)
-        return NOTHING if known is None else known.found
 
     def allocated(self, request: Any, _blocks: Any, external: int) -> None:
         """The connector's ``update_state_after_alloc``: a request that goes on without a load needs no lookup any more.
@@ -170,23 +109,14 @@ class EmsOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._requests.pop(req_context.req_id, None) is not None:
             self._do(self._book.finished(req_context.req_id))
-            self._chains = {name: chain for name, chain in self._chains.items() if name[0] != req_context.req_id}
+            self._chains.pop(req_context.req_id, None)
 
-    def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
-        for effect in effects:
-            if isinstance(effect, Ask):
-                request = self._requests[effect.request_id]
-                tokens = token_ids(request, 0, request.num_tokens)  # of this moment: the request may grow
-                extra = partial(extra_keys, request)
-                self._lookups.ask(LookupJob(effect.request_id, tokens, extra, effect.expected, time.monotonic()))
-            elif isinstance(effect, Release):
-                self._lookups.release(effect.lease)
-        for request_id in self._book.take_over():
-            self._lookups.forget(request_id)
+    def _chunk_tokens(self, group: int) -> int:
+        return self._model.chunk_tokens // self._groups[group][0].parts
 
     def _chunk(self, key: OffloadKey, context: ReqContext) -> int | None:
         """The number of a chunk; None for a part of one, which vLLM asks for by a key of its own."""
-        size = self._chunk_tokens(self._groups[get_offload_group_idx(key)][0])
+        size = self._chunk_tokens(get_offload_group_idx(key))
         end = context.get_offload_key_position(key)
         return None if end is None or end % size else end // size - 1
 
@@ -197,6 +127,7 @@ class EmsOffloadingManager(OffloadingManager):
         assert known is not None, "vLLM loads what a lookup found"
         assert known.found.leases, "vLLM loads what a lookup found"
         self._do(self._book.allocated(req_context.req_id, (), known.found.tokens))
+        self._loading.add(req_context.req_id)
         chunks = self._by_group(keys, req_context)
         pages = [
             [
@@ -220,6 +151,7 @@ class EmsOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         # Should the load have failed, vLLM asks again, and the same pages would fail for ever: nothing is found now.
+        self._loading.discard(req_context.req_id)
         self._do(self._book.received(req_context.req_id, set()))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
@@ -231,7 +163,7 @@ class EmsOffloadingManager(OffloadingManager):
         runs: dict[tuple[int, int, int], list[int]] = {}
         for group, chunks in self._by_group(wanted, req_context).items():
             for first, end in _runs(chunks):
-                runs.setdefault((first, end, self._chunk_tokens(self._groups[group][0])), []).append(group)
+                runs.setdefault((first, end, self._chunk_tokens(group)), []).append(group)
         to_store = [
             ChunkRun(first, chain.parent(first), chain.tails(first, end), tuple(groups))
             for (first, end, size), groups in sorted(runs.items())
@@ -241,7 +173,7 @@ class EmsOffloadingManager(OffloadingManager):
 
     def _chain(self, request_id: str, size: int, chunks: int) -> KeyChain:
         """Keys of at least so many chunks of ``size`` tokens."""
-        chain = self._chains.setdefault((request_id, size), KeyChain(self._epoch.chain_name, size))
+        chain = self._chains.setdefault(request_id, {}).setdefault(size, KeyChain(self._epoch.chain_name, size))
         if len(chain) < chunks:
             request = self._requests[request_id]
             chain.extend(token_ids(request, 0, chunks * size), extra_keys(request, size), chunks)
@@ -262,21 +194,24 @@ class EmsOffloadingManager(OffloadingManager):
         """The engine's own cache was emptied, and the weights may be others from now on."""
         self._epoch.reset()
         self._epoch.empty = True
+        for request_id in self._loading:
+            # VLLM has forgotten its transfers, and tells of no end of theirs.
+            self._do(self._book.received(request_id, set()))
+        self._loading.clear()
         self._begin_epoch()
 
-    def weights_declared(self, version: str) -> None:
-        if declare(self._epoch, version, logger):
-            self._begin_epoch()
-
     def _begin_epoch(self) -> None:
-        self._lookups.chain_name = self._epoch.chain_name
         self._chains.clear()
-        self._do(self._book.reset())
+        super()._begin_epoch()
 
     def shutdown(self) -> None:
-        self._observer.close()
-        self._lookups.close()
-        self._client.close()
+        self.close()
+
+
+def _with_one_before(plane: Plane, chunk_tokens: int) -> Plane:
+    """A plane of a window that begins a chunk earlier, so that it is whole without the last one."""
+    seen = plane.window and not plane.state
+    return msgspec.structs.replace(plane, window=plane.window + chunk_tokens // plane.parts) if seen else plane
 
 
 def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:

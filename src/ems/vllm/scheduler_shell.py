@@ -1,0 +1,166 @@
+"""What ``EmsStoreConnector`` and the manager below vLLM's ``OffloadingConnector`` both do inside vLLM's scheduler.
+
+It carries between the book of requests, which decides, and the lookups, which ask the pool in a thread of their own.
+What always holds: no method waits for the node, but once a step for an answer, and that a moment.  vLLM calls all
+methods on one thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from vllm.logger import init_logger
+
+from ems.pool.reasons.words import Reason
+from ems.vllm.configuration.settings import ConnectorSettings
+from ems.vllm.epoch import KeyEpoch
+from ems.vllm.lookups import LookupAnswer, LookupJob, Lookups
+from ems.vllm.model import BlockModel
+from ems.vllm.node import make_client
+from ems.vllm.planes import Plane
+from ems.vllm.reporting.observer import Observer
+from ems.vllm.requests import Ask, Load, Phase, Release, RequestBook
+from ems.vllm.tokens import extra_keys, token_ids
+
+logger = init_logger("vllm.ems.scheduler")
+
+ANSWER_SECONDS = 0.002
+"""How long one step waits for a lookup.  A lookup takes about 1 ms, and a step without work longer."""
+ANSWER_CHUNKS = 256
+"""A lookup of more chunks takes longer than :data:`ANSWER_SECONDS`, so no step waits for it."""
+
+
+class SchedulerShell:
+    """Requests of one engine and their lookups in ``planes``, by default those of the ``model``.
+
+    ``name`` says to the node who asks.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        model: BlockModel,
+        name: str,
+        *,
+        planes: Sequence[Plane] = (),
+        workers: int = 1,
+        step_tokens: int = 0,
+        tails: bool = True,
+    ) -> None:
+        self._settings, self._model = settings, model
+        self._client = make_client(settings, name)
+        for namespace, facts in model.descriptions().items():
+            self._client.describe(namespace, facts)
+        self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
+        self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens)
+        self._book = RequestBook(
+            settings, model.block_size, model.planes, model.groups, model.page_blocks, several_ranks=workers > 1
+        )
+        searched, begin = planes or model.planes, self._epoch.chain_name
+        self._lookups = Lookups(
+            settings, self._client, searched, model.chunk_tokens, begin, self._observer, tails=tails
+        )
+        self._lookups.start()
+        self._requests: dict[str, Any] = {}
+        """VLLM's requests."""
+        self._waited = False
+        """Whether this step has waited for an answer."""
+
+    def _enter(self, request: Any) -> None:
+        """Have the book follow ``request``, unless the pool may not be asked."""
+        if self._observer.usable:
+            self._do(self._book.arrive(request.request_id, request.num_tokens, 0))
+
+    def _job(self, request: Any, expected: int) -> LookupJob:
+        tokens = token_ids(request, 0, request.num_tokens)  # of this moment: the request may grow
+        return LookupJob(request.request_id, tokens, partial(extra_keys, request), expected, time.monotonic())
+
+    def _load(self, load: Load) -> None:
+        """Have the workers make a load of the book's."""
+
+    def _in_step(self, request_id: str, local: int, now: float) -> bool:
+        """Whether a load of the request is part of the step that begins it."""
+        return False
+
+    def _match(self, request: Any, local: int = 0, *, wait: bool = True) -> int | None:
+        """How many tokens behind the ``local`` ones can be loaded; None: vLLM has to ask again.
+
+        With ``wait`` it waits for a lookup, once a step: an empty step takes several times as long as most lookups.
+        """
+        request_id, now = request.request_id, time.monotonic()
+        if self._book.get(request_id) is None:
+            self._enter(request)
+        self._lookups.hurry(request_id)
+        self._take_answers(self._patience(request) if wait else 0.0)
+        if not self._observer.usable:
+            self._decline(request_id, Reason.POOL_DOWN)
+        if self._client.waits_out_restart:
+            self._book.restarted_at = now
+        in_step = self._in_step(request_id, local, now)
+        found, effects = self._book.match(request_id, request.num_tokens, local, now, in_step=in_step)
+        self._do(effects)
+        if found is None:
+            self._lookups.hurry(request_id)
+        return found
+
+    def _patience(self, request: Any) -> float:
+        known = self._book.get(request.request_id)
+        if self._waited or known is None or known.phase is not Phase.ASKED:
+            return 0.0
+        self._waited = request.num_tokens <= ANSWER_CHUNKS * self._model.chunk_tokens
+        return ANSWER_SECONDS if self._waited else 0.0
+
+    def _decline(self, request_id: str, reason: Reason) -> None:
+        self._observer.requests.left_out(request_id, reason)
+        self._do(self._book.decline(request_id))
+
+    def _take_answers(self, wait: float = 0.0) -> None:
+        if wait or self._lookups.news:
+            for answer in self._lookups.answers(wait):
+                self._answered(answer)
+
+    def _answered(self, answer: LookupAnswer) -> None:
+        if answer.chain is None:
+            self._do(self._book.leave_out(answer.request_id))
+        else:
+            self._do(self._book.answered(answer.request_id, answer.chain, answer.found))
+
+    def _do(self, effects: Sequence[Ask | Load | Release]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(request_id, expected):
+                    self._lookups.ask(self._job(self._requests[request_id], expected))
+                case Load():
+                    self._load(effect)
+                case Release(lease):
+                    self._lookups.release(lease)
+        for request_id in self._book.take_over():
+            self._lookups.forget(request_id)
+
+    def weights_declared(self, version: str) -> None:
+        """The user names the engine's weights (vLLM's ``update_weight_version``)."""
+        before = self._epoch.chain_name
+        if not self._epoch.declare(version):
+            logger.warning(
+                "EMS shares nothing with other engines: weights version %s was declared while the engine holds KV of "
+                "other weights; reset its cache with reset_connector=True, then declare the version",
+                version,
+            )
+        elif self._epoch.chain_name != before:
+            logger.info("EMS shares blocks with engines whose weights version is %s", version)
+        if self._epoch.chain_name != before:
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """What was computed until now is not found again."""
+        self._lookups.chain_name = self._epoch.chain_name
+        self._do(self._book.reset())
+
+    def close(self) -> None:
+        self._observer.close()
+        self._lookups.close()
+        self._client.close()
