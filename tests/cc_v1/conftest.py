@@ -10,7 +10,7 @@ import torch
 
 from ems import CcConfig_v1, CcKvOption, Ems, EmsConfig
 from ems.cc_v1.context_caching import ContextCaching
-from ems.cc_v1.health import HealthRules
+from ems.pool.client.health import HealthRules
 from tests.kit.node import NodeProcess
 
 QUICK = HealthRules(check_seconds=0.05)

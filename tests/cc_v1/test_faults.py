@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ems import CcKvOption, Ems, EmsErrorCode, EmsException
-from ems.cc_v1.health import HealthRules
 from ems.errors import PoolTimeout
+from ems.pool.client.health import HealthRules
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import integer_key
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState

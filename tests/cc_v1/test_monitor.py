@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException
-from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import GateClosed, Monitor
 from ems.errors import EmsError, PoolTimeout, PoolUnavailable
+from ems.pool.client.health import HealthRules
 from ems.transfers.summary import Kind, Sample
 from tests.cc_v1.conftest import NEVER, QUICK
 from tests.kit.waiting import until

@@ -10,7 +10,7 @@ import torch
 
 from ems import Ems, EmsConfig, EmsErrorCode, EmsException
 from ems.cc_v1.cc_config import CcKvOption
-from ems.cc_v1.health import HealthRules
+from ems.pool.client.health import HealthRules
 from ems.pool.tenants import registry as tenancy
 from tests.cc_v1.conftest import rank_config
 from tests.kit.node import NodeProcess

@@ -10,8 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 from ems.cc_v1.errors import invalid
-from ems.cc_v1.health import HealthRules
 from ems.config import NodeConfig
+from ems.pool.client.health import HealthRules
 from ems.pool.tenants.scram import Credentials
 
 

@@ -1,6 +1,6 @@
 """Keeps watch beside the engine: checks the node, tells the health gate, writes the summary line.
 
-A thin shell around :class:`~ems.cc_v1.health.HealthGate` and :class:`~ems.transfers.summary.Summary`: one daemon
+A thin shell around :class:`~ems.pool.client.health.HealthGate` and :class:`~ems.transfers.summary.Summary`: one daemon
 thread, one lock, one clock.  After its close no revival begins; one that is under way ends by itself.
 """
 
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
-from ems.cc_v1.health import HealthGate, HealthRules
 from ems.errors import EmsError, PoolNotTried
+from ems.pool.client.health import HealthGate, HealthRules
 from ems.transfers.summary import Sample, Summary
 
 _log = logging.getLogger("ems.cc_v1")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ems.cc_v1.health import HealthRules
 from ems.errors import EmsError, NoSpace, PoolNotTried, PoolRefused, PoolTimeout, PoolUnavailable, StaleReference
+from ems.pool.client.health import HealthRules
 from ems.transfers.summary import Kind, Sample
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.reporting import observer

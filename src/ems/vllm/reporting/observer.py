@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from ems.cc_v1.health import HealthRules
 from ems.cc_v1.monitor import Monitor
 from ems.errors import EmsError, PoolNotTried, PoolTimeout, PoolUnavailable, ProtocolError, Unauthorised
+from ems.pool.client.health import HealthRules
 from ems.pool.reasons.words import Reason
 from ems.transfers.summary import Kind, Sample
 from ems.vllm.configuration.settings import ConnectorSettings

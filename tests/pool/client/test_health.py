@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.cc_v1.health import HealthGate, HealthRules
 from ems.errors import ConfigError
+from ems.pool.client.health import HealthGate, HealthRules
 
 GOOD, BAD, BROKEN = "a good check", "a failed check", "a failed operation"
 
