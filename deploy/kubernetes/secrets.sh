@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prints the Secrets that the manifests name: the file of tenants, the token for metrics, and each tenant's key.
+# Prints the Secrets that the manifests name: the file of tenants, the token for metrics, the seal of the
+# cluster's pages, and each tenant's key.
 #
 #     secrets.sh default another | kubectl apply -f -
 #
@@ -23,3 +24,5 @@ done
 secret ems-tenants --from-file="tenants.json=$EMS_TENANTS"
 head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$folder/token"
 secret ems-http-token --from-file="token=$folder/token"
+head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$folder/seal.key"
+secret ems-cluster-seal --from-file="seal.key=$folder/seal.key"

@@ -11,6 +11,7 @@ from tests.deploy.rendered import ALL, EXAMPLES, KUBERNETES, OVERLAYS, Manifest,
 SECRETS = {
     "ems-tenants": {"tenants.json"},
     "ems-http-token": {"token"},
+    "ems-cluster-seal": {"seal.key"},
     "ems-tenant-default": {"access-id", "access-key"},
 }
 """What secrets.sh makes for the tenant "default"."""

@@ -24,6 +24,7 @@ from ems.config import GIB, NodeConfig, parse_size
 from ems.doctor.gathering import read_cluster
 from ems.pool.http.app import build_app as build_http
 from ems.pool.tenants import store
+from ems.pool.tiers.settings import parse_tier
 from tests.deploy.rendered import DEPLOY, KUBERNETES, OVERLAYS, SCRIPTS, config_map, named, node_of, pods
 from tests.deploy.test_pods import SECRETS
 
@@ -74,6 +75,18 @@ def test_the_files_of_the_node_are_mounted_where_it_looks(config: NodeConfig, ov
         secret = volumes[places[str(path.parent)]]["secret"]
         assert path.name in SECRETS[secret["secretName"]]
         assert not secret["defaultMode"] & 0o077  # the node refuses files that others can read
+
+
+def test_the_node_takes_part_in_the_cluster_whose_file_and_seal_are_mounted(overlay: str) -> None:
+    spec, container = node_of(overlay)
+    tier = parse_tier(next(one["value"] for one in container["env"] if one["name"] == "EMS_TIER"))
+    places = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes[places[tier.place]]["configMap"]["name"].startswith("ems-mooncake")
+    assert tier.seal_key is not None
+    secret = volumes[places[str(tier.seal_key.parent)]]["secret"]
+    assert tier.seal_key.name in SECRETS[secret["secretName"]]
+    assert not secret["defaultMode"] & 0o077
 
 
 def test_probes_and_monitors_ask_the_port_and_pages_that_the_node_has(config: NodeConfig, overlay: str) -> None:

