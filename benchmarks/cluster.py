@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Two hosts: EMS over its cluster tier beside vLLM's own connector of Mooncake Store, on one master.
+
+Network namespaces are the hosts, a third one has the master and asks.  Three steps: prompts go to an engine on the
+first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Cold: prompts that
+nobody has seen, in turns with an engine without a pool on the first host.  Fetch: pages of 1 MiB from the first host to
+the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
+
+    python benchmarks/cluster.py [--parts fetch,ems,mooncake] [--help]
+
+Needs root, for the namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, closing
+from ctypes import addressof, c_char
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.comparison.__main__ import options
+from benchmarks.comparison.pairs import Comparison, compare
+from benchmarks.comparison.procedure import Bench, Pairs, Sizes, ThreeSteps, in_three_steps
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.keys import NO_PARENT
+from ems.tables import Table
+from tests.kit.engine import VllmServer
+from tests.kit.hosts import Host, Hosts
+from tests.kit.mooncake import MooncakeMaster
+from tests.kit.node import NodeProcess
+from tests.kit.process import free_port
+from tests.kit.tiers import key
+from tests.kit.tiny_model import make_model
+from tests.kit.waiting import until
+
+PAGE = 1 << 20
+ROUND = 128
+"""Pages of one round."""
+ROUNDS = 7
+"""The first does not count."""
+SECONDS = 600.0
+PARTS = ("fetch", "ems", "mooncake")
+LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+class Scene:
+    """Two hosts, a third one with a master, a folder for logs."""
+
+    def __init__(self, folder: Path, stack: ExitStack, memory: int) -> None:
+        self.folder = folder
+        self.stack = stack
+        self.memory = memory
+        self.first, self.second, self.third = stack.enter_context(Hosts(3)).hosts
+        with self.third.entered():
+            self.master = stack.enter_context(MooncakeMaster(folder, address=self.third.address))
+        self.settings = folder / "mooncake.json"
+        self.settings.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "protocol": "tcp",
+                    "device_name": "",
+                    "master_server_address": self.master.endpoint,
+                    "global_segment_size": memory,
+                    "local_buffer_size": "512MB",
+                }
+            )
+        )
+
+    def node(self, host: Host, stack: ExitStack) -> NodeProcess:
+        node = NodeProcess("--size", str(self.memory), "--tier", f"mooncake:{self.settings}")
+        with host.entered():
+            stack.enter_context(node)
+        node.wait_touched()
+        return node
+
+    def engine(
+        self, host: Host, name: str, sizes: Sizes, config: dict[str, object] | None, environment: dict[str, str]
+    ) -> VllmServer:
+        return VllmServer(
+            make_model(self.folder / "model", "demo"),
+            log=self.folder / f"{name}.log",
+            kv_transfer_config=config,
+            options=options(sizes),
+            environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": host.address, **environment},
+            address=host.address,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+
+def ems_engine(scene: Scene, host: Host, name: str, sizes: Sizes, stack: ExitStack) -> VllmServer:
+    node = scene.node(host, stack)
+    environment = {"EMS_SOCKET": str(node.socket), "EMS_DIR": str(node.directory), "EMS_AUTOSTART": "0"}
+    return scene.engine(host, name, sizes, {"kv_connector": "EmsStoreConnector", **LOAD_FAILURE}, environment)
+
+
+def mooncake_engine(scene: Scene, host: Host, name: str, sizes: Sizes, _stack: ExitStack) -> VllmServer:
+    extra = {"lookup_rpc_port": free_port()}
+    config: dict[str, object] = {
+        "kv_connector": "MooncakeStoreConnector",
+        **LOAD_FAILURE,
+        "kv_connector_extra_config": extra,
+    }
+    environment = {"MOONCAKE_CONFIG_PATH": str(scene.settings), "MC_FORCE_TCP": "1"}
+    return scene.engine(host, name, sizes, config, environment)
+
+
+MAKE = {"ems": ems_engine, "mooncake": mooncake_engine}
+
+
+def examine(scene: Scene, part: str, sizes: Sizes) -> tuple[list[ThreeSteps], Comparison]:
+    with ExitStack() as stack:
+        placed = [
+            (scene.first, scene.engine(scene.first, f"{part}-base", sizes, None, {})),
+            (scene.first, MAKE[part](scene, scene.first, f"{part}-first", sizes, stack)),
+            (scene.second, MAKE[part](scene, scene.second, f"{part}-second", sizes, stack)),
+        ]
+        for host, engine in placed:
+            stack.callback(engine.stop)
+            with host.entered():
+                engine.start()
+        with scene.third.entered():
+            for _, engine in placed:
+                engine.wait_ready(SECONDS)
+            base, first, second = (engine for _, engine in placed)
+            bench = Bench(first, second, base, list, True, sizes, lambda what: say(f"{part}: {what}"))
+            steps, _ = asyncio.run(in_three_steps(bench))
+            return steps, compare(asyncio.run(cold(bench)))
+
+
+async def cold(bench: Bench) -> list[tuple[float, float]]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
+        return await Pairs(bench, session).cold()
+
+
+# --------------------------------------------------------------------------------------------------------------- fetch
+
+
+def fetched_by_tier(scene: Scene) -> list[float]:
+    """Bytes a second, round by round, from the first lookup until all pages are there."""
+    namespace = Namespace("bench/cluster/pages", PAGE)
+    with ExitStack() as stack:
+        first, second = scene.node(scene.first, stack), scene.node(scene.second, stack)
+        writer, reader = (stack.enter_context(closing(node.client())) for node in (first, second))
+        rates = []
+        for number in range(ROUNDS):
+            keys = [key(f"{number}/{page}") for page in range(ROUND)]
+            save(writer, namespace, keys)
+            until(lambda: first.figures()["tiers"][0]["queued_bytes"] == 0, "all is written", SECONDS)
+            began = time.perf_counter()
+            until(lambda keys=keys: reader.lookup(namespace, b"".join(keys)).count == ROUND, "all is there", SECONDS)  # type: ignore[misc]
+            rates.append(ROUND * PAGE / (time.perf_counter() - began))
+        return rates[1:]
+
+
+def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
+    reservation = client.reserve(namespace, NO_PARENT, keys)
+    segments = client.segments(reservation.epoch)
+    for ref in reservation.granted.values():
+        segments.page(ref, PAGE)[:] = os.urandom(PAGE)
+    client.commit(reservation)
+
+
+def fetched_by_mooncake(scene: Scene) -> list[float]:
+    """Bytes a second, round by round, of one call for all pages of the round."""
+    with ExitStack() as stack:
+        keeper, taker = (
+            stack.enter_context(side(scene, host, name))
+            for host, name in ((scene.first, "keep"), (scene.second, "take"))
+        )
+        assert keeper.stdout is not None
+        assert taker.stdin is not None
+        keeper.stdout.readline()
+        rates, _ = taker.communicate("go\n", timeout=SECONDS)
+        keeper.communicate("over\n", timeout=SECONDS)
+        said: list[float] = json.loads(rates)
+        return said[1:]
+
+
+def side(scene: Scene, host: Host, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--side", name, host.address, scene.master.endpoint, str(scene.memory)]
+    with host.entered():
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+
+def be_side(name: str, address: str, master: str, memory: str) -> int:
+    """What a process on one of the hosts does with Mooncake's own client."""
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    keeps = name == "keep"
+    code = store.setup(address, "P2PHANDSHAKE", int(memory) if keeps else 0, 16 << 20, "tcp", "", master)
+    assert code == 0, f"Mooncake's client does not start: {code}"
+    size = ROUND * PAGE
+    mapped = mmap.mmap(-1, size)
+    start = addressof((c_char * size).from_buffer(mapped))
+    assert store.register_buffer(start, size) == 0
+    addresses = [start + page * PAGE for page in range(ROUND)]
+    rates = []
+    if not keeps:
+        sys.stdin.readline()
+    for number in range(ROUNDS):
+        names = [f"bench-{number}-{page}" for page in range(ROUND)]
+        if keeps:
+            mapped[:] = os.urandom(size)
+            assert not any(store.batch_put_from(names, addresses, [PAGE] * ROUND))
+            continue
+        began = time.perf_counter()
+        assert store.batch_get_into(names, addresses, [PAGE] * ROUND) == [PAGE] * ROUND
+        rates.append(size / (time.perf_counter() - began))
+    sys.stdout.write(json.dumps(rates) + "\n")
+    sys.stdout.flush()
+    if keeps:
+        sys.stdin.readline()
+    os._exit(0)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def report(found: dict[str, tuple[list[ThreeSteps], Comparison]], rates: dict[str, list[float]]) -> Table:
+    rows: list[list[str]] = []
+    for index, three in enumerate(next(iter(found.values()))[0] if found else []):
+        for step in range(3):
+            means = {part: steps[index].steps[step].ttft.mean * 1e3 for part, (steps, _) in found.items()}
+            rows.append([f"{three.input_tokens:,} tokens, TTFT{step + 1}, mean ms", *cells(means, "{:.0f}", "ems")])
+        hops = {
+            part: steps[index].steps[2].ttft.mean / steps[index].steps[1].ttft.mean
+            for part, (steps, _) in found.items()
+        }
+        rows.append([f"{three.input_tokens:,} tokens, TTFT3 / TTFT2", *cells(hops, "{:.2f}", "")])
+    if found:
+        colds = {part: cold.difference * 1e3 for part, (_, cold) in found.items()}
+        rows.append(["cold request above no pool, ms", *cells(colds, "{:.1f}", "")])
+    if rates:
+        fetches = {part: median(rate) / 1e6 for part, rate in rates.items()}
+        rows.append(["fetch from the other host, MB/s", *cells(fetches, "{:.0f}", "mooncake")])
+    remark = "Ratio: Mooncake's time to that of EMS; rate of the tier to that of batch_get_into."
+    return Table(["", "EMS", "Mooncake", "ratio"], rows, remark=remark)
+
+
+def cells(values: dict[str, float], form: str, below: str) -> list[str]:
+    """Both figures, and the ratio with that of ``below`` below the line."""
+    texts = [form.format(values[part]) if part in values else "-" for part in ("ems", "mooncake")]
+    if below and len(values) == len(texts):
+        above = "mooncake" if below == "ems" else "ems"
+        return [*texts, f"{values[above] / values[below]:.2f}"]
+    return [*texts, ""]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"what is measured, default {','.join(PARTS)}")
+    parser.add_argument("--requests", type=int, default=40, help="prompts of a set in the three steps")
+    parser.add_argument("--concurrency", type=int, default=10, help="requests under way at the same time there")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of cold requests")
+    parser.add_argument("--memory-gib", type=int, default=2, help="of each node's pool, and what each host gives")
+    parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        return be_side(*given.side)
+    parts = given.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts is {given.parts}, expected some of {', '.join(PARTS)} separated by commas")
+    sizes = Sizes(
+        requests=given.requests, concurrency=given.concurrency, pairs=given.pairs, prefix_tokens=1024, new_tokens=0
+    )
+    found: dict[str, tuple[list[ThreeSteps], Comparison]] = {}
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
+        scene = Scene(Path(folder), stack, given.memory_gib << 30)
+        if "fetch" in parts:
+            rates = {"mooncake": fetched_by_mooncake(scene), "ems": fetched_by_tier(scene)}
+            say(f"fetch, MB/s: { {part: [round(one / 1e6) for one in rate] for part, rate in rates.items()} }")
+        for part in ("ems", "mooncake"):
+            if part in parts:
+                found[part] = examine(scene, part, sizes)
+    sys.stdout.write("\n".join(report(found, rates).lines(None)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
