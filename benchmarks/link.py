@@ -234,7 +234,7 @@ def _load(rows: PlaneRows, pool: SparsePool, device: Device, told: bytes) -> tup
 
 def _looked_up(client: PoolClient, namespace: Namespace, keys: bytes) -> float:
     """Seconds of a lookup with a lease."""
-    pages = [keys[at : at + len(NO_PARENT)] for at in range(len(keys), len(NO_PARENT))]
+    pages = [keys[at : at + len(NO_PARENT)] for at in range(0, len(keys), len(NO_PARENT))]
     step = 4096  # a writer holds a share of the pool at most
     for begin in range(0, len(pages), step):
         parent = pages[begin - 1] if begin else NO_PARENT
