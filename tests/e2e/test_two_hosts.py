@@ -1,9 +1,13 @@
-"""Two hosts, each with a node and an engine, and a Mooncake master on a third: what one stored the other loads."""
+"""Two hosts, each with a node and an engine, and a Mooncake master on a third: what one stored the other loads.
+
+A link that is cut costs what is behind it, for as long as it is cut: every request ends, with the right text.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,10 @@ pytestmark = pytest.mark.e2e
 
 TOKENS = 1100
 """Of a prompt, whose last block is not full."""
+SLOW_MBIT = 10
+"""At this rate the pages of eight prompts take longer than it takes to cut a link."""
+RETURN_SECONDS = 240.0
+"""For a tier that was cut out; the longer it was the rarer it is tried out."""
 
 
 class Member:
@@ -54,6 +62,10 @@ class Member:
         figures = self.node.stats()["tiers"][0]
         assert isinstance(figures, dict)
         return figures
+
+    def uses_cluster(self) -> bool:
+        tier = self.tier()
+        return bool(tier["reading"] and tier["writing"])
 
     def wait_written(self) -> None:
         """Return when all that the engine saved is in the cluster."""
@@ -125,3 +137,27 @@ def test_what_one_host_stored_another_loads(members: tuple[Member, Member], refe
     expected = reference.texts(prompts)
     store(first, prompts, expected)
     load(second, prompts, expected)
+
+
+@pytest.mark.parametrize("cut", [1, 0], ids=["of the host that loads", "of the host that stored"])
+def test_link_is_cut_in_the_middle_of_loads(members: tuple[Member, Member], reference: Reference, cut: int) -> None:
+    first, second = members
+    prompts = [random_prompt(1000 + 20 * cut + number, TOKENS) for number in range(16)]
+    expected = reference.texts(prompts)
+    store(first, prompts[:8], expected[:8])
+    cuts = second.tier()["cuts"]
+    second.host.slow(SLOW_MBIT)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(second.answer, prompts[:8])
+            wait_for(lambda: second.tier()["fetching"] > 0, "pages are on their way")
+            members[cut].host.cut()
+            assert answers.result() == expected[:8]
+        wait_for(lambda: second.tier()["cuts"] > cuts, "what was on its way is given up")
+    finally:
+        for member in members:
+            member.host.heal()
+    for member in members:
+        wait_for(member.uses_cluster, "the cluster is used again", RETURN_SECONDS)
+    store(first, prompts[8:], expected[8:])
+    load(second, prompts[8:], expected[8:])
