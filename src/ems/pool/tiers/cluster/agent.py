@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -411,6 +413,17 @@ def serve(sock: socket.socket, mover: Mover) -> None:
         calls.send(sock, answer)
 
 
+def end_with(sock: socket.socket) -> None:
+    """The kernel ends this process at once when the other end of ``sock`` closes, or sends something.
+
+    Python need not run for that.  What still moved pages then would write into slots that a successor of the node gives
+    to others.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def main() -> None:
     control, *lanes = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     call, _ = calls.receive(control, calls.calls)
@@ -418,6 +431,7 @@ def main() -> None:
     try:
         store, hostname = start(call)
         if not call.gives:
+            end_with(control)
             mover = _mover(call, store)
             for sock in lanes:
                 threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
