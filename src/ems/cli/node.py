@@ -127,7 +127,7 @@ def _can_start(config: NodeConfig) -> None:
     if config.tenants is not None:
         store.read(config.tenants)
     for tier in config.tiers:
-        open_tier(parse_tier(tier))
+        open_tier(parse_tier(tier), for_tenants=config.tenants is not None)
     if config.http_port is not None:
         import_module("ems.pool.http.server")
 

@@ -126,7 +126,8 @@ class Node:
 
     def _open_tiers(self) -> Sequence[tuple[TierConfig, Tier]]:
         try:
-            return [(one, open_tier(one)) for one in map(parse_tier, self.config.tiers)]
+            tenants = self.config.tenants is not None
+            return [(one, open_tier(one, for_tenants=tenants)) for one in map(parse_tier, self.config.tiers)]
         except BaseException:
             self.arena.close()
             raise

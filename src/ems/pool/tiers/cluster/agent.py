@@ -32,6 +32,7 @@ from ems.pool.tiers.pack_seal import SealKeys, read_keys
 
 AT_ONCE = 1024
 """Pages of one call to the store."""
+MOST_FETCHING = 4
 STAGING = 16 << 20
 """Bytes that are copied at a time where segments are not mapped."""
 LOCAL_BUFFER = 16 << 20
@@ -90,6 +91,8 @@ class Mover:
         self.config = config
         self.segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
+        self.fetching = threading.BoundedSemaphore(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
+        """Mooncake's client keeps a core busy for each fetch that it waits for: more of them at once are slower."""
 
     def attach(self, call: calls.Attach, descriptor: int) -> None:
         with self._lock:
@@ -123,7 +126,8 @@ class Lane:
             case calls.Exist():
                 return calls.Answer(self._exist(call))
             case calls.Fetch():
-                return self._in_parts(call, self._fetch)
+                with self._mover.fetching:
+                    return self._in_parts(call, self._fetch)
             case calls.Store():
                 return self._in_parts(call, self._put)
             case calls.FindTails():

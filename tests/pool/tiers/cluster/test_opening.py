@@ -1,0 +1,41 @@
+"""What a node says of a cluster that it cannot use, before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ems.errors import ConfigError
+from ems.pool.tiers.opening import open_tier
+from ems.pool.tiers.settings import parse_tier
+from tests.pool.tiers.cluster.hosts import write_settings
+
+
+def test_a_node_that_serves_tenants_wants_a_seal(tmp_path: Path) -> None:
+    address = f"mooncake:{write_settings(tmp_path, '127.0.0.1:9')}"
+    with pytest.raises(ConfigError, match="has no seal"):
+        open_tier(parse_tier(address), for_tenants=True)
+    assert open_tier(parse_tier(address)).asks
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    assert open_tier(parse_tier(f"{address}?seal_key={secret}"), for_tenants=True).asks
+
+
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file or directory; name a file"):
+        open_tier(parse_tier(f"mooncake:{tmp_path}/none.json"))
+
+
+@pytest.mark.parametrize("setting", ["size=1GB", "ttl=1h", "compress=zstd", "key=/x", "sync=true", "region=x"])
+def test_settings_of_other_tiers_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="only, leave it out"):
+        parse_tier(f"mooncake:/etc/mooncake.json?{setting}")
+
+
+@pytest.mark.parametrize("setting", ["replicas=2", "placement=any", "local_only=true"])
+def test_settings_of_a_cluster_are_refused_for_other_tiers(setting: str) -> None:
+    assert parse_tier(f"mooncake:/etc/mooncake.json?{setting}").kind == "mooncake"
+    with pytest.raises(ConfigError, match="for tiers of the kind mooncake only"):
+        parse_tier(f"dir:/x?{setting}")
