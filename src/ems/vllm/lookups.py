@@ -307,8 +307,7 @@ class Lookups:
             chain, extra = KeyChain(self.chain_name + job.adapter, size), job.extra_keys(size)
             while len(chain) < len(job.tokens) // size:
                 if len(chain):
-                    # Hashing holds the interpreter, and the scheduler's thread would wait for it.
-                    time.sleep(YIELD_SECONDS)  # a pause for other threads, nothing is waited for
+                    time.sleep(YIELD_SECONDS)  # hands the interpreter, which hashing holds, to the scheduler's thread
                 chain.extend(job.tokens, extra, len(chain) + YIELD_CHUNKS)
             chains[parts] = chain
         return Prompt(job.tokens, chains.pop(1), job.extra_keys, job.request_id, chains)

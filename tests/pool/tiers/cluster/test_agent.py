@@ -13,7 +13,7 @@ from ems.pool.tiers.cluster.agent import end_with
 sock = socket.socket(fileno=int(sys.argv[1]))
 end_with(sock)
 sock.send(b"!")
-ctypes.PyDLL(None).sleep(600)  # no other thread of Python runs meanwhile
+ctypes.PyDLL(None).pause()  # as a call into Mooncake that hangs: no thread of Python runs from here on
 """
 
 
