@@ -48,7 +48,6 @@ _VERSION = struct.Struct("<8sI")
 _REF = struct.Struct("<III")
 REF_BYTES = _REF.size
 _HEADER = struct.Struct("<II16s16sQIII")
-_VOUCH = struct.Struct("<II16s")
 INSTANCE_BYTES = 8
 """Bytes of the random number by which a client knows its own promises again on another connection."""
 _WRITER = struct.Struct("<II8s")
@@ -66,9 +65,6 @@ class SlotState(IntEnum):
     WRITING = 1
     PRESENT = 2
     QUARANTINED = 3
-
-
-_PRESENT = int(SlotState.PRESENT)
 
 
 class PageFlag(IntFlag):
@@ -299,9 +295,3 @@ def headers_are_sound(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """:func:`header_is_sound` of many, which are :data:`HEADER`."""
     raw = np.frombuffer(headers.tobytes(), f"V{HEADER_BYTES}").tolist()
     return np.fromiter((zlib.crc32(one) == _WHOLE for one in raw), np.bool_, len(raw))
-
-
-def vouches(buffer: memoryview | bytes, slot: int, generation: int, key: bytes) -> bool:
-    """Whether the header of ``slot`` says that it holds the whole committed page of ``key`` in ``generation``."""
-    offset = header_offset(slot)
-    return bytes(buffer[offset : offset + _VOUCH.size]) == _VOUCH.pack(_PRESENT, generation, key)

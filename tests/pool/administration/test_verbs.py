@@ -113,7 +113,10 @@ def test_a_page_that_is_read_leaves_when_its_reader_is_done(client: PoolClient, 
         cleared = beside.submit(ems, "clear", "--all", "-y", "-o", "json")
         while client.lookup(SPACE, b"".join(chain("x", 2))).count:
             assert not cleared.done()
-        assert client.segments(hits.lease.epoch).holds(hits.lease.refs[0], chain("x", 1)[0]), "its bytes stay"
+        (first, *_) = hits.lease.refs
+        assert client.reader(SPACE, hits.lease.epoch).look(first.pack(), chain("x", 1)[0]).present == 1, (
+            "its bytes stay"
+        )
         client.release(hits.lease)
         assert cleared.result(30)["removed"] == 2
 
@@ -377,7 +380,7 @@ def test_a_pool_becomes_smaller_and_larger_under_its_readers(client: PoolClient,
         hits = client.lookup(SPACE, key(("q", name)), lease=True)
         assert hits.lease is not None
         (ref,) = hits.lease.refs
-        assert client.segments(hits.lease.epoch).holds(ref, key(("q", name)))
+        assert client.reader(SPACE, hits.lease.epoch).look(ref.pack(), key(("q", name))).present == 1
         assert bytes(client.segments(hits.lease.epoch).page(ref, PAGE)) == payload
         client.release(hits.lease)
     assert "more than 4096 segments" in ems("resize", "100TB", status=1)

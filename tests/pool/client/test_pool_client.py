@@ -180,7 +180,7 @@ def test_many_threads_share_a_client(client: PoolClient, namespace: Namespace) -
         assert hits.lease is not None
         segments = client.segments(hits.lease.epoch)
         (ref,) = hits.lease.refs
-        assert segments.holds(ref, keys[0])
+        assert client.reader(namespace, hits.lease.epoch).look(ref.pack(), keys[0]).present == 1
         found = set(segments.page(ref, PAGE))
         client.release(hits.lease)
         return found.pop() if len(found) == 1 else -1
@@ -216,8 +216,8 @@ def test_nothing_of_an_old_connection_is_used_on_a_new_one(client: PoolClient, n
     client.commit(client.reserve(namespace, bytes(16), chain("y", 1)))
     lease = client.lookup(namespace, chain("y", 1)[0], lease=True).lease
     assert lease is not None
-    segments = client.segments(half.epoch)
-    segments.segment(lease.refs[0].segment)
+    reader = client.reader(namespace, half.epoch)
+    reader.page(lease.refs[0])
     client.drop()
     client.connect()
     for stale in (
@@ -229,7 +229,7 @@ def test_nothing_of_an_old_connection_is_used_on_a_new_one(client: PoolClient, n
         with pytest.raises(StaleReference):
             stale()
     client.release(lease)
-    assert segments.holds(lease.refs[0], chain("y", 1)[0]), "memory that is mapped stays mapped"
+    assert reader.look(lease.refs[0].pack(), chain("y", 1)[0]).present == 1, "memory that is mapped stays mapped"
 
 
 def test_a_forked_child_leaves_its_parents_connection_alone(client: PoolClient, namespace: Namespace) -> None:

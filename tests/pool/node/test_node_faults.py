@@ -100,11 +100,11 @@ def test_nobody_reads_what_was_overwritten(make_node: MakeNode, make_client: Mak
     client.commit(client.reserve(namespace, bytes(16), chain("old", 1)))
     lease = reader.lookup(namespace, chain("old", 1)[0], lease=True).lease
     assert lease is not None
-    segments = reader.segments(lease.epoch)
+    pages = reader.reader(namespace, lease.epoch)
     (ref,) = lease.refs
-    assert segments.holds(ref, chain("old", 1)[0])
-    assert not segments.holds(ref, chain("new", 1)[0])
-    assert not segments.holds(ref._replace(generation=ref.generation + 1), chain("old", 1)[0])
+    assert pages.look(ref.pack(), chain("old", 1)[0]).present == 1
+    assert pages.look(ref.pack(), chain("new", 1)[0]).present == 0
+    assert pages.look(ref._replace(generation=ref.generation + 1).pack(), chain("old", 1)[0]).present == 0
     reader.release(lease)
     used, before = set(), bytes(16)
     for part in range(10):
@@ -114,7 +114,7 @@ def test_nobody_reads_what_was_overwritten(make_node: MakeNode, make_client: Mak
         used |= {slot[:2] for slot in reserved.granted.values()}
         before = keys[-1]
     assert ref[:2] in used, "the slot was never used again"
-    assert not segments.holds(ref, chain("old", 1)[0])
+    assert pages.look(ref.pack(), chain("old", 1)[0]).present == 0
 
 
 # Full pools

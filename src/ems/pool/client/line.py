@@ -31,7 +31,7 @@ from ems.errors import (
 from ems.pool.client.answers import Namespace
 from ems.pool.client.introduction import Introduction, receive_frames
 from ems.pool.client.retry import ConnectionEnded, Retry
-from ems.pool.layout import MAGIC, PageRef, generation_of, slot_offset, vouches
+from ems.pool.layout import MAGIC, PageRef, generation_of, slot_offset
 from ems.pool.protocol import coding, messages
 
 CALL_SECONDS = 5.0
@@ -103,9 +103,6 @@ class SegmentMap:
             raise StaleReference(f"slot {ref.slot} of segment {ref.segment} is not promised any more, reserve again")
         begin = slot_offset(len(segment), size, ref.slot)
         return segment[begin : begin + size]
-
-    def holds(self, ref: PageRef, key: bytes) -> bool:
-        return vouches(self.segment(ref.segment), ref.slot, ref.generation, key)
 
 
 class Connection(msgspec.Struct):
