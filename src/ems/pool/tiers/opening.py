@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ems.errors import ConfigError
 from ems.pool.tiers.cluster.tier import open_cluster
+from ems.pool.tiers.pack_seal import given_seal_key
 from ems.pool.tiers.packs import open_packs
 from ems.pool.tiers.seam import Tier
 from ems.pool.tiers.settings import TierConfig
@@ -16,9 +17,10 @@ def open_tier(config: TierConfig, *, for_tenants: bool = False) -> Tier:
     """
     if config.kind != "mooncake":
         return open_packs(config)
-    if for_tenants and config.seal_key is None:
+    seal_key = given_seal_key(config)
+    if for_tenants and seal_key is None:
         raise ConfigError(
             f"{config.name} has no seal, so that whoever reaches the cluster could plant pages of any tenant: give "
             "seal_key=FILE, a secret of all its nodes ('openssl rand -base64 32 > FILE && chmod 600 FILE')"
         )
-    return open_cluster(config)
+    return open_cluster(config, seal_key)

@@ -102,7 +102,7 @@ def open_keys(config: TierConfig, *, make: bool = True) -> SealKeys | None:
     """
     if config.key is not None:
         return read_keys(config.key, encrypts=True)
-    path = config.seal_key or (default_seal_key() if config.kind == "dir" or "EMS_SEAL_KEY" in os.environ else None)
+    path = given_seal_key(config) or (default_seal_key() if config.kind == "dir" else None)
     if path is None:
         raise ConfigError(
             f"{config.name} can be written by more than this node: give seal_key=FILE, a secret of all its nodes "
@@ -146,10 +146,14 @@ def _secret(file: Path) -> bytes:
     return secret
 
 
+def given_seal_key(config: TierConfig) -> Path | None:
+    """The key that the tier's settings name, or the environment where they name none."""
+    given = os.environ.get("EMS_SEAL_KEY")
+    return config.seal_key or (Path(given) if given else None)
+
+
 def default_seal_key() -> Path:
-    """Where the key of this user's folders is: ``EMS_SEAL_KEY``, else a file that outlives a restart of the host."""
-    if given := os.environ.get("EMS_SEAL_KEY"):
-        return Path(given)
+    """Where the key of this user's folders is: a file that outlives a restart of the host."""
     if os.geteuid() == 0:
         return Path("/var/lib/ems/seal.key")
     state = os.environ.get("XDG_STATE_HOME")

@@ -12,7 +12,8 @@ from ems.pool.tiers.settings import parse_tier
 from tests.pool.tiers.cluster.hosts import write_settings
 
 
-def test_a_node_that_serves_tenants_wants_a_seal(tmp_path: Path) -> None:
+def test_a_node_that_serves_tenants_wants_a_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EMS_SEAL_KEY")
     address = f"mooncake:{write_settings(tmp_path, '127.0.0.1:9')}"
     with pytest.raises(ConfigError, match="has no seal"):
         open_tier(parse_tier(address), for_tenants=True)
@@ -21,6 +22,20 @@ def test_a_node_that_serves_tenants_wants_a_seal(tmp_path: Path) -> None:
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     assert open_tier(parse_tier(f"{address}?seal_key={secret}"), for_tenants=True).asks
+
+
+def test_the_environment_names_the_seal_where_the_settings_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"mooncake:{write_settings(tmp_path, '127.0.0.1:9')}"
+    assert open_tier(parse_tier(address), for_tenants=True).asks
+    assert "believed whoever stored them" not in capsys.readouterr().out
+    monkeypatch.setenv("EMS_SEAL_KEY", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"cannot read the key .*none: No such file"):
+        open_tier(parse_tier(address))
+    monkeypatch.delenv("EMS_SEAL_KEY")
+    open_tier(parse_tier(address))
+    assert "believed whoever stored them" in capsys.readouterr().out
 
 
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

@@ -229,16 +229,19 @@ def read_mooncake(place: str) -> MooncakeConfig:
     return config
 
 
-def open_cluster(config: TierConfig) -> ClusterTier:
-    """The tier that ``config`` describes; nobody was asked anything yet.  Raises ConfigError: it cannot be used."""
+def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
+    """The tier that ``config`` describes, sealed with the secret in ``seal_key``; nobody was asked anything yet.
+
+    Raises ConfigError: it cannot be used.
+    """
     mooncake = read_mooncake(config.place)
-    if config.seal_key is not None:
-        read_keys(config.seal_key, encrypts=False)
+    if seal_key is not None:
+        read_keys(seal_key, encrypts=False)
     else:
         _log.warning("pages of a cluster are believed whoever stored them, give seal_key=FILE", tier=config.name)
     agents = Agents(
         mooncake,
-        key_path=str(config.seal_key or ""),
+        key_path=str(seal_key or ""),
         own_place=config.placement == "own",
         replicas=config.replicas,
         lanes=config.readers + 4 + 2,
