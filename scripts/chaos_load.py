@@ -21,7 +21,6 @@ MIX: dict[Kind, int] = {"fresh": 15, "prefix": 30, "repeat": 15, "turn": 20, "lo
 """Of a hundred requests, so many begin with nothing known, with a shared prefix, say again what was said, go on with a
 conversation, have a long answer, or are given up."""
 
-SERVERS = 2
 LONGEST = 1100
 """Tokens of the longest prompt; a conversation that grew longer is over."""
 TIE = 1 / 32
@@ -45,10 +44,11 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Load:
-    """An endless, varied load; the same for the same seed and answers."""
+    """An endless, varied load for so many ``servers``; the same for the same seed and answers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, servers: int = 2) -> None:
         self._random = Random(seed)
+        self._servers = servers
         self._prefixes = [self._some(self._random.randrange(100, 700)) for _ in range(6)]
         self._asked: list[Tokens] = [self._prefixes[0]]
         self._conversations: list[Tokens] = []
@@ -61,7 +61,7 @@ class Load:
         prompt = self._prompt(kind)
         leave_after = random.choice((0, 0, 1, 3, 20, 60)) if kind == "leave" else None
         self._remember(self._asked, prompt)
-        return Job(kind, random.randrange(SERVERS), prompt, tokens, leave_after)
+        return Job(kind, random.randrange(self._servers), prompt, tokens, leave_after)
 
     def answered(self, job: Job, answer: Tokens) -> None:
         """``answer`` came for ``job``: a conversation may go on from it."""
@@ -109,6 +109,46 @@ def faults(seed: int) -> Iterator[Fault]:
         yield Fault(kind, random.uniform(0.5, 5.0) if random.random() < 0.4 else random.uniform(5.0, 40.0), lasts)
 
 
+Part = Literal["node", "agents", "engine", "link", "master"]
+
+
+class ClusterFault(msgspec.Struct, frozen=True):
+    """After so many seconds a ``part`` of a ``host`` breaks; ``lasts`` seconds later it is mended.
+
+    Masters are counted by themselves; an engine comes back when it can, agents are started again by their node.
+    """
+
+    part: Part
+    act: Literal["kill", "freeze", "cut"]
+    host: int
+    after: float
+    lasts: float
+
+
+CLUSTER_FAULTS: dict[tuple[Part, Literal["kill", "freeze", "cut"]], int] = {
+    ("node", "kill"): 20,
+    ("node", "freeze"): 8,
+    ("agents", "kill"): 12,
+    ("agents", "freeze"): 6,
+    ("engine", "kill"): 7,
+    ("link", "cut"): 27,
+    ("master", "kill"): 14,
+    ("master", "freeze"): 6,
+}
+"""Of a hundred faults so many; an engine takes half a minute to come back, so few are killed."""
+
+
+def cluster_faults(seed: int, hosts: int, masters: int) -> Iterator[ClusterFault]:
+    """What happens to a cluster, for ever; much of it while something else is broken, too."""
+    random = Random(seed)
+    while True:
+        part, act = random.choices(list(CLUSTER_FAULTS), list(CLUSTER_FAULTS.values()))[0]
+        # Mooncake's master forgets a host of which it heard nothing for ten seconds.
+        lasts = random.uniform(0.2, 4.0) if random.random() < 0.6 else random.uniform(4.0, 20.0)
+        host = random.randrange(masters if part == "master" else hosts)
+        yield ClusterFault(part, act, host, random.uniform(0.5, 12.0), lasts)
+
+
 class Tally:
     """What came of the requests, and everything that should not have been.  Not safe for several threads."""
 
@@ -116,6 +156,8 @@ class Tally:
         self.asked: Counter[Kind] = Counter()
         self.answered: Counter[Kind] = Counter()
         self.left: Counter[Kind] = Counter()
+        self.cut: Counter[Kind] = Counter()
+        """Requests that ended with their engine, which was killed."""
         self.ties: Counter[Kind] = Counter()
         self.wrong: Counter[Kind] = Counter()
         self.failed: Counter[Kind] = Counter()

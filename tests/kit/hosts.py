@@ -14,8 +14,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import psutil
 
 from ems.errors import EmsError
 
@@ -76,8 +79,21 @@ class Namespace:
         if done.returncode:
             raise HostsError(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
+    def processes(self) -> list[psutil.Process]:
+        """What runs here now, but for this process, a thread of which may have entered."""
+        here = os.fstat(self._descriptor).st_ino
+        return [one for one in psutil.process_iter() if one.pid != os.getpid() and _namespace(one.pid) == here]
+
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _namespace(pid: int) -> int:
+    """The number of the namespace that a process is in, 0 when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/ns/net").stat().st_ino
+    except OSError:
+        return 0
 
 
 def _enter(descriptor: int) -> None:

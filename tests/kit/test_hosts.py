@@ -71,5 +71,8 @@ def test_processes_that_are_started_inside_live_there() -> None:
         with network.hosts[0].entered():
             inside = str(Path("/proc/thread-self/ns/net").readlink())
             seen = subprocess.run(["readlink", "/proc/self/ns/net"], capture_output=True, text=True, check=True)
+            with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as cat:
+                assert [one.pid for one in network.hosts[0].processes()] == [cat.pid]
+                cat.communicate()
         assert seen.stdout.strip() == inside != before
         assert str(Path("/proc/thread-self/ns/net").readlink()) == before

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
+from pathlib import Path
 
 import pytest
 
-from scripts import chaos
-from scripts.chaos_load import LONGEST, MIX, Job, Load, Tally, faults, first_difference
+from scripts import chaos, chaos_runner, cluster_chaos
+from scripts.chaos_load import CLUSTER_FAULTS, LONGEST, MIX, Job, Load, Tally, cluster_faults, faults, first_difference
+from scripts.chaos_runner import Engine, Reference, Runner
+from tests.kit.engine import VllmServer
 
 JOB = Job("fresh", 0, (300, 301), 3)
 
@@ -33,7 +37,7 @@ def test_a_load_is_varied_and_fits_the_engines() -> None:
     assert {job.kind for job in made} == set(MIX)
     assert {job.server for job in made} == {0, 1}
     assert all(1 <= len(job.prompt) <= LONGEST for job in made)
-    assert all(len(job.prompt) + job.tokens <= chaos.OPTIONS.max_model_len for job in made)
+    assert all(len(job.prompt) + job.tokens <= chaos_runner.OPTIONS.max_model_len for job in made)
     assert all((job.leave_after is not None) == (job.kind == "leave") for job in made)
 
 
@@ -106,10 +110,60 @@ def test_what_is_held_at_the_end_is_a_violation() -> None:
     assert tally.violations == ["pool: reservations is 2, expected 0"]
 
 
+def test_all_parts_of_all_hosts_break() -> None:
+    broken = list(itertools.islice(cluster_faults(0, 4, 2), 500))
+
+    assert {(fault.part, fault.act) for fault in broken} == set(CLUSTER_FAULTS)
+    assert {fault.host for fault in broken if fault.part != "master"} == {0, 1, 2, 3}
+    assert {fault.host for fault in broken if fault.part == "master"} == {0, 1}
+    assert any(fault.lasts > 10 for fault in broken)
+    assert broken == list(itertools.islice(cluster_faults(0, 4, 2), 500))
+
+
+def test_a_load_for_four_servers_reaches_all() -> None:
+    load = Load(0, 4)
+
+    assert {load.next().server for _ in range(100)} == {0, 1, 2, 3}
+
+
+class Refused(Engine):
+    """An engine that takes no connection, and is killed then unless it is ``up`` for ever."""
+
+    def __init__(self, *, killed: bool) -> None:
+        super().__init__(VllmServer(Path("none"), log=Path("none")))
+        self._killed = killed
+
+    def connect(self, deadline: float) -> http.client.HTTPConnection:
+        if self._killed:
+            self.up = False
+            self.kills += 1
+        raise ConnectionRefusedError
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_request_fails_or_is_cut_with_its_engine(*, killed: bool) -> None:
+    tally, engine = Tally(), Refused(killed=killed)
+    runner = Runner(tally, [engine], Reference(engine.server, 1.0), 1.0)
+
+    runner.run(Load(0), 0.05, 1)
+
+    assert sum(tally.asked.values()) == sum(tally.cut.values()) + sum(tally.failed.values()) > 0
+    assert bool(tally.violations) != killed
+
+
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "x"], ["--clients", "0"], ["--model", "none"]])
 def test_wrong_usage_ends_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         chaos.main(arguments)
+
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--hosts", "1"], ["--masters", "0"]])
+def test_a_cluster_is_two_hosts_and_a_master_at_least(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cluster_chaos.main(arguments)
 
     assert ended.value.code == 2
     assert arguments[0] in capsys.readouterr().err
