@@ -26,7 +26,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.vllm import compat
 from ems.vllm.adapters import Adapters, how_used, watch_loads
 from ems.vllm.configuration.settings import read_settings, reads_by_layer
-from ems.vllm.hooks import follow_engine
+from ems.vllm.hooks import follow_engine, note_publisher
 from ems.vllm.kv_events.events import BlockEvents, ChangeFeed, publishes_events
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
 from ems.vllm.model import describe, local_planes
@@ -136,6 +136,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 tokens = partial(compat.hash_tokens, kv_cache_config, model.block_size)
                 specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
                 events = BlockEvents(model, specs, tokens, feed)
+                note_publisher(partial(setattr, events, "publisher"))
             self._side = self._scheduler = SchedulerSide(
                 settings,
                 model,

@@ -101,6 +101,21 @@ def _fill_head_dim(model: Any) -> None:
         text.head_dim = hidden // heads
 
 
+def note_publisher(note: Callable[[Any], None]) -> None:
+    """Call ``note`` with the publisher of KV events that this process makes next: its engine's."""
+    from vllm.distributed.kv_events import EventPublisherFactory
+
+    original = vars(EventPublisherFactory)["create"]
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        EventPublisherFactory.create = original
+        publisher = EventPublisherFactory.create(*args, **kwargs)
+        note(publisher)
+        return publisher
+
+    EventPublisherFactory.create = staticmethod(create)
+
+
 def allow_matrix_tiles() -> None:
     """Let this process use the matrix tiles of its processor (AMX), which vLLM's attention on a CPU takes for granted.
 

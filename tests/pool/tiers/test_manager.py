@@ -14,6 +14,8 @@ import pytest_asyncio
 
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
+from ems.pool.media import STORAGE, asked_for, named
+from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.tiers.answers import KeyRun, Outcome, Wanted
 from ems.pool.tiers.packs import PackTier
 from tests.kit.tiers import key, page
@@ -50,6 +52,42 @@ async def test_a_lookup_brings_back_what_memory_lost(bench: Callable[..., Bench]
     await one.until(lambda: one.present(keys) == 30)
     assert one.right(keys)
     assert one.look(keys) == 0
+
+
+async def test_what_a_tier_gets_and_loses_is_told(bench: Callable[..., Bench]) -> None:
+    one, keys = bench(), chain("a", 4)
+    names = asked_for([NAME])
+    on_disk = names.index(named(NAME, STORAGE))
+    changes = one.node.core.changes
+    place = changes.since(FROM_NOW, names, 0.0)[0]
+    told: list[tuple[bool, bytes]] = []
+
+    def news() -> list[tuple[bool, bytes]]:
+        nonlocal place
+        place, _, runs = changes.since(place, names, 0.0)
+        told.extend((run.stored, run.keys) for run in runs if run.namespace == on_disk)
+        return told
+
+    await stored(one, keys)
+    assert news() == [(True, b"".join(keys))]
+    assert one.tier_manager.prefetch(one.namespace, keys) == 4
+    for pack in one.folder.glob("*/*.pack"):
+        pack.unlink()
+    one.state.look_soon()
+    await one.until(lambda: len(news()) == 2)
+    assert told[1] == (False, b"".join(keys))
+
+
+async def test_what_a_tier_had_before_is_told_when_somebody_looks_it_up(bench: Callable[..., Bench]) -> None:
+    one, keys = bench(), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    names = [named(NAME, STORAGE)]
+    place = one.node.core.changes.since(FROM_NOW, names, 0.0)[0]
+    one.look(keys)
+    one.look(keys)
+    (run,) = one.node.core.changes.since(place, names, 0.0)[2]
+    assert (run.stored, run.keys) == (True, b"".join(keys))
 
 
 async def test_keys_that_come_up_are_being_written_for_everybody(bench: Callable[..., Bench]) -> None:

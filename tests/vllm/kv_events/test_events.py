@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventPublisherFactory
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -19,6 +20,7 @@ from ems.errors import PoolRefused
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
+from ems.vllm.hooks import note_publisher
 from ems.vllm.kv_events import events as module
 from ems.vllm.kv_events.events import BlockEvents, ChangeFeed
 from ems.vllm.model import BlockModel
@@ -99,8 +101,10 @@ Make = Callable[..., Engine]
 def make(node: Node) -> Iterator[Make]:
     made: list[Engine] = []
 
-    def engine(planes: tuple[Plane, ...] = PLAIN, groups: int = 1, hash_tokens: int = BLOCK) -> Engine:
-        made.append(Engine(node, planes, groups, hash_tokens))
+    def engine(
+        planes: tuple[Plane, ...] = PLAIN, groups: int = 1, hash_tokens: int = BLOCK, of: Node | None = None
+    ) -> Engine:
+        made.append(Engine(of or node, planes, groups, hash_tokens))
         return made[-1]
 
     yield engine
@@ -122,6 +126,56 @@ def test_blocks_are_announced_once_they_are_committed(make: Make) -> None:
     assert (event.block_size, event.medium, event.group_idx) == (BLOCK, "CPU", 0)
     assert (event.lora_id, event.lora_name, event.extra_keys) == (None, None, None)
     assert event.kv_cache_spec_kind == "full_attention"
+
+
+def test_an_engine_that_makes_no_steps_publishes_all_the_same(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    engine = make()
+    engine.events.offered(REQUEST, engine.save(0, 2), ())
+    published: list[Any] = []
+    engine.events.publisher = SimpleNamespace(publish=published.append)
+    engine.commit(0, 0, 2)
+    wait_for(lambda: bool(published), "the events are published")
+
+    (event,) = published[0].events
+    assert event.block_hashes == NAMES[:2]
+    assert abs(published[0].ts - time.time()) < 3600
+    assert engine.events.take() == []
+
+
+def test_an_engine_that_makes_steps_publishes_with_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 1000.0)
+    engine = make()
+    engine.events.offered(REQUEST, engine.save(0, 2), ())
+    engine.events.publisher = SimpleNamespace(publish=lambda _: pytest.fail("it was published twice"))
+    engine.commit(0, 0, 2)
+
+    assert len(engine.take(1)) == 1
+
+
+def test_the_publisher_of_the_engine_is_noted_once() -> None:
+    noted: list[Any] = []
+    create = vars(EventPublisherFactory)["create"]
+    note_publisher(noted.append)
+    made = EventPublisherFactory.create(None, 3)
+
+    assert noted == [made]
+    assert vars(EventPublisherFactory)["create"] is create
+    assert EventPublisherFactory.create(None) is not made
+    assert noted == [made]
+
+
+def test_blocks_on_disk_are_told_of_as_such(make: Make, tmp_path: Path) -> None:
+    with running_node("--size", "9MB", "--segment-size", "3MB", "--tier", f"dir:{tmp_path}/tier") as node:
+        engine = make(of=node)
+        engine.events.offered(REQUEST, engine.save(0, 2), ())
+        engine.commit(0, 0, 2)
+        events = engine.take(2)
+
+    assert [(event.medium, event.block_hashes) for event in events] == [("CPU", NAMES[:2]), ("STORAGE", NAMES[:2])]
+    if module._HAS_PLACES:
+        assert [event.locality for event in events] == ["LOCAL", None]
+    assert [event.token_ids for event in events] == [TOKENS[: 2 * BLOCK]] * 2
 
 
 def test_what_else_names_a_block_is_told(make: Make) -> None:

@@ -24,7 +24,9 @@ from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.writing import Reserved
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageRef, writer_of
+from ems.pool.media import medium_of
 from ems.pool.movement.promotion import Portion, Promotions
+from ems.pool.movement.told import Told
 from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
 from ems.pool.pages import Page
@@ -54,6 +56,9 @@ CLEANED_FOR = 64
 """Saved pages for which it is done once: what would leave is walked through faster than it can leave."""
 SETTLED = frozenset({Outcome.DONE, Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
 """What becomes of a page that is of no use to offer again while nobody uses it."""
+THERE = frozenset({Outcome.DONE, Outcome.PRESENT})
+HEARD_SECONDS = 600.0
+"""How long a page counts as being in a tier that has to be asked, when nobody hears of it again."""
 FLUSH_SECONDS = 1.5
 """How long a node that stops goes on writing what waits."""
 
@@ -101,6 +106,8 @@ class TierManager:
         """Since when memory has no room for pages of a namespace: nobody is told to wait for them."""
         self._promoting: dict[tuple[int, bytes], int] = {}
         """Keys that are being fetched."""
+        media = {medium_of(state.config.kind) for state in self.states}
+        self._told = {medium: Told(host.core.changes, medium, partial(self._held, medium)) for medium in media}
         self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
 
@@ -187,6 +194,8 @@ class TierManager:
                     again = partial(self._want, namespace, keys, at, computing, urgent=urgent)
                     if maybe := self._asks(state, name, keys[at:], again):
                         return at - start, promoting + maybe
+                if count:
+                    self._told_of(state).seen(name, keys[at : at + count], now)
                 if not count:
                     state.miss(now)
                 elif self._is_worth(state, count * page_size, computing * count, now) and self._ask(
@@ -199,6 +208,20 @@ class TierManager:
             promoting += count
         return at - start, promoting
 
+    # What others are told of the tiers
+
+    def _told_of(self, state: TierState) -> Told:
+        return self._told[medium_of(state.config.kind)]
+
+    def _held(self, medium: str, name: str, key: bytes, heard: float) -> bool:
+        """Whether a tier of ``medium`` has a page of which was last ``heard`` then, and may be read."""
+        now = self._clock()
+        return any(
+            state.tier.holds(name, [key]) > 0 or (state.tier.asks and now < heard + HEARD_SECONDS)
+            for state in self.states
+            if state.reads and medium_of(state.config.kind) == medium
+        )
+
     # Tiers that have to be asked what they have
 
     def _asks(self, state: TierState, name: str, keys: list[bytes], again: Callable[[], object]) -> int:
@@ -206,8 +229,14 @@ class TierManager:
         tier = cast("AskedTier", state.tier)
         maybe, unknown = tier.unknown(name, keys)
         if unknown:
-            self._question(state, partial(tier.ask, name, unknown), again)
+            self._question(
+                state, partial(tier.ask, name, unknown), partial(self._answered, state, name, unknown, again)
+            )
         return maybe
+
+    def _answered(self, state: TierState, name: str, keys: Sequence[bytes], again: Callable[[], object]) -> None:
+        self._told_of(state).missed(name, keys)
+        again()
 
     def _asks_tails(self, state: TierState, namespace: int, name: str, tail: Tail, shared: int) -> bool:
         """Whether a tail may turn out to be in ``state``, which is looked up again then."""
@@ -251,6 +280,8 @@ class TierManager:
             for job in state.hung(now):
                 self._hangs(state, job, now)
             state.keep(now)
+        for told in self._told.values():
+            told.look()
         self._clean()
         self._pump()
 
@@ -346,6 +377,9 @@ class TierManager:
         state.counts["pages_fetched"] += len(good)
         state.counts["fetch_misses"] += outcomes.count(Outcome.MISSING)
         state.counts["fetch_corrupt"] += outcomes.count(Outcome.CORRUPT)
+        with contextlib.suppress(StaleReference):  # the namespace is gone
+            absent = [portion.keys[at] for at in positions if at not in good]
+            self._told_of(state).missed(self._host.core.named(portion.namespace)[0], absent)
         if failure is not None:
             self._cut_reading(state, error_text(failure), now)
         self._pump_soon()
@@ -410,11 +444,13 @@ class TierManager:
         if not pages:
             self._let_go(state, units)
             return
-        job = Job(partial(state.tier.write, name, pages), partial(self._written, state, uses))
+        job = Job(partial(state.tier.write, name, pages), partial(self._written, state, name, pages, uses))
         state.writes[job] = units
         state.writers.give(job)
 
-    def _written(self, state: TierState, uses: list[tuple[bytes, float]], job: Job) -> None:
+    def _written(
+        self, state: TierState, name: str, pages: Sequence[Leaving], uses: list[tuple[bytes, float]], job: Job
+    ) -> None:
         units = state.writes.pop(job)
         if self._closed:
             return
@@ -427,6 +463,9 @@ class TierManager:
             state.counts["pages_written"] += outcomes.count(Outcome.DONE)
             state.counts["write_corrupt"] += outcomes.count(Outcome.CORRUPT)
             settled = [use for use, outcome in zip(uses, outcomes, strict=True) if outcome in SETTLED]
+            if state.reads:
+                there = [page.key for page, outcome in zip(pages, outcomes, strict=True) if outcome in THERE]
+                self._told_of(state).seen(name, there, self._clock())
             state.pre_eviction.settled(units[0].namespace, settled)
         self._pump_soon()
 
@@ -508,7 +547,10 @@ class TierManager:
         return self.states[tier].errand(look)
 
     def forget(self, tier: int, matches: ForgetRequest, *, dry_run: bool) -> Errand:
-        return self.states[tier].errand(lambda one: one.forget(matches, dry_run=dry_run), writes=True)
+        state = self.states[tier]
+        if state.tier.asks and not dry_run:
+            self._told_of(state).forget(matches.namespace)
+        return state.errand(lambda one: one.forget(matches, dry_run=dry_run), writes=True)
 
     def settle(self, tier: int) -> None:
         self.states[tier].look_soon()
