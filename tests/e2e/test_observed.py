@@ -13,33 +13,62 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.protocol.acts import Clear
 from ems.vllm.model import CHUNK_TOKENS
-from tests.e2e.engines import BLOCK, OPTIONS, Node, connector, post, random_prompt, running, running_node, wait_for
+from tests.e2e.engines import (
+    BLOCK,
+    OPTIONS,
+    Node,
+    complete,
+    connector,
+    post,
+    random_prompt,
+    running,
+    running_node,
+    wait_for,
+)
+from tests.e2e.routed_worker import SAYS, RoutedWorker, needs_router, vllm_router
 from tests.kit.engine import VllmServer, free_port
 
 pytestmark = pytest.mark.e2e
 
 
 EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq"}
+END = (-1).to_bytes(8, "big", signed=True)
+"""The number of what comes last in a replay."""
 
 
 class Observed:
-    def __init__(self, node: Node, server: VllmServer, subscriber: Any) -> None:
+    def __init__(self, node: Node, server: VllmServer, subscriber: Any, endpoints: tuple[str, str]) -> None:
         self.node = node
         self.server = server
+        self.endpoint, self.replay_endpoint = endpoints
+        self.heard: list[tuple[int, bytes]] = []
+        """All batches that came, with their numbers."""
         self._subscriber = subscriber
 
     def events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """Events that came since the last call, of blocks in host memory.
-
-        vLLM sends events with its steps, so there is a short one first.
-        """
-        self.ask([301, 302])
+        """Events that came since the last call, of blocks in host memory."""
         came: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         while self._subscriber.poll(200):
-            _, _, payload = self._subscriber.recv_multipart()
+            _, number, payload = self._subscriber.recv_multipart()
+            self.heard.append((int.from_bytes(number, "big"), payload))
             came += msgspec.msgpack.decode(payload, type=KVEventBatch).events
         return [event for event in came if getattr(event, "medium", "") == "CPU"]
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        """The batches from number ``start`` on, as vLLM's publisher sends them to who missed them."""
+        came: list[tuple[int, bytes]] = []
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.connect(self.replay_endpoint)
+            dealer.send_multipart([b"", start.to_bytes(8, "big")])
+            while dealer.poll(30_000):
+                *_, number, payload = dealer.recv_multipart()
+                if number == END:
+                    return came
+                came.append((int.from_bytes(number, "big"), payload))
+        pytest.fail("the replay does not end")
 
     def ask(self, prompt: list[int], **params: object) -> dict[str, Any]:
         """The explanation of a request."""
@@ -64,8 +93,8 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed(model: Path, logs: Path) -> Iterator[Observed]:
-    port = free_port()
-    events = json.dumps({**EVENTS, "endpoint": f"tcp://*:{port}"})
+    port, replay = free_port(), free_port()
+    events = json.dumps({**EVENTS, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay}"})
     with running_node("--size", "16MB") as node:
         server = VllmServer(
             model,
@@ -75,9 +104,10 @@ def observed(model: Path, logs: Path) -> Iterator[Observed]:
             environment=node.environment,
         )
         with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, running(server):
-            subscriber.connect(f"tcp://127.0.0.1:{port}")
+            endpoints = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay}"
+            subscriber.connect(endpoints[0])
             subscriber.subscribe("")
-            yield Observed(node, server, subscriber)
+            yield Observed(node, server, subscriber, endpoints)
 
 
 def test_a_request_that_asks_is_told_of_its_hit_and_of_its_miss(observed: Observed) -> None:
@@ -130,6 +160,55 @@ def test_every_30_seconds_one_line_sums_up(observed: Observed) -> None:
 
     assert "saves " in line
     assert "hit rate " in line
+
+
+@needs_router
+def test_a_router_of_somebody_else_goes_by_what_the_pool_has(observed: Observed, logs: Path) -> None:
+    """The other worker has a block of each prompt: it gets what the router believes the pool to have lost.
+
+    The engine makes no step before it is cleared of a prompt, so all that the router knows comes from an idle engine.
+    """
+    prompts = [random_prompt(seed, CHUNK_TOKENS) for seed in range(20, 30)]
+    firsts = {tuple(prompt[:BLOCK]) for prompt in prompts}
+    there: set[object] = set()
+
+    def announced() -> bool:
+        for event in observed.events():
+            if isinstance(event, BlockStored) and tuple(event.token_ids[:BLOCK]) in firsts:
+                firsts.discard(tuple(event.token_ids[:BLOCK]))
+                there.update(event.block_hashes)
+        return not firsts
+
+    def taken_back() -> bool:
+        for event in observed.events():
+            there.difference_update(event.block_hashes if isinstance(event, BlockRemoved) else ())
+        return not there
+
+    sources = {observed.server.url: observed.endpoint}
+    with RoutedWorker() as other, vllm_router(sources | {other.url: other.events}, logs / "vllm-router.log") as url:
+        for prompt in prompts:
+            other.announce(prompt, "CPU", 1)
+            observed.store(prompt)
+        wait_for(announced, "the prompts' blocks are announced")
+        wait_for(lambda: complete(url, prompts[0]) != SAYS, "the router gives a prompt to the engine")
+        assert complete(url, prompts[1]) != SAYS
+
+        administrator = PoolClient(observed.node.socket, "test", administers=True)
+        administrator.administer(Clear(everything=True))
+        administrator.close()
+        wait_for(taken_back, "the prompts' blocks are taken back")
+        # The router hears of it by another connection.  What it still gives to the engine is in the pool again.
+        left = iter(prompts[2:])
+        wait_for(lambda: complete(url, next(left)) == SAYS, "the router gives a prompt to the other worker")
+
+
+def test_who_missed_events_has_them_replayed(observed: Observed) -> None:
+    observed.store(random_prompt(30, CHUNK_TOKENS))
+    wait_for(lambda: bool(observed.events()), "the prompt's blocks are announced")
+    first, last = observed.heard[0][0], observed.heard[-1][0]
+
+    assert observed.heard == [(number, payload) for number, payload in observed.replay(first) if number <= last]
+    assert observed.replay(last)[0] == observed.heard[-1]
 
 
 def test_events_follow_blocks_into_the_pool_and_out_of_it(observed: Observed) -> None:
