@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.client import announced
-from ems.pool.client.announced import Announced, BlockEvent, Chunk, Page
+from ems.pool.client.announced import AGAIN_SECONDS, Announced, BlockEvent, Chunk, Page
 from ems.pool.protocol.messages import ChangeRun
 
 SHARDS = 2
@@ -110,7 +110,18 @@ def test_each_medium_is_told_of_by_itself() -> None:
 def test_pages_that_a_tier_had_before_the_offer_count() -> None:
     known = Announced(len(PLANES))
     assert known.changed(store(0, medium=2)) == []
-    assert known.offered(offer(0), present=True) == [stored(0, medium=2), stored(0)]
+    assert known.found(offer(0), 0.0) == [stored(0, medium=2), stored(0)]
+
+
+def test_blocks_that_are_found_long_after_are_told_of_again() -> None:
+    """A router that was started since, or forgot all when the engine cleared its cache, learns of them so."""
+    known = Announced(len(PLANES))
+    known.offered(offer(0))
+    known.changed([*store(0), *store(0, medium=1)])
+    assert known.found(offer(0), 100.0) == []
+    assert known.found(offer(0), 100.0 + AGAIN_SECONDS) == [stored(0), stored(0, medium=1)]
+    assert known.found(offer(0), 101.0 + AGAIN_SECONDS) == []
+    assert known.withdraw() == [removed(0), removed(0, medium=1)]
 
 
 def test_a_block_that_only_a_tier_has_is_still_told_of_when_it_comes_back() -> None:
@@ -124,8 +135,8 @@ def test_a_block_that_only_a_tier_has_is_still_told_of_when_it_comes_back() -> N
 
 def test_blocks_that_a_lookup_found_are_told_of_at_once() -> None:
     known = Announced(len(PLANES))
-    assert known.offered(offer(0, 1), present=True) == [stored(0), stored(1)]
-    assert known.offered(offer(0, 1), present=True) == []
+    assert known.found(offer(0, 1), 0.0) == [stored(0), stored(1)]
+    assert known.found(offer(0, 1), 1.0) == []
 
 
 def test_all_is_taken_back_when_nothing_is_known_any_more() -> None:
@@ -186,7 +197,7 @@ def test_after_any_history_those_are_told_of_that_were_offered_and_are_whole(
             events = known.offered(offer(number))
         elif what == "find" and whole(number, 0):
             wanted.add(number)
-            events = known.offered(offer(number), present=True)
+            events = known.found(offer(number), 0.0)
         elif what == "flip":
             events = known.changed([run(page, stored=(medium, page) not in here, medium=medium)])
             here ^= {(medium, page)}

@@ -2,9 +2,8 @@
 
 A brain.  It hears in any order which blocks the engine offers or finds and which pages the node stored or removed, and
 where, and returns the events to publish.  What always holds: the blocks of a chunk are announced in a medium only while
-that has all its pages, as far as the node has said; between two announcements of a block in a medium there is one
-removal; memory is bounded by :data:`MOST_CHUNKS` and :data:`MOST_STRAYS`, and the removal of a block that must be
-forgotten is published first.
+that has all its pages, as far as the node has said; an announced block is removed once; memory is bounded by
+:data:`MOST_CHUNKS` and :data:`MOST_STRAYS`, and the removal of a block that must be forgotten is published first.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ MOST_CHUNKS = 65536
 """Chunks that are followed at a time; their tokens take a kibibyte each."""
 MOST_STRAYS = 65536
 """Stored pages of blocks that are not known yet: a page can be reported before its block is offered."""
+AGAIN_SECONDS = 30.0
+"""What is found so long after it was announced is announced again: a subscriber may have begun or forgotten since."""
 _MEMORY = 0
 _MEDIA = range(len(MEDIA))
 
@@ -54,7 +55,7 @@ class BlockEvent(msgspec.Struct, frozen=True):
 class _Followed:
     """A chunk of which others have been told, or will be once none of its ``pages`` is missing in a medium."""
 
-    __slots__ = ("announced", "chunk", "missing", "pages")
+    __slots__ = ("announced", "chunk", "missing", "pages", "told_at")
 
     def __init__(self, chunk: Chunk, pages: Sequence[Page]) -> None:
         self.chunk = chunk
@@ -62,6 +63,8 @@ class _Followed:
         self.missing = [self.all] * len(MEDIA)
         """For each medium the pages that it lacks, one bit each."""
         self.announced: set[int] = set()
+        self.told_at: float | None = None
+        """When it was found and announced last."""
 
     @property
     def all(self) -> int:
@@ -79,16 +82,29 @@ class Announced:
         """With the page's position in the chunk."""
         self._strays: dict[tuple[int, Page], None] = {}
 
-    def offered(self, chunks: Iterable[tuple[Chunk, Sequence[Page]]], *, present: bool = False) -> list[BlockEvent]:
-        """The engine offers chunks for saving, each with its pages, or found them in memory (``present``)."""
+    def offered(self, chunks: Iterable[tuple[Chunk, Sequence[Page]]]) -> list[BlockEvent]:
+        """The engine offers chunks for saving, each with its pages."""
+        events: list[BlockEvent] = []
+        for chunk, pages in chunks:
+            if (chunk.group, chunk.names[-1]) not in self._chunks:
+                self._follow(chunk, pages, events)
+        return events
+
+    def found(self, chunks: Iterable[tuple[Chunk, Sequence[Page]]], now: float) -> list[BlockEvent]:
+        """The engine found chunks in memory."""
         events: list[BlockEvent] = []
         for chunk, pages in chunks:
             followed = self._chunks.get((chunk.group, chunk.names[-1]))
             if followed is None:
                 followed = self._follow(chunk, pages, events)
-            if present:
-                followed.missing[_MEMORY] = 0
-                self._announce(followed, _MEMORY, events)
+            followed.missing[_MEMORY] = 0
+            if followed.told_at is None:
+                followed.told_at = now
+            elif now - followed.told_at >= AGAIN_SECONDS:
+                followed.told_at = now
+                followed.announced.clear()
+            for medium in _MEDIA:
+                self._announce(followed, medium, events)
         return events
 
     def changed(self, runs: Iterable[ChangeRun]) -> list[BlockEvent]:

@@ -139,7 +139,7 @@ class BlockEvents:
             keys = chain.packed(first, found.chunks)
             chunks = self._chunks(request, group, first, keys, extra)
             with self._lock:
-                self._untaken += self._announced.offered(chunks, present=True)
+                self._untaken += self._announced.found(chunks, time.monotonic())
 
     def reset(self) -> None:
         with self._lock:
