@@ -84,8 +84,8 @@ class NodeProcess:
         self.seconds_to_listen = time.monotonic() - begin
         assert self.returncode is None, f"the node ended with status {self.returncode}: {self.log}"
 
-    def client(self, name: str = "test", credentials: Credentials | None = None) -> PoolClient:
-        return PoolClient(self.socket, name, credentials=credentials)
+    def client(self, name: str = "test", credentials: Credentials | None = None, **options: Any) -> PoolClient:
+        return PoolClient(self.socket, name, credentials=credentials, **options)
 
     def figures(self) -> dict[str, Any]:
         """The node's figures, asked over a connection of their own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,8 @@ def make_client() -> Iterator[MakeClient]:
     """A client of a node, closed at the end of the test."""
     with ExitStack() as stack:
 
-        def make(node: NodeProcess, name: str = "test") -> PoolClient:
-            client = node.client(name)
+        def make(node: NodeProcess, name: str = "test", **options: Any) -> PoolClient:
+            client = node.client(name, **options)
             stack.callback(client.close)
             return client
 

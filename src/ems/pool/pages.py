@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ems.pool.keys import Tail
 from ems.pool.layout import Geometry, PageRef
+
+ClusterWrite = Literal["", "never", "on_save", "on_second_use", "on_evict"]
+"""When a page is written to a cluster, as its writer wishes; empty: as the node does with others."""
 
 
 class Outcome(IntEnum):
@@ -50,7 +53,8 @@ class Page:
     """
 
     __slots__ = (
-        "key", "leases", "newer", "older", "parent", "place", "present", "ref", "suffixes", "tail", "used", "uses",
+        "cluster_write", "key", "leases", "newer", "older", "parent", "place", "present", "ref", "suffixes", "tail",
+        "used", "uses",
     )  # fmt: skip
 
     def __init__(self, key: bytes, ref: bytes) -> None:
@@ -65,6 +69,7 @@ class Page:
         self.place: Any = None
         self.uses = 0
         self.tail: Tail | None = None
+        self.cluster_write: ClusterWrite = ""
         self.used = 0.0
         """When it was stored or last promised to a reader."""
 

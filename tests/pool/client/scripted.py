@@ -14,8 +14,8 @@ WELCOME = coding.encode(messages.Welcome(1, "0" * 32, "1.0", autostarted=False, 
 
 
 @contextmanager
-def node_that_says(path: Path, *answers: bytes) -> Iterator[None]:
-    """A server with one answer for each request of a connection; after the last it hangs up."""
+def node_that_says(path: Path, *answers: bytes, heard: list[bytes] | None = None) -> Iterator[None]:
+    """A server with one answer for each request of a connection, ``heard`` before; after the last it hangs up."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -28,8 +28,10 @@ def node_that_says(path: Path, *answers: bytes) -> Iterator[None]:
                     return
                 with peer:
                     for answer in answers:
-                        if not peer.recv(1 << 16):
+                        if not (request := peer.recv(1 << 16)):
                             break
+                        if heard is not None:
+                            heard.append(request)
                         peer.sendall(answer)
 
         thread = threading.Thread(target=serve, daemon=True)

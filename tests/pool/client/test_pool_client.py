@@ -23,11 +23,11 @@ from ems.errors import (
     Unauthorised,
 )
 from ems.pool.client import pool_client
-from ems.pool.client.answers import NO_TAIL, Namespace
+from ems.pool.client.answers import NO_TAIL, Namespace, Reservation
 from ems.pool.client.introduction import Introduction, receive_frames
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
-from ems.pool.layout import REF_BYTES
+from ems.pool.layout import REF_BYTES, PageRef
 from ems.pool.protocol import coding, messages
 from ems.pool.tenants.scram import Credentials
 from tests.kit.waiting import until
@@ -167,6 +167,24 @@ def test_a_node_that_says_why_and_goes_is_quoted(tmp_path: Path) -> None:
         with pytest.raises(Unauthorised, match="the key was revoked"):
             client.lookup(Namespace("a", PAGE), KEYS, lease=True)
         assert not client.epoch
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_node_hears_what_its_version_has_words_for(tmp_path: Path, version: int) -> None:
+    welcome = coding.encode(messages.Welcome(version, "0" * 32, "1.0", autostarted=False, segments=1))
+    none = coding.encode(messages.Hits(0, 0, 0, b""))
+    answers = [welcome, coding.encode(messages.Opened(0)), none, none, coding.encode(messages.Done())]
+    heard: list[bytes] = []
+    with node_that_says(tmp_path / "s", *answers, heard=heard):
+        client = PoolClient(tmp_path / "s", local_only=True, cluster_write="never")
+        client.lookup(Namespace("a", PAGE), KEYS)
+        client.lookup_tail(Namespace("a", PAGE), Tail(bytes(16), bytes(4)))
+        client.commit(Reservation(client.epoch, 1, b"", {0: PageRef(0, 0, 1)}), cluster_write="on_save")
+        client.close()
+    said = [coding.decode_request(one[4:]) for one in heard[2:]]
+    assert [getattr(one, "local_only", None) for one in said] == [version == 2, version == 2, None]
+    assert isinstance(said[2], messages.Commit)
+    assert said[2].cluster_write == ("on_save" if version == 2 else "")
 
 
 def test_many_threads_share_a_client(client: PoolClient, namespace: Namespace) -> None:

@@ -34,8 +34,8 @@ def smallest(kind: inspect.Type) -> Any:
             return []
         case inspect.DictType():
             return {}
-        case inspect.NoneType():
-            return None
+        case inspect.NoneType() | inspect.LiteralType():
+            return getattr(kind, "values", (None,))[0]
         case inspect.UnionType():
             return smallest(kind.types[0])
         case inspect.StructType():

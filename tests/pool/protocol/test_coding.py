@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from ems.errors import ProtocolError
 from ems.pool.core.changes import CAPACITY
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
+from ems.pool.pages import ClusterWrite
 from ems.pool.protocol import coding, limits, messages
 from ems.pool.protocol.messages import ChangeRun, Message
 
@@ -35,7 +36,11 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(messages.Reserve, U32, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), KEYS),
     st.builds(messages.Commit, U32, st.none() | st.lists(U32, max_size=9)),
     st.builds(messages.Abort, U32),
-    st.builds(messages.Lookup, U32, KEYS, st.booleans(), TAILS),
+    st.builds(messages.Lookup, U32, KEYS, st.booleans(), TAILS, local_only=st.booleans()),
+    st.builds(messages.Prefetch, U32, KEYS, st.booleans()),
+    st.builds(messages.Announce, U32, KEYS, st.booleans()),
+    st.builds(messages.Explain, NAMES, KEYS, st.booleans()),
+    st.builds(messages.Commit, U32, cluster_write=st.sampled_from(get_args(ClusterWrite))),
     st.builds(messages.Release, U32),
     st.builds(messages.Stats),
     st.builds(messages.Changes, st.integers(-1, 2**62), st.lists(NAMES, max_size=3)),
@@ -73,6 +78,15 @@ def body_of(message: Message) -> bytes:
 def test_a_request_arrives_as_it_was_sent(message: messages.Request) -> None:
     assert coding.decode_request(body_of(message)) == message
     assert coding.encode_request(message) == coding.encode(message)
+
+
+@given(REQUESTS)
+def test_a_reader_of_version_1_gets_what_it_knows(message: messages.Request) -> None:
+    newer: dict[str, Any] = {"local_only": False, "cluster_write": ""}
+    shorter = {name: newer[name] for name in message.__struct_fields__ if name in newer}
+    body = coding.encode_request(message, 1)[4:]
+    assert len(msgspec.msgpack.decode(body, type=list[Any])) == 1 + len(message.__struct_fields__) - len(shorter)
+    assert coding.decode_request(body) == msgspec.structs.replace(message, **shorter)
 
 
 @given(ANSWERS)

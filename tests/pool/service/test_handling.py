@@ -74,16 +74,16 @@ class Surroundings:
     def page_size(self, _name: str) -> int:
         return 0
 
-    def committed(self, _namespace: int, _pages: object) -> None:
+    def committed(self, *_: object) -> None:
         return None
 
-    def looked_up(self, *_: object) -> int:
+    def looked_up(self, *_: object, **_named: object) -> int:
         return 0
 
-    def looked_up_tail(self, *_: object) -> bool:
+    def looked_up_tail(self, *_: object, **_named: object) -> bool:
         return False
 
-    def prefetch(self, _namespace: int, _keys: list[bytes]) -> int:
+    def prefetch(self, *_: object, **_named: object) -> int:
         return 0
 
     def run(self, work: Generator[None, None, Result]) -> Result:

@@ -12,7 +12,7 @@ from ems.pool.core.eviction import evict
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageRef
 from ems.pool.node.pool_node import Node
-from ems.pool.pages import Page
+from ems.pool.pages import ClusterWrite, Page
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.settings import TierConfig
@@ -39,7 +39,7 @@ class Bench:
         self.node = Node(config)
         self.folder = folder / "tier"
         self.tier = FaultyTier("dir", FolderBlobs(self.folder), KEYS)
-        self.config = TierConfig(kind="dir", place=str(self.folder), **settings)  # type: ignore[arg-type]
+        self.config = TierConfig(**{"kind": "dir", "place": str(self.folder), **settings})  # type: ignore[arg-type]
         self.node.tier_manager = self.tier_manager = TierManager(self.node, [(self.config, self.tier)])
         self.state = self.tier_manager.states[0]
         self.node.start()
@@ -51,13 +51,13 @@ class Bench:
             assert time.monotonic() < deadline, "it did not come true in time"
             await asyncio.sleep(0.005)  # bounded by the deadline of this loop
 
-    def save(self, keys: list[bytes], client_id: int = 1) -> int:
+    def save(self, keys: list[bytes], client_id: int = 1, cluster_write: ClusterWrite = "") -> int:
         reserved = self.node.promise(client_id, self.namespace, bytes(NO_PARENT), keys)
         for granted in reserved.granted:
             self.memory(granted)[:] = page(granted.key)
         if reserved.granted:
             done = self.node.storing.commit(client_id, reserved.reservation)
-            self.tier_manager.committed(self.namespace, done.pages)
+            self.tier_manager.committed(self.namespace, done.pages, cluster_write)
         return len(reserved.granted)
 
     def forget(self) -> None:

@@ -108,7 +108,7 @@ async def test_keys_that_come_up_are_being_written_for_everybody(bench: Callable
 
 
 async def test_part_of_a_block_that_comes_up_is_waited_for(bench: Callable[..., Bench]) -> None:
-    one, tail = bench(), Tail(key("directory"), b"five" + b"six.")
+    one, tail = bench(kind="mooncake"), Tail(key("directory"), b"five" + b"six.")
     await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
     reserved = one.node.promise(1, one.namespace, bytes(NO_PARENT), [bytes(tail.key)], [tail])
     one.memory(reserved.granted[0])[:] = page(bytes(tail.key))
@@ -123,6 +123,7 @@ async def test_part_of_a_block_that_comes_up_is_waited_for(bench: Callable[..., 
         return one.tier_manager.looked_up_tail(one.namespace, tail, shared)
 
     one.tier.gate.clear()
+    assert not one.tier_manager.looked_up_tail(one.namespace, tail, 0, local_only=True)
     assert comes(), "it is about to be fetched"
     await one.until(lambda: one.state.fetches)
     assert comes(), "it is being fetched"
@@ -200,6 +201,52 @@ async def test_what_would_leave_memory_is_written_before(
     assert one.present(prompts[0]) == 0
     reachable = [one.present(keys) + one.look(keys) for keys in prompts]
     assert sum(count == 16 for count in reachable) >= 57, reachable
+
+
+async def test_a_writer_that_wishes_it_keeps_its_pages_from_a_cluster(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.movement.write_back.LINGER", 0.0)
+    one = bench(kind="mooncake")
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    for number in range(60):
+        assert one.save(chain(str(number), 16), cluster_write="never") == 16
+        await asyncio.sleep(0)  # the carrier's turn
+    assert one.present(chain("0", 16)) == 0, "some left, which a tier is offered before"
+    one.tier_manager._clean()
+    assert (one.state.write_back.size, one.state.counts["pages_written"]) == (0, 0)
+    one.save(chain("a", 4))
+    await one.until(lambda: one.state.counts["pages_written"] == 4)
+
+
+@pytest.mark.parametrize("own", ["on_save", "on_evict", "on_second_use"])
+async def test_a_cluster_gets_pages_when_their_writer_wishes(bench: Callable[..., Bench], own: str) -> None:
+    one, at_once, used = bench(kind="mooncake", write=own), chain("a", 4), chain("b", 4)
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    one.save(at_once, cluster_write="on_save")
+    await one.until(lambda: one.state.counts["pages_written"] == 4)
+    one.save(used, cluster_write="on_second_use")
+    assert one.state.write_back.size == 0
+    one.tier_manager.used(one.namespace, one.node.core.reading.lookup(9, one.namespace, used, lease=False).pages)
+    await one.until(lambda: one.state.counts["pages_written"] == 8)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dir", 4), ("s3", 0), ("mooncake", 0)])
+async def test_who_reads_this_host_only_has_nothing_fetched_from_elsewhere(
+    bench: Callable[..., Bench], kind: str, count: int
+) -> None:
+    one, keys = bench(kind=kind), chain("a", 4)
+    await stored(one, keys)
+    one.forget()
+    one.tier.gate.clear()
+    assert one.tier_manager.prefetch(one.namespace, keys, local_only=True) == count
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True) == count
+    assert len(one.tier_manager._promotions) == (count > 0)
+    assert one.look(keys) == 4
+    await one.until(lambda: one.state.fetches)
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True) == count, "what others fetch"
+    one.tier.gate.set()
+    await one.until(lambda: one.present(keys) == 4)
 
 
 async def test_a_tier_that_is_only_read_is_never_written(bench: Callable[..., Bench]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from ems.pool.movement.promotion import Portion
+from ems.pool.pages import ClusterWrite, Page
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.settings import TierConfig
@@ -19,17 +22,24 @@ LONG = 1e6
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Iterator[TierState]:
-    place = str(tmp_path / "tier")
-    one = TierState(
-        0,
-        TierConfig(kind="dir", place=place, timeout=10.0),
-        PackTier("dir", FolderBlobs(Path(place)), KEYS),
-        lambda _: None,
-    )
-    yield one
-    for crew in (one.readers, one.writers, one._keeper):
-        crew.dismiss()
+def make(tmp_path: Path) -> Iterator[Callable[..., TierState]]:
+    made: list[TierState] = []
+
+    def make(**settings: Any) -> TierState:
+        place = str(tmp_path / "tier")
+        config = TierConfig(**{"kind": "dir", "place": place, "timeout": 10.0, **settings})
+        made.append(TierState(0, config, PackTier("dir", FolderBlobs(Path(place)), KEYS), lambda _: None))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for crew in (one.readers, one.writers, one._keeper):
+            crew.dismiss()
+
+
+@pytest.fixture
+def state(make: Callable[..., TierState]) -> TierState:
+    return make()
 
 
 def hangs(state: TierState, *, reading: bool) -> Job:
@@ -67,3 +77,23 @@ def test_good_probes_open_only_the_direction_whose_threads_are_back(state: TierS
         probe.result(10)
         state._tried(probe)
     assert (state.reading.open, state.writing.open) == (False, True)
+
+
+@pytest.mark.parametrize("kind", ["dir", "mooncake"])
+@pytest.mark.parametrize("own", ["on_save", "on_second_use", "on_evict", "never"])
+def test_a_cluster_gets_pages_when_their_writers_wish_and_other_tiers_when_they_are_set_to(
+    make: Callable[..., TierState], kind: str, own: str
+) -> None:
+    state = make(kind=kind, write=own)
+    wishes: tuple[ClusterWrite, ...] = get_args(ClusterWrite)
+    pages = {wish: Page(str(number).encode(), b"") for number, wish in enumerate(wishes)}
+    plain = [*pages.values()]
+    for when in product(["on_save", "on_second_use", "on_evict"], repeat=2):
+        assert list(state.due(plain, *when)) == (plain if own in when else []), "nobody wished anything"
+    for wish, page in pages.items():
+        state.wish([page], wish)
+    for when in product(["on_save", "on_second_use", "on_evict"], repeat=2):
+        meant = {wish: wish if wish and kind == "mooncake" else own for wish in wishes}
+        due = [page for wish, page in pages.items() if own != "never" and meant[wish] in when]
+        assert list(state.due([*pages.values()], *when)) == due
+        assert state.writes_when(*when) or not due

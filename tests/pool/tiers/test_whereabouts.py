@@ -14,8 +14,9 @@ KEYS = chain("x", 6)
 
 
 class Shelf:
-    def __init__(self, *held: int, reads: bool = True) -> None:
+    def __init__(self, *held: int, reads: bool = True, remote: bool = False) -> None:
         self.reads = reads
+        self.remote = remote
         self._held = {KEYS[position] for position in held}
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
@@ -26,16 +27,36 @@ class Shelf:
 @pytest.mark.parametrize(
     ("tiers", "promoting", "reason"),
     [
-        ([], False, None),
-        ([Shelf(1)], False, None),
+        ([], False, Reason.EVICTED_FULL),
+        ([Shelf(1)], False, Reason.EVICTED_FULL),
         ([Shelf(0)], True, Reason.LOWER_TIER),
         ([Shelf(0)], False, Reason.DEAR),
         ([Shelf(0, reads=False)], False, Reason.TIER_OFFLINE),
         ([Shelf(0, reads=False), Shelf(0)], False, Reason.DEAR),
     ],
 )
-def test_a_page_that_a_tier_has_is_not_simply_gone(tiers: list[Shelf], promoting: bool, reason: Reason | None) -> None:
-    assert why(tiers, "a", KEYS[0], promoting=promoting) is reason
+def test_a_page_that_a_tier_has_is_not_simply_gone(tiers: list[Shelf], promoting: bool, reason: Reason) -> None:
+    assert why(tiers, "a", KEYS[0], Reason.EVICTED_FULL.code, promoting=promoting) == reason.code
+
+
+@pytest.mark.parametrize(
+    ("tiers", "before", "reason"),
+    [
+        ([Shelf(0, remote=True)], Reason.EVICTED_FULL, Reason.LOCAL_ONLY),
+        ([Shelf(remote=True)], Reason.NEVER_STORED, Reason.LOCAL_ONLY),
+        ([Shelf(remote=True)], Reason.BEING_WRITTEN, Reason.BEING_WRITTEN),
+        ([Shelf(remote=True)], Reason.CLEARED, Reason.CLEARED),
+        ([Shelf(0, remote=True, reads=False)], Reason.NEVER_STORED, Reason.NEVER_STORED),
+        ([Shelf(0), Shelf(0, remote=True)], Reason.NEVER_STORED, Reason.DEAR),
+        ([Shelf()], Reason.NEVER_STORED, Reason.NEVER_STORED),
+    ],
+)
+def test_who_reads_this_host_only_is_told_that_others_were_not_asked(
+    tiers: list[Shelf], before: Reason, reason: Reason
+) -> None:
+    assert why(tiers, "a", KEYS[0], before.code, promoting=False, local_only=True) == reason.code
+    explained = revised(tiers, "a", KEYS[:1], bytes([before.code]), local_only=True)
+    assert explained == bytes([(Reason.LOWER_TIER if reason is Reason.DEAR else reason).code])
 
 
 def test_what_tiers_have_takes_the_place_of_what_memory_knows() -> None:

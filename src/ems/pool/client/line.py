@@ -248,7 +248,7 @@ class Line:
         descriptors: list[int] | None = None,
     ) -> Answer:
         """A request and its answer, with the file descriptors that came beside it; needs the lock."""
-        frame = coding.encode_request(request)
+        frame = coding.encode_request(request, connection.welcome.version)
         try:
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.sock.sendall(frame)

@@ -32,6 +32,7 @@ from ems.pool.client.promised import PromisedSlots
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import unpack_refs
 from ems.pool.names import check_facts, qualified
+from ems.pool.pages import ClusterWrite
 from ems.pool.processes import peer_of
 from ems.pool.protocol import limits, messages
 from ems.pool.protocol.acts import Acts
@@ -51,6 +52,9 @@ class PoolClient(Line):
     the memory that is mapped.  ``credentials`` prove who this client is to a
     node with tenants; one that ``administers`` looks after a node of its own user instead and stores nothing.  A call
     may take ``restart_seconds`` where it waits out a restart of the node and its own time is shorter.
+
+    What a client that is ``local_only`` asks for has the node fetch nothing from other hosts; ``cluster_write`` says
+    when these get what it stores.  Both may be said of a single call, too; nodes of older releases do not hear of them.
     """
 
     def __init__(
@@ -62,12 +66,16 @@ class PoolClient(Line):
         credentials: Credentials | None = None,
         administers: bool = False,
         restart_seconds: float = 0.0,
+        local_only: bool = False,
+        cluster_write: ClusterWrite = "",
     ) -> None:
         introduction = Introduction(
             path, name[: limits.MAX_TEXT], credentials or Credentials(), administers=administers
         )
         super().__init__(introduction, pins, restart_seconds)
         self._path = path
+        self._local_only = local_only
+        self._cluster_write = cluster_write
         self._facts: dict[str, Mapping[str, str]] = {}
         self._promised = PromisedSlots()
 
@@ -164,12 +172,14 @@ class PoolClient(Line):
         timeout: float | None = None,
         request: str = "",
         compute: float = 0.0,
+        local_only: bool = False,
     ) -> Hits:
         """How many leading ``keys`` (16 bytes each, joined) are present; with ``lease`` they stay until released.
 
         ``request`` is the engine's id of what this is for, by which the node can be asked about it later.  ``compute``
         is how many seconds a page takes to be computed again, 0 when that is not known.
         """
+        local_only = local_only or self._local_only
 
         def look(turn: Turn) -> Hits:
             number, name = self._opened(turn, namespace), request[: limits.MAX_ID]
@@ -177,7 +187,8 @@ class PoolClient(Line):
             if number is None:  # the node has nothing there, and is to know that it was asked
                 asked = messages.Miss(namespace.name, len(keys) // KEY_BYTES, name)
             else:
-                asked = messages.Lookup(number, keys, lease, None, name, min(round(compute * 1e6), _MOST_MICROS))
+                micros = min(round(compute * 1e6), _MOST_MICROS)
+                asked = messages.Lookup(number, keys, lease, None, name, micros, local_only)
             answer = turn.ask(asked, messages.Hits)
             held = _held(turn.connection, answer)
             return Hits(answer.count, answer.pending, held, Reason.of_code(answer.code), answer.below)
@@ -194,7 +205,7 @@ class PoolClient(Line):
             number = self._opened(turn, namespace)
             if number is None:
                 return 0
-            return turn.ask(messages.Prefetch(number, keys), messages.Done).count
+            return turn.ask(messages.Prefetch(number, keys, self._local_only), messages.Done).count
 
         return self.call(timeout, ask)
 
@@ -203,7 +214,7 @@ class PoolClient(Line):
 
         def ask(turn: Turn) -> messages.Explained:
             self._describe(turn, name)
-            return turn.ask(messages.Explain(name, keys), messages.Explained)
+            return turn.ask(messages.Explain(name, keys, self._local_only), messages.Explained)
 
         return self.call(timeout, ask)
 
@@ -216,7 +227,7 @@ class PoolClient(Line):
             number = self._opened(turn, namespace)
             if number is None:
                 return NO_TAIL
-            answer = turn.ask(messages.Lookup(number, b"", lease, tail), messages.Hits)
+            answer = turn.ask(messages.Lookup(number, b"", lease, tail, local_only=self._local_only), messages.Hits)
             held = _held(turn.connection, answer)
             return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
 
@@ -237,7 +248,7 @@ class PoolClient(Line):
             number = self._opened(turn, namespace)
             if number is None:
                 return None
-            answer = turn.ask(messages.Announce(number, keys), messages.Announced)
+            answer = turn.ask(messages.Announce(number, keys, self._local_only), messages.Announced)
             return Announcement(turn.connection.epoch, answer.announcement)
 
         return self.call(timeout, ask)
@@ -297,6 +308,7 @@ class PoolClient(Line):
         positions: list[int] | None = None,
         timeout: float | None = None,
         checksums: Sequence[int] = (),
+        cluster_write: ClusterWrite = "",
     ) -> None:
         """Publish pages of a reservation whose bytes are in their slots; no call when none were granted.
 
@@ -308,7 +320,7 @@ class PoolClient(Line):
             raw = struct.pack(f"<{len(checksums)}I", *checksums)
             if raw and positions is None:
                 positions = sorted(reservation.granted)
-            request = messages.Commit(reservation.number, positions, raw)
+            request = messages.Commit(reservation.number, positions, raw, cluster_write or self._cluster_write)
             told = False
             try:
                 with self.turn(timeout, reservation.epoch) as turn:

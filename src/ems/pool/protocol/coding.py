@@ -21,8 +21,10 @@ MAX_GREETING = 4096
 """Bytes of the largest frame before the greeting is over."""
 
 OLDEST_VERSION = 1
-NEWEST_VERSION = 1
+NEWEST_VERSION = 2
 """Versions of the protocol that are spoken here."""
+_FIELDS_OF_1 = {messages.Commit: 3, messages.Lookup: 6, messages.Prefetch: 2, messages.Explain: 2, messages.Announce: 2}
+"""How many fields these requests have in version 1, which lacks the words ``local_only`` and ``cluster_write``."""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -67,10 +69,16 @@ def encode(message: Message) -> bytes:
     return frame(body(message))
 
 
-def encode_request(message: Request) -> bytes:
-    """A request's frame, looked at as its reader will: a mistake costs its caller no connection."""
+def encode_request(message: Request, version: int = NEWEST_VERSION) -> bytes:
+    """A request's frame, looked at as its reader will: a mistake costs its caller no connection.
+
+    What ``version`` of the protocol has no words for is not said.
+    """
     raw = body(message)
     decode_request(raw)
+    if version == 1 and type(message) in _FIELDS_OF_1:
+        fields = msgspec.structs.astuple(message)[: _FIELDS_OF_1[type(message)]]
+        raw = _encoder.encode((type(message).__name__, *fields))
     return frame(raw)
 
 

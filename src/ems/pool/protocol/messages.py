@@ -13,6 +13,7 @@ import msgspec
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import INSTANCE_BYTES, REF_BYTES
 from ems.pool.names import MAX_CHARACTERS, MAX_FACTS, MAX_NAME, Difference
+from ems.pool.pages import ClusterWrite
 from ems.pool.protocol import limits
 from ems.pool.protocol.acts import Acts, Keys, Text
 from ems.pool.protocol.limits import PROOF_BYTES
@@ -100,6 +101,7 @@ class Commit(Storing, frozen=True):
     reservation: int
     positions: Annotated[list[int], msgspec.Meta(max_length=limits.MAX_KEYS)] | None = None
     checksums: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_KEYS * limits.CHECKSUM_BYTES)] = b""
+    cluster_write: ClusterWrite = ""
 
 
 class StillWriting(Storing, frozen=True):
@@ -131,6 +133,8 @@ class Lookup(Storing, frozen=True):
     compute: int = 0
     """Microseconds that a page takes to be computed again, 0 when that is not known: what a tier below memory brings
     later than that is not fetched."""
+    local_only: bool = False
+    """Only what this host has counts, in memory or in folders: nothing is fetched from elsewhere, or waited for."""
 
 
 class Release(Storing, frozen=True):
@@ -167,11 +171,12 @@ class Corrupt(Storing, frozen=True):
 class Prefetch(Storing, frozen=True):
     """``keys`` will be needed soon: bring them from the tiers below memory; answered by :class:`Done`.
 
-    The answer counts the leading ones that are in memory or on their way there.
+    The answer counts the leading ones that are in memory or on their way there.  ``local_only`` is that of a lookup.
     """
 
     namespace: int
     keys: Keys
+    local_only: bool = False
 
 
 class Describe(Storing, frozen=True):
@@ -193,17 +198,22 @@ class Miss(Storing, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Why ``keys`` of the namespace ``name`` are there or not, counting nothing; answered by :class:`Explained`."""
+    """Why ``keys`` of the namespace ``name`` are there or not, counting nothing; answered by :class:`Explained`.
+
+    ``local_only`` is that of the lookups that are meant.
+    """
 
     name: Name
     keys: Keys
+    local_only: bool = False
 
 
 class Announce(Storing, frozen=True):
-    """A request waits and will ask for ``keys``; answered by :class:`Announced`."""
+    """A request waits and will ask for ``keys``, perhaps ``local_only``; answered by :class:`Announced`."""
 
     namespace: int
     keys: Keys
+    local_only: bool = False
 
 
 class Withdraw(Storing, frozen=True):

@@ -47,6 +47,7 @@ class Reason(Enum):
     OTHER_TENANT = "other_tenant", "only another tenant has this", 16
     TIER_OFFLINE = "tier_offline", "the tier that has the next block does not answer", 17
     GAP = "gap", "the next block is not in the pool, though later ones are: only a prefix without gaps can be used", 18
+    LOCAL_ONLY = "local_only", "this host lacks the next block, and read_local_only keeps from asking others for it", 22
     LOWER_TIER = "lower_tier", "the next block is in a lower tier and not in memory yet", 19
 
     # Said by the engine

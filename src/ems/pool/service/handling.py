@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -145,7 +146,7 @@ class RequestHandler:
         self, client_id: int, request: messages.Lookup, _now: float
     ) -> messages.Hits | Steps[messages.Answer | None]:
         if request.tail is not None:
-            return self._lookup_tail(client_id, request.namespace, request.tail, lease=request.lease)
+            return self._lookup_tail(client_id, request, request.tail)
         asked = len(request.keys) // KEY_BYTES
         if asked > MOST_AT_ONCE:
             return self._look_long(client_id, request, asked)
@@ -155,7 +156,7 @@ class RequestHandler:
         )
         promoting = 0
         if len(found.pages) < asked:
-            promoting = self._below.looked_up(request.namespace, keys, len(found.pages), request.compute / 1e6)
+            promoting = self._looked_up(request, keys, len(found.pages))
         return self._hits(request, found, promoting)
 
     def _look_long(self, client_id: int, request: messages.Lookup, asked: int) -> Steps[messages.Answer | None]:
@@ -164,12 +165,12 @@ class RequestHandler:
             client_id, ns, _parts(request.keys), asked, lease=request.lease, request=request.request
         )
         if self._below.states:
-            promoting = yield from _some_at_a_time(
-                request.keys,
-                len(found.pages),
-                lambda keys, start: self._below.looked_up(ns, keys, start, request.compute / 1e6),
-            )
+            promoting = yield from _some_at_a_time(request.keys, len(found.pages), partial(self._looked_up, request))
         return self._hits(request, found, promoting)
+
+    def _looked_up(self, request: messages.Lookup, keys: list[bytes], found: int) -> int:
+        seconds = request.compute / 1e6
+        return self._below.looked_up(request.namespace, keys, found, seconds, local_only=request.local_only)
 
     def _hits(self, request: messages.Lookup, found: Found, promoting: int) -> messages.Hits:
         """The answer: what is there, how many keys behind it come up from tiers, why the next one is missing."""
@@ -177,25 +178,27 @@ class RequestHandler:
         name, page_size = self._core.named(request.namespace) if code or found.lease else ("", 0)
         if code and self._below.states:
             missing = request.keys[count * KEY_BYTES : (count + 1) * KEY_BYTES]
-            better = why(self._below.states, name, missing, promoting=promoting > 0)
-            code = code if better is None else self._core.reasons.revise(code, better.code, request.request)
+            local_only = request.local_only
+            better = why(self._below.states, name, missing, code, promoting=promoting > 0, local_only=local_only)
+            code = code if better == code else self._core.reasons.revise(code, better, request.request)
         if found.lease:
             self.measured.loaded_bytes.observe(count * page_size)
             if self._below.states:
                 self._below.used(request.namespace, found.pages)
         return messages.Hits(count, found.pending, found.lease, found.refs, b"", code, promoting)
 
-    def _lookup_tail(self, client_id: int, namespace: int, tail: Tail, *, lease: bool) -> messages.Hits:
-        shared, held = self._core.reading.lookup_tail(client_id, namespace, tail, lease=lease)
-        comes = self._below.looked_up_tail(namespace, tail, shared)
+    def _lookup_tail(self, client_id: int, request: messages.Lookup, tail: Tail) -> messages.Hits:
+        shared, held = self._core.reading.lookup_tail(client_id, request.namespace, tail, lease=request.lease)
+        comes = self._below.looked_up_tail(request.namespace, tail, shared, local_only=request.local_only)
         key = held.pages[0].key if held.pages else b""
         return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, int(comes))
 
     def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> Steps[messages.Done]:
-        return messages.Done((yield from self._prefetch_some(request.namespace, request.keys)))
+        return messages.Done((yield from self._prefetch_some(request)))
 
-    def _prefetch_some(self, namespace: int, keys: bytes) -> Steps[int]:
-        return (yield from _some_at_a_time(keys, 0, lambda some, start: self._below.prefetch(namespace, some) - start))
+    def _prefetch_some(self, request: messages.Prefetch | messages.Announce) -> Steps[int]:
+        prefetch = partial(self._below.prefetch, request.namespace, local_only=request.local_only)
+        return (yield from _some_at_a_time(request.keys, 0, lambda some, start: prefetch(some) - start))
 
     def _release(self, client_id: int, request: messages.Release, _now: float) -> None:
         # Nobody waits for an answer, and one would be taken for that of the next request.
@@ -247,14 +250,14 @@ class RequestHandler:
                 yield
             one = self._core.reading.explain(request.name, keys)
             codes = one.codes if answer is None else one.codes.replace(b"\0", _GAP)
-            told.append(revised(self._below.states, request.name, keys, codes))
+            told.append(revised(self._below.states, request.name, keys, codes, local_only=request.local_only))
             if answer is None and any(codes):
                 same = told[-1].lstrip(b"\0")[0] == codes.lstrip(b"\0")[0]
                 answer = one if same else messages.Explained(b"")
         return msgspec.structs.replace(answer or messages.Explained(b""), codes=b"".join(told))
 
     def _announce(self, client_id: int, request: messages.Announce, now: float) -> Steps[messages.Announced]:
-        yield from self._prefetch_some(request.namespace, request.keys)
+        yield from self._prefetch_some(request)
         keys: list[bytes] = []
         for part in _parts(request.keys):
             if keys:
@@ -344,7 +347,7 @@ class RequestHandler:
                 yield
             part = positions[start : start + STEP]
             done = self._storing.commit(client_id, request.reservation, part, checksums)
-            self._below.committed(core.find_namespace(done.namespace), done.pages)
+            self._below.committed(core.find_namespace(done.namespace), done.pages, request.cluster_write)
             pages += done.pages
         self.measured.saved_bytes.observe(len(pages) * done.page_size)
         # What came in the first steps is not to leave before what hangs on it.

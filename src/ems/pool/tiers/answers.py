@@ -102,35 +102,54 @@ class KeyRun(msgspec.Struct, frozen=True):
 # What tiers add to the reasons for a miss: a page that one of them has is not simply gone
 
 
+_GONE = frozenset({Reason.NEVER_STORED.code, *(one.code for one in Reason if one.name.startswith("EVICTED"))})
+"""What is not here may be elsewhere."""
+
+
 class Known(Protocol):
     """What is to be known of a tier."""
 
     @property
     def reads(self) -> bool: ...
 
+    @property
+    def remote(self) -> bool: ...
+
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         """How many leading ``keys`` it has, as far as it knows at this moment; never waits."""
 
 
-def why(tiers: Sequence[Known], namespace: str, key: bytes, *, promoting: bool) -> Reason | None:
-    """Why ``key``, which memory lacks, is missing, as far as tiers know; None when none of them has it.
+def why(
+    tiers: Sequence[Known], namespace: str, key: bytes, code: int, *, promoting: bool, local_only: bool = False
+) -> int:
+    """Why ``key`` is missing, where memory says ``code``, with what tiers know of it.
 
-    With ``promoting`` it is on its way up.
+    With ``promoting`` it is on its way up; ``local_only`` is the lookup's.
     """
     if promoting:
-        return Reason.LOWER_TIER
-    holders = [tier for tier in tiers if tier.holds(namespace, [key])]
+        return Reason.LOWER_TIER.code
+    holders = [tier for tier in tiers if tier.holds(namespace, [key]) and not (local_only and tier.remote)]
     if not holders:
-        return None
+        return _not_asked(tiers, code) if local_only else code
     # A tier that works and has it was not asked, because computing is quicker.
-    return Reason.DEAR if any(tier.reads for tier in holders) else Reason.TIER_OFFLINE
+    return (Reason.DEAR if any(tier.reads for tier in holders) else Reason.TIER_OFFLINE).code
 
 
-def revised(tiers: Sequence[Known], namespace: str, keys: Sequence[bytes], codes: bytes) -> bytes:
+def _not_asked(tiers: Sequence[Known], code: int) -> int:
+    """``code`` of a lookup that is local only and found nothing here: the others may have what is gone here."""
+    return Reason.LOCAL_ONLY.code if code in _GONE and any(tier.remote and tier.reads for tier in tiers) else code
+
+
+def revised(
+    tiers: Sequence[Known], namespace: str, keys: Sequence[bytes], codes: bytes, *, local_only: bool = False
+) -> bytes:
     """``codes`` of ``keys`` (0: in memory), with what tiers have in place of what only memory knows."""
     revised_codes, kept = bytearray(codes), {0, Reason.GAP.code, Reason.BEING_WRITTEN.code}
+    asked = [tier for tier in tiers if not (local_only and tier.remote)]
     for at, key in enumerate(keys) if tiers else ():
-        holder = None if codes[at] in kept else next((tier for tier in tiers if tier.holds(namespace, [key])), None)
+        holder = None if codes[at] in kept else next((tier for tier in asked if tier.holds(namespace, [key])), None)
         if holder is not None:
             revised_codes[at] = (Reason.LOWER_TIER if holder.reads else Reason.TIER_OFFLINE).code
+        elif local_only:
+            revised_codes[at] = _not_asked(tiers, codes[at])
     return bytes(revised_codes)

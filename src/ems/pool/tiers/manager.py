@@ -29,7 +29,7 @@ from ems.pool.movement.promotion import Portion, Promotions
 from ems.pool.movement.told import Told
 from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
-from ems.pool.pages import Page
+from ems.pool.pages import ClusterWrite, Page
 from ems.pool.segments.arena import Arena
 from ems.pool.tiers.answers import ForgetRequest, Holding, KeyRun, Outcome
 from ems.pool.tiers.pass_through import Leaving
@@ -104,8 +104,8 @@ class TierManager:
         """Pages that were saved since what would leave memory was looked at."""
         self._crowded: dict[int, float] = {}
         """Since when memory has no room for pages of a namespace: nobody is told to wait for them."""
-        self._promoting: dict[tuple[int, bytes], int] = {}
-        """Keys that are being fetched."""
+        self._promoting: dict[tuple[int, bytes], tuple[int, int]] = {}
+        """Keys that are being fetched, each by an owner, from a tier."""
         media = {medium_of(state.config.kind) for state in self.states}
         self._told = {medium: Told(host.core.changes, medium, partial(self._held, medium)) for medium in media}
         self._held_back: list[Callable[[str], bool]] = []
@@ -122,9 +122,10 @@ class TierManager:
         if self.states:
             self._tick()
 
-    def _moves(self, name: str) -> Sequence[TierState]:
+    def _moves(self, name: str, *, local_only: bool = False) -> Sequence[TierState]:
         """The tiers that pages of the namespace ``name`` may come from and go to now."""
-        return () if any(closed(name) for closed in self._held_back) else self.states
+        states = () if any(closed(name) for closed in self._held_back) else self.states
+        return [state for state in states if not state.remote] if local_only else states
 
     # What the node tells
 
@@ -132,31 +133,36 @@ class TierManager:
         held = (state.tier.namespaces().get(name) for state in self.states)
         return next((one.page_size for one in held if one is not None), 0)
 
-    def committed(self, namespace: int, pages: Sequence[Page]) -> None:
-        """Engines saved ``pages``."""
+    def committed(self, namespace: int, pages: Sequence[Page], cluster_write: ClusterWrite = "") -> None:
+        """Engines saved ``pages``, which a cluster is to get as ``cluster_write`` says."""
         if self.states:
+            for state in self.states:
+                state.wish(pages, cluster_write)
             self._saved += len(pages)
             self.offer(namespace, pages)
 
-    def looked_up(self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0) -> int:
+    def looked_up(
+        self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0, *, local_only: bool = False
+    ) -> int:
         """``keys`` were asked for and the first ``found`` are present: fetch what follows, as far as any tier has it.
 
         ``computing`` is how many seconds a page takes to be computed again (0: not known).  Returns how many keys
         after the present ones come up, without a gap, from tiers that are worth asking.
         """
-        return self._want(namespace, keys, found, computing, urgent=True)[1] if self.states else 0
+        want = partial(self._want, namespace, keys, found, computing, urgent=True, local_only=local_only)
+        return want()[1] if self.states else 0
 
-    def prefetch(self, namespace: int, keys: list[bytes]) -> int:
+    def prefetch(self, namespace: int, keys: list[bytes], *, local_only: bool = False) -> int:
         """``keys`` will be needed soon; returns how many are in memory or on their way there.
 
         Raises StaleReference: the namespace is not open.
         """
-        return self._want(namespace, keys, 0, 0.0, urgent=False)[0]
+        return self._want(namespace, keys, 0, 0.0, urgent=False, local_only=local_only)[0]
 
-    def looked_up_tail(self, namespace: int, tail: Tail, shared: int) -> bool:
+    def looked_up_tail(self, namespace: int, tail: Tail, shared: int, *, local_only: bool = False) -> bool:
         """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now."""
         name = self._host.core.named(namespace)[0]
-        for state in self._moves(name):
+        for state in self._moves(name, local_only=local_only):
             if state.reads and state.tier.asks and self._asks_tails(state, namespace, name, tail, shared):
                 return True
             best = state.tier.find_tail(name, tail) if state.reads else None
@@ -175,14 +181,19 @@ class TierManager:
         return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
 
     def _want(
-        self, namespace: int, keys: list[bytes], start: int, computing: float, *, urgent: bool
+        self, namespace: int, keys: list[bytes], start: int, computing: float, *, urgent: bool, local_only: bool = False
     ) -> tuple[int, int]:
         """How many ``keys`` from ``start`` on are in memory or on their way, and how many of these come from tiers."""
         core, at, promoting = self._host.core, start, 0
         name, page_size = core.named(namespace)
-        states = self._moves(name)
+        states = self._moves(name, local_only=local_only)
         for _ in range(RUNS):
-            while at < len(keys) and (page := core.page(namespace, keys[at])) is not None:
+            # What is fetched from elsewhere for somebody else is no business of who reads this host only.
+            while (
+                at < len(keys)
+                and (page := core.page(namespace, keys[at])) is not None
+                and not (local_only and self._is_remote(namespace, keys[at]))
+            ):
                 promoting += not page.present and (namespace, keys[at]) in self._promoting
                 at += 1
             if at == len(keys) or self._is_crowded(namespace):
@@ -221,6 +232,11 @@ class TierManager:
             for state in self.states
             if state.reads and medium_of(state.config.kind) == medium
         )
+
+    def _is_remote(self, namespace: int, key: bytes) -> bool:
+        """Whether the page is being fetched over a network."""
+        fetched = self._promoting.get((namespace, key))
+        return fetched is not None and self.states[fetched[1]].remote
 
     # Tiers that have to be asked what they have
 
@@ -345,7 +361,7 @@ class TierManager:
         ended = partial(self._fetched, state, reserved.reservation, positions)
         job = Job(partial(state.tier.read, name, wanted), ended)
         state.fetches[job] = (client_id, portion)
-        self._promoting.update(((portion.namespace, page.key), client_id) for page in reserved.granted)
+        self._promoting.update(((portion.namespace, page.key), (client_id, state.number)) for page in reserved.granted)
         state.readers.give(job)
 
     def _fetched(self, state: TierState, reservation: int, positions: list[int], job: Job) -> None:
@@ -397,7 +413,8 @@ class TierManager:
     def _ended(self, client_id: int, portion: Portion) -> None:
         self._promotions.ended(portion)
         for name in ((portion.namespace, key) for key in portion.keys):
-            if self._promoting.get(name) == client_id:  # others may fetch some of the keys, which were theirs already
+            # Others may fetch some of the keys, which were theirs already.
+            if self._promoting.get(name) == (client_id, portion.tier):
                 del self._promoting[name]
 
     # Writing
@@ -422,12 +439,13 @@ class TierManager:
         self._saved = max(self._saved - CLEANED_FOR, 0)
         core = self._host.core
         for state in self.states:
-            if state.config.write in {"on_save", "on_evict"} and state.writing.open:
+            if state.writes_when("on_save", "on_evict") and state.writing.open:
                 for namespace, order in core.reclaimer.leaving_soon(CLEANED):
                     # As far as there is room: the walk stays where it is while the queue is full.
                     most = min(CLEANED, state.write_back.room(core.named(namespace)[1]))
                     pages = state.pre_eviction.next(namespace, order, most)
-                    self._offer(state, namespace, [page for page in pages if core.page(namespace, page.key) is page])
+                    here = [page for page in pages if core.page(namespace, page.key) is page]
+                    self._offer(state, namespace, state.due(here, "on_save", "on_evict"))
         if self._saved >= CLEAN_PAGES:
             self._pump_soon()
 
@@ -538,9 +556,9 @@ class TierManager:
 
     def _offer_when(self, write: str, namespace: int, pages: Sequence[Page]) -> bool:
         """Whether any tier is written to in that case."""
-        states = [state for state in self.states if state.config.write == write]
+        states = [state for state in self.states if state.writes_when(write)]
         for state in states:
-            self._offer(state, namespace, pages)
+            self._offer(state, namespace, state.due(pages, write))
         return bool(states)
 
     def look(self, tier: int) -> Errand:

@@ -19,6 +19,7 @@ from ems.pool.movement.gate import Gate
 from ems.pool.movement.promotion import Portion
 from ems.pool.movement.speed import TierSpeed
 from ems.pool.movement.write_back import PreEvictionWalk, Unit, WriteBackQueue
+from ems.pool.pages import ClusterWrite, Page
 from ems.pool.tiers.answers import ForgetResult
 from ems.pool.tiers.seam import Tier
 from ems.pool.tiers.settings import TierConfig
@@ -69,6 +70,8 @@ class TierState:
         self.reading = Gate("reading")
         self.writing = Gate("writing")
         self.write_back = WriteBackQueue(config.queue, config.batch)
+        self.wishes: set[str] = set()
+        """Of a cluster: when writers wished that it gets their pages, where they wished anything."""
         self.pre_eviction = PreEvictionWalk()
         self.speed = TierSpeed(config.readers)
         self.missed = False
@@ -194,6 +197,29 @@ class TierState:
     @property
     def reads(self) -> bool:
         return self.reading.open and not self.config.local_only
+
+    @property
+    def remote(self) -> bool:
+        """Whether what it has comes over a network."""
+        return self.config.kind != "dir"
+
+    def wish(self, pages: Sequence[Page], write: ClusterWrite) -> None:
+        """The writer of ``pages`` wishes that a cluster gets them as ``write`` says."""
+        if write and self.config.kind == "mooncake":
+            self.wishes.add(write)
+            for page in pages:
+                page.cluster_write = write
+
+    def writes_when(self, *when: str) -> bool:
+        """Whether there may be pages that are written to it then."""
+        own = self.config.write
+        return own != "never" and (own in when or any(one in when for one in self.wishes))
+
+    def due(self, pages: Sequence[Page], *when: str) -> Sequence[Page]:
+        """Those of ``pages`` that are written to it then; what only reads a tier is wished for in vain."""
+        if not self.writes_when(*when):
+            return ()
+        return [page for page in pages if (page.cluster_write or self.config.write) in when] if self.wishes else pages
 
     def holds(self, namespace: str, keys: Sequence[bytes]) -> int:
         return self.tier.holds(namespace, keys)

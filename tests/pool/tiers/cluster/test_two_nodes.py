@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ems.pool.client.answers import Namespace
+from ems.pool.client.answers import Hits, Namespace
 from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.reasons.words import Reason
 from tests.kit.mooncake import MooncakeMaster
 from tests.kit.tiers import key, page
 from tests.kit.waiting import until
@@ -49,6 +50,30 @@ def test_what_one_host_saves_another_serves(settings: str, make_node: MakeNode, 
     assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
     assert cluster(second)["pages_fetched"] == len(keys)
     assert cluster(second)["fetch_corrupt"] == 0
+
+
+def test_who_keeps_to_this_host_neither_gives_nor_takes(
+    settings: str, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    first, second = (make_node(*SIZE, "--tier", f"{settings}?write={write}") for write in ("on_save", "on_evict"))
+    for node in (first, second):
+        node.wait_touched()
+    kept, given, wished = chain("kept", 4), chain("given", 4), chain("wished", 4)
+    save(make_client(first, cluster_write="never"), NAMESPACE, kept)
+    save(make_client(first), NAMESPACE, given)
+    save(make_client(second, cluster_write="on_save"), NAMESPACE, wished)
+    for node in (first, second):
+        until(lambda node=node: cluster(node)["pages_written"] == 4, "what was to be written was", 45)  # type: ignore[misc]
+    alone = make_client(second, local_only=True)
+    assert look(alone, NAMESPACE, given) == Hits(0, 0, None, Reason.LOCAL_ONLY, 0)
+    assert alone.prefetch(NAMESPACE, b"".join(given)) == 0
+    assert alone.explain(NAMESPACE.name, given[0]).codes == bytes([Reason.LOCAL_ONLY.code])
+    assert cluster(second)["tier_asked"] == 0
+    wait_for(make_client(second), NAMESPACE, given)
+    assert read(alone, NAMESPACE, given) == [page(one, PAGE) for one in given], "somebody else had them fetched"
+    wait_for(make_client(first), NAMESPACE, wished)
+    until(lambda: look(make_client(second), NAMESPACE, kept).below == 0, "the cluster said that it has none", 45)
+    assert cluster(second)["pages_fetched"] == 4
 
 
 def test_part_of_a_chunk_is_found_on_another_host(settings: str, make_node: MakeNode, make_client: MakeClient) -> None:
