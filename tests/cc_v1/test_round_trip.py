@@ -12,6 +12,7 @@ from ems import CcKvOption, Ems
 from ems.cc_v1.cc_config import KVCacheType
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import integer_key
+from ems.pool.protocol import coding, messages
 from tests.cc_v1.conftest import NEVER, OPTION, make_caches, same, tokens, zeros_like
 from tests.kit.node import NodeProcess
 
@@ -320,14 +321,40 @@ class TestNamespaces:
         assert self.other_sees_it(node, connect, {"model_id": "shared"}, {"model_id": "shared", "device_id": 3})
 
 
-def test_options_about_other_nodes_are_accepted(node: NodeProcess, connect: Connect) -> None:
+@pytest.mark.parametrize(
+    ("option", "local_only", "cluster_write"),
+    [
+        (CcKvOption(write_rcache=True, read_local_only=False, timeout=5000), False, "on_save"),
+        (CcKvOption(write_rcache=False, read_local_only=False, timeout=5000), False, "never"),
+        (CcKvOption(write_rcache=1, read_local_only=1, timeout=5000), True, "on_save"),  # type: ignore[arg-type]
+        (CcKvOption(), False, "on_save"),
+        (None, False, ""),
+    ],
+)
+def test_options_about_other_nodes_reach_this_one(
+    node: NodeProcess,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    option: CcKvOption | None,
+    local_only: bool,
+    cluster_write: str,
+) -> None:
+    asked: list[messages.Request] = []
+    encode = coding.encode_request
+
+    def encode_request(request: messages.Request, version: int) -> bytes:
+        asked.append(request)
+        return encode(request, version)
+
     cc = connect(node)
     cc.register_kvcache(make_caches())
-    for write_rcache in (True, False):
-        for read_local_only in (True, False):
-            option = CcKvOption(write_rcache=write_rcache, read_local_only=read_local_only, timeout=5000)
-            assert cc.get_result(cc.async_save(range(4), [1], [4], option)).success == 1
-            assert cc.exists([1], option).success == 1
+    monkeypatch.setattr(coding, "encode_request", encode_request)
+    assert cc.get_result(cc.async_save(range(6), [1, 2], [4, 2], option)).success == 2
+    assert cc.exists([1, 2], option).success == 2
+    assert cc.get_result(cc.async_load(range(6), [1, 2], [4, 2], option)).success == 2
+    lookups = [request.local_only for request in asked if isinstance(request, messages.Lookup)]
+    assert lookups == [local_only] * 5
+    assert {request.cluster_write for request in asked if isinstance(request, messages.Commit)} == {cluster_write}
     assert Ems.check_health()
 
 

@@ -65,7 +65,9 @@ class Pool:
             raise StaleReference("gone")
         return self.memory
 
-    def commit(self, reservation: Reservation, positions: list[int], timeout: float, checksums: Sequence[int]) -> None:
+    def commit(
+        self, reservation: Reservation, positions: list[int], timeout: float, checksums: Sequence[int], _write: str
+    ) -> None:
         if self.commit_fails is not None:
             raise self.commit_fails
         assert len(checksums) == len(positions)

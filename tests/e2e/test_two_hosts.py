@@ -6,6 +6,8 @@ A link that is cut costs what is behind it, for as long as it is cut: every requ
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from tests.kit.mooncake import MooncakeMaster
 
 pytestmark = pytest.mark.e2e
 
+SIZE = "256MB"
 TOKENS = 1100
 """Of a prompt, whose last block is not full."""
 SLOW_MBIT = 10
@@ -73,7 +76,10 @@ class Member:
         wait_for(lambda: self.tier()["queued_bytes"] == 0, "nothing waits to be written")
 
 
-def start_member(host: Host, name: str, master: str, model: Path, logs: Path, stack: ExitStack) -> Member:
+def start_member(
+    host: Host, name: str, master: str, model: Path, logs: Path, stack: ExitStack, *, by_engine: bool
+) -> Member:
+    """With ``by_engine`` the engine starts its node, and names no more than Mooncake's own file."""
     settings = logs / f"{name}.json"
     settings.write_text(
         json.dumps(
@@ -85,17 +91,25 @@ def start_member(host: Host, name: str, master: str, model: Path, logs: Path, st
             }
         )
     )
-    node = Node(stack.enter_context(pool_directory()), "--size", "256MB", "--tier", f"mooncake:{settings}")
+    node = Node(stack.enter_context(pool_directory()), "--size", SIZE, "--tier", f"mooncake:{settings}")
+    extra, environment = {}, node.environment
+    if by_engine:
+        extra = {"backend": "mooncake", "pool_size": SIZE}
+        environment |= {"EMS_AUTOSTART": "1", "MOONCAKE_CONFIG_PATH": str(settings)}
     engine = VllmServer(
         model,
         log=logs / f"{name}.log",
-        kv_transfer_config=connector("kv_both", tier_timeout_ms=15_000),
+        kv_transfer_config=connector("kv_both", tier_timeout_ms=15_000, **extra),
         options=OPTIONS,
-        environment={**node.environment, "VLLM_HOST_IP": "127.0.0.1"},
+        environment={**environment, "VLLM_HOST_IP": "127.0.0.1"},
     )
     with host.entered():
-        stack.callback(node.stop)
-        node.start()
+        if by_engine:
+            stop = [sys.executable, "-m", "ems.cli", "stop", "--socket", str(node.socket)]
+            stack.callback(subprocess.run, stop, check=False, timeout=30)
+        else:
+            stack.callback(node.stop)
+            node.start()
         stack.callback(engine.stop)
         engine.start()
     return Member(host, node, engine)
@@ -108,12 +122,13 @@ def members(model: Path, logs: Path) -> Iterator[tuple[Member, Member]]:
         with third.entered():
             master = stack.enter_context(MooncakeMaster(logs, address=third.address, name="mooncake"))
         first, second = (
-            start_member(host, f"host-{number}", master.endpoint, model, logs, stack)
+            start_member(host, f"host-{number}", master.endpoint, model, logs, stack, by_engine=number == 0)
             for number, host in enumerate(network.hosts[:2])
         )
         for member in (first, second):
             with member.host.entered():
                 member.engine.wait_ready(READY_SECONDS)
+                member.node.wait_listening()
         yield first, second
 
 

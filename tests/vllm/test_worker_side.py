@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -267,3 +268,21 @@ def test_ranks_on_several_hosts_are_refused_or_load_nothing(node: Node, on_error
         assert side.results() == ({"r"}, set())
         assert side.take_invalid_blocks() == {3}
     side.close()
+
+
+@pytest.mark.parametrize(("below", "said"), [("", True), ("mooncake:", False)])
+def test_an_engine_that_expects_a_cluster_is_told_that_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, below: str, said: bool
+) -> None:
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:9")
+    caplog.set_level("WARNING", "vllm.ems.worker")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with running_node("--size", "8MB", *(("--tier", below) if below else ())) as node:
+        extra = {"socket": str(node.socket), "autostart": False, "backend": "mooncake"}
+        plane = Plane(NAME)
+        local = LocalPlane(0, plane, LAYERS, Portion(), (2, 2))
+        settings = read_settings("kv_both", extra, {})[0]
+        side = WorkerSide(settings, BlockModel(NAME, BLOCK, 16, 1, (plane,)), [local])
+        side.register({name: torch.zeros((16, 2, BLOCK, 16), dtype=torch.bfloat16) for name in LAYERS})
+        side.close()
+    assert (f"backend is 'mooncake', but the node on {node.socket} has no cluster below it" in caplog.text) is said

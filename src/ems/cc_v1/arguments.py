@@ -16,6 +16,7 @@ import numpy as np
 
 from ems.cc_v1.cc_config import CcKvOption
 from ems.cc_v1.errors import invalid
+from ems.pool.pages import ClusterWrite
 from ems.transfers.plan import Numbers, TokenSpan
 
 DAY_SECONDS = 86400.0
@@ -63,6 +64,12 @@ def timeout_of(option: CcKvOption | None) -> float:
     if not isinstance(given, int | float) or isinstance(given, bool) or math.isnan(given) or given < 0:
         raise invalid(f"option.timeout is {given!r}, expected milliseconds, at least 0")
     return min(given, DAY_SECONDS * 1000) / 1000
+
+
+def reach_of(option: CcKvOption | None) -> tuple[bool, ClusterWrite]:
+    """Whether a call keeps to this host, and when a cluster gets what it saves: without an option as the node says."""
+    write: ClusterWrite = "on_save" if getattr(option, "write_rcache", True) else "never"
+    return bool(getattr(option, "read_local_only", False)), "" if option is None else write
 
 
 class Blocks:

@@ -67,8 +67,8 @@ class CcConfig_v1:  # noqa: N801 - the contract's name
 class CcKvOption:
     """How one call is done; ``timeout`` in milliseconds.
 
-    ``write_rcache`` also writes to other nodes and ``read_local_only`` keeps from reading there; both are
-    accepted and change nothing as long as a node works alone.
+    ``write_rcache`` gives what is saved to the node's cluster at once, or never; with ``read_local_only`` nothing is
+    fetched from there.
     """
 
     write_rcache: bool = True

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ems.cc_v1.arguments import Blocks, slot_numbers, timeout_of, whole_numbers
+from ems.cc_v1.arguments import Blocks, reach_of, slot_numbers, timeout_of, whole_numbers
 from ems.cc_v1.cc_config import CcKvOption, EmsConfig
 from ems.cc_v1.errors import EmsErrorCode, EmsException, invalid
 from ems.cc_v1.future import CcFuture, CcResult
@@ -103,7 +103,7 @@ class ContextCaching:
         begin = time.monotonic()
         count = 0
         try:
-            count = self._count(transfers, wanted, begin + timeout)
+            count = self._count(transfers, wanted, begin + timeout, local_only=reach_of(option)[0])
         except EmsError as error:
             self._monitor.failed(error)
         except Exception:  # noqa: BLE001 - the root of what an SDK call runs, see below
@@ -168,13 +168,13 @@ class ContextCaching:
         if not self._monitor.healthy:
             raise GateClosed
 
-    def _count(self, transfers: Transfers, wanted: list[int], deadline: float) -> int:
+    def _count(self, transfers: Transfers, wanted: list[int], deadline: float, *, local_only: bool) -> int:
         """How many leading blocks of ``wanted`` have a page, of the whole block or of the beginning of it."""
         names = transfers.names
 
         def leading(keys: Sequence[bytes]) -> int:
-            remaining = max(deadline - time.monotonic(), 0.001)
-            return self._lookups.lookup(transfers.namespace, b"".join(keys), timeout=remaining).count
+            left, packed = max(deadline - time.monotonic(), 0.001), b"".join(keys)
+            return self._lookups.lookup(transfers.namespace, packed, timeout=left, local_only=local_only).count
 
         position = 0
         while position < len(wanted):
@@ -204,6 +204,7 @@ class ContextCaching:
         slots = slot_numbers(slot_mapping)
         blocks = Blocks(wanted, counts, slots, block_size=rows.block_size, num_blocks=rows.num_blocks)
         future = CcFuture(kind, len(blocks), timeout, time.monotonic, self._ended)
+        future.local_only, future.cluster_write = reach_of(option)
         if not blocks:
             future.finish()
         elif not self._monitor.healthy:

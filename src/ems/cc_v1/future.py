@@ -15,6 +15,7 @@ import msgspec
 
 from ems.cc_v1.errors import EmsErrorCode, EmsException, code_of
 from ems.errors import EmsError
+from ems.pool.pages import ClusterWrite
 from ems.transfers.summary import Kind
 
 LEAST_CALL_SECONDS = 0.25
@@ -46,6 +47,9 @@ class CcFuture:
         self.started = False
         self.progress = 0
         self.error: EmsError | None = None
+        self.local_only = False
+        self.cluster_write: ClusterWrite = ""
+        """How far the work may reach, see :class:`~ems.pool.client.pool_client.PoolClient`."""
         self._clock = clock
         self._ended = ended
         self._done = threading.Event()

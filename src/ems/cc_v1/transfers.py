@@ -84,7 +84,8 @@ class Transfers:
 
     def _load_run(self, blocks: Blocks, span: range, keys: Sequence[bytes], future: CcFuture) -> None:
         """Load leading blocks of ``span`` from the pages of ``keys``."""
-        hits = self._client.lookup(self.namespace, b"".join(keys), lease=True, timeout=future.remaining())
+        packed, left, local_only = b"".join(keys), future.remaining(), future.local_only
+        hits = self._client.lookup(self.namespace, packed, lease=True, timeout=left, local_only=local_only)
         if hits.lease is None:
             return
         try:
@@ -148,8 +149,8 @@ class Transfers:
         names = self.names
         start, hashes = future.progress, blocks.hashes
         if not blocks.whole(start):
-            whole = names.whole(hashes[start])
-            if self._client.lookup(self.namespace, whole, timeout=future.remaining()).count:
+            whole, left = names.whole(hashes[start]), future.remaining()
+            if self._client.lookup(self.namespace, whole, timeout=left, local_only=future.local_only).count:
                 future.advance(start + 1)
                 return None
         span = range(start, self._end(blocks, start))
@@ -195,8 +196,8 @@ class Transfers:
                 # Of the bytes as they lie in the slots, while they are in the processor's cache.
                 written.update(zip(batch, map(crc32c, pages), strict=True))
             if written:
-                patience = max(future.remaining(), COMMIT_SECONDS)
-                self._client.commit(reservation, list(written), patience, list(written.values()))
+                patience, sums = max(future.remaining(), COMMIT_SECONDS), list(written.values())
+                self._client.commit(reservation, list(written), patience, sums, future.cluster_write)
         except BaseException:
             self._give_back(reservation)
             raise

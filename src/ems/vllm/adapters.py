@@ -49,8 +49,7 @@ def files_digest(path: str) -> str:
 
     A folder is read again only when the size or a time of one of its files has changed.
 
-    Raises:
-        ConfigError: there is no adapter whose files are on this machine.
+    Raises ConfigError: there is no adapter whose files are on this machine.
     """
     place = Path(path).expanduser()
     # Another hub would be asked over the network.
@@ -113,8 +112,7 @@ class Adapters:
     def find(self, lora: Any) -> Adapter:
         """The adapter of a request that came in.
 
-        Raises:
-            ConfigError: its weights are not known, or the engine still has blocks that others computed.
+        Raises ConfigError: its weights are not known, or the engine still has blocks that others computed.
         """
         number, path = lora.lora_int_id, lora.lora_path
         loaded = self._loaded.get(number)

@@ -77,8 +77,7 @@ def check_failures(groups: int, windows: bool, *, reports: bool = REPORTS_FAILED
     Several KV cache groups have blocks of one number, and the engine ends.  Behind a sliding window it computes from
     the first block that failed, with what it has dropped before that as it is.
 
-    Raises:
-        ConfigError: so it is.
+    Raises ConfigError: so it is.
     """
     if reports or (groups == 1 and not windows):
         return

@@ -57,16 +57,13 @@ def admit_deployed_files(ours: frozenset[str]) -> None:
 def _admitted(given: dict[str, Any], ours: frozenset[str], known: frozenset[str]) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
-    here = Installation(ours, known, str(current_platform.device_type), _importable)
+    kind = str(current_platform.device_type)
+    here = Installation(ours, known, kind, lambda module: importlib.util.find_spec(module) is not None)
     admitted, said = admit(given, here)
     for sentence in said:
         logger.warning_once("EMS: %s", sentence)
     check(admitted, here)
     return admitted
-
-
-def _importable(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def fill_head_dim() -> None:

@@ -188,23 +188,16 @@ class Lookups:
                     return
             except queue.Empty:
                 item = self.next_job(time.monotonic())
-            if item is None:
-                self._notice()
-                continue
             try:
-                self.handle(item, time.monotonic())
+                if item is None:
+                    self._client.notice()
+                else:
+                    self.handle(item, time.monotonic())
             except Exception:  # the root of what this thread does, see below
                 # Root of this thread: a defect here must cost hits, never the engine.
-                logger.exception("EMS lookup failed, the request is computed")
+                logger.exception("EMS lookup failed, what was asked for is computed")
                 if isinstance(item, LookupJob):
                     self._answer(item, LookupAnswer(item.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
-
-    def _notice(self) -> None:
-        try:
-            self._client.notice()
-        except Exception:  # the root of what this thread does, see below
-            # Root of this thread: see above.
-            logger.exception("EMS could not look after its connection")
 
     @property
     def next_at(self) -> float | None:
@@ -238,11 +231,6 @@ class Lookups:
             self._next_start = now + RESTART_SECONDS
             threading.Thread(target=self._observer.start_node, name="ems-start-node", daemon=True).start()
 
-    def _recovered(self) -> None:
-        if self._said is not None:
-            self._said = None
-            logger.info("EMS pool is in use again")
-
     # One lookup
 
     def _look(self, job: LookupJob, now: float) -> float | None:
@@ -263,7 +251,9 @@ class Lookups:
         else:
             if found is None:
                 return job.waiting.pause()
-            self._recovered()
+            if self._said is not None:
+                self._said = None
+                logger.info("EMS pool is in use again")
             reason = self._search.reason
             reason, detail = self._why(prompt, found, reason) if job.explain else (reason, "")
             answer = LookupAnswer(job.request_id, prompt.chain, found, reason, detail)

@@ -128,8 +128,7 @@ def describe(
 
     ``offloaded`` are the KV cache groups that vLLM's OffloadingConnector moves, whatever they keep.
 
-    Raises:
-        ConfigError: the model or the way it is run cannot be served; the sentence names it.
+    Raises ConfigError: the model or the way it is run cannot be served; the sentence names it.
     """
     check_run(vllm_config)
     any_kind = offloaded is not None
@@ -202,8 +201,7 @@ def describe(
 def engine_facts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, object]:
     """What gives KV bytes their meaning, whatever pages they lie in.
 
-    Raises:
-        ConfigError: the weights cannot be told from others.
+    Raises ConfigError: the weights cannot be told from others.
     """
     model = vllm_config.model_config
     return {
@@ -239,8 +237,7 @@ def local_planes(
 ) -> list[LocalPlane]:
     """What tensor-parallel rank ``rank`` of pipeline stage ``stage`` has of each plane of ``model``.
 
-    Raises:
-        ConfigError: the tensor-parallel size does not fit the model's KV heads.
+    Raises ConfigError: the tensor-parallel size does not fit the model's KV heads.
     """
     found = []
     for number, plane in enumerate(model.planes):
@@ -257,8 +254,7 @@ def local_planes(
 def check_hosts(hosts: int) -> None:
     """Refuse an engine whose tensor- and pipeline-parallel ranks run on several hosts, which have a pool each.
 
-    Raises:
-        ConfigError: so it is.
+    Raises ConfigError: so it is.
     """
     if hosts > 1:
         raise ConfigError(
@@ -304,8 +300,7 @@ def check_run(vllm_config: Any) -> None:
 def _served(spec: Any, *, any_kind: bool) -> Any:
     """The spec of a group's layers, or of the first of them.
 
-    Raises:
-        ConfigError: it is a kind of state that pages cannot hold; with ``any_kind`` they hold whole blocks of it.
+    Raises ConfigError: it is a kind of state that pages cannot hold; with ``any_kind`` they hold whole blocks of it.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         first, *_ = (_served(other, any_kind=any_kind) for other in spec.kv_cache_specs.values())
@@ -356,8 +351,7 @@ def _page_blocks(block_size: int, wanted: int, *, single: bool) -> int:
     With a window a page is a ``single`` block: the engine may have dropped the first ones of a longer run before it
     ends.
 
-    Raises:
-        ConfigError: ``wanted`` is no multiple of the block size.
+    Raises ConfigError: ``wanted`` is no multiple of the block size.
     """
     if wanted % block_size:
         raise ConfigError(f"chunk_tokens is {wanted}, expected a multiple of --block-size, which is {block_size}")
@@ -447,8 +441,7 @@ def _multimodal(model: Any) -> str:
 def _device_identity(vllm_config: Any) -> str:
     """The kind of device, and on a CPU its vector instructions: the attention kernels pack blocks by them.
 
-    Raises:
-        ConfigError: the release of the kernels is not known.
+    Raises ConfigError: the release of the kernels is not known.
     """
     kind = str(vllm_config.device_config.device_type)
     if kind == "cpu":

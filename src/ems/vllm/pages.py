@@ -93,8 +93,7 @@ def plane_rows(
 ) -> list[PlaneRows]:
     """The tensors that the engine registered, plane by plane; a page has the state of ``page_blocks`` blocks.
 
-    Raises:
-        ConfigError: the tensors are not what the engine's configuration says.
+    Raises ConfigError: the tensors are not what the engine's configuration says.
     """
     found = []
     for local in planes:

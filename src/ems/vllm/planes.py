@@ -85,8 +85,7 @@ def shard_count(heads: int, ranks: int, wanted: int = 0) -> int:
 
     ``heads`` is the number of distinct KV heads, ``ranks`` the number of ranks that hold distinct ones.
 
-    Raises:
-        ConfigError: ``wanted`` does not divide the heads, or is not a multiple of ``ranks``.
+    Raises ConfigError: ``wanted`` does not divide the heads, or is not a multiple of ``ranks``.
     """
     if not wanted:
         usual = math.gcd(heads, FINEST)
@@ -106,8 +105,7 @@ def portion(heads: int, shards: int, ranks: int, rank: int) -> Portion:
 
     Ranks beyond the number of heads hold copies, neighbours the same ones.
 
-    Raises:
-        ConfigError: the heads cannot be spread evenly over the ranks.
+    Raises ConfigError: the heads cannot be spread evenly over the ranks.
     """
     replicas = max(ranks // heads, 1)
     holders = ranks // replicas

@@ -50,8 +50,7 @@ def weights_identity(model: Any, load: Any, parallel: Any) -> str:
     few megabytes of reading, and an edit is noticed wherever it is.  Those of a hub's cache count by the digest that
     they have as a name there instead of their time, so that two hosts agree; those without a time are read whole.
 
-    Raises:
-        ConfigError: the source of the weights cannot be told.
+    Raises ConfigError: the source of the weights cannot be told.
     """
     load_format = str(load.load_format)
     if load_format == "dummy":
@@ -93,8 +92,7 @@ def config_digest(model: Any, *, named: bool) -> str:
     Not of what the engine made of it: some models change that while they load, in the processes that load them.
     ``named`` says that the user has named the model, and with it what cannot be told from files.
 
-    Raises:
-        ConfigError: a function overrides the configuration, or code comes from where it cannot be seen.
+    Raises ConfigError: a function overrides the configuration, or code comes from where it cannot be seen.
     """
     digest = hashlib.sha256(f"{model.hf_config_path or ''}\0".encode())
     for name in filter(None, (model.hf_config_path, str(model.model))):

@@ -73,8 +73,7 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """VLLM's ``register_kv_caches``.
 
-        Raises:
-            ConfigError: the tensors are not what the engine's configuration says, or the ranks run on several hosts.
+        Raises ConfigError: the tensors are not what the engine's configuration says, or the ranks run on several hosts.
         """
         try:
             check_hosts(self._hosts)
@@ -92,14 +91,9 @@ class WorkerSide:
         timeout, by_layer = self._settings.call_timeout, self._settings.layerwise
         self._loader = Loader(self._client, self._rows, self._devices.load, logger, timeout, by_layer=by_layer)
         if self._settings.saves:
+            save, blocks = self._devices.save, self._model.num_blocks
             self._saver = Saver(
-                self._client,
-                self._rows,
-                self._devices.save,
-                logger,
-                timeout,
-                by_layer=by_layer,
-                engine_blocks=self._model.num_blocks,
+                self._client, self._rows, save, logger, timeout, by_layer=by_layer, engine_blocks=blocks
             )
         if self._devices.load.at_once:
             self._warm_once()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
+from ems.pool.tiers.settings import parse_tier
 from ems.vllm.configuration.settings import WITHOUT_MEANING, ConnectorSettings, check_kvcache_type, read_settings
+from ems.vllm.node import make_client
 
 
 @pytest.fixture(autouse=True)
@@ -218,8 +220,74 @@ def test_what_steers_other_systems_is_accepted_in_one_sentence() -> None:
     (sentence,) = warnings
     assert sentence == (
         "accepted, but without a meaning for this connector, in kv_connector_extra_config: "
-        "lookup_rpc_port, backend, h2d_stagger_us"
+        "lookup_rpc_port, h2d_stagger_us"
     )
+
+
+@pytest.mark.parametrize(
+    ("backend", "environment", "tiers"),
+    [
+        ("mooncake", {"MOONCAKE_CONFIG_PATH": "/etc/a b.json"}, ("mooncake:/etc/a%20b.json",)),
+        ("Mooncake", {"MOONCAKE_CONFIG_PATH": "m.json", "MOONCAKE_MASTER": "h:1"}, (f"mooncake:{Path.cwd()}/m.json",)),
+        ("mooncake", {"MOONCAKE_MASTER": "h:1"}, ("mooncake:",)),
+        ("mooncake", {"MOONCAKE_MASTER": "h:1", "EMS_TIER": "dir:/cache"}, ()),
+        ("mooncake", {}, ()),
+        ("memcache", {"MOONCAKE_CONFIG_PATH": "/etc/mooncake.json"}, ()),
+        (None, {"MOONCAKE_CONFIG_PATH": "/etc/mooncake.json"}, ()),
+    ],
+)
+def test_mooncake_is_the_cluster_below_a_node_that_is_started_from_here(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, environment: dict[str, str], tiers: tuple[str, ...]
+) -> None:
+    for name in ("MOONCAKE_CONFIG_PATH", "MOONCAKE_MASTER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = read_settings("kv_both", {"backend": backend})[0].node_config()
+    assert config.tiers == tiers
+    assert all(parse_tier(tier).kind == "mooncake" for tier in tiers)
+
+
+@pytest.mark.parametrize("backend", ["memcache", "yuanrong"])
+def test_another_backend_is_not_used_and_one_sentence_says_so(backend: str) -> None:
+    said = f"backend is {backend!r}, which EMS does not use: the node of this host keeps the pages"
+    assert read_settings("kv_both", {"backend": backend})[1] == [said]
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        *((word, "on_save") for word in (True, "1", "true", "on_save")),
+        *((word, "never") for word in (False, "0", "false", "never")),
+        ("On_Evict", "on_evict"),
+        ("on_second_use", "on_second_use"),
+        *((word, "") for word in (None, "")),
+    ],
+)
+def test_when_a_cluster_gets_what_is_stored(monkeypatch: pytest.MonkeyPatch, said: object, meant: str) -> None:
+    assert read_settings("kv_both", {"write_rcache": said})[0].write_rcache == meant
+    if said is not None:
+        monkeypatch.setenv("EMS_ENABLE_WRITE_RCACHE", str(said))
+        assert read_settings("kv_both", {})[0].write_rcache == meant
+        assert read_settings("kv_both", {"write_rcache": "never"})[0].write_rcache == "never"
+
+
+def test_another_word_for_that_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        read_settings("kv_both", {"write_rcache": "always"})
+    assert str(error.value) == (
+        "write_rcache is 'always', expected true, false or never, on_save, on_second_use, on_evict"
+    )
+
+
+def test_an_engine_may_keep_to_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings("kv_both", {})[0].read_local_only is False
+    assert read_settings("kv_both", {"read_local_only": "true"})[0].read_local_only is True
+    monkeypatch.setenv("EMS_ENABLE_READ_LOCAL_ONLY", "1")
+    assert read_settings("kv_both", {})[0].read_local_only is True
+    client = make_client(read_settings("kv_both", {"write_rcache": False})[0], "test")
+    assert (client._local_only, client._cluster_write) == (True, "never")
+    client.close()
 
 
 def test_no_key_is_both_used_and_without_meaning() -> None:

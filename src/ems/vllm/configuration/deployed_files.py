@@ -68,8 +68,7 @@ def check(fields: Mapping[str, Any], here: Installation) -> None:
 
     Where the user lets an engine start without the cache, its connector says later what is wrong.
 
-    Raises:
-        ConfigError: a setting is wrong, or two contradict each other.
+    Raises ConfigError: a setting is wrong, or two contradict each other.
     """
     children = _children(fields) if fields.get("kv_connector") == _MULTI else []
     for one in (fields, *children):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from ems.config import parse_size
 from ems.errors import ConfigError
 
+Default = TypeVar("Default", bound=bool | None)
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
 
@@ -63,7 +64,7 @@ class SettingReader:
             raise ConfigError(f"{name} is {value!r}, expected {' or '.join(map(repr, choices))}")
         return str(value)
 
-    def boolean(self, key: str, *variables: str, default: bool) -> bool:
+    def boolean(self, key: str, *variables: str, default: Default) -> bool | Default:
         name, value = self.find(key, *variables)
         if value is None:
             return default

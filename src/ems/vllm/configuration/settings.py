@@ -11,31 +11,33 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from urllib.parse import quote
 
 import msgspec
 
 from ems.config import NodeConfig, default_directory, default_socket
 from ems.errors import ConfigError
+from ems.pool.pages import ClusterWrite
 from ems.pool.tenants.scram import ACCESS_ID, ACCESS_KEY, Credentials
-from ems.vllm.configuration.setting_values import SettingReader
+from ems.vllm.configuration.setting_values import FALSE, TRUE, SettingReader
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
+MOONCAKE = "mooncake"
+"""The one ``backend`` that means something: the memory of other hosts."""
 
 WITHOUT_MEANING = frozenset(
     {
         # where the lookups of other pools listen; a lookup here needs no port
         "lookup_rpc_port", "mooncake_rpc_port", "lookup_key_server_ip", "lookup_key_server_base_port",
-        # which storage lies below; the node decides that
-        "backend",
         # hardware, transports and how they are driven
         "register_buffer", "use_ascend_direct", "h2d_stagger_us", "block_group_size", "layerwise_max_transfer_blocks",
         "layerwise_max_transfer_bytes", "layerwise_prefetch_layers", "layerwise_num_shared_buffers",
         "layerwise_independent_layers",
         # how the other side is split; pages do not depend on it
         "prefill", "decode", "prefill_pp_size", "prefill_pp_layer_partition",
-        # names of the service around the engine, and other nodes' caches
-        "service_name", "llm_engine", "write_rcache", "read_local_only",
+        # names of the service around the engine
+        "service_name", "llm_engine",
     }
 )  # fmt: skip
 """Keys of deployed files that mean nothing to this connector."""
@@ -56,6 +58,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Start a node when none runs; ``autostart`` or ``EMS_AUTOSTART``."""
     pool_size: int = 0
     """Bytes of a pool that is started from here, 0 for the node's default; ``pool_size`` or ``EMS_POOL_SIZE``."""
+    backend: str = ""
+    """What the user expects below the pool."""
+    write_rcache: ClusterWrite = ""
+    """When a cluster gets what this engine stores; empty: when the node says."""
+    read_local_only: bool = False
+    """Whether nothing is fetched over a network for this engine; like the other, a key or ``EMS_ENABLE_...``."""
     load_async: bool | None = None
     """Load between steps while the request waits, or (False, by itself with ``layerwise``) in the step that needs it.
 
@@ -107,9 +115,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that one call to the node may take; ``call_timeout_ms``, ``EMS_CALL_TIMEOUT_MS`` or ``EMS_TIMEOUT``."""
 
     def node_config(self) -> NodeConfig:
-        return NodeConfig(
-            directory=self.directory, socket=self.socket, size=self.pool_size, http_port=None, autostarted=True
-        )
+        """A node that is started from here; of a cluster, unless the environment names its tiers."""
+        file, master = (os.environ.get(name) for name in ("MOONCAKE_CONFIG_PATH", "MOONCAKE_MASTER"))
+        named = self.backend == MOONCAKE and not os.environ.get("EMS_TIER") and (file or master)
+        tiers = (f"mooncake:{quote(str(Path(file).absolute())) if file else ''}",) if named else ()
+        place: Any = {"directory": self.directory, "socket": self.socket, "size": self.pool_size}
+        return NodeConfig(**place, http_port=None, autostarted=True, tiers=tiers)
 
 
 def reads_by_layer(extra: Mapping[str, Any]) -> bool:
@@ -120,19 +131,12 @@ def reads_by_layer(extra: Mapping[str, Any]) -> bool:
         return False
 
 
-def _load_async(reader: SettingReader, *, layerwise: bool) -> bool | None:
-    if reader.find("load_async")[1] is None:
-        return False if layerwise else None
-    return reader.boolean("load_async", default=True)
-
-
 def read_settings(
     kv_role: str | None, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> tuple[ConnectorSettings, list[str]]:
     """Settings meant by ``extra`` for an engine with ``kv_role``, and a sentence for each thing that is ignored.
 
-    Raises:
-        ConfigError: a value is wrong, or two contradict each other.
+    Raises ConfigError: a value is wrong, or two contradict each other.
     """
     if kv_role not in ROLES:
         raise ConfigError(f"kv_role is {kv_role!r}, expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
@@ -148,7 +152,10 @@ def read_settings(
         directory=directory,
         autostart=reader.boolean("autostart", "EMS_AUTOSTART", default=True),
         pool_size=reader.size("pool_size", "EMS_POOL_SIZE"),
-        load_async=_load_async(reader, layerwise=layerwise),
+        backend=reader.text("backend").lower(),
+        write_rcache=_write_rcache(reader),
+        read_local_only=reader.boolean("read_local_only", "EMS_ENABLE_READ_LOCAL_ONLY", default=False),
+        load_async=reader.boolean("load_async", default=False if layerwise else None),
         layerwise=layerwise,
         save_answers=reader.boolean("save_decode_cache", default=True),
         save_tails=not reader.boolean("discard_partial_chunks", default=False),
@@ -172,7 +179,20 @@ def read_settings(
         tier_timeout=reader.seconds("tier_timeout_ms", default_ms=800),
         call_timeout=reader.seconds("call_timeout_ms", "EMS_CALL_TIMEOUT_MS", "EMS_TIMEOUT", default_ms=2000),
     )
-    return settings, ignored_keys(extra, reader.known, WITHOUT_MEANING, "this connector")
+    said = ignored_keys(extra, reader.known, WITHOUT_MEANING, "this connector")
+    if settings.backend not in ("", MOONCAKE):
+        said.append(f"backend is {settings.backend!r}, which EMS does not use: the node of this host keeps the pages")
+    return settings, said
+
+
+def _write_rcache(reader: SettingReader) -> ClusterWrite:
+    name, value = reader.find("write_rcache", "EMS_ENABLE_WRITE_RCACHE")
+    words: dict[str, ClusterWrite] = {**dict.fromkeys(TRUE, "on_save"), **dict.fromkeys(FALSE, "never")}
+    words |= {word: word for word in get_args(ClusterWrite)}
+    text = "" if value is None else str(value).strip().lower()
+    if text not in words:
+        raise ConfigError(f"{name} is {value!r}, expected true, false or {', '.join(get_args(ClusterWrite)[1:])}")
+    return words[text]
 
 
 def _directions(reader: SettingReader, kv_role: str) -> tuple[bool, bool]:
@@ -218,8 +238,7 @@ def _store_tp_size(reader: SettingReader) -> int:
 def check_kvcache_type(declared: str, *, mla: bool) -> None:
     """Refuse a declared kind of KV cache that the model does not have; ``mla`` says whether it keeps latents.
 
-    Raises:
-        ConfigError: the declaration is wrong.
+    Raises ConfigError: the declaration is wrong.
     """
     actual = "MLA" if mla else "MHA"
     if declared and declared != actual:

@@ -125,8 +125,7 @@ def _both(*calls: Any) -> Any:
 def check_loads(extra: Mapping[str, Any]) -> None:
     """Refuse loads within a step, which vLLM makes from 0.33 on if asked to: no failure of theirs could be reported.
 
-    Raises:
-        ConfigError: they were asked for.
+    Raises ConfigError: they were asked for.
     """
     if extra.get("sync_load_budget_bytes"):
         raise ConfigError("sync_load_budget_bytes is set, but EmsOffloadingSpec loads between steps; leave it out")

@@ -57,8 +57,7 @@ class HandOffLog(KVConnectorBase_V1):
 def translated(vllm_config: Any, role: KVConnectorRole, keys: tuple[str, ...]) -> Any:
     """A copy of the engine's configuration with the KV transfer in the form of a transport with these ``keys``.
 
-    Raises:
-        ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
+    Raises ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
     """
     parallel, given = vllm_config.parallel_config, vllm_config.kv_transfer_config
     own = {

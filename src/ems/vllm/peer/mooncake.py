@@ -39,14 +39,12 @@ class MooncakeHandOff(HandOffLog, MooncakeConnector):
         keep, answer = super()._ended(request, block_ids, outcome)
         if not keep or answer is not None:
             return keep, answer
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        named, port = extra.get("bootstrap_server_address"), envs.VLLM_MOONCAKE_BOOTSTRAP_PORT
         return keep, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": request.kv_transfer_params["transfer_id"],
             "remote_engine_id": self.engine_id,
-            "remote_bootstrap_addr": f"http://{self._bootstrap_address()}",
+            "remote_bootstrap_addr": f"http://{named or f'{own_address()}:{port}'}",
         }
-
-    def _bootstrap_address(self) -> str:
-        extra = self._kv_transfer_config.kv_connector_extra_config
-        return str(extra.get("bootstrap_server_address") or f"{own_address()}:{envs.VLLM_MOONCAKE_BOOTSTRAP_PORT}")

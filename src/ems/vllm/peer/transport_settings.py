@@ -26,16 +26,17 @@ def read_transport(
 
     ``own`` are the sizes of the engine itself, called as in ``prefill`` and ``decode``.
 
-    Raises:
-        ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
+    Raises ConfigError: a value is wrong, or the sizes do not fit this engine or each other.
     """
     if kv_role not in ROLES:
         raise ConfigError(f"kv_role is {kv_role!r}, expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
     sides = check_sizes(extra)
     name = _SIDES.get(kv_role, "")
-    declared = sides.get(name)
-    if declared is not None:
-        _check_own(name, declared, own)
+    for key, says in (sides.get(name) or {}).items():
+        runs, flag = own[key], _FLAGS[key]
+        # An engine of a dense model knows itself as one of one, however many run beside it.
+        if says != runs and not (key == "dp_size" and runs == 1):
+            raise ConfigError(f"{name}.{key} is {says}, but this engine runs with {flag} {runs}; make them equal")
     passed = set(keys)
     known = passed | {"prefill", "decode"}
     said = ignored_keys(extra, known, WITHOUT_MEANING - known, "MooncakeConnectorV1")
@@ -45,8 +46,7 @@ def read_transport(
 def check_sizes(extra: Mapping[str, Any]) -> dict[str, dict[str, int] | None]:
     """What can be told of both sides without an engine.
 
-    Raises:
-        ConfigError: a value is wrong, or the sizes do not fit each other.
+    Raises ConfigError: a value is wrong, or the sizes do not fit each other.
     """
     sides = {name: _side(extra, name) for name in _SIDES.values()}
     prefill, decode = sides.values()
@@ -69,11 +69,3 @@ def _side(extra: Mapping[str, Any], name: str) -> dict[str, int] | None:
         raise ConfigError(f'{name} is {given!r}, expected sizes such as {{"tp_size": 1, "dp_size": 1}}')
     reader = SettingReader({f"{name}.{key}": value for key, value in given.items()}, {})
     return {key: reader.count(f"{name}.{key}", what="ranks", least=1, default=1) for key in _FLAGS}
-
-
-def _check_own(name: str, declared: Mapping[str, int], own: Mapping[str, int]) -> None:
-    for key, flag in _FLAGS.items():
-        says, runs = declared[key], own[key]
-        # An engine of a dense model knows itself as one of one, however many run beside it.
-        if says != runs and not (key == "dp_size" and runs == 1):
-            raise ConfigError(f"{name}.{key} is {says}, but this engine runs with {flag} {runs}; make them equal")
