@@ -152,6 +152,7 @@ def test_what_one_host_stored_another_loads(members: tuple[Member, Member], refe
     expected = reference.texts(prompts)
     store(first, prompts, expected)
     load(second, prompts, expected)
+    assert first.node.stats()["autostarted"] is True
 
 
 @pytest.mark.parametrize("cut", [1, 0], ids=["of the host that loads", "of the host that stored"])
