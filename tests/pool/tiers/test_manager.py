@@ -59,12 +59,12 @@ async def test_what_a_tier_gets_and_loses_is_told(bench: Callable[..., Bench]) -
     names = asked_for([NAME])
     on_disk = names.index(named(NAME, STORAGE))
     changes = one.node.core.changes
-    place = changes.since(FROM_NOW, names, 0.0)[0]
+    place = changes.since(FROM_NOW, names, time.monotonic())[0]
     told: list[tuple[bool, bytes]] = []
 
     def news() -> list[tuple[bool, bytes]]:
         nonlocal place
-        place, _, runs = changes.since(place, names, 0.0)
+        place, _, runs = changes.since(place, names, time.monotonic())
         told.extend((run.stored, run.keys) for run in runs if run.namespace == on_disk)
         return told
 
@@ -83,10 +83,10 @@ async def test_what_a_tier_had_before_is_told_when_somebody_looks_it_up(bench: C
     await stored(one, keys)
     one.forget()
     names = [named(NAME, STORAGE)]
-    place = one.node.core.changes.since(FROM_NOW, names, 0.0)[0]
+    place = one.node.core.changes.since(FROM_NOW, names, time.monotonic())[0]
     one.look(keys)
     one.look(keys)
-    (run,) = one.node.core.changes.since(place, names, 0.0)[2]
+    (run,) = one.node.core.changes.since(place, names, time.monotonic())[2]
     assert (run.stored, run.keys) == (True, b"".join(keys))
 
 
