@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import ConfigError
+from ems.pool.layout import crc32c
+from ems.transfers.checksums import PageSums
 from ems.transfers.plan import CopyPlan, TokenSpan, runs
 from ems.transfers.rows import BlockRows, PageBlocks, TokenRows
 
@@ -82,6 +84,35 @@ def test_blocks_go_to_pages_and_back(
             part = slice(shard * heads, (shard + 1) * heads)
             assert torch.equal(new[block, part], old[block, part])
         assert not any(new[block, shard * heads : (shard + 1) * heads].any() for block, shard in untouched)
+
+
+@given(st.data(), orders, st.integers(1, 3), st.booleans())
+def test_steps_fill_page_after_page_and_their_checksums_are_those_of_the_pages(
+    data: st.DataObject, order: tuple[int, ...], page_blocks: int, side_by_side: bool
+) -> None:
+    tensors = [strided((6, 4, 3, 2), order, seed) for seed in range(3)]
+    rows = BlockRows(tensors, page_blocks=page_blocks)
+    size, count = rows.page_bytes, data.draw(st.integers(1, 6))
+    memory = memoryview(bytearray(size * 6 if side_by_side else (size + 8) * 6))
+    pitch = len(memory) // 6
+    places = data.draw(st.permutations(range(6)))[:count]
+    pages = [memory[place * pitch : place * pitch + size] for place in places]
+    blocks = [data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=page_blocks)) for _ in pages]
+    plan = rows.plan(list(map(PageBlocks, blocks)), pages, out=True)
+    carry_out(plan)
+    expected = [bytes(page) for page in pages]
+    memory[:] = bytes(len(memory))
+    sums = PageSums(pages)
+    most, largest = data.draw(st.integers(1, 6 * size)), int(plan.sizes.max())
+    for step in plan.in_steps(most):
+        carry_out(step.plan)
+        assert int(step.plan.sizes.sum()) < most + largest
+        assert [bytes(page) for page in pages[: step.whole]] == expected[: step.whole]
+        assert step.whole == count or bytes(pages[step.whole][: step.filled]) == expected[step.whole][: step.filled]
+        sums.add(step.whole, step.filled)
+        assert sums.done == [crc32c(page) for page in expected[: step.whole]]
+    assert step.whole == count
+    assert [bytes(page) for page in pages] == expected
 
 
 def test_one_layer_alone_is_copied() -> None:

@@ -36,7 +36,6 @@ from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
-from ems.pool.layout import crc32c
 from ems.pool.names import own_name
 from ems.pool.node.launcher import ensure_node
 from ems.pool.processes import process_lives
@@ -45,8 +44,9 @@ from ems.pool.segments.reader import Verify
 from ems.pool.segments.touch import warm
 from ems.pool.tenants.scram import from_environment
 from ems.tables import Table
-from ems.transfers.memcpy import memcpy_all
-from ems.transfers.plan import Piece, PieceTable, Rows, Slots, numbers
+from ems.transfers.checksums import PageSums
+from ems.transfers.memcpy import STEP_BYTES, SUMMED_BYTES, memcpy_all
+from ems.transfers.plan import CopyPlan, Piece, PieceTable, Rows, Slots, numbers
 
 ROWS = 12
 """Rows of a page, as many as a model of twelve layers leaves."""
@@ -55,8 +55,6 @@ WORKING_SET = 128 * MIB
 """Bytes moved in one round; far above the processor's caches."""
 BATCH = 32 * MIB
 """Bytes of one reservation, as a prompt of some thousand tokens leaves them."""
-STEP = 2 * MIB
-"""Bytes copied in one call, as an engine's connector does."""
 TOUCH_SECONDS = 120.0
 CLEAR_SECONDS = 30.0
 
@@ -160,6 +158,7 @@ class Bench:
         self._socket = socket
         self._client = PoolClient(socket, "ems bench", credentials=from_environment(os.environ))
         self._progress = progress
+        self._memcpy_all = memcpy_all()
         self._tag = secrets.token_hex(8)
         self._touch()
 
@@ -259,13 +258,13 @@ class Bench:
             if len(reserved.granted) != len(part):
                 raise NoSpace(_TOO_SMALL)
             segments = self._client.segments(reserved.epoch)
-            checksums: dict[int, int] = {}
-            for begin in range(0, len(part), engine.step):
-                positions = list(reserved.granted)[begin : begin + engine.step]
-                pages = [segments.page(reserved.granted[position], namespace.page_size) for position in positions]
-                engine.copy([first + position for position in positions], Slots.of(pages), out=True)
-                checksums.update(zip(positions, map(crc32c, pages), strict=True))
-            self._client.commit(reserved, list(checksums), checksums=list(checksums.values()))
+            pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
+            sums = PageSums(pages)
+            blocks = range(first, first + len(part))
+            for step in engine.plan(blocks, Slots.of(pages), out=True).in_steps(SUMMED_BYTES):
+                self._copy(step.plan)
+                sums.add(step.whole, step.filled)
+            self._client.commit(reserved, checksums=sums.done)
 
     def _load(
         self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int, policy: Verify | None
@@ -277,15 +276,17 @@ class Bench:
                 raise NoSpace("pages of this run were evicted while it ran, use a larger pool or none in use")
             reader = self._client.reader(namespace, hits.lease.epoch, policy)
             pages = reader.look(hits.lease.packed_refs, b"".join(part))
-            for begin in range(0, pages.present, engine.step):
-                end = min(begin + engine.step, pages.present)
-                slots = Slots(pages.starts[begin:end], namespace.page_size, pages.segments)
-                engine.copy(range(first + begin, first + end), slots, out=False)
-                if reader.sound(pages, begin, end) < end:
-                    break
+            slots = Slots(pages.starts[: pages.present], namespace.page_size, pages.segments)
+            good = 0
+            for step in engine.plan(range(first, first + pages.present), slots, out=False).in_steps(STEP_BYTES):
+                self._copy(step.plan)
+                good = reader.sound(pages, good, step.whole)
             if reader.corrupt or reader.same(pages, 0, pages.present) < len(part):
                 raise NoSpace("pages of this run changed while they were leased")
             self._client.release(hits.lease)
+
+    def _copy(self, plan: CopyPlan) -> None:
+        self._memcpy_all(plan.targets, plan.sources, plan.sizes)
 
     def lookups(self, keys: int, repeats: int, *, lease: bool) -> LookupLatency:
         self._progress(f"lookups of {keys} keys{' with a lease' if lease else ''}")
@@ -321,8 +322,6 @@ class Engine:
                 for rows, size, start in zip(self._rows, sizes, ends[:-1], strict=True)
             ]
         )
-        self._memcpy_all = memcpy_all()
-        self.step = max(STEP // page_bytes, 1)
         self._source: Bytes = np.full((blocks, page_bytes), 1, dtype=np.uint8)
         self._target: Bytes = np.full((blocks, page_bytes), 2, dtype=np.uint8)
 
@@ -339,11 +338,9 @@ class Engine:
         for target, page in zip(self._target, pages, strict=True):
             target[:] = np.frombuffer(page, dtype=np.uint8)
 
-    def copy(self, blocks: Sequence[int], slots: Slots, *, out: bool) -> None:
+    def plan(self, blocks: range, slots: Slots, *, out: bool) -> CopyPlan:
         nothing = np.zeros(len(blocks), np.int64)
-        rows = Rows(numbers(blocks), nothing, nothing, np.arange(len(blocks)))
-        plan = self._pieces.plan(rows, slots, out=out)
-        self._memcpy_all(plan.targets, plan.sources, plan.sizes)
+        return self._pieces.plan(Rows(numbers(blocks), nothing, nothing, np.arange(len(blocks))), slots, out=out)
 
 
 def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolReport:

@@ -18,9 +18,9 @@ from ems.cc_v1.names import BlockNames
 from ems.errors import EmsError, NoSpace
 from ems.pool.client.answers import Namespace, Reservation
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.layout import crc32c
 from ems.pool.pages import Outcome
 from ems.pool.segments.reader import LeasedPages, PageReader
+from ems.transfers.checksums import PageSums
 
 if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device
@@ -118,12 +118,17 @@ class Transfers:
         if not places:
             return batch.start
         plan = self.rows.plan(spans, places, out=False)
-        with future.copying() as allowed:
-            if not allowed:
-                return batch.start
-            self.device.copy(plan)
-            self.device.synchronise()
-        return reader.same(pages, batch.start, reader.sound(pages, batch.start, batch.start + len(places)))
+        good = batch.start
+        for step in plan.in_steps(self.device.step_bytes):
+            with future.copying() as allowed:
+                if not allowed:
+                    break
+                self.device.copy(step.plan)
+                self.device.synchronise()
+            good, end = reader.sound(pages, good, batch.start + step.whole), batch.start + step.whole
+            if good < end:
+                break
+        return reader.same(pages, batch.start, good)
 
     # Saves
 
@@ -185,16 +190,20 @@ class Transfers:
                 segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
                 pages = [segments.page(reservation.granted[i], self.namespace.page_size) for i in batch]
                 plan = self.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
-                with future.copying() as allowed:
-                    if not allowed:
-                        break
-                    self.device.copy(plan)
-                    self.device.synchronise()
                 for i, page in zip(batch, pages, strict=True):
                     if not blocks.whole(start + i):
                         TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
-                # Of the bytes as they lie in the slots, while they are in the processor's cache.
-                written.update(zip(batch, map(crc32c, pages), strict=True))
+                sums = PageSums(pages)
+                for part in plan.in_steps(self.device.summed_bytes):
+                    with future.copying() as allowed:
+                        if not allowed:
+                            break
+                        self.device.copy(part.plan)
+                        self.device.synchronise()
+                    sums.add(part.whole, part.filled)
+                written.update(zip(batch, sums.done, strict=False))
+                if len(sums.done) < len(batch):
+                    break
             if written:
                 patience, sums = max(future.remaining(), COMMIT_SECONDS), list(written.values())
                 self._client.commit(reservation, list(written), patience, sums, future.cluster_write)

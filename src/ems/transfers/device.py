@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ems.errors import ConfigError
-from ems.transfers.memcpy import memcpy_all
+from ems.transfers.memcpy import STEP_BYTES, SUMMED_BYTES, memcpy_all
 from ems.transfers.pins import SegmentPins
 from ems.transfers.plan import CopyPlan
 
@@ -47,7 +47,11 @@ class Device(ABC):
     at_once = False
     """Whether a copy is over when its verb returns."""
     batch_bytes = 256 << 20
-    """How much one plan should copy: enough to keep a link busy, no more than may be waited for."""
+    """How much is planned at a time: enough to keep a link busy."""
+    step_bytes = batch_bytes
+    """How much is copied at a time: what who calls a copy off has to wait for."""
+    summed_bytes = batch_bytes
+    """The same where checksums follow."""
 
     @abstractmethod
     def pin(self, buffer: memoryview) -> None:
@@ -102,7 +106,9 @@ class CpuDevice(Device):
     """Engine memory is host memory: a copy is a copy, and it is over at once."""
 
     at_once = True
-    batch_bytes = 2 << 20  # its checksums are computed while it is in the cache of the core
+    batch_bytes = 32 << 20
+    step_bytes = STEP_BYTES
+    summed_bytes = SUMMED_BYTES
 
     def __init__(self) -> None:
         self._copy = memcpy_all()

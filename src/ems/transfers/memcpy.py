@@ -12,6 +12,11 @@ from collections.abc import Callable
 
 from ems.transfers.plan import Numbers
 
+STEP_BYTES = 2 << 20
+"""What is copied in one call, so that who calls a copy off does not wait."""
+SUMMED_BYTES = 512 << 10
+"""The same where checksums follow: so little that it, and what it was copied from, are in the cache of the core."""
+
 
 @functools.cache
 def memcpy_all() -> Callable[[Numbers, Numbers, Numbers], None]:

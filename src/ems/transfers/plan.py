@@ -10,7 +10,7 @@ keeps these pages' memory mapped as long as it lives.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +83,8 @@ class CopyPlan(NamedTuple):
     """Whether bytes go from the engine to the pages."""
     owners: Sequence[memoryview]
     """Who owns the memory."""
+    starts: Numbers
+    """Where the slots begin."""
 
     @property
     def sources(self) -> Numbers:
@@ -91,6 +93,37 @@ class CopyPlan(NamedTuple):
     @property
     def targets(self) -> Numbers:
         return self.memory if self.out else self.engine
+
+    def in_steps(self, most: int) -> Iterator[Step]:
+        """The same copies, about ``most`` bytes at a time, slot after slot and from the beginning to the end of each.
+
+        All at once where they are not more.
+        """
+        if int(self.sizes.sum()) <= most:
+            yield Step(self, len(self.starts), 0)
+            return
+        rising = np.argsort(self.starts)
+        slots = rising[np.searchsorted(self.starts, self.memory, "right", sorter=rising) - 1]
+        order = np.lexsort((self.memory, slots))
+        slots, engine, memory, sizes = slots[order], self.engine[order], self.memory[order], self.sizes[order]
+        step_of = (np.cumsum(sizes) - 1) // most
+        ends = np.append(np.flatnonzero(step_of[1:] != step_of[:-1]) + 1, len(sizes))
+        whole = np.append(slots[ends[:-1]], slots[-1] + 1)
+        filled = np.where(slots[ends - 1] == whole, (memory + sizes)[ends - 1] - self.starts[slots[ends - 1]], 0)
+        begin = 0
+        for end, *reached in zip(ends.tolist(), whole.tolist(), filled.tolist(), strict=True):
+            part = slice(begin, end)
+            plan = CopyPlan(engine[part], memory[part], sizes[part], self.out, self.owners, self.starts)
+            yield Step(plan, *reached)
+            begin = end
+
+
+class Step(NamedTuple):
+    """A part of a plan, after which the ``whole`` leading slots are copied, and ``filled`` bytes of the one behind."""
+
+    plan: CopyPlan
+    whole: int
+    filled: int
 
 
 class PieceTable:
@@ -113,7 +146,7 @@ class PieceTable:
         engine = (address + (rows.major * major_stride + rows.minor * minor_stride)).ravel()
         memory = (offset + (slots.starts[rows.owners] + rows.place * pitch)).ravel()
         lengths = np.ones(len(rows.major), np.int64) if rows.lengths is None else rows.lengths
-        return CopyPlan(*_joined(engine, memory, (size * lengths).ravel()), out, slots.memory)
+        return CopyPlan(*_joined(engine, memory, (size * lengths).ravel()), out, slots.memory, slots.starts)
 
 
 def _joined(engine: Numbers, memory: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:

@@ -26,7 +26,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane
-from ems.transfers.plan import ALL, Slots
+from ems.transfers.plan import ALL, CopyPlan, Slots
 from ems.transfers.rows import PartsOfPages
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import PlaneRows
@@ -296,25 +296,26 @@ class Loader:
 
     def _copy(self, one: PlaneLoad, job: LoadJob) -> None:
         """Copy pages as long as their bytes are right."""
-        step, count = max(self._device.batch_bytes // one.plane.rows.page_bytes, 1), one.good
-        for begin in range(0, count, step):
-            end = min(begin + step, count)
-            self._copy_batch(one, begin, end, job)
-            one.good = one.reader.sound(one.leased, begin, end)
-            if one.good < end:
-                return
+        batch, count = max(self._device.batch_bytes // one.plane.rows.page_bytes, 1), one.good
+        for begin in range(0, count, batch):
+            one.good = begin
+            for step in self._plan(one, begin, min(begin + batch, count)).in_steps(self._device.step_bytes):
+                with self._copying(job):
+                    self._device.copy(step.plan)
+                end = begin + step.whole
+                one.good = one.reader.sound(one.leased, one.good, end)
+                if one.good < end:
+                    return
 
-    def _copy_batch(self, one: PlaneLoad, begin: int, end: int, job: LoadJob, tensors: slice = ALL) -> None:
-        rows, leased = one.plane.rows, one.leased
-        slots = Slots(leased.starts[begin:end], one.plane.namespace.page_size, leased.segments)
-        plan = rows.plan_many(one.parts.span(begin, end), slots, out=False, tensors=tensors)
-        with self._copying(job):
-            self._device.copy(plan)
+    def _plan(self, one: PlaneLoad, begin: int, end: int, tensors: slice = ALL) -> CopyPlan:
+        slots = Slots(one.leased.starts[begin:end], one.plane.namespace.page_size, one.leased.segments)
+        return one.plane.rows.plan_many(one.parts.span(begin, end), slots, out=False, tensors=tensors)
 
     def _copy_by_layer(self, loads: Mapping[int, PlaneLoad], job: LoadJob) -> None:
         for layer in self._order.layers:
             if (one := loads.get(layer.plane)) is not None and one.good:
-                self._copy_batch(one, 0, one.good, job, layer.tensors)
+                with self._copying(job):
+                    self._device.copy(self._plan(one, 0, one.good, layer.tensors))
             self._device.synchronise()
             job.progress.done(layer.name)
         for one in loads.values():

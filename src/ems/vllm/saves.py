@@ -22,6 +22,7 @@ from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.layout import crc32c
 from ems.pool.pages import Outcome
+from ems.transfers.checksums import PageSums
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane
 from ems.transfers.plan import ALL, CopyPlan
@@ -173,7 +174,7 @@ class Saver:
     def finish(self, seconds: float, numbers: Container[int] | None = None) -> None:
         """All saves (of some ``numbers``) end within ``seconds``, or are called off; no copy of theirs runs after that.
 
-        A copy that has begun is waited for: one plan of :attr:`Device.batch_bytes` for each plane.
+        A copy that has begun is waited for: one step of :attr:`Device.summed_bytes` for each plane.
         """
         with self._lock:
             jobs = [job for number, jobs in self._open.items() if numbers is None or number in numbers for job in jobs]
@@ -280,11 +281,19 @@ class Saver:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
             places = [segments.page(reserved.granted[position], namespace.page_size) for position in batch]
             parts = [job.pages[position].part for position in batch]
-            if not job.copy(self._device, rows.plan(parts, places, out=True, tensors=tensors)):
+            sums = PageSums(places) if self._device.at_once and tensors == ALL else None
+            whole = 0
+            for part in rows.plan(parts, places, out=True, tensors=tensors).in_steps(self._device.summed_bytes):
+                if not job.copy(self._device, part.plan):
+                    break
+                whole = part.whole
+                if sums is not None:
+                    sums.add(whole, part.filled)
+            written += batch[:whole]
+            if sums is not None:
+                job.checksums.update(zip(batch, sums.done, strict=False))
+            if whole < len(batch):
                 break
-            written += batch
-            if self._device.at_once and tensors == ALL:  # while they are in the processor's cache
-                job.checksums.update(zip(batch, map(crc32c, places), strict=True))
         self._device.synchronise()
         job.seconds += time.perf_counter() - begin
         return written
