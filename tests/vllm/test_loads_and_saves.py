@@ -63,13 +63,13 @@ def test_the_checksum_of_a_page_is_computed_right_behind_its_copy(
         copy(device, plan)
         done.append("copy")
 
-    def checked(page: memoryview) -> int:
+    def checked(page: memoryview, value: int) -> int:
         done.append("checksum")
-        return crc32c(page)
+        return crc32c(page, value)
 
     monkeypatch.setattr(CpuDevice, "copy", copied)
     monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
-    monkeypatch.setattr("ems.vllm.saves.crc32c", checked)
+    monkeypatch.setattr("ems.transfers.checksums.crc32c", checked)
     chain = chain_of(3)
     one.save(chain, [0, 1, 2])
     wait_for(lambda: present(two, chain) == 3, "the pages are committed")
