@@ -205,8 +205,8 @@ class Transfers:
                 if len(sums.done) < len(batch):
                     break
             if written:
-                patience, sums = max(future.remaining(), COMMIT_SECONDS), list(written.values())
-                self._client.commit(reservation, list(written), patience, sums, future.cluster_write)
+                patience, checksums = max(future.remaining(), COMMIT_SECONDS), list(written.values())
+                self._client.commit(reservation, list(written), patience, checksums, future.cluster_write)
         except BaseException:
             self._give_back(reservation)
             raise
