@@ -79,7 +79,8 @@ def drain(
 ) -> int:
     """Let the node take no new pages in, and wait until nobody reads or writes.
 
-    Engines serve on and still load what is there; what they compute is not stored.
+    Engines serve on and still load what is there; what they compute is not stored.  A node that lends memory to a
+    cluster takes it back first, and gives what was used last to other hosts.
 
     Args:
         undo: Take pages in again.
@@ -93,6 +94,8 @@ def drain(
         report = ask(asked.at, Drain(), dry_run=True)
     state = "takes nothing new in" if report["draining"] else "takes pages in"
     held = f"{report['leases']} leases and {report['reservations']} reservations are held"
+    if report["pages_leaving"]:
+        held += f", {report['pages_leaving']} pages wait to be given to other hosts"
     answer(report, f"the node {state}; {held}", asked)
     if undo or asked.dry_run:
         return 0
@@ -103,7 +106,7 @@ def drain(
 
 
 def _in_use(report: dict[str, int]) -> bool:
-    return bool(report["leases"] or report["reservations"])
+    return bool(report["leases"] or report["reservations"] or report["pages_leaving"])
 
 
 def upgrade(*, timeout: Seconds = RESTART_SECONDS, asked: Asking = ASKING) -> None:

@@ -172,7 +172,8 @@ class AdminService:
             self._core.draining = act.draining
         stats = self._core.stats()
         held = {name: stats[name] for name in ("leases", "reservations", "slots_resting")}
-        return {"draining": self._core.draining, **held}
+        leaving = self._tiers.leaving() if self._tiers is not None and self._core.draining else 0
+        return {"draining": self._core.draining, **held, "pages_leaving": leaving}
 
     def _pin(self, act: acts.Pin, dry_run: bool, now: float) -> Report:
         number = self._core.find_namespace(act.namespace)

@@ -15,16 +15,18 @@ MOST_PAUSE = 60.0
 
 
 class Gate:
-    """One ``direction`` of one tier, open from the start."""
+    """One ``direction`` of one tier, open from the start; pauses in seconds."""
 
-    def __init__(self, direction: str) -> None:
+    def __init__(self, direction: str, pause: float = FIRST_PAUSE, most_pause: float = MOST_PAUSE) -> None:
         self.direction = direction
+        self._first_pause = pause
+        self._most_pause = most_pause
         self.open = True
         self.reason = ""
         """Why it was cut out; empty while it is open."""
         self.cuts = 0
         self._good = 0
-        self._pause = FIRST_PAUSE
+        self._pause = pause
         self._next_probe = 0.0
 
     def failed(self, reason: str, now: float) -> bool:
@@ -34,7 +36,7 @@ class Gate:
             return False
         self.open, self.reason = False, reason
         self.cuts += 1
-        self._probe_in(FIRST_PAUSE, now)
+        self._probe_in(self._first_pause, now)
         return True
 
     def _probe_in(self, pause: float, now: float) -> None:
@@ -50,9 +52,9 @@ class Gate:
         self._good = 0 if reason else self._good + 1
         if reason:
             self.reason = reason
-            self._probe_in(min(self._pause * 2, MOST_PAUSE), now)
+            self._probe_in(min(self._pause * 2, self._most_pause), now)
         elif self._good < GOOD_PROBES:
-            self._probe_in(FIRST_PAUSE, now)
+            self._probe_in(self._first_pause, now)
         else:
             self.open, self.reason = True, ""
         return self.open

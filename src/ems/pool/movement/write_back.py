@@ -43,8 +43,13 @@ class WriteBackQueue:
         self.dropped = 0
         """Pages that were not taken because the queue was full."""
 
+    @property
+    def free(self) -> int:
+        """Bytes that it still takes."""
+        return max(self._limit - self.size, 0)
+
     def room(self, page_size: int) -> int:
-        return max((self._limit - self.size) // page_size, 0)
+        return self.free // page_size
 
     def portions(self, namespace: int, keys: Sequence[bytes], page_size: int) -> list[list[bytes]]:
         """Those of ``keys`` that are new, as far as there is room, in portions of at most a batch."""

@@ -64,7 +64,22 @@ class Tier(KnownPages, Protocol):
 
 
 class AskedTier(Tier, Protocol):
-    """A tier that does not know by itself what it has.  :meth:`ask` and :meth:`ask_tails` block."""
+    """A tier that does not know by itself what it has, and that hosts lend memory.
+
+    :meth:`ask` and :meth:`ask_tails` block; so does :meth:`maintain`, which sees to what is wished here.
+    """
+
+    lends: int
+    """Bytes that this host lends when it takes part."""
+    losses: int
+    """How often what it lent was lost, with all that others had put there."""
+    leaving: bool
+    """What the node wishes: it lends nothing any more, so that what it stores goes to other hosts."""
+
+    @property
+    def gives(self) -> bool:
+        """Whether it lends memory at this moment."""
+        ...
 
     def unknown(self, namespace: str, keys: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """How many leading ``keys`` may turn out to be there, and which of them are to be asked for now."""

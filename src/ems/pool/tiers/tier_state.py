@@ -15,7 +15,8 @@ from typing import Any
 import structlog
 
 from ems.errors import TierFailed
-from ems.pool.movement.gate import Gate
+from ems.pool.movement.gate import FIRST_PAUSE, MOST_PAUSE, Gate
+from ems.pool.movement.hottest import HottestPages
 from ems.pool.movement.promotion import Portion
 from ems.pool.movement.speed import TierSpeed
 from ems.pool.movement.write_back import PreEvictionWalk, Unit, WriteBackQueue
@@ -28,6 +29,8 @@ from ems.pool.tiers.threads import Clock, Job, NewThreadPool, Tell, ThreadPool
 KEEPER_PATIENCE = 6
 """A look at what is there may take so many times the time-out of a read."""
 ASKERS = 2
+CLUSTER_PAUSES = (0.5, 2.0)
+"""Of a cluster's gates, the first and the longest: a standby takes over within ten seconds, and a probe is 4 KiB."""
 IDLE_FACTOR = 6
 """Without misses a tier is looked at so much more rarely."""
 _COUNTS = (
@@ -67,12 +70,17 @@ class TierState:
         self.number = number
         self.config = config
         self.tier = tier
-        self.reading = Gate("reading")
-        self.writing = Gate("writing")
+        pauses = CLUSTER_PAUSES if tier.asks else (FIRST_PAUSE, MOST_PAUSE)
+        self.reading = Gate("reading", *pauses)
+        self.writing = Gate("writing", *pauses)
         self.write_back = WriteBackQueue(config.queue, config.batch)
         self.wishes: set[str] = set()
         """Of a cluster: when writers wished that it gets their pages, where they wished anything."""
         self.pre_eviction = PreEvictionWalk()
+        self.offered_after = (0, 0)
+        """How often a cluster had lost what it was lent, and was cut out, when what is hot was offered again last."""
+        self.hottest: HottestPages | None = None
+        """What is being offered again."""
         self.speed = TierSpeed(config.readers)
         self.missed = False
         """Whether something was asked for since the last look that was not there."""

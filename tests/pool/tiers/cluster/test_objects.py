@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.keys import Tail
 from ems.pool.layout import crc32c
 from ems.pool.tiers.answers import StoredTail
+from ems.pool.tiers.cluster import objects
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, MAX_LISTED, Objects, ObjectSeal
 from ems.pool.tiers.pack_seal import SealKeys
 
@@ -65,6 +67,19 @@ def test_names_of_different_things_differ_and_those_of_a_namespace_are_matched()
     assert re.match(mine.all_names, mine.listing_name(KEY))
     assert not re.match(mine.all_names, other.name(KEY))
     assert mine.name(KEY) != seal_of(secret=b"another secret of it").name(KEY)
+
+
+def test_objects_of_another_format_are_neither_read_nor_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = seal_of()
+    monkeypatch.setattr(objects, "FORMAT_VERSION", objects.FORMAT_VERSION + 1)
+    newer = seal_of()
+    header = newer.header(KEY, PARENT, PAGE, SUM)
+    assert newer.open(header, KEY, PAGE) is not None
+    monkeypatch.undo()
+    assert mine.open(header, KEY, PAGE) is None
+    for name in (newer.name(KEY), newer.listing_name(KEY)):
+        assert name not in {mine.name(KEY), mine.listing_name(KEY)}
+        assert not re.match(mine.all_names, name)
 
 
 def test_a_namespace_whose_tenant_has_no_secret_has_no_seal() -> None:

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -38,6 +39,11 @@ STAGING = 16 << 20
 LOCAL_BUFFER = 16 << 20
 """What Mooncake stages lists of tails in; pages go straight."""
 LEAVE_SECONDS = 2.0
+RAMP_PARTS = 8
+RAMP_SECONDS = 5.0
+"""Until the next part of what a host lends is lent."""
+RAMP_LEAST = 256 << 20
+"""Bytes of a part; what is smaller is lent at once."""
 NO_SECRET = b"ems-cluster-without-a-secret"
 POPULATE_READ, POPULATE_WRITE = 22, 23
 """Linux 5.14 and newer; Python has no names for them."""
@@ -85,16 +91,25 @@ class Segment:
 class Mover:
     """Moves pages between the segments of a node and the cluster; several threads, each with a :class:`Lane`."""
 
-    def __init__(self, store: Any, objects: Objects, config: Any) -> None:
+    def __init__(self, store: Any, objects: Objects, config: Any, mark_config: Any) -> None:
         self.store = store
         self.objects = objects
         self.config = config
+        self.mark_config = mark_config
+        """For the object by which a host sees whether what it lends is still there: it never leaves for others."""
         self.segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
         self.fetching = threading.BoundedSemaphore(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
         """Mooncake's client keeps a core busy for each fetch that it waits for: more of them at once are slower."""
 
-    def attach(self, call: calls.Attach, descriptor: int) -> None:
+    def know(self, call: calls.Attach | calls.Detach, descriptors: list[int]) -> None:
+        """The node has one segment more, whose descriptor is taken, or one less."""
+        if isinstance(call, calls.Attach):
+            self._attach(call, descriptors.pop())
+        else:
+            self._detach(call.segment)
+
+    def _attach(self, call: calls.Attach, descriptor: int) -> None:
         with self._lock:
             if call.segment in self.segments:
                 os.close(descriptor)
@@ -102,7 +117,7 @@ class Mover:
             memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
             self.segments[call.segment] = Segment(descriptor, memory)
 
-    def detach(self, segment: int) -> None:
+    def _detach(self, segment: int) -> None:
         with self._lock:
             if (gone := self.segments.pop(segment, None)) is not None:
                 gone.close()
@@ -119,10 +134,8 @@ class Lane:
 
     def answer(self, call: calls.Call, descriptors: list[int]) -> calls.Answer:
         match call:
-            case calls.Attach():
-                self._mover.attach(call, descriptors.pop())
-            case calls.Detach():
-                self._mover.detach(call.segment)
+            case calls.Attach() | calls.Detach():
+                self._mover.know(call, descriptors)
             case calls.Exist():
                 return calls.Answer(self._exist(call))
             case calls.Fetch():
@@ -138,6 +151,8 @@ class Lane:
                 return calls.Answer(self._clear(call))
             case calls.Probe():
                 self._probe()
+            case calls.Mark():
+                return calls.Answer([self._mark(call.name)])
         return calls.Answer()
 
     def _seal(self, namespace: str) -> ObjectSeal | None:
@@ -298,6 +313,13 @@ class Lane:
             raise EmsError(f"Mooncake did not remove what was cleared ({count})")
         return [count]
 
+    def _mark(self, name: str) -> int:
+        found: int = self._store.is_exist(name)
+        code = found or self._store.put(name, b"lent", self._mover.mark_config)
+        if code < 0:
+            raise EmsError(f"the master did not say whether what this host lends is still there ({code})")
+        return found
+
     def _probe(self) -> None:
         name, content = f"ems-probe-{secrets.token_hex(8)}", secrets.token_bytes(4096)
         if code := self._store.put(name, content, self._mover.config):
@@ -342,6 +364,12 @@ def own_address(master: str) -> str:
         return str(sock.getsockname()[0])
 
 
+def ramp(size: int) -> list[int]:
+    """The parts in which ``size`` bytes are lent, one after the other: a host that joins does not draw all writes."""
+    part = max(-(-size // RAMP_PARTS), RAMP_LEAST)
+    return [min(part, size - start) for start in range(0, size, part)] or [0]
+
+
 def _devices(pattern: str) -> list[Path]:
     return list(Path("/").glob(pattern.lstrip("/")))
 
@@ -370,7 +398,7 @@ def start(call: calls.Start) -> tuple[Any, str]:
             f"no way leads to the master {config.master_server_address}: {error.strerror or error}"
         ) from error
     store = MooncakeDistributedStore()
-    size = config.global_segment_size if call.gives else 0
+    size = ramp(config.global_segment_size)[0] if call.gives else 0
     code = store.setup(
         hostname,
         config.metadata_server,
@@ -397,7 +425,10 @@ def _mover(call: calls.Start, store: Any) -> Mover:
     config.replica_num = call.replicas
     if call.preferred:
         config.preferred_segments = list(call.preferred)
-    return Mover(store, Objects(_keys(call.key_path)), config)
+    mark_config = ReplicateConfig()
+    mark_config.preferred_segments = [call.own]
+    mark_config.with_hard_pin = True
+    return Mover(store, Objects(_keys(call.key_path)), config, mark_config)
 
 
 def serve(sock: socket.socket, mover: Mover) -> None:
@@ -443,6 +474,11 @@ def main() -> None:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)
     calls.send(control, calls.Answer(text=hostname))
+    for size in ramp(call.config.global_segment_size)[1:] if call.gives else ():
+        if select.select([control], [], [], RAMP_SECONDS)[0]:
+            break
+        if store.allocate_and_mount_segment(size, call.config.protocol)["ret"]:
+            break  # what is lent already stays
     while control.recv(1):
         pass
     # The master is told that the memory goes, or others would ask for it until it noticed; but nothing waits for that.

@@ -27,6 +27,7 @@ from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 START_SECONDS = 15.0
+LEAVE_SECONDS = 2.5
 REACH_SECONDS = 2.0
 """How long a master may take to take a connection."""
 _LOG_LINES = 40
@@ -157,9 +158,21 @@ class Agents:
         self._gone: collections.deque[int] = collections.deque()
         """Segments whose files nobody needs any more."""
         self.starts = 0
+        self.leaving = False
+        """Whether this host is to lend nothing any more."""
+
+    @property
+    def gives(self) -> bool:
+        return self._giver is not None
 
     def keep(self) -> None:
-        """See to it that all agents are there.  Raises TierFailed: one cannot be started."""
+        """See to it that those agents are there that are to be.  Raises TierFailed: one cannot be started."""
+        with self._lock:
+            leaves = self._giver if self.leaving else None
+        if leaves is not None:
+            leaves.leave(LEAVE_SECONDS)  # it may take that long, and nobody waits for it
+            with self._lock:
+                self._giver = None
         self._running()
 
     def _running(self) -> AgentProcess:
@@ -167,7 +180,7 @@ class Agents:
             if self._closed:
                 raise TierFailed("the node stops")
             config = self._start.config
-            if config.global_segment_size and (self._giver is None or not self._giver.alive):
+            if config.global_segment_size and not self.leaving and (self._giver is None or not self._giver.alive):
                 reach(config.master_server_address)
                 self._giver = None
                 self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
@@ -175,8 +188,10 @@ class Agents:
             if self._mover is None or not self._mover.alive:
                 self._end_mover()
                 reach(config.master_server_address)
-                preferred = (self._giver.hostname,) if self._own_place and self._giver is not None else ()
-                self._mover = AgentProcess(msgspec.structs.replace(self._start, preferred=preferred), self._lane_count)
+                own = self._giver.hostname if self._giver is not None else ""
+                preferred = (own,) if self._own_place and own else ()
+                start = msgspec.structs.replace(self._start, preferred=preferred, own=own)
+                self._mover = AgentProcess(start, self._lane_count)
                 self.starts += 1
             return self._mover
 
@@ -249,7 +264,7 @@ class Agents:
                         raise ProtocolError(answer.error)
                     mover.attached.add(number)
 
-    def close(self, seconds: float) -> None:
+    def close(self) -> None:
         with self._lock:
             self._closed = True
             mover, giver = self._mover, self._giver
@@ -257,7 +272,7 @@ class Agents:
         if mover is not None:
             mover.kill()
         if giver is not None:
-            giver.leave(seconds)
+            giver.leave(LEAVE_SECONDS)
 
 
 def _exchange(lane: socket.socket, call: calls.Call, descriptor: int | None = None) -> calls.Answer:

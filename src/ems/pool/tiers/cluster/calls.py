@@ -28,13 +28,14 @@ class Start(Call, frozen=True, tag=True):
     """Become a client of the cluster: one that ``gives`` it memory, or one that moves pages.
 
     ``key_path`` is the file or folder with the secrets, empty where there are none; pages go to the memory of
-    ``preferred`` hosts first, ``replicas`` times.
+    ``preferred`` hosts first, ``replicas`` times; the cluster calls what this host lends ``own``.
     """
 
     config: MooncakeConfig
     gives: bool
     key_path: str = ""
     preferred: tuple[str, ...] = ()
+    own: str = ""
     replicas: int = 1
 
 
@@ -116,6 +117,12 @@ class Probe(Call, frozen=True, tag=True):
     """Write something, read it back, remove it."""
 
 
+class Mark(Call, frozen=True, tag=True):
+    """Say whether ``name``, which lies in what this host lends, is there (1 or 0), and put it there if not."""
+
+    name: str
+
+
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What came of a call: a number for each key, :class:`~ems.pool.tiers.answers.Outcome` where pages move.
 
@@ -130,7 +137,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | Clear | Probe
+Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | Clear | Probe | Mark
 _encoder = msgspec.msgpack.Encoder()
 calls: msgspec.msgpack.Decoder[Calls] = msgspec.msgpack.Decoder(Calls)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -8,6 +8,7 @@ cluster as a whole, and for no page.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,6 @@ from ems.pool.tiers.settings import TierConfig
 
 ASK_SECONDS = 3.0
 """How long the master may take to say what there is before it counts as lost."""
-LEAVE_SECONDS = 2.5
 MOST_NAMESPACES = 4096
 _CLEARED_BY_AGE = "a cluster does not know when its pages were used, so none of them is cleared by age"
 
@@ -48,19 +48,24 @@ class _Seen(msgspec.Struct):
 
 
 class ClusterTier:
-    """The cluster that ``agents`` reach, of which a call may take ``timeout`` seconds."""
+    """The cluster that ``agents`` reach and to which they lend ``lends`` bytes; a call may take ``timeout`` seconds."""
 
     asks = True
     scanned = True
     """There is no end to what others have: nothing is ever listed."""
 
-    def __init__(self, agents: Agents, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, agents: Agents, timeout: float, lends: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._agents = agents
         # Before whoever waits gives up the thread.
         self._timeout = timeout * 0.9
         self._clock = clock
         self._known = KnownKeys()
         self._seen: dict[str, _Seen] = {}
+        self._mark = f"ems-lent-{secrets.token_hex(8)}"
+        """Names an object in the memory that this host lends: when it is gone, so is all else there."""
+        self.lends = lends
+        self.losses = 0
+        self.leaving = False
         self._lock = threading.Lock()
         """Around what is known; nobody calls an agent while holding it."""
         self._counts = {"asked": 0, "transfers_failed": 0}
@@ -183,8 +188,20 @@ class ClusterTier:
 
     # Keeping order; blocks
 
+    @property
+    def gives(self) -> bool:
+        return self._agents.gives
+
     def maintain(self) -> None:
+        gave, self._agents.leaving = self.gives, self.leaving
         self._agents.keep()
+        if not self.lends:
+            return
+        leaves = self._agents.leaving
+        if gave if leaves else not self._agents.call(calls.Mark(self._mark), self._timeout).codes[0]:
+            with self._lock:
+                self._known.drop()
+            self.losses += 1
 
     def probe(self) -> None:
         self._agents.call(calls.Probe(), self._timeout)
@@ -210,7 +227,7 @@ class ClusterTier:
             return {"pages": pages, "bytes": size, "agent_starts": self._agents.starts, **self._counts}
 
     def close(self) -> None:
-        self._agents.close(LEAVE_SECONDS)
+        self._agents.close()
 
 
 def read_mooncake(place: str) -> MooncakeConfig:
@@ -246,4 +263,4 @@ def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
         replicas=config.replicas,
         lanes=config.readers + 4 + 2,
     )
-    return ClusterTier(agents, config.timeout)
+    return ClusterTier(agents, config.timeout, mooncake.global_segment_size)

@@ -1,0 +1,156 @@
+"""Hosts that leave, lose what they lent, or lose their master for a while: what is hot is in the cluster again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
+from ems.pool.protocol.acts import Drain
+from ems.pool.tiers.cluster.agent import RAMP_LEAST, RAMP_PARTS, ramp
+from tests.kit.mooncake import MooncakeMaster
+from tests.kit.node import NodeProcess
+from tests.kit.tiers import key, page
+from tests.kit.waiting import until
+from tests.pool.conftest import MakeClient, MakeNode
+from tests.pool.tiers.cluster.hosts import cluster, start_master, write_settings
+from tests.pool.tiers.pages import read, save, wait_for
+
+pytestmark = pytest.mark.process
+PAGE = 64 << 10
+NAMESPACE = Namespace("tenant/model/layout", PAGE)
+FLAGS = ("--size", "16MB", "--segment-size", "4MB", "--tier")
+PATIENCE = 90.0
+CLIENT_TTL = 2
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    with start_master(tmp_path, f"--client_ttl={CLIENT_TTL}") as running:
+        yield running
+
+
+@pytest.fixture
+def start(tmp_path: Path, master: MooncakeMaster, make_node: MakeNode) -> Callable[[], NodeProcess]:
+    def make() -> NodeProcess:
+        node = make_node(*FLAGS, f"mooncake:{write_settings(tmp_path, master.endpoint)}?refresh=1s")
+        node.wait_touched()
+        return node
+
+    return make
+
+
+def chain(name: str, length: int = 12) -> list[bytes]:
+    return [key(f"{name}/{block}") for block in range(length)]
+
+
+def write(node: NodeProcess, client: PoolClient, keys: list[bytes]) -> None:
+    """Have the cluster keep ``keys``."""
+    before = cluster(node)["pages_written"]
+    assert save(client, NAMESPACE, keys) == len(keys)
+    until(lambda: cluster(node)["pages_written"] >= before + len(keys), "all was written", PATIENCE)
+
+
+def capacity(master: MooncakeMaster) -> float:
+    return master.metrics()["master_total_capacity_bytes"]
+
+
+def test_a_host_that_leaves_gives_what_is_hot_to_others(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    leaving, staying = start(), start()
+    writer, reader = make_client(leaving), make_client(staying)
+    until(lambda: capacity(master) == 128 << 20, "both lend memory", PATIENCE)
+    keys = chain("a")
+    write(leaving, writer, keys)
+    assert writer.administer(Drain())["pages_leaving"] > 0
+    until(lambda: writer.administer(Drain(), dry_run=True)["pages_leaving"] == 0, "all was given", PATIENCE)
+    assert capacity(master) == 64 << 20
+    leaving.stop()
+    wait_for(reader, NAMESPACE, keys, PATIENCE)
+    assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+def test_a_host_that_stays_after_all_lends_memory_again(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    node = start()
+    client = make_client(node)
+    until(lambda: capacity(master) == 64 << 20, "it lends memory", PATIENCE)
+    client.administer(Drain())
+    until(lambda: capacity(master) == 0, "it lends none any more", PATIENCE)
+    assert client.administer(Drain(draining=False))["pages_leaving"] == 0
+    until(lambda: capacity(master) == 64 << 20, "it lends memory again", PATIENCE)
+
+
+def test_what_was_lent_and_is_lost_is_offered_again(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    """As where a host was cut off for longer than the master waits for it."""
+    first, second = start(), start()
+    writer, reader = make_client(first), make_client(second)
+    keys = chain("a")
+    write(first, writer, keys)
+    agents = psutil.Process(first.pid).children()
+    for agent in agents:
+        agent.send_signal(signal.SIGSTOP)
+    try:
+        until(lambda: capacity(master) == 64 << 20, "the master forgets the first host", PATIENCE)
+    finally:
+        for agent in agents:
+            agent.send_signal(signal.SIGCONT)
+    wait_for(reader, NAMESPACE, keys, PATIENCE)
+    assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+def test_a_master_that_is_back_without_what_it_knew_gets_what_is_hot(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    first, second = start(), start()
+    writer, reader = make_client(first), make_client(second)
+    keys = chain("a")
+    write(first, writer, keys)
+    master.kill()
+    assert read(writer, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+    master.start()
+    wait_for(reader, NAMESPACE, keys, PATIENCE)
+    assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+def test_what_is_saved_while_the_master_is_away_comes_later(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    first, second = start(), start()
+    writer, reader = make_client(first), make_client(second)
+    write(first, writer, chain("a"))
+    master.kill()
+    failed, refused = chain("b"), chain("c")
+    save(writer, NAMESPACE, failed)
+    until(lambda: not cluster(first)["writing"], "nothing is written any more", PATIENCE)
+    save(writer, NAMESPACE, refused)
+    master.start()
+    for keys in (failed, refused):
+        wait_for(reader, NAMESPACE, keys, PATIENCE)
+        assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+@pytest.mark.parametrize("size", [0, 1, RAMP_LEAST, RAMP_LEAST + 1, 16 << 30, (16 << 30) + 1, 3355443200])
+def test_memory_is_lent_in_parts(size: int) -> None:
+    parts = ramp(size)
+    assert sum(parts) == size
+    assert len(parts) <= RAMP_PARTS
+    assert all(part >= min(RAMP_LEAST, size) for part in parts[:-1])
+
+
+def test_a_host_that_joins_lends_a_part_at_first_and_all_in_the_end(
+    tmp_path: Path, master: MooncakeMaster, make_node: MakeNode
+) -> None:
+    size = RAMP_LEAST + (64 << 20)
+    make_node(*FLAGS, f"mooncake:{write_settings(tmp_path, master.endpoint, global_segment_size=size)}")
+    until(lambda: capacity(master) >= RAMP_LEAST, "it lends a part", PATIENCE)
+    until(lambda: capacity(master) == size, "it lends all", PATIENCE)
