@@ -21,7 +21,7 @@ def ask(promotions: Promotions, keys: list[bytes], now: float = 0.0, *, urgent: 
 
 
 def test_a_run_comes_in_portions_in_order() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     keys = chain(1, 9)
     ask(promotions, keys)
     portions = [promotions.next(0.0), promotions.next(0.0), promotions.next(0.0)]
@@ -31,7 +31,7 @@ def test_a_run_comes_in_portions_in_order() -> None:
 
 
 def test_what_was_looked_up_comes_before_what_was_announced() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     ask(promotions, chain(1, 2), urgent=False)
     ask(promotions, chain(2, 2))
     first = promotions.next(0.0)
@@ -40,7 +40,7 @@ def test_what_was_looked_up_comes_before_what_was_announced() -> None:
 
 
 def test_nothing_more_is_wanted_of_a_namespace_that_is_forgotten() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     ask(promotions, chain(1, 9))
     promotions.ask(0, 7, PAGE, ROOT, chain(2, 2), 0.0, urgent=False)
     first = promotions.next(0.0)
@@ -56,7 +56,7 @@ def test_nothing_more_is_wanted_of_a_namespace_that_is_forgotten() -> None:
 
 
 def test_one_tenants_wants_are_bounded_and_leave_room_for_anothers() -> None:
-    promotions = Promotions(LIMIT, BATCH, lambda namespace: "ann" if namespace < 100 else "bob")
+    promotions = Promotions(LIMIT, lambda _tier: BATCH, lambda namespace: "ann" if namespace < 100 else "bob")
     run = [number.to_bytes(16, "big") for number in range(65_536)]
     asked = [promotions.ask(0, number, PAGE, ROOT, run, 0.0, urgent=False) for number in range(10)]
     assert asked.count(True) == MAX_WANTED_TENANT // 65_536
@@ -67,7 +67,7 @@ def test_one_tenants_wants_are_bounded_and_leave_room_for_anothers() -> None:
 
 
 def test_no_more_is_under_way_than_allowed() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     ask(promotions, chain(1, 30))
     out = []
     while (portion := promotions.next(0.0)) is not None:
@@ -78,7 +78,7 @@ def test_no_more_is_under_way_than_allowed() -> None:
 
 
 def test_a_page_larger_than_the_limit_comes_alone() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     promotions.ask(0, 0, 5 * LIMIT, ROOT, chain(1, 2), 0.0, urgent=True)
     portion = promotions.next(0.0)
     assert portion is not None
@@ -89,7 +89,7 @@ def test_a_page_larger_than_the_limit_comes_alone() -> None:
 
 
 def test_asking_again_does_not_fetch_twice() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     for now in range(5):
         ask(promotions, chain(1, 3), now)
     assert promotions.waiting(0) == 30
@@ -98,21 +98,21 @@ def test_asking_again_does_not_fetch_twice() -> None:
 
 
 def test_what_nobody_asks_for_any_more_is_let_go() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     ask(promotions, chain(1, 3))
     assert promotions.next(PATIENCE) is None
     assert not len(promotions)
 
 
 def test_too_many_wants_are_refused() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     for number in range(MAX_WANTS):
         assert ask(promotions, [number.to_bytes(16, "big")])
     assert not ask(promotions, chain(9, 1))
 
 
 def test_what_follows_a_portion_without_room_is_dropped() -> None:
-    promotions = Promotions(LIMIT, BATCH)
+    promotions = Promotions(LIMIT, lambda _tier: BATCH)
     ask(promotions, chain(1, 9))
     ask(promotions, chain(2, 1))
     portion = promotions.next(0.0)
@@ -126,7 +126,7 @@ class Fetching(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.promotions = Promotions(LIMIT, BATCH)
+        self.promotions = Promotions(LIMIT, lambda _tier: BATCH)
         self.now = 0.0
         self.out: list[Portion] = []
 

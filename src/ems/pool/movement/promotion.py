@@ -45,12 +45,12 @@ class _Want(msgspec.Struct):
 
 
 class Promotions:
-    """All wants of a node.  ``limit`` are the bytes that may be under way, ``batch`` those of one portion.
+    """All wants of a node.  ``limit`` are the bytes that may be under way, ``batch`` those of one portion of a tier.
 
     ``tenant`` tells whose a namespace is.
     """
 
-    def __init__(self, limit: int, batch: int, tenant: Callable[[int], str] = lambda _: "") -> None:
+    def __init__(self, limit: int, batch: Callable[[int], int], tenant: Callable[[int], str] = lambda _: "") -> None:
         self._tenant = tenant
         self._limit = limit
         self._batch = batch
@@ -116,7 +116,7 @@ class Promotions:
         room = (self._limit - self.under_way) // want.page_size
         if room <= 0 and self.under_way:
             return None
-        count = min(max(self._batch // want.page_size, 1), max(room, 1), len(want.keys))
+        count = min(max(self._batch(want.tier) // want.page_size, 1), max(room, 1), len(want.keys))
         keys = tuple(want.keys.popleft() for _ in range(count))
         size = count * want.page_size
         portion = Portion(want.tier, want.namespace, want.parent, keys, size)

@@ -44,6 +44,8 @@ CROWDED_SECONDS = 1.0
 """How long nothing more is wanted for a namespace after memory had no room for a page of it."""
 PORTION = 8 * MIB
 """Bytes that are fetched in one go: small enough that the first blocks of a long prompt are there early."""
+CLUSTER_PORTION = 64 * MIB
+"""The same from a cluster, where a call costs as much as many pages: now and then one waits for tens of ms."""
 MOST_UNDER_WAY = 256 * MIB
 SHARE_UNDER_WAY = 8
 """At most one in so many bytes of memory is being fetched into."""
@@ -100,7 +102,9 @@ class TierManager:
         self._closed = False
         self.states = [TierState(number, *one, self._tell, clock, crew) for number, one in enumerate(tiers)]
         limit = min(MOST_UNDER_WAY, sum(host.arena.sizes) // SHARE_UNDER_WAY)
-        self._promotions = Promotions(limit, min(PORTION, limit) or 1, lambda one: tenant_of(host.core.named(one)[0]))
+        self._promotions = Promotions(
+            limit, lambda tier: min(self._portion(tier), limit) or 1, lambda one: tenant_of(host.core.named(one)[0])
+        )
         self._client_ids = itertools.count(-1, -1)
         self._writer = next(self._client_ids)
         """The owner that stands for what is being written to tiers; those of pages being fetched follow."""
@@ -290,7 +294,10 @@ class TierManager:
 
     def _is_worth(self, state: TierState, size: int, computing: float, now: float) -> bool:
         before = self._promotions.waiting(state.number) + self._promotions.under_way
-        return state.speed.worth(state.speed.expected(size, before, PORTION, now), computing)
+        return state.speed.worth(state.speed.expected(size, before, self._portion(state.number), now), computing)
+
+    def _portion(self, tier: int) -> int:
+        return CLUSTER_PORTION if self.states[tier].tier.asks else PORTION
 
     # Time
 

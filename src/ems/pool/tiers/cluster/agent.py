@@ -139,8 +139,7 @@ class Lane:
             case calls.Exist():
                 return calls.Answer(self._exist(call))
             case calls.Fetch():
-                with self._mover.fetching:
-                    return self._in_parts(call, self._fetch)
+                return self._in_parts(call, self._fetch)
             case calls.Store():
                 return self._in_parts(call, self._put)
             case calls.FindTails():
@@ -224,7 +223,8 @@ class Lane:
         names = [seal.name(page.key) for page in pages]
         addresses = [[self._header(at)[1], address] for at, (_, address) in enumerate(memory)]
         sizes = [[HEADER_BYTES, len(view)] for view, _ in memory]
-        found: list[int] = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
+        with self._mover.fetching:  # what another lane fetched is proven meanwhile
+            found: list[int] = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
         codes, sums = [], []
         for position, (page, (view, _), code) in enumerate(zip(pages, memory, found, strict=True)):
             outcome, checksum = Outcome.MISSING, 0
