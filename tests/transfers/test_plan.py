@@ -90,7 +90,9 @@ def test_blocks_go_to_pages_and_back(
 def test_steps_fill_page_after_page_and_their_checksums_are_those_of_the_pages(
     data: st.DataObject, order: tuple[int, ...], page_blocks: int, side_by_side: bool
 ) -> None:
-    tensors = [strided((6, 4, 3, 2), order, seed) for seed in range(3)]
+    # Of one tensor with one head a page is one piece, and neighbours are one copy.
+    heads, layers = data.draw(st.sampled_from([(4, 3), (1, 1)]))
+    tensors = [strided((6, heads, 3, 2), order, seed) for seed in range(layers)]
     rows = BlockRows(tensors, page_blocks=page_blocks)
     size, count = rows.page_bytes, data.draw(st.integers(1, 6))
     memory = memoryview(bytearray(size * 6 if side_by_side else (size + 8) * 6))
@@ -113,6 +115,21 @@ def test_steps_fill_page_after_page_and_their_checksums_are_those_of_the_pages(
         assert sums.done == [crc32c(page) for page in expected[: step.whole]]
     assert step.whole == count
     assert [bytes(page) for page in pages] == expected
+
+
+@pytest.mark.parametrize("blocks", [[0, 1, 2, 3], [0, 1, 4, 5], [3, 0, 1, 2]])
+def test_a_copy_that_fills_several_pages_counts_for_all_of_them(blocks: list[int]) -> None:
+    rows = BlockRows([strided((6, 1, 3, 2), (0, 1, 2, 3))])
+    memory = memoryview(bytearray(4 * rows.page_bytes))
+    pages = [memory[at : at + rows.page_bytes] for at in range(0, len(memory), rows.page_bytes)]
+    plan = rows.plan([PageBlocks([block]) for block in blocks], pages, out=True)
+    assert len(plan.sizes) < len(blocks)
+    sums = PageSums(pages)
+    for step in plan.in_steps(rows.page_bytes):
+        carry_out(step.plan)
+        sums.add(step.whole, step.filled)
+    assert step.whole == len(blocks)
+    assert sums.done == [crc32c(page) for page in pages]
 
 
 def test_one_layer_alone_is_copied() -> None:

@@ -70,7 +70,7 @@ def doctor(
             node=settings(fields),
             peers=tuple(_address(one) for one in peer or ()),
             device_addresses=tuple(one.address for other in others for one in other.devices if one.address),
-            ports=tuple(port or ()),
+            ports=tuple(_port(one) for one in port or ()),
             model=model,
             mooncake=mooncake if mooncake != Path() else None,
         )
@@ -81,6 +81,12 @@ def doctor(
     else:
         _print(report, quiet=quiet)
     return EXIT_WRONG if any(one.level == "error" for one in report.findings) else 0
+
+
+def _port(number: int) -> int:
+    if not 0 < number < 65536:
+        raise ConfigError(f"--port is {number}, expected 1 to 65535")
+    return number
 
 
 def _print(report: Report, *, quiet: bool) -> None:

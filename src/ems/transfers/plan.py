@@ -108,7 +108,7 @@ class CopyPlan(NamedTuple):
         slots, engine, memory, sizes = slots[order], self.engine[order], self.memory[order], self.sizes[order]
         step_of = (np.cumsum(sizes) - 1) // most
         ends = np.append(np.flatnonzero(step_of[1:] != step_of[:-1]) + 1, len(sizes))
-        whole = np.append(slots[ends[:-1]], slots[-1] + 1)
+        whole = np.append(slots[ends[:-1]], len(self.starts))  # one copy may fill several slots
         filled = np.where(slots[ends - 1] == whole, (memory + sizes)[ends - 1] - self.starts[slots[ends - 1]], 0)
         begin = 0
         for end, *reached in zip(ends.tolist(), whole.tolist(), filled.tolist(), strict=True):

@@ -407,7 +407,7 @@ class TierManager:
                 self._host.core.writing.abort(client_id, reservation)
         state.counts["pages_fetched"] += len(good)
         state.counts["fetch_misses"] += outcomes.count(Outcome.MISSING)
-        state.counts["fetch_corrupt"] += outcomes.count(Outcome.CORRUPT)
+        state.counts["fetch_corrupt"] += sum(one in {Outcome.CORRUPT, Outcome.WRONG_SIZE} for one in outcomes)
         with contextlib.suppress(StaleReference):  # the namespace is gone
             absent = [portion.keys[at] for at in positions if at not in good]
             self._told_of(state).missed(self._host.core.named(portion.namespace)[0], absent)
@@ -470,7 +470,8 @@ class TierManager:
         if tier.leaving != core.draining:
             tier.leaving = core.draining
             state.look_soon()
-        if state.config.write not in ({"on_save", "on_second_use"} if not core.draining else WRITTEN):
+        when = WRITTEN if core.draining else {"on_save", "on_second_use"}
+        if state.config.write not in when:
             return
         if state.writing.open and state.offered_after != (now := (tier.losses, state.writing.cuts)):
             state.offered_after = now
@@ -480,7 +481,7 @@ class TierManager:
             return
         for namespace, page in state.hottest.take(OFFERED, state.write_back.free):
             if core.page(namespace, page.key) is page:
-                self._offer(state, namespace, [page])
+                self._offer(state, namespace, state.due([page], *when))
         if not state.hottest:
             state.hottest = None
 

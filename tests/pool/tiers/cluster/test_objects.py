@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +58,24 @@ def test_a_page_is_none_of_another_key_namespace_secret_or_size() -> None:
     assert seal_of("u/m/l").open(header, KEY, PAGE) is None
     assert seal_of(secret=b"another secret of it").open(header, KEY, PAGE) is None
     assert seal_of().open(header, KEY, PAGE[:-1]) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"no msgpack",
+        msgspec.msgpack.encode([(b"abc", PARENT)]),
+        msgspec.msgpack.encode([(b"", PARENT)]),
+        msgspec.msgpack.encode([(bytes(160 << 10), PARENT)]),
+        msgspec.msgpack.encode([(b"abcd", b"p")]),
+        msgspec.msgpack.encode([("abcd", 3)]),
+    ],
+)
+def test_a_list_that_makes_no_sense_lists_nothing_whoever_sealed_it(body: bytes) -> None:
+    """Without a secret anybody can seal."""
+    seal, directory = seal_of(), b"d" * 16
+    nonce, tag, _ = seal._seal.seal(body, directory)
+    assert seal.listed(directory, nonce + tag + body) == []
 
 
 def test_names_of_different_things_differ_and_those_of_a_namespace_are_matched() -> None:

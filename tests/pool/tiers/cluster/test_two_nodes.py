@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from ems.pool.client.answers import Hits, Namespace
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.reasons.words import Reason
+from ems.pool.tiers.cluster.objects import Objects
+from ems.pool.tiers.pack_seal import read_keys
 from tests.kit.mooncake import MooncakeMaster
 from tests.kit.tiers import key, page
 from tests.kit.waiting import until
@@ -50,6 +54,54 @@ def test_what_one_host_saves_another_serves(settings: str, make_node: MakeNode, 
     assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
     assert cluster(second)["pages_fetched"] == len(keys)
     assert cluster(second)["fetch_corrupt"] == 0
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "another byte"])
+def test_what_was_damaged_is_a_miss_and_gives_way_to_what_is_computed(
+    change: str, settings: str, master: MooncakeMaster, tmp_path: Path, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    secret = tmp_path / "cluster.key"
+    secret.write_text("a secret of all nodes that share it")
+    secret.chmod(0o600)
+    first, second, third = (make_node(*SIZE, "--tier", f"{settings}?seal_key={secret}") for _ in range(3))
+    for node in (first, second, third):
+        node.wait_touched()
+    keys = chain("a", 2)
+    save(make_client(first), NAMESPACE, keys)
+    until(lambda: cluster(first)["pages_written"] >= len(keys), "all was written", 45)
+    seal = Objects(read_keys(secret, encrypts=False)).of(NAMESPACE.name)
+    assert seal is not None
+    overwrite(master, seal.name(keys[0]), change)
+
+    reader = make_client(second)
+    until(lambda: look(reader, NAMESPACE, keys[:1]).count or cluster(second)["fetch_corrupt"], "it was tried", 45)
+    assert look(reader, NAMESPACE, keys[:1]).count == 0
+    assert cluster(second)["tier_agent_starts"] <= 2
+    assert save(reader, NAMESPACE, keys[:1]) == 1
+    until(lambda: cluster(second)["pages_written"] == 1, "it was written again", 45)
+    wait_for(make_client(third), NAMESPACE, keys)
+    assert read(make_client(third), NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+OVERWRITE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1])
+good = store.get(sys.argv[2])
+bad = {"shorter": good[:100], "longer": good + b"x", "another byte": good[:-1] + bytes([good[-1] ^ 1])}[sys.argv[3]]
+assert not store.upsert(sys.argv[2], bad)
+assert store.get(sys.argv[2]) == bad
+import os
+os._exit(0)
+"""
+
+
+def overwrite(master: MooncakeMaster, name: str, change: str) -> None:
+    """As somebody does who has no secret; a process of its own, for Mooncake's client is one for each process."""
+    command = [sys.executable, "-c", OVERWRITE, master.endpoint, name, change]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert not done.returncode, done.stderr[-1000:]
 
 
 def test_who_keeps_to_this_host_neither_gives_nor_takes(

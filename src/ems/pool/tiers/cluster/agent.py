@@ -226,20 +226,27 @@ class Lane:
         with self._mover.fetching:  # what another lane fetched is proven meanwhile
             found: list[int] = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
         codes, sums = [], []
-        for position, (page, (view, _), code) in enumerate(zip(pages, memory, found, strict=True)):
+        for position, (page, (view, _), name, code) in enumerate(zip(pages, memory, names, found, strict=True)):
             outcome, checksum = Outcome.MISSING, 0
             if code == HEADER_BYTES + len(view):
                 opened = seal.open(self._header(position)[0], page.key, view)
                 outcome = Outcome.CORRUPT if opened is None else Outcome.DONE
                 checksum = 0 if opened is None else opened.checksum
-            elif code == OTHER_SIZE:
+            elif code == OTHER_SIZE or (code == TRANSFER_FAILED and self._is_of_another_size(name, view)):
                 outcome = Outcome.WRONG_SIZE
+            if outcome in {Outcome.CORRUPT, Outcome.WRONG_SIZE}:
+                # Nobody who has the secret wrote it: it makes room for the page that is computed instead.
+                self._store.remove(name, force=True)
             segment = self._mover.segments[page.segment]
             if outcome is Outcome.DONE and segment.memory is None and not _write(segment, page.offset, view):
                 outcome = Outcome.MISSING
             codes.append(int(outcome))
             sums.append(checksum)
         return calls.Answer(codes, sums, unsafe=TRANSFER_FAILED in found)
+
+    def _is_of_another_size(self, name: str, view: memoryview) -> bool:
+        """Whether that is why a transfer failed: what is too short is read beyond its end."""
+        return bool(0 < self._store.get_size(name) != HEADER_BYTES + len(view))
 
     def _put(
         self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]

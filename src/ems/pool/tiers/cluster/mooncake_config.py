@@ -31,7 +31,7 @@ _VARIABLES = {
     "tenant_id": "MOONCAKE_TENANT_ID",
 }
 _SIZES = ("global_segment_size", "local_buffer_size")
-_MASTER = re.compile(r"[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
+_MASTER = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 _STANDBY = re.compile(r"(etcd|redis|k8s)://\S+")
 
 
@@ -97,6 +97,11 @@ def _value(name: str, value: Any, origin: str) -> object:
         value = value.lower()
         if value not in PROTOCOLS:
             raise ConfigError(f"protocol in {origin} is {value!r}, expected one of {', '.join(PROTOCOLS)}")
-    if name == "master_server_address" and not (_MASTER.fullmatch(value) or _STANDBY.fullmatch(value)):
+    if name == "master_server_address" and not (_is_master(value) or _STANDBY.fullmatch(value)):
         raise ConfigError(f"master_server_address in {origin} is {value!r}, expected host:port or etcd://host:port")
     return value
+
+
+def _is_master(value: str) -> bool:
+    found = _MASTER.fullmatch(value)
+    return found is not None and 0 < int(found[1]) < 65536

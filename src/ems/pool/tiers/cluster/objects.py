@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.keys import KEY_BYTES, MAX_TAIL, Tail
 from ems.pool.tiers.answers import StoredTail
 from ems.pool.tiers.pack_seal import NONCE_BYTES, SALT_BYTES, TAG_BYTES, PackSeal, SealKeys
 
@@ -95,9 +95,14 @@ class ObjectSeal:
             return []
         if self._seal.open(body, bytes(nonce), bytes(tag), directory) is None:
             return []
+        try:
+            told = msgspec.msgpack.decode(body, type=list[tuple[bytes, bytes]])
+        except msgspec.MsgspecError:  # without a secret anybody may have put it there
+            return []
         return [
             StoredTail(Tail(directory, tokens), parent)
-            for tokens, parent in msgspec.msgpack.decode(body, type=list[tuple[bytes, bytes]])
+            for tokens, parent in told[-MAX_LISTED:]
+            if 0 < len(tokens) <= MAX_TAIL and not len(tokens) % 4 and len(parent) == KEY_BYTES
         ]
 
 
