@@ -125,6 +125,21 @@ def test_what_is_below_the_thresholds_is_left_alone(
     wait_for(lambda: node.stats()["leases"] == 0, "the lease is given back")
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["of the new request", "of nothing before"])
+def test_a_request_that_wants_all_of_its_tokens_computed_loads_nothing(
+    make: Make, node: Node, store: Callable[[int], None], told: bool
+) -> None:
+    """As one does that wants log-probabilities of its prompt; not all releases leave its hit out by themselves."""
+    store(3)
+    side, one = make(), request(params=EXPLAIN)
+    one.skip_reading_prefix_cache = True
+    if told:
+        side.on_new_request(one)
+    assert side.match(one, 0) == (0, False)
+    assert side.end(one).get("reason", "not_loaded") == "not_loaded"
+    wait_for(lambda: node.stats()["leases"] == 0, "the lease is given back")
+
+
 def test_a_handoff_knows_no_thresholds(make: Make, store: Callable[[int], None]) -> None:
     store(3)
     side = make("kv_consumer", num_min_reuse_tokens=2048)

@@ -165,6 +165,12 @@ class SchedulerSide(SchedulerShell):
             # been computed behind them.
             return None, False
         self._turned_away = False
+        if getattr(request, "skip_reading_prefix_cache", False):
+            # It wants what all of its tokens are computed for, as log-probabilities of its prompt do.
+            if self._book.get(request_id) is None:
+                self._enter(request)
+            self._decline(request_id, Reason.NOT_LOADED)
+            return 0, False
         found = self._match(request, local, wait=not self._running)
         self._turned_away = found is None and self._book.full
         if self._turned_away:

@@ -109,6 +109,15 @@ def test_children_are_fitted_and_fail_as_the_whole_does() -> None:
     assert said == ["accepted, but without a meaning for MooncakeConnectorV1: kv_rank, engine_id"]
 
 
+def test_a_pool_below_vllms_own_connector_makes_the_whole_recompute() -> None:
+    child = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "EmsOffloadingSpec"}}
+    admitted, said = admit(inside(child), HERE)
+    assert admitted == {**inside(child), "kv_load_failure_policy": "recompute"}
+    assert not said
+    _, (sentence,) = admit({**inside(child), "kv_load_failure_policy": "fail"}, HERE)
+    assert sentence.startswith("kv_load_failure_policy of MultiConnector is 'fail'")
+
+
 def test_a_whole_that_lets_requests_fail_is_told_so() -> None:
     fields = {
         "kv_connector": "MultiConnector",

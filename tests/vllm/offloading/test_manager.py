@@ -266,6 +266,37 @@ def test_engines_that_name_the_same_weights_share_again(manager: EmsOffloadingMa
     other.shutdown()
 
 
+def test_weights_get_no_name_while_blocks_of_others_may_be_there(manager: EmsOffloadingManager, node: Node) -> None:
+    """Of a request that is shorter than a chunk vLLM asks and stores nothing, but its blocks are in the cache."""
+    emptied = True
+    pool = SimpleNamespace(reset_prefix_cache=lambda: emptied)
+    manager.bind(pool)
+    keys, other = chunk_keys("a", 3), manager_of(settings_of(node))
+    other.weights_declared("v2")
+
+    def reset_and_declare() -> None:
+        pool.reset_prefix_cache()
+        manager.reset_cache()
+        manager.weights_declared("v2")
+
+    manager.allocated(SimpleNamespace(request_id="short"), None, 0)
+    manager.reset_cache()
+    manager.weights_declared("v2")
+    store(node, manager, keys)
+    assert look(other, keys, begun(other, "first", keys)) == [LookupResult.MISS] * 3
+
+    emptied = False  # a block is in use, and vLLM tells of the reset all the same
+    reset_and_declare()
+    store(node, manager, keys)
+    assert look(other, keys, begun(other, "second", keys)) == [LookupResult.MISS] * 3
+
+    emptied = True
+    reset_and_declare()
+    store(node, manager, keys)
+    assert look(other, keys, begun(other, "third", keys)) == [LookupResult.HIT] * 3
+    other.shutdown()
+
+
 def test_a_part_of_a_chunk_is_neither_found_nor_stored(manager: EmsOffloadingManager, node: Node) -> None:
     keys = chunk_keys("a", 2)
     store(node, manager, keys)

@@ -41,7 +41,7 @@ def admit(fields: Mapping[str, Any], here: Installation) -> tuple[dict[str, Any]
     if _is_ours(fields, here):
         return _admit_one(fields, here)
     children = _children(fields)
-    if fields.get("kv_connector") != _MULTI or not any(_is_ours(child, here) for child in children):
+    if fields.get("kv_connector") != _MULTI or not any(_is_ours(child, here) or _has_spec(child) for child in children):
         return dict(fields), []
     admitted, said = _admit_one(fields, here)
     connectors = []
@@ -90,6 +90,12 @@ def _children(fields: Mapping[str, Any]) -> list[Any]:
 def _is_ours(child: object, here: Installation) -> bool:
     name = child.get("kv_connector") if isinstance(child, Mapping) else None
     return isinstance(name, str) and name in here.ours
+
+
+def _has_spec(child: object) -> bool:
+    """Whether a child is vLLM's connector over the pool."""
+    extra = child.get("kv_connector_extra_config") if isinstance(child, Mapping) else None
+    return isinstance(extra, Mapping) and extra.get("spec_name") == "EmsOffloadingSpec"
 
 
 def _admit_one(fields: Mapping[str, Any], here: Installation, *more: str) -> tuple[dict[str, Any], list[str]]:

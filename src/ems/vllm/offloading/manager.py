@@ -89,6 +89,7 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
         vLLM tells a manager of requests that begin, and not of those that go on after a preemption.
         """
         self._allocated.add(request.request_id)
+        self._epoch.empty = False
         if not external:
             self._do(self._book.allocated(request.request_id, (), 0))
 
@@ -190,10 +191,16 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
 
     # Weights
 
+    def bind(self, block_pool: Any) -> None:
+        """The connector's ``bind_gpu_block_pool``."""
+        compat.around_reset(block_pool, lambda: None, self._emptied)
+
+    def _emptied(self) -> None:
+        self._epoch.empty = True
+
     def reset_cache(self) -> None:
         """The engine's own cache was emptied, and the weights may be others from now on."""
         self._epoch.reset()
-        self._epoch.empty = True
         for request_id in self._loading:
             # VLLM has forgotten its transfers, and tells of no end of theirs.
             self._do(self._book.received(request_id, set()))

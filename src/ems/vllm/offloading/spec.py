@@ -91,6 +91,7 @@ class EmsOffloadingSpec(OffloadingSpec):
         self._connector.on_new_request = _both(manager.arrived, self._connector.on_new_request)
         allocate = self._connector.update_state_after_alloc
         self._connector.update_state_after_alloc = _both(allocate, manager.allocated)
+        self._connector.bind_gpu_block_pool = _both(self._connector.bind_gpu_block_pool, manager.bind)
         self._connector.weights_declared = manager.weights_declared
         self._connector.paused = self._connector.adapter_loaded = _both()
         follow_engine()
