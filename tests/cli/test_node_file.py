@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from ems.cli import node as verb
 from ems.cli import node_file, run
@@ -37,7 +40,7 @@ tier = ["dir:/var/cache/ems"]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeConfig]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeConfig]]:
     """The settings with which nodes would have run."""
     configs: list[NodeConfig] = []
 
@@ -50,7 +53,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeConfig]:
     for name in ("EMS_DIR", "EMS_SOCKET", "EMS_TENANTS", "EMS_POOL_SIZE", "EMS_TIER", "EMS_ALLOW_DISK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(verb, "SYSTEM_FILE", Path("/nonexistent/node.toml"))
-    return configs
+    yield configs
+    structlog.reset_defaults()
 
 
 def test_every_setting_can_come_from_a_file(started: list[NodeConfig], tmp_path: Path) -> None:
@@ -202,6 +206,18 @@ def test_a_release_that_could_not_start_says_so_when_it_is_asked(
         assert run([*command, "--no-http"]) != 0
     assert not started
     assert not (tmp_path / "pool").exists()
+
+
+def test_what_a_tier_has_to_say_does_not_stand_in_the_answer(
+    started: list[NodeConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mooncake.json"
+    file.write_text('{"master_server_address": "127.0.0.1:50088", "metadata_server": "P2PHANDSHAKE", "unknown": 1}')
+    assert run(["node", "--check", "--dir", str(tmp_path / "pool"), "--tier", f"mooncake:{file}", "--no-http"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["release"]
+    assert "unknown" in said.err
+    assert not started
 
 
 def test_a_restart_keeps_size_and_segments_whatever_the_file_says(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def node(
     fields = {} if config is None else read_file(config)
     fields |= fields_of(given)
     chosen = settings({**fields, "fresh": fresh, "autostarted": autostarted})
-    _log_to_stderr()  # what is checked may have something to say, too
     if check:
+        _log_to_stderr()  # what is checked may have something to say, too
         _can_start(chosen)
         print(msgspec.json.encode(Check(__version__, FORMAT_VERSION)).decode())
         return 0
@@ -108,6 +108,7 @@ def node(
 
 
 def _run(serve: Callable[[], None]) -> int:
+    _log_to_stderr()
     # A segment and a client are an open file each; the default limit is for interactive programs.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
