@@ -27,7 +27,7 @@ check: static  ## the above and the quick tests, which start neither engines nor
 
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
 	@$(BIN)/pytest -m "not e2e and not accelerator" -n 2 --dist loadfile
-	@$(BIN)/pytest -m "e2e and not ranks" -n 2 --dist loadfile
+	@$(BIN)/pytest -m "e2e and not ranks"
 
 explore: setup  ## the property tests with random examples; ROUNDS=10 for more of them
 	@for round in $$(seq $${ROUNDS:-1}); do $(BIN)/pytest -m hypothesis --hypothesis-profile explore -n 2; done
