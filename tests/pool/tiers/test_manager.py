@@ -196,7 +196,7 @@ async def test_what_would_leave_memory_is_written_before(
     prompts = [chain(str(number), 16) for number in range(60)]
     for keys in prompts:
         assert one.save(keys) == 16
-        await asyncio.sleep(0)  # the carrier's turn
+        await asyncio.sleep(0)  # the tier manager has its turn
         await one.until(lambda: not one.state.write_back._waiting and not one.state.writes)
     assert one.present(prompts[0]) == 0
     reachable = [one.present(keys) + one.look(keys) for keys in prompts]
@@ -211,7 +211,7 @@ async def test_a_writer_that_wishes_it_keeps_its_pages_from_a_cluster(
     await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
     for number in range(60):
         assert one.save(chain(str(number), 16), cluster_write="never") == 16
-        await asyncio.sleep(0)  # the carrier's turn
+        await asyncio.sleep(0)  # the tier manager has its turn
     assert one.present(chain("0", 16)) == 0, "some left, which a tier is offered before"
     one.tier_manager._clean()
     assert (one.state.write_back.size, one.state.counts["pages_written"]) == (0, 0)
@@ -254,7 +254,7 @@ async def test_a_tier_that_is_only_read_is_never_written(bench: Callable[..., Be
     await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
     for number in range(40):
         one.save(chain(str(number), 16))
-        await asyncio.sleep(0)  # the carrier's turn
+        await asyncio.sleep(0)  # the tier manager has its turn
     assert one.state.write_back.size == 0
     assert not list(one.folder.glob("*/*.pack"))
 

@@ -150,4 +150,4 @@ async def test_a_list_and_a_page_tell_of_tiers_without_asking_them(
     (row,) = (await one.do(Show(chain("b", 1)[0].hex())))["namespaces"]
     assert (row["namespace"], row["state"], row["reason"], row["tiers"]) == (OTHER, "absent", "lower_tier", [name])
     assert (await one.do(Show(chain("c", 1)[0].hex())))["namespaces"] == []
-    await asyncio.sleep(0)  # the carrier's turn
+    await asyncio.sleep(0)  # the tier manager has its turn
