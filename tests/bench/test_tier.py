@@ -19,6 +19,12 @@ def test_it_measures_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_was_not_there_is_gone_again(tmp_path: Path) -> None:
+    place = tmp_path / "new"
+    assert run(["bench", "tier", f"dir:{place}", "--total", "256KB", "--page", "64KB", "--rounds", "1"]) == 0
+    assert not place.exists()
+
+
 def test_it_shows_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "tier", f"dir:{tmp_path}", "--total", "256KB", "--page", "64KB", "--rounds", "1"]) == 0
     assert "plain write" in capsys.readouterr().out

@@ -6,6 +6,7 @@ take turns, so that a disk that is slower for a while is slower for both.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -58,7 +59,7 @@ class TierRow(msgspec.Struct, frozen=True):
 
 
 def measure(config: TierConfig, plan: TierPlan, progress: Callable[[str], None]) -> list[TierRow]:
-    """Measure in a new folder below the tier's, which is removed at the end."""
+    """Measure in a new folder below the tier's, which is removed at the end, and so is the tier's where it is made."""
     if config.kind != "dir":
         raise ConfigError("only tiers in a directory can be measured beside plain I/O, give dir:/folder")
     rows = []
@@ -72,9 +73,11 @@ def measure(config: TierConfig, plan: TierPlan, progress: Callable[[str], None])
 
 
 def _round(config: TierConfig, total: int, page: int) -> tuple[float, float, float, float]:
+    place = Path(config.place)
+    there = place.is_dir()
     try:
-        Path(config.place).mkdir(mode=0o700, parents=True, exist_ok=True)
-        home = Path(tempfile.mkdtemp(prefix="bench-", dir=config.place))
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home = Path(tempfile.mkdtemp(prefix="bench-", dir=place))
     except OSError as error:
         raise ConfigError(f"cannot write below {config.place} ({error.strerror}), give another folder") from error
     try:
@@ -97,6 +100,9 @@ def _round(config: TierConfig, total: int, page: int) -> tuple[float, float, flo
         return plain_write, tier_write, plain_read, tier_read
     finally:
         shutil.rmtree(home, ignore_errors=True)
+        if not there:
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
 
 def _key(number: int) -> bytes:

@@ -271,6 +271,17 @@ def test_segments_larger_than_the_pool_are_refused(home: Path) -> None:
 # A node that comes after
 
 
+def test_a_pool_that_is_smaller_than_asked_for_says_why(home: Path) -> None:
+    Arena(config(home, size=9 * MIB, segment_size=3 * MIB), NODE_ID).close()
+    smaller = Arena(config(home, size=8 * MIB), NODE_ID)
+    smaller.close()
+    assert sum(smaller.sizes) == 6 * MIB
+    assert [note for note in smaller.notes if "the pool has 6.0 MiB of 8.0 MiB" in note]
+    fitting = Arena(config(home, size=6 * MIB), NODE_ID)
+    fitting.close()
+    assert fitting.notes == []
+
+
 def test_memory_that_was_being_given_back_when_the_node_ended_is_touched_again(home: Path) -> None:
     whole = 2 * TOUCH_STEP
     settings = config(home, size=whole, segment_size=whole)

@@ -109,6 +109,11 @@ class Arena:
             size, count = self._given_size.value
             before = [size] * min(count, MAX_SEGMENTS)
         sizes = plan_segments(config, free, total_memory(), before)
+        if not config.segment_size and sizes[0] == (before or [0])[0] and config.size - sum(sizes) > config.size // 16:
+            self.notes.append(
+                f"the pool has {format_size(sum(sizes))} of {format_size(config.size)}, because segments of "
+                f"{format_size(sizes[0])} of the node before are kept; --fresh gives all of it, without their pages"
+            )
         kept: set[int] = set()
         if gone and sizes[0] == found[0]:
             count, kept = lay_out(len(found), gone, len(sizes))
