@@ -46,8 +46,15 @@ CLUSTER_LIBRARIES = {
     "liburing.so.2": "liburing2",
 }
 """The same for Mooncake, which loads them also where there is no RDMA."""
-CLUSTER_COMMANDS = {"etcd": "etcd-server", "ip": "iproute2", "systemd-analyze": "systemd", "tc": "iproute2"}
-"""What tests of several hosts run: who leads among masters, whether units make sense, hosts as network namespaces."""
+CLUSTER_COMMANDS = {
+    "etcd": "etcd-server",
+    "ip": "iproute2",
+    "redis-server": "redis-server",
+    "systemd-analyze": "systemd",
+    "tc": "iproute2",
+}
+"""What tests of several hosts run: who leads among masters, whether units make sense, hosts as network namespaces, what
+routers share."""
 
 
 class SetupError(Exception):

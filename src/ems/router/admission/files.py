@@ -1,0 +1,71 @@
+"""Files that are read again when they change: API keys, key sets, limits, certificates.
+
+What always holds: a file that is gone or makes no sense changes nothing, and is said once; one with secrets that others
+may read is refused.  A look costs a few microseconds, so it is made in the event loop; the file is read there too: it
+is small and on a local disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from ems.errors import ConfigError
+
+POLL_SECONDS = 1.0
+MAX_BYTES = 16 << 20
+
+log = logging.getLogger("ems.router")
+
+_Stamp = tuple[int, int, int] | None
+
+
+def read(path: Path, *, what: str, secret: bool = False) -> bytes:
+    """The bytes of a file.
+
+    :raises ConfigError: it cannot be read, is too large, or is secret and can be read by others.
+    """
+    try:
+        with path.open("rb") as file:
+            facts = os.fstat(file.fileno())
+            if secret and facts.st_mode & 0o077:
+                raise ConfigError(f"{path} can be read or written by others: make it private with 'chmod 600 {path}'")
+            if not stat.S_ISREG(facts.st_mode):
+                raise ConfigError(f"{path} is no file: expected {what}")
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"Cannot read {what} {path}: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{what} {path} has more than {MAX_BYTES} bytes")
+    return data
+
+
+class WatchedFile:
+    """Calls ``load`` when the file is another one than at the last look."""
+
+    def __init__(self, path: Path, load: Callable[[], None]) -> None:
+        self._path = path
+        self._load = load
+        self._seen = self._stamp()
+
+    def look(self) -> None:
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._load()
+        except ConfigError as error:
+            log.error("%s; what was read before still counts", error)  # noqa: TRY400  a mistake in a file has no trace
+        else:
+            log.info("Read %s again", self._path)
+
+    def _stamp(self) -> _Stamp:
+        try:
+            facts = self._path.stat()
+        except OSError:
+            return None
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns

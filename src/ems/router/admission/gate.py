@@ -1,0 +1,301 @@
+"""What a request passes before it is sent anywhere: who sends it, may they, are tokens left, is a place free.
+
+What always holds: a request that was let in has a :class:`Ticket` and nothing else to give back; one that was refused,
+or whose client left while it waited, has given back all; nobody waits past their deadline.  A request that finds a free
+place passes without waiting for the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import time
+from typing import NamedTuple, Protocol
+
+from ems.router import headers
+from ems.router.admission.bearer import KeyUnknown, TokenRefused, Tokens
+from ems.router.admission.keys import Keys, Principal
+from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Taken
+from ems.router.admission.queue import Place, Queue, State
+from ems.router.admission.settings import AdmissionConfig
+from ems.router.reply import Refusal
+
+OUTPUT_WEIGHT = 2
+"""What a token of an answer counts for in the queue, beside 1 for one of a prompt: Kthena's weights."""
+
+CREDENTIALS = (b"authorization", b"x-api-key", b"api-key")
+
+
+class SharedLimits(Protocol):
+    """Buckets that several routers have in common; see :class:`~ems.router.admission.limits.Limits`."""
+
+    async def take(self, limited: list[Limited], tokens: int) -> Taken | Exceeded: ...
+
+
+class KeySource(Protocol):
+    """Where the issuer's keys come from; asking again is bounded in time and how often it is done."""
+
+    async def renew(self) -> bool: ...
+
+
+class Asked(NamedTuple):
+    """What a request asks for."""
+
+    model: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    """Expected ones."""
+    priority: int = 0
+    session: str = ""
+    limited: tuple[Limited, ...] = ()
+    """Limits of its route."""
+
+
+class Ticket:
+    """A request that was let in; exactly one of :meth:`done` and :meth:`failed` counts, the first one."""
+
+    __slots__ = ("_gate", "_place", "_taken", "input_tokens", "queued", "user")
+
+    def __init__(
+        self, gate: Gate, principal: Principal, input_tokens: int, place: Place | None, taken: Taken | None
+    ) -> None:
+        self._gate: Gate | None = gate
+        self._place = place
+        self._taken = taken
+        self.input_tokens = input_tokens
+        self.user = principal.user
+        self.queued = 0.0
+        """Seconds in the queue."""
+
+    def done(self, output_tokens: int) -> None:
+        """The request was answered with so many tokens."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            used = self.input_tokens + OUTPUT_WEIGHT * output_tokens
+            gate.end(self._place, self._taken, used=used, output_tokens=output_tokens)
+
+    def failed(self) -> None:
+        """The request was not answered, or its client left before: it costs nothing."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.end(self._place, self._taken, used=None, output_tokens=0)
+
+
+ANYBODY = Principal("")
+
+
+class Gate:
+    """One gate for a router."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        *,
+        keys: Keys | None = None,
+        tokens: Tokens | None = None,
+        key_source: KeySource | None = None,
+        shared: SharedLimits | None = None,
+    ) -> None:
+        self.config = config
+        self.keys = keys
+        self.tokens = tokens
+        self.limits = Limits()
+        self.queue = Queue(
+            capacity=config.max_running,
+            size=config.queue_size,
+            half_life=config.fair_half_life,
+            boost_seconds=config.session_boost,
+        )
+        self.exceeded: dict[tuple[str, Kind], int] = {}
+        """Refusals by model and kind of limit."""
+        self.cancelled = 0
+        """Requests whose client left, or whose time was over, while they waited."""
+        self._key_source = key_source
+        self._shared = shared
+        self._waiting: dict[Place, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._always: tuple[Limited, ...] = () if config.limit is None else (("router", config.limit),)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def identify(self, fields: headers.RawHeaders) -> Principal:
+        """Who sends a request.
+
+        :raises Refusal: 401.
+        """
+        if self.keys is None and self.tokens is None:
+            return ANYBODY
+        credential = _credential(fields)
+        if credential is None:
+            raise _unauthorised("Send an API key or a token as 'Authorization: Bearer ...'", "missing_credentials")
+        if self.keys is not None:
+            principal = self.keys.recognise(credential, time.time())
+            if principal is not None:
+                return principal
+        if self.tokens is None or credential.count(b".") != 2:
+            raise _unauthorised("The API key is not known, or has expired", "invalid_api_key")
+        try:
+            return await self._bearer(self.tokens, credential)
+        except TokenRefused as error:
+            raise _unauthorised(f"The token opens nothing here: {error}", "invalid_token") from None
+
+    async def _bearer(self, tokens: Tokens, credential: bytes) -> Principal:
+        try:
+            return tokens.recognise(credential, time.time())
+        except KeyUnknown:
+            if self._key_source is None or not await self._key_source.renew():
+                raise
+            return tokens.recognise(credential, time.time())
+
+    async def administrator(self, fields: headers.RawHeaders, peer: str) -> None:
+        """Let pass who may change and explain the router: by an administering key, or, without keys, from this host.
+
+        :raises Refusal: 401, 403.
+        """
+        principal = await self.identify(fields)
+        if self.keys is not None or self.tokens is not None:
+            if not principal.administers:
+                raise Refusal(403, "This takes a key with 'administers': true", code="not_an_administrator")
+        elif not is_loopback(peer):
+            message = "This page is for this host only: set API keys to open it for others"
+            raise Refusal(403, message, code="not_an_administrator")
+
+    async def enter(self, principal: Principal, asked: Asked) -> Ticket:
+        """Let a request in, after a while if need be.
+
+        :raises Refusal: 403, 429, 503.
+        """
+        if not principal.may_use(asked.model):
+            message = f"The model {asked.model[:200]!r} is not for this key"
+            raise Refusal(403, message, code="model_not_allowed", param="model")
+        taken = await self._take(principal, asked) if self._limited(principal, asked) else None
+        if not self.queue.capacity:
+            return Ticket(self, principal, asked.input_tokens, None, taken)
+        now = asyncio.get_running_loop().time()
+        place = Place(
+            user=principal.user,
+            tokens=asked.input_tokens + OUTPUT_WEIGHT * asked.output_tokens,
+            deadline=now + self.config.queue_timeout,
+            priority=max(principal.priority, asked.priority),
+            session=asked.session,
+        )
+        try:
+            for victim in self.queue.offer(place, now):
+                self._turn_away(victim, _crowded(victim, self.queue))
+            ticket = Ticket(self, principal, asked.input_tokens, place, taken)
+            if place.state is not State.RUNNING:
+                await self._wait(place)
+                ticket.queued = asyncio.get_running_loop().time() - now
+        except BaseException:
+            self.end(place, taken, used=None, output_tokens=0)
+            raise
+        return ticket
+
+    def end(self, place: Place | None, taken: Taken | None, *, used: int | None, output_tokens: int) -> None:
+        """Give back what a request had."""
+        now = asyncio.get_running_loop().time()
+        if taken is not None:
+            if used is None:
+                taken.give_back(now)
+            else:
+                taken.settle(output_tokens, now)
+        if place is not None:
+            self._let_run(self.queue.leave(place, now, used))
+
+    def more_places(self, capacity: int, elsewhere: int = 0) -> None:
+        """Change how many requests run at once, and how many other workers run."""
+        self.queue.capacity = capacity
+        self.queue.elsewhere = elsewhere
+        self._let_run(self.queue.grant(asyncio.get_running_loop().time()))
+
+    def _limited(self, principal: Principal, asked: Asked) -> bool:
+        return bool(asked.limited or self._always or principal.limit is not None)
+
+    async def _take(self, principal: Principal, asked: Asked) -> Taken:
+        limited = [*self._always, *asked.limited]
+        if principal.limit is not None:
+            limited.append((principal.scope, principal.limit))
+        if self._shared is not None:
+            taken = await self._shared.take(limited, asked.input_tokens)
+        else:
+            taken = self.limits.take(limited, asked.input_tokens, asyncio.get_running_loop().time())
+        if isinstance(taken, Exceeded):
+            key = asked.model, taken.kind
+            self.exceeded[key] = self.exceeded.get(key, 0) + 1
+            kind = "input" if taken.kind is Kind.INPUT else "output"
+            later = {"retry-after": str(taken.retry_after)}
+            raise Refusal(429, f"{kind} token rate limit exceeded", code="rate_limit_exceeded", headers=later)
+        return taken
+
+    async def _wait(self, place: Place) -> None:
+        if place.state is State.GONE:
+            raise _crowded(place, self.queue)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[place] = future
+        self._set_timer()
+        try:
+            await future
+        except BaseException:
+            self.cancelled += 1
+            raise
+        finally:
+            del self._waiting[place]
+
+    def _let_run(self, granted: list[Place]) -> None:
+        for place in granted:
+            future = self._waiting[place]
+            if not future.done():  # else its client is leaving, which gives the place back
+                future.set_result(None)
+
+    def _turn_away(self, place: Place, refusal: Refusal) -> None:
+        future = self._waiting[place]
+        if not future.done():
+            future.set_exception(refusal)
+
+    def _set_timer(self) -> None:
+        if self._timer is None and (deadline := self.queue.next_deadline()) is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        for place in self.queue.expire(asyncio.get_running_loop().time()):
+            self._turn_away(place, _overloaded("The request waited for its turn for too long; try again later"))
+        self._set_timer()
+
+
+def _credential(fields: headers.RawHeaders) -> bytes | None:
+    found = None
+    for name, value in fields:
+        if name in CREDENTIALS:
+            if name == b"authorization":
+                scheme, _, rest = value.partition(b" ")
+                if scheme.lower() == b"bearer":
+                    return rest.strip()
+            else:
+                found = value
+    return found
+
+
+def is_loopback(peer: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(peer).is_loopback
+    return False
+
+
+def _unauthorised(message: str, code: str) -> Refusal:
+    return Refusal(401, message, code=code, headers={"www-authenticate": "Bearer"})
+
+
+def _overloaded(message: str) -> Refusal:
+    return Refusal(503, message, code="overloaded", headers={"retry-after": "1"})
+
+
+def _crowded(place: Place, queue: Queue) -> Refusal:
+    """429 for a user who waits with more than others, 503 when the router as a whole has too much."""
+    if place.user and queue.waiting_of(place.user):
+        message = "Too many of your requests wait; try again later"
+        return Refusal(429, message, code="too_many_waiting", headers={"retry-after": "1"})
+    return _overloaded("Too many requests wait; try again later")

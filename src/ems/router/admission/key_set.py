@@ -1,0 +1,78 @@
+"""An issuer's public keys: from a file that is looked at, or from a URL that is asked each hour and when a key is new.
+
+What always holds: a token with a made-up key id makes the router ask at most once in ``LEAST_SECONDS``; an issuer that
+does not answer changes nothing, and its keys that are known go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import aiohttp
+
+from ems.errors import ConfigError
+from ems.router.admission import files
+from ems.router.admission.bearer import Tokens, read_key_set
+
+REFRESH_SECONDS = 3600.0
+LEAST_SECONDS = 10.0
+TIMEOUT = 5.0
+_MAX_BYTES = 1 << 20
+
+log = logging.getLogger("ems.router")
+
+
+class KeySetFile:
+    """A JWKS in a file; :meth:`load` is called again when it changes."""
+
+    def __init__(self, path: Path, tokens: Tokens) -> None:
+        self._path = path
+        self._tokens = tokens
+
+    def load(self) -> None:
+        self._tokens.use(read_key_set(files.read(self._path, what="the key set")))
+
+    async def renew(self) -> bool:
+        return False
+
+
+class KeySetUrl:
+    """A JWKS behind a URL."""
+
+    def __init__(self, url: str, tokens: Tokens) -> None:
+        self._url = url
+        self._tokens = tokens
+        self._asking: asyncio.Task[bool] | None = None
+        self._asked_at = float("-inf")
+
+    async def run(self) -> None:
+        """Ask now, again soon while there are no keys, and then each hour."""
+        while True:
+            known = await self.renew()
+            await asyncio.sleep(REFRESH_SECONDS if known else LEAST_SECONDS)
+
+    async def renew(self) -> bool:
+        """Ask for the keys unless that was done just now; all who want to know it wait for one answer."""
+        loop = asyncio.get_running_loop()
+        if self._asking is None or self._asking.done():
+            if loop.time() - self._asked_at < LEAST_SECONDS:
+                return False
+            self._asked_at = loop.time()
+            self._asking = loop.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> bool:
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT)) as session,
+                session.get(self._url) as answer,
+            ):
+                if answer.status != 200:
+                    raise ConfigError(f"it answers {answer.status}")  # noqa: TRY301  said below, as what else fails
+                self._tokens.use(read_key_set(await answer.content.read(_MAX_BYTES)))
+        except (ConfigError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            log.warning("The issuer's keys at %s cannot be had: %s", self._url, str(error) or type(error).__name__)
+            return False
+        return True

@@ -1,0 +1,211 @@
+"""Limits of tokens: for a route, a key or a user, of the prompt and of the answer, in buckets that refill with time.
+
+A bucket holds at most what one unit of time allows and refills evenly, as Kthena's does.  What a prompt has is taken
+before the request starts and given back when it fails.  What an answer will have is not known then: it takes that the
+bucket is not empty, and the answer's tokens are taken at its end, below zero if need be.
+
+What always holds: a bucket is never above its limit; a request takes from all of its buckets or from none; tokens are
+given back at most once; a limit that is removed limits nothing from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import Annotated, Final, NamedTuple, Protocol
+
+import msgspec
+
+from ems.errors import ConfigError
+
+TOLERANCE: Final = 1e-6
+"""Tokens by which sums of fractions may be off."""
+
+
+class Unit(StrEnum):
+    """A span of time that a limit counts in; a month has 30 days."""
+
+    SECOND = "second"
+    MINUTE = "minute"
+    HOUR = "hour"
+    DAY = "day"
+    MONTH = "month"
+
+    @property
+    def seconds(self) -> int:
+        return _SECONDS[self]
+
+
+_SECONDS: Final = {Unit.SECOND: 1, Unit.MINUTE: 60, Unit.HOUR: 3600, Unit.DAY: 86400, Unit.MONTH: 30 * 86400}
+Tokens = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class RateLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    """Kthena's ``rateLimit``: tokens of prompts and of answers in a unit of time; what is not given is not limited.
+
+    :raises ConfigError: it limits nothing.
+    """
+
+    input_tokens_per_unit: Tokens | None = None
+    output_tokens_per_unit: Tokens | None = None
+    unit: Unit = Unit.SECOND
+
+    def __post_init__(self) -> None:
+        if self.input_tokens_per_unit is None and self.output_tokens_per_unit is None:
+            raise ConfigError("A rate limit needs inputTokensPerUnit, outputTokensPerUnit or both")
+
+
+class Kind(StrEnum):
+    """What a bucket counts; the values are labels of Kthena's metrics."""
+
+    INPUT = "input_tokens"
+    OUTPUT = "output_tokens"
+
+
+Name = tuple[str, Kind]
+"""A scope and what is counted: the name of a bucket."""
+
+
+class Exceeded(NamedTuple):
+    """The bucket that has too little, and the whole seconds, at least 1, after which it has enough."""
+
+    scope: str
+    kind: Kind
+    retry_after: int
+
+
+class Bucket:
+    """Tokens that are left of a limit."""
+
+    __slots__ = ("at", "left", "limit", "seconds")
+
+    def __init__(self, limit: int, seconds: int, now: float) -> None:
+        self.limit = limit
+        self.seconds = seconds
+        self.left = float(limit)
+        self.at = now
+
+    def refill(self, now: float) -> None:
+        if now > self.at:
+            self.left = min(self.left + (now - self.at) * self.limit / self.seconds, float(self.limit))
+            self.at = now
+
+    def move(self, tokens: float, now: float) -> None:
+        self.refill(now)
+        self.left = min(self.left + tokens, float(self.limit))
+
+    def resize(self, limit: int, seconds: int, now: float) -> None:
+        """Keep the share that is left: a changed limit is no reason for a full bucket."""
+        self.refill(now)
+        self.left = self.left * limit / self.limit
+        self.limit, self.seconds = limit, seconds
+
+    def wait(self, wanted: float) -> int:
+        """Whole seconds until ``wanted`` tokens are left; more than the limit never are, which is a whole unit."""
+        missing = min(wanted, self.limit) - self.left
+        return max(1, math.ceil(missing * self.seconds / self.limit - TOLERANCE))
+
+
+class Taken(Protocol):
+    """What a request took, to be settled or given back; only the first of these counts."""
+
+    def settle(self, output_tokens: int, now: float) -> None:
+        """Take the answer's tokens; the prompt's stay taken."""
+
+    def give_back(self, now: float) -> None: ...
+
+
+class _Taken:
+    __slots__ = ("_buckets", "_limits", "_tokens")
+
+    def __init__(self, limits: Limits, buckets: list[tuple[Name, Bucket]], tokens: int) -> None:
+        self._limits = limits
+        self._buckets = buckets
+        self._tokens = tokens
+
+    def settle(self, output_tokens: int, now: float) -> None:
+        for name, bucket in self._buckets:
+            if name[1] is Kind.OUTPUT:
+                self._limits.move(name, bucket, -output_tokens, now)
+        self._buckets = []
+
+    def give_back(self, now: float) -> None:
+        for name, bucket in self._buckets:
+            if name[1] is Kind.INPUT:
+                self._limits.move(name, bucket, self._tokens, now)
+        self._buckets = []
+
+
+Limited = tuple[str, RateLimit]
+"""A scope (``route/NAME``, ``key/ID``, ``user/NAME``) and its limit."""
+
+
+class Limits:
+    """The buckets of one router.  A bucket whose scope has another limit than before changes with the next request."""
+
+    MOST_BUCKETS: Final = 65536
+    """Buckets that are kept; full ones are forgotten first, which changes nothing."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[Name, Bucket] = {}
+        self.moved: dict[Name, float] | None = None
+        """Tokens that came back (taken ones count below zero) since somebody looked, for workers that share limits."""
+
+    def take(self, limited: Iterable[Limited], tokens: int, now: float) -> Taken | Exceeded:
+        """Take a prompt's tokens; a prompt that is larger than a limit is always refused."""
+        found: list[tuple[Name, Bucket]] = []
+        for name, most, seconds in buckets_of(limited):
+            bucket = self._bucket(name, most, seconds, now)
+            wanted = tokens if name[1] is Kind.INPUT else 1
+            if bucket.left + TOLERANCE < wanted:
+                return Exceeded(*name, bucket.wait(wanted))
+            found.append((name, bucket))
+        for name, bucket in found:
+            if name[1] is Kind.INPUT:
+                self.move(name, bucket, -tokens, now)
+        return _Taken(self, found, tokens)
+
+    def move(self, name: Name, bucket: Bucket, tokens: float, now: float) -> None:
+        """Put tokens into a bucket, or out of it."""
+        bucket.move(tokens, now)
+        if self.moved is not None:
+            self.moved[name] = self.moved.get(name, 0.0) + tokens
+
+    def moved_elsewhere(self, name: Name, tokens: float, now: float) -> None:
+        """Follow what another worker of the same router moved, where the bucket is known here."""
+        bucket = self._buckets.get(name)
+        if bucket is not None:
+            bucket.move(tokens, now)
+
+    def left(self, now: float) -> dict[Name, float]:
+        for bucket in self._buckets.values():
+            bucket.refill(now)
+        return {name: bucket.left for name, bucket in self._buckets.items()}
+
+    def _bucket(self, name: Name, limit: int, seconds: int, now: float) -> Bucket:
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            if len(self._buckets) >= self.MOST_BUCKETS:
+                self._forget_full(now)
+            bucket = self._buckets[name] = Bucket(limit, seconds, now)
+        elif bucket.limit != limit or bucket.seconds != seconds:
+            bucket.resize(limit, seconds, now)
+        else:
+            bucket.refill(now)
+        return bucket
+
+    def _forget_full(self, now: float) -> None:
+        left = self.left(now)
+        self._buckets = {name: one for name, one in self._buckets.items() if left[name] + TOLERANCE < one.limit}
+        if len(self._buckets) >= self.MOST_BUCKETS:  # nobody is full: who was made first goes
+            del self._buckets[next(iter(self._buckets))]
+
+
+def buckets_of(limited: Iterable[Limited]) -> Iterator[tuple[Name, int, int]]:
+    """Names of buckets, each with its tokens and seconds."""
+    for scope, limit in limited:
+        if limit.input_tokens_per_unit is not None:
+            yield (scope, Kind.INPUT), limit.input_tokens_per_unit, limit.unit.seconds
+        if limit.output_tokens_per_unit is not None:
+            yield (scope, Kind.OUTPUT), limit.output_tokens_per_unit, limit.unit.seconds
