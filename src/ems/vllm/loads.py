@@ -314,8 +314,9 @@ class Loader:
     def _copy_by_layer(self, loads: Mapping[int, PlaneLoad], job: LoadJob) -> None:
         for layer in self._order.layers:
             if (one := loads.get(layer.plane)) is not None and one.good:
+                plan = self._plan(one, 0, one.good, layer.tensors)
                 with self._copying(job):
-                    self._device.copy(self._plan(one, 0, one.good, layer.tensors))
+                    self._device.copy(plan)
             self._device.synchronise()
             job.progress.done(layer.name)
         for one in loads.values():

@@ -319,7 +319,8 @@ def test_a_node_that_hangs_makes_nobody_wait(node: Node) -> None:
     manager.shutdown()
 
 
-def test_a_node_that_is_gone_means_misses(node: Node, manager: EmsOffloadingManager) -> None:
+def test_a_node_that_is_gone_means_misses(node: Node) -> None:
+    manager = manager_of(settings_of(node, health_check_ms=100))
     keys = chunk_keys("a", 3)
     store(node, manager, keys)
     node.kill()
@@ -333,6 +334,7 @@ def test_a_node_that_is_gone_means_misses(node: Node, manager: EmsOffloadingMana
         return results == [LookupResult.HIT] * 3
 
     wait_for(found, "what it had is found again")
+    manager.shutdown()
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
