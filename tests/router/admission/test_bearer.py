@@ -102,3 +102,7 @@ def test_models_come_from_a_claim(claim: Any, models: tuple[str, ...]) -> None:
 def test_refuses_what_is_no_key_set(text: bytes) -> None:
     with pytest.raises(ConfigError):
         read_key_set(text)
+
+
+def test_a_name_can_be_written_into_logs() -> None:
+    assert checker().recognise(signed(sub="a\ud800"), 0.0).user == "a?"

@@ -129,5 +129,5 @@ class Tokens:
             named = claims.get(self._settings.models_claim, ())
             listed = named.split() if isinstance(named, str) else named
             models = tuple(str(name) for name in listed) if isinstance(listed, (list, tuple)) else ()
-        user = claims["sub"]
+        user = claims["sub"].encode(errors="replace").decode()
         return float(claims["exp"]), Principal(user, models, scope=f"user/{user}")

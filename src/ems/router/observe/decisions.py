@@ -1,0 +1,81 @@
+"""The last requests, kept so that somebody can ask why one went where it went."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final
+
+import msgspec
+
+from ems.router.observe.record import Record
+
+KEPT: Final = 1024
+LISTED: Final = 50
+
+
+class Decisions:
+    """At most ``kept`` requests, found by their id; the newest one of an id that came twice."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._records: OrderedDict[str, Record] = OrderedDict()
+
+    def add(self, record: Record) -> None:
+        records = self._records
+        records[record.request_id] = record
+        if len(records) > self._kept:
+            records.popitem(last=False)
+
+    def find(self, request_id: str) -> dict[str, Any] | None:
+        record = self._records.get(request_id)
+        return None if record is None else explained(record)
+
+    def newest(self) -> list[dict[str, Any]]:
+        last = list(self._records.values())[-LISTED:]
+        return [
+            {"request_id": one.request_id, "model": one.model, "status": one.status, "decode": one.decode}
+            for one in reversed(last)
+        ]
+
+
+def explained(record: Record) -> dict[str, Any]:
+    """What is known of a request, as JSON's values; times are seconds since it arrived."""
+
+    def since(at: float) -> float | None:
+        return round(at - record.arrived, 6) if at else None
+
+    return {
+        "request_id": record.request_id,
+        "request": {
+            "method": record.method,
+            "path": record.path,
+            "model": record.model,
+            "user": record.user,
+            "estimated_input_tokens": record.input_tokens,
+        },
+        "route": {"model_route": record.route, "model_server": record.server, "upstream_model": record.upstream_model},
+        "choice": {
+            "prefill": record.prefill or None,
+            "decode": record.decode or None,
+            "prefix_tokens": record.prefix_tokens,
+            "session_affinity": record.affinity,
+            "why": msgspec.to_builtins(record.choice, enc_hook=str),
+        },
+        "times": {
+            "queued": round(record.queued, 6),
+            "entered": since(record.entered),
+            "prefill_sent": since(record.prefill_sent),
+            "prefill_done": since(record.prefill_done),
+            "decode_sent": since(record.decode_sent),
+            "first_byte": since(record.first_byte),
+            "ended": since(record.ended),
+        },
+        "answer": {
+            "status": record.status,
+            "upstream_status": record.answered_status or None,
+            "attempts": record.attempts,
+            "output_tokens": record.output_tokens,
+            "broken": record.broken,
+            "error": {"type": record.error_type, "message": record.error_message} if record.error_type else None,
+        },
+    }
