@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
-import uvicorn
 from aiohttp import web
 from multidict import CIMultiDictProxy
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 from yarl import URL
 
 from ems.router.app import Router
 from ems.router.config import Address, RouterConfig
 from ems.router.fleet import Instance, Role
+from ems.router.http.server import Server
+from ems.router.server import listen
 from tests.router.soundness import unsound
 
 Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
@@ -170,8 +169,9 @@ def dead_address() -> Address:
 class Running:
     """A router that serves on loopback, and a client that knows its address."""
 
-    def __init__(self, router: Router, address: Address, client: aiohttp.ClientSession) -> None:
+    def __init__(self, router: Router, address: Address, client: aiohttp.ClientSession, server: Server) -> None:
         self.router = router
+        self.server = server
         self.address = address
         self.client = client
 
@@ -208,31 +208,20 @@ class Running:
 async def running(
     prefills: list[Address] | None = None, decodes: list[Address] | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    """Run a router on a free port, behind the HTTP server that it has in production."""
+    """Run a router on a free port."""
     config = RouterConfig(
         prefills=tuple(prefills or ()), decodes=tuple(decodes or ()), **{"connect_timeout": 1.0, **settings}
     )
-    loop = asyncio.get_running_loop()
     async with Router(config) as router:
-        http = uvicorn.Config(
-            router, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, server_header=False
-        )
-        http.load()
-        state = ServerState()
-        state.default_headers = [
-            (b"date", b"Fri, 20 Nov 2026 00:00:00 GMT")
-        ]  # what the running server does each second
-        server = await loop.create_server(
-            lambda: HttpToolsProtocol(config=http, server_state=state, app_state={}), "127.0.0.1", 0
-        )
-        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        server = Server(router, body_timeout=config.body_timeout)
+        listener = listen("127.0.0.1", 0)
+        await server.start(listener)
+        address = Address("127.0.0.1", listener.getsockname()[1])
         try:
             async with aiohttp.ClientSession(auto_decompress=False) as client:
-                here = Running(router, address, client)
+                here = Running(router, address, client, server)
                 yield here
                 await here.idle()
         finally:
-            server.close()
-            for connection in list(state.connections):
-                connection.shutdown()
-        await until(lambda: not state.connections and not state.tasks)
+            server.drain()
+        await until(lambda: not server.connections)

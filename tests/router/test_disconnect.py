@@ -93,11 +93,12 @@ async def test_a_client_that_leaves_between_two_attempts_leaves_nothing() -> Non
 async def test_a_client_that_leaves_amid_its_body_leaves_nothing() -> None:
     async with FakeEngine() as decode, running(decodes=[decode.address]) as router:
         writer = await send_request(router, b'{"model":', length=100)
-        await until(lambda: router.router.counters.running == 1)
+        await until(lambda: len(router.server.connections) == 1)
         writer.close()
-        await router.idle()
+        await until(lambda: not router.server.connections)
 
         assert not decode.seen
+        assert not router.router.counters.answered
 
 
 async def test_many_leaving_clients_leave_nothing() -> None:

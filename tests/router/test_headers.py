@@ -6,7 +6,7 @@ from ems.router import headers
 def test_headers_that_connection_names_stop_here() -> None:
     given = [(b"connection", b"close, X-One , x-two"), (b"x-one", b"1"), (b"x-two", b"2"), (b"x-three", b"3")]
 
-    assert headers.sent(given, b"r", to_prefill=False) == [("x-three", "3"), ("x-request-id", "r")]
+    assert headers.sent(given, b"r", to_prefill=False) == b"x-three: 3\r\nx-request-id: r\r\n"
     assert headers.returned(given, b"r").headers == [(b"x-three", b"3"), (b"x-request-id", b"r")]
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 from ems.router.app import Router
 from ems.router.config import Address, RouterConfig
 from ems.router.fleet import Role
-from ems.router.upstream import Answer, Upstream, UpstreamBroken
+from ems.router.http.client import Connection, Receiver, Upstream, UpstreamBroken
+from ems.router.http.message import Request
+from ems.router.reply import Reply
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -41,27 +43,29 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-class FakeAnswer(Answer):
+class FakeAnswer(Connection):
     """Pieces, each after so many seconds; ``None`` breaks the connection."""
 
-    headers = ((b"content-type", b"text/event-stream"),)
-    status = 200
-    ended = False
-
     def __init__(self, *pieces: tuple[float, bytes | None]) -> None:
-        self._pieces = list(pieces)
-        self.closed = False
+        super().__init__(asyncio.get_running_loop(), set())
+        self._pieces = pieces
+        self.ended = False
 
-    async def read(self) -> bytes:
-        if not self._pieces:
-            return b""
-        seconds, piece = self._pieces.pop(0)
-        await asyncio.sleep(seconds)
-        if piece is None:
-            raise UpstreamBroken("cut")
-        return piece
+    async def play(self, receiver: Receiver) -> None:
+        failed = self._done = asyncio.get_running_loop().create_future()
+        receiver.comes_from(self)
+        receiver.head(200, [(b"content-type", b"text/event-stream")])
+        for seconds, piece in self._pieces:
+            await asyncio.wait([failed], timeout=seconds)
+            if failed.done():
+                await failed
+            if piece is None:
+                raise UpstreamBroken("cut")
+            receiver.piece(piece)
+        self.ended = True
+        receiver.end()
 
-    def close(self) -> None:
+    def abort(self) -> None:
         self.closed = True
 
 
@@ -78,13 +82,12 @@ class FakeUpstream(Upstream):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def send(
-        self, method: str, address: Address, target: str, fields: list[tuple[str, str]], body: bytes | None = None
-    ) -> FakeAnswer:
+    async def send(self, address: Address, request: bytes, receiver: Receiver) -> None:
+        target = request.split(b" ", 2)[1].decode()
         self.asked.append((asyncio.get_running_loop().time(), address, target))
         answer = await self._answer(address, target)
         self.answers.append(answer)
-        return answer
+        await answer.play(receiver)
 
     def times(self, address: Address, target: str) -> list[float]:
         return [round(time, 6) for time, *where in self.asked if where == [address, target]]
@@ -95,28 +98,27 @@ def virtually(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
+class Sink:
+    """Keeps what a client gets."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+
 async def request(router: Router) -> tuple[int, bytes]:
-    """Send one request through the ASGI interface; return the status and the body."""
-    body = b"{}"
-    sent: list[dict[str, Any]] = []
-    first = True
+    """Serve one request, of HTTP/1.0, whose answers have no framing; return the status and the body."""
+    asked = Request("POST", b"/v1/completions", [], "1.0", keeps_alive=False)
+    asked.body = b"{}"
+    sink = Sink()
+    reply = Reply(sink, asked, b"", keeps_alive=False)
+    await router.serve(asked, reply, None)
 
-    async def receive() -> dict[str, Any]:
-        nonlocal first
-        if first:
-            first = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-    await router(scope, receive, send)
-
-    assert not sent[-1]["more_body"]
-    return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
+    assert reply.ended
+    assert reply.status is not None
+    return reply.status, sink.sent.partition(b"\r\n\r\n")[2]
 
 
 def router_of(upstream: FakeUpstream, **settings: Any) -> Router:
@@ -147,7 +149,7 @@ def test_a_slow_stream_that_moves_goes_on_for_ever() -> None:
 
             assert (status, body) == (200, 1000 * b"data: x\n\n")
             assert now() > 99_000
-            assert all(one.closed for one in upstream.answers)
+            assert all(one.ended for one in upstream.answers)
 
     virtually(main())
 

@@ -8,8 +8,9 @@ Brains (no sockets, no event loop, no clock; the time is an argument):
 - ``dispatch``: what happens next when an instance fails;
 - ``metrics``: what happened so far, and its page.
 
-Shells: ``upstream`` (the HTTP client), ``prober`` (asks instances for their health), ``exchange`` with ``reply`` (one
-request on the hot path), ``admin``, ``models`` and ``app`` (the pages), and ``server`` (the process).
+Shells: ``http`` (connections of clients, and to engines), ``prober`` (asks instances for their health), ``exchange``
+with ``relay`` and ``reply`` (one request on the hot path), ``pages`` and ``app`` (all other pages), and ``server`` (the
+process).
 
 What always holds: a client gets either the bytes that an engine sent, or an error in OpenAI's form; an instance's load
 returns to zero when its requests have ended, however they ended; every wait has an end.

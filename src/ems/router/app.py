@@ -1,42 +1,40 @@
-"""The router as an ASGI application: which page a request is for, and what happens when serving it goes wrong.
-
-A plain ASGI callable: a framework's routing and response classes would cost more than all the rest of the hot path.
-"""
+"""The router as a site: which page a request is for, and what happens when serving it goes wrong."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 from prometheus_client import generate_latest
 
-from ems.errors import ProtocolError
-from ems.router import headers
 from ems.router.config import RouterConfig
-from ems.router.exchange import ClientLeft, Exchange, Parts, receive_body
+from ems.router.exchange import ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
+from ems.router.http.client import Upstream
+from ems.router.http.message import Request
 from ems.router.metrics import CONTENT_TYPE, Counters, RouterCollector
 from ems.router.pages import Pages
 from ems.router.prober import Prober
-from ems.router.reply import Receive, Refusal, Reply, Scope, Send
-from ems.router.upstream import Upstream
-
-Page = Callable[[Scope, Receive, Reply], Awaitable[None]]
+from ems.router.reply import Refusal, Reply
 
 CLIENT_LEFT = 499
 """The status under which a request is counted whose client left before it was answered."""
 
-_ADMIN_BODY_LIMIT = 1 << 20
-
 log = logging.getLogger("ems.router")
 
 
+class Page(NamedTuple):
+    """What answers requests for one path with one method; an awaitable answer ends the request when it is done."""
+
+    serve: Callable[[Request, Reply], Awaitable[None] | None]
+    body_limit: int = 1 << 20
+
+
 class Router:
-    """One router; an asynchronous context manager that owns its connections and its prober, and an ASGI callable."""
+    """One router; an asynchronous context manager that owns its connections to instances and its prober."""
 
     def __init__(self, config: RouterConfig, upstream: Upstream | None = None) -> None:
         self.config = config
@@ -65,63 +63,64 @@ class Router:
                 await self._probing
         await self._upstream.__aexit__()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise ProtocolError(f"The router speaks HTTP only, not {scope['type']!r}")
-        reply = Reply(send, headers.find(scope["headers"], b"x-request-id") or secrets.token_hex(16).encode())
+    def admit(self, request: Request) -> int:
+        return self._find(request).body_limit
+
+    async def serve(self, request: Request, reply: Reply, refusal: Refusal | None) -> None:
         try:
-            page = self._find(scope)
-            await page(scope, receive, reply)
-        except Refusal as refusal:
-            await reply.refuse(refusal)
+            if refusal is None:
+                answered = self._find(request).serve(request, reply)
+                if answered is not None:
+                    await answered
+            else:
+                reply.refuse(refusal)
+        except Refusal as error:
+            reply.refuse(error)
         except ClientLeft:
             pass  # the server closes what is left of the connection
         except Exception:  # the root of the request's task: a defect must not reach the client as a trace
             log.exception("Request %s failed by a defect of the router", reply.request_id.decode("latin-1"))
             if reply.status is None:
-                await reply.refuse(Refusal(500, "The router failed to serve the request", code="internal_error"))
+                reply.refuse(Refusal(500, "The router failed to serve the request", code="internal_error"))
 
-    def _find(self, scope: Scope) -> Page:
-        methods = self._pages.get(scope["path"])
+    def _find(self, request: Request) -> Page:
+        methods = self._pages.get(request.path)
         if methods is None:
-            raise Refusal(404, f"There is no {scope['path']} here", code="not_found")
-        page = methods.get(scope["method"])
+            raise Refusal(404, f"There is no {request.path} here", code="not_found")
+        page = methods.get(request.method)
         if page is None:
-            message = f"{scope['method']} is not allowed here: expected {' or '.join(methods)}"
+            message = f"{request.method} is not allowed here: expected {' or '.join(methods)}"
             raise Refusal(405, message, code="method_not_allowed", headers={"allow": ", ".join(methods)})
         return page
 
     def _table(self, pages: Pages) -> dict[str, dict[str, Page]]:
-        def readable(answer: Callable[[Reply], Awaitable[None]]) -> dict[str, Page]:
-            return dict.fromkeys(("GET", "HEAD"), lambda _scope, _receive, reply: answer(reply))
+        def readable(answer: Callable[[Reply], None]) -> dict[str, Page]:
+            return dict.fromkeys(("GET", "HEAD"), Page(lambda _, reply: answer(reply)))
 
+        def metrics(reply: Reply) -> None:
+            reply.whole(200, generate_latest(self._metrics), kind=CONTENT_TYPE)
+
+        completions = Page(self._complete, self.config.max_body_bytes)
         return {
-            "/v1/completions": {"POST": self._complete},
-            "/v1/chat/completions": {"POST": self._complete},
-            "/v1/models": {"GET": lambda scope, _, reply: pages.models(scope, reply)},
-            "/reset_prefix_cache": {"POST": lambda scope, _, reply: pages.reset_prefix_cache(scope, reply)},
+            "/v1/completions": {"POST": completions},
+            "/v1/chat/completions": {"POST": completions},
+            "/v1/models": {"GET": Page(pages.models)},
+            "/reset_prefix_cache": {"POST": Page(pages.reset_prefix_cache)},
             "/healthcheck": readable(pages.healthcheck),
             "/health": readable(pages.health),
             "/livez": readable(pages.livez),
             "/readyz": readable(pages.readyz),
-            "/metrics": readable(lambda reply: reply.whole(200, generate_latest(self._metrics), kind=CONTENT_TYPE)),
-            "/instances/add": {"POST": self._changing(pages.add)},
-            "/instances/remove": {"POST": self._changing(pages.remove)},
+            "/metrics": readable(metrics),
+            "/instances/add": {"POST": Page(pages.add)},
+            "/instances/remove": {"POST": Page(pages.remove)},
         }
 
-    def _changing(self, change: Callable[[bytes, Reply], Awaitable[None]]) -> Page:
-        async def page(scope: Scope, receive: Receive, reply: Reply) -> None:
-            body = await receive_body(scope, receive, limit=_ADMIN_BODY_LIMIT, timeout=self.config.body_timeout)
-            await change(body, reply)
-
-        return page
-
-    async def _complete(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+    async def _complete(self, request: Request, reply: Reply) -> None:
         counters = self.counters
         counters.running += 1
         status: int | None = None
         try:
-            await Exchange(self._parts, scope, receive, reply).run()
+            await Exchange(self._parts, request, reply).run()
         except Refusal as refusal:
             status = refusal.status
             raise
@@ -130,4 +129,4 @@ class Router:
             raise
         finally:
             counters.running -= 1
-            counters.answered[scope["path"], reply.status or status or CLIENT_LEFT] += 1
+            counters.answered[request.path, reply.status or status or CLIENT_LEFT] += 1

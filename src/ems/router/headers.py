@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
-Fields = list[tuple[str, str]]
-"""Headers as the HTTP client takes them."""
 
 _OF_PROXIES: Final = (b"proxy-authenticate", b"proxy-authorization", b"proxy-connection")
 _HOP_BY_HOP: Final = frozenset(
@@ -34,14 +32,15 @@ def find(headers: RawHeaders, name: bytes) -> bytes | None:
     return None
 
 
-def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool) -> Fields:
+def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool) -> bytes:
+    """Return the header lines of a request to an instance."""
     dropped = _NOT_TO_PREFILL if to_prefill else _NOT_SENT
     connection = find(headers, b"connection")
     if connection is not None:
         dropped = dropped | _tokens(connection)
-    kept = [(_text(key), _text(value)) for key, value in headers if key not in dropped]
-    kept.append(("x-request-id", _text(request_id)))
-    return kept
+    lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in dropped]
+    lines.append(b"x-request-id: %b\r\n" % request_id)
+    return b"".join(lines)
 
 
 class Returned(NamedTuple):
@@ -53,6 +52,8 @@ class Returned(NamedTuple):
     """Whether the body is compressed, so that nothing can be appended to it."""
     kind: bytes | None
     """The content type."""
+    is_sized: bool
+    """Whether the headers say how long the body is; those of an event stream never do, since it may have to go on."""
 
 
 def returned(headers: RawHeaders, request_id: bytes) -> Returned:
@@ -70,19 +71,15 @@ def returned(headers: RawHeaders, request_id: bytes) -> Returned:
     kept.append((b"x-request-id", request_id))
     kind = present.get(b"content-type")
     streams = kind is not None and kind.lower().startswith(b"text/event-stream")
+    sized = b"content-length" in present
+    if streams and sized:
+        kept = [pair for pair in kept if pair[0].lower() != b"content-length"]
+        sized = False
     if streams:
         kept.extend(pair for pair in _STREAM_HEADERS if pair[0] not in present)
     coding = present.get(b"content-encoding", b"").strip().lower()
-    return Returned(kept, streams, coding not in (b"", b"identity"), kind)
+    return Returned(kept, streams, coding not in (b"", b"identity"), kind, sized)
 
 
 def _tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip().lower() for token in value.split(b","))
-
-
-def _text(raw: bytes) -> str:
-    """Decode such that the HTTP client, which writes UTF-8, writes the same bytes wherever they are UTF-8."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return raw.decode("latin-1")

@@ -17,8 +17,9 @@ from ems.router import headers
 from ems.router.config import Address
 from ems.router.exchange import Parts
 from ems.router.fleet import Instance, Role
-from ems.router.reply import Refusal, Reply, Scope
-from ems.router.upstream import Page, UpstreamBroken
+from ems.router.http.client import Page, UpstreamBroken
+from ems.router.http.message import Request
+from ems.router.reply import Refusal, Reply
 
 _PAGE_LIMIT = 16 << 20
 
@@ -87,18 +88,18 @@ class Pages:
         self._parts = parts
         self._fleet = parts.fleet
 
-    async def healthcheck(self, reply: Reply) -> None:
+    def healthcheck(self, reply: Reply) -> None:
         instances = {f"{role}_instances": len(self._fleet.listed(role)) for role in Role}
-        await reply.json(200, {"status": "ok", **instances, "request_num": self._parts.counters.running})
+        reply.json(200, {"status": "ok", **instances, "request_num": self._parts.counters.running})
 
-    async def health(self, reply: Reply) -> None:
+    def health(self, reply: Reply) -> None:
         """Like an engine's page: 200 without a body while requests can be served, else 503."""
-        await reply.whole(200 if self._fleet.serves(Role.DECODE) else 503)
+        reply.whole(200 if self._fleet.serves(Role.DECODE) else 503)
 
-    async def livez(self, reply: Reply) -> None:
-        await reply.whole(200, b"ok\n", kind=b"text/plain; charset=utf-8")
+    def livez(self, reply: Reply) -> None:
+        reply.whole(200, b"ok\n", kind=b"text/plain; charset=utf-8")
 
-    async def readyz(self, reply: Reply) -> None:
+    def readyz(self, reply: Reply) -> None:
         ready = self._fleet.ready()
         lines = ["ready" if ready else "not ready: no decode instance is known to work"]
         for role in Role:
@@ -106,10 +107,10 @@ class Pages:
                 state = "put aside" if not one.breaker.usable else "ok" if one.breaker.proven else "not yet known"
                 lines.append(f"[{'+' if one.breaker.usable else '-'}] {role} {one.address} {state}")
         body = "\n".join(lines) + "\n"
-        await reply.whole(200 if ready else 503, body.encode(), kind=b"text/plain; charset=utf-8")
+        reply.whole(200 if ready else 503, body.encode(), kind=b"text/plain; charset=utf-8")
 
-    async def add(self, body: bytes, reply: Reply) -> None:
-        role, addresses = read_change(body)
+    def add(self, request: Request, reply: Reply) -> None:
+        role, addresses = read_change(request.body)
         now = asyncio.get_running_loop().time()
         added = [str(one) for one in addresses if self._fleet.add(role, one, now, trusted=False)]
         self._parts.prober.wake()
@@ -118,10 +119,10 @@ class Pages:
             message = f"Added {role} instances: {', '.join(added)}; each gets requests once it is healthy"
         else:
             message = f"The {role} instances were there already"
-        await self._changed(message, reply)
+        self._changed(message, reply)
 
-    async def remove(self, body: bytes, reply: Reply) -> None:
-        role, addresses = read_change(body)
+    def remove(self, request: Request, reply: Reply) -> None:
+        role, addresses = read_change(request.body)
         here = {one.address for one in self._fleet.listed(role)}
         unknown = [str(one) for one in addresses if one not in here]
         if unknown:
@@ -132,45 +133,43 @@ class Pages:
             self._fleet.remove(role, address)
         names = ", ".join(map(str, addresses))
         log.info("Removed %s instances: %s", role, names)
-        await self._changed(f"Removed {role} instances: {names}; requests that run there will finish", reply)
+        self._changed(f"Removed {role} instances: {names}; requests that run there will finish", reply)
 
-    async def _changed(self, message: str, reply: Reply) -> None:
+    def _changed(self, message: str, reply: Reply) -> None:
         current = {f"current_{role}_instances": [str(one.address) for one in self._fleet.listed(role)] for role in Role}
-        await reply.json(200, {"message": message, **current})
+        reply.json(200, {"message": message, **current})
 
-    async def models(self, scope: Scope, reply: Reply) -> None:
+    async def models(self, request: Request, reply: Reply) -> None:
         asked = self._fleet.usable(Role.DECODE) + self._fleet.usable(Role.PREFILL)
-        pages = await self._ask("GET", "/v1/models", scope, reply, asked)
+        pages = await self._ask("GET", b"/v1/models", request, reply, asked)
         answered = [page for page in pages if page is not None]
         lists = [page.body for page in answered if page.status == 200]
         if lists:
-            await reply.whole(200, merged(lists))
+            reply.whole(200, merged(lists))
         elif answered:
             kind = headers.returned(answered[0].headers, b"").kind or b"application/octet-stream"
-            await reply.whole(answered[0].status, answered[0].body, kind=kind)
+            reply.whole(answered[0].status, answered[0].body, kind=kind)
         else:
             later = {"retry-after": "1"}
             raise Refusal(503, "No server is available; try again later", code="no_server", headers=later)
 
-    async def reset_prefix_cache(self, scope: Scope, reply: Reply) -> None:
+    async def reset_prefix_cache(self, request: Request, reply: Reply) -> None:
         asked = self._fleet.listed(Role.PREFILL) + self._fleet.listed(Role.DECODE)
-        query = scope["query_string"]
-        target = "/reset_prefix_cache" + ("?" + query.decode("latin-1") if query else "")
-        pages = await self._ask("POST", target, scope, reply, asked)
+        pages = await self._ask("POST", request.target, request, reply, asked)
         answers = zip(asked, pages, strict=True)
         failed = [str(instance.address) for instance, page in answers if page is None or page.status != 200]
         if failed:
-            await reply.json(500, {"message": "Some instances did not reset their prefix cache", "failed": failed})
+            reply.json(500, {"message": "Some instances did not reset their prefix cache", "failed": failed})
         else:
-            await reply.json(200, {"message": f"Reset the prefix cache of {len(asked)} instances", "failed": []})
+            reply.json(200, {"message": f"Reset the prefix cache of {len(asked)} instances", "failed": []})
 
     async def _ask(
-        self, method: str, target: str, scope: Scope, reply: Reply, instances: list[Instance]
+        self, method: str, target: bytes, request: Request, reply: Reply, instances: list[Instance]
     ) -> list[Page | None]:
-        fields = headers.sent(scope["headers"], reply.request_id, to_prefill=True)
+        fields = headers.sent(request.headers, reply.request_id, to_prefill=True)
         return await asyncio.gather(*(self._one(method, target, fields, instance) for instance in instances))
 
-    async def _one(self, method: str, target: str, fields: headers.Fields, instance: Instance) -> Page | None:
+    async def _one(self, method: str, target: bytes, fields: bytes, instance: Instance) -> Page | None:
         try:
             async with asyncio.timeout(self._parts.config.probe_timeout):
                 return await self._parts.upstream.page(method, instance.address, target, fields, limit=_PAGE_LIMIT)

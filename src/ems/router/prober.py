@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from ems.router.fleet import Fleet, Instance
-from ems.router.upstream import Upstream, UpstreamBroken
+from ems.router.http.client import Upstream, UpstreamBroken
 
 _PAGE_LIMIT = 1 << 20
 
@@ -57,7 +57,7 @@ class Prober:
     async def _ask(self, instance: Instance) -> str | None:
         try:
             async with asyncio.timeout(self._timeout):
-                page = await self._upstream.page("GET", instance.address, "/health", [], limit=_PAGE_LIMIT)
+                page = await self._upstream.page("GET", instance.address, b"/health", b"", limit=_PAGE_LIMIT)
         except UpstreamBroken as error:
             return str(error)
         except TimeoutError:

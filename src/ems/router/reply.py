@@ -1,4 +1,4 @@
-"""One answer to one client: the ASGI ``send`` of a request, and what the router itself says when something is wrong.
+"""One answer to one client: how it is framed, and what the router itself says when something is wrong.
 
 Errors have OpenAI's form, ``{"error": {"message", "type", "param", "code"}}`` as a body, or as an event when a stream
 has begun.  Those of the engines never come through here: they keep their own status and bytes.  No message names an
@@ -7,20 +7,19 @@ instance, since clients have no business with addresses behind the router; those
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import secrets
+from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Any
+from typing import Final, Protocol
 
 import msgspec
 
 from ems.errors import EmsError
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
 EVENT_END = b"data: [DONE]\n\n"
+
+_STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in HTTPStatus}
+_BODILESS: Final = frozenset((HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED))
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,29 +41,110 @@ class Refusal(EmsError):
         self.headers = headers or {}
 
 
+class Outlet(Protocol):
+    """What carries an answer to the client, in order; it never waits, and drops what nobody can receive any more."""
+
+    def write(self, data: bytes) -> None: ...
+
+
+class Source(Protocol):
+    """Where an answer comes from as it is sent; told to wait when the client does not take it."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Asked(Protocol):
+    """What an answer depends on of its request."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]: ...
+
+
 class Reply:
-    """Sends one answer; ``status`` is None until its head is sent, ``sending`` while the client is waited for."""
+    """Sends one answer: its head, its pieces, its end.
 
-    __slots__ = ("_send", "request_id", "sending", "status")
+    ``status`` is None until its head is sent; an answer that is not ``ended`` when its request's task has ended is
+    left visibly incomplete.
+    """
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send = send
-        self.request_id = request_id
-        self.sending = False
+    __slots__ = (
+        "_chunked", "_date", "_keeps_alive", "_mute", "_source", "_version", "_write",
+        "blocked", "client_left", "ended", "request_id", "status", "unframed",
+    )  # fmt: skip
+
+    def __init__(self, outlet: Outlet, asked: Asked, date: bytes, *, keeps_alive: bool) -> None:
+        self._write = outlet.write
+        self._date = date
+        self._mute = asked.method == "HEAD"
+        self._version = asked.version
+        self._keeps_alive = keeps_alive
+        self._chunked = False
+        self._source: Source | None = None
+        self.request_id = _find(asked.headers, b"x-request-id") or secrets.token_hex(16).encode()
         self.status: int | None = None
+        self.ended = False
+        self.unframed = False
+        """Whether nothing but the end of the connection tells the client where the answer ends."""
+        self.blocked = False
+        """Whether the client does not take what is sent."""
+        self.client_left = False
 
-    async def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def head(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, sized: bool) -> None:
+        """Send the head; ``sized``: the headers say how long the body is."""
         self.status = status
-        self.sending = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        self.sending = False
+        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        lines.extend(b"%b: %b\r\n" % pair for pair in headers)
+        lines.append(b"date: %b\r\n" % self._date)
+        if status in _BODILESS:
+            self._mute = True
+        elif not sized:
+            self._chunked = self._version == "1.1"
+            self.unframed = not self._chunked
+            if self._chunked:
+                lines.append(b"transfer-encoding: chunked\r\n")
+        if not self._keeps_alive or self.unframed:
+            lines.append(b"connection: close\r\n")
+        elif self._version == "1.0":
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        self._write(b"".join(lines))
 
-    async def piece(self, body: bytes, *, more: bool) -> None:
-        self.sending = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self.sending = False
+    def piece(self, data: bytes) -> None:
+        if self._mute:
+            return
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
-    async def whole(
+    def end(self) -> None:
+        self.ended = True
+        self._source = None
+        if self._chunked and not self._mute:
+            self._write(b"0\r\n\r\n")
+
+    def comes_from(self, source: Source) -> None:
+        """Name where the pieces come from now, to be paused while the client does not take them."""
+        self._source = source
+        if self.blocked:
+            source.pause()
+
+    def block(self) -> None:
+        self.blocked = True
+        if self._source is not None:
+            self._source.pause()
+
+    def unblock(self) -> None:
+        self.blocked = False
+        if self._source is not None:
+            self._source.resume()
+
+    def whole(
         self, status: int, body: bytes = b"", *, kind: bytes = b"application/json", extra: dict[str, str] | None = None
     ) -> None:
         fields = [(b"content-length", b"%d" % len(body)), (b"x-request-id", self.request_id)]
@@ -72,15 +152,24 @@ class Reply:
             fields.append((b"content-type", kind))
         if extra:
             fields.extend((name.encode(), value.encode()) for name, value in extra.items())
-        await self.head(status, fields)
-        await self.piece(body, more=False)
+        self.head(status, fields, sized=True)
+        if body:
+            self.piece(body)
+        self.end()
 
-    async def json(self, status: int, value: object) -> None:
-        await self.whole(status, _encode(value))
+    def json(self, status: int, value: object) -> None:
+        self.whole(status, _encode(value))
 
-    async def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: Refusal) -> None:
         body = error_body(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
-        await self.whole(refusal.status, body, extra=refusal.headers)
+        self.whole(refusal.status, body, extra=refusal.headers)
+
+
+def _find(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:

@@ -7,26 +7,22 @@ status 0; a second signal ends at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 
-import uvicorn
 import uvloop
 
 from ems.errors import ConfigError, EmsError
 from ems.router.app import Router
 from ems.router.config import Address, RouterConfig
+from ems.router.http.server import Server
 
 EXIT_CANNOT_LISTEN = 3
 """Exit status when the port cannot be had; a supervisor should not just start the router again."""
-
-_CLIENT_KEEP_ALIVE_SECONDS = 65  # above the usual 60 of proxies and clients, so that they close first
 
 log = logging.getLogger("ems.router")
 
@@ -80,52 +76,29 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _run(config: RouterConfig, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
     async with Router(config) as router:
-        await _Server(router, listener).serve(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, router: Router, listener: socket.socket) -> None:
-        super().__init__(
-            uvicorn.Config(
-                router,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=_CLIENT_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=max(1, round(router.config.drain_timeout)),
-            )
-        )
-        self._router_config = router.config
-        self._listener = listener
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        host, port = self._listener.getsockname()[:2]
+        server = Server(router, body_timeout=config.body_timeout)
+        await server.start(listener)
+        host, port = listener.getsockname()[:2]
         _tell(f"Listening on http://{Address(host, port)}")
-        prefills, decodes = len(self._router_config.prefills), len(self._router_config.decodes)
-        _tell(f"Initialized {prefills} prefill clients and {decodes} decode clients.")
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Stop on signals, and unlike the base class do not die of them afterwards: a drained end is a good one."""
-        loop = asyncio.get_running_loop()
-        handled = (signal.SIGINT, signal.SIGTERM)
-        for number in handled:
-            loop.add_signal_handler(number, self._stop)
-        try:
-            yield
-        finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
-
-    def _stop(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        _tell(f"Initialized {len(config.prefills)} prefill clients and {len(config.decodes)} decode clients.")
+        await stop.wait()
+        server.drain()
+        draining = asyncio.create_task(server.drained(config.drain_timeout))
+        hurrying = asyncio.create_task(hurry.wait())
+        await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if hurry.is_set():
+            draining.cancel()
+            await server.drained(0)
 
 
 def _allow_many_connections() -> None:
@@ -148,5 +121,3 @@ def _set_up_log(level: str) -> None:
     log.handlers = [handler]
     log.setLevel(level.upper())
     log.propagate = False
-    # What the HTTP server has to say about requests is said by the router already.
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
