@@ -56,6 +56,7 @@ from ems.pool.layout import (
 )
 from ems.pool.segments.reader import PageReader, Trust
 from ems.tables import Table
+from ems.transfers.checksums import PageSums
 from ems.transfers.device import Device, device_of
 from ems.transfers.plan import CopyPlan, Slots
 from ems.vllm.loads import Loader
@@ -125,11 +126,11 @@ class CountingDevice(Device):
         if self._inner is not None:
             self._inner.unpin(buffer)
 
-    def copy(self, plan: CopyPlan) -> None:
+    def copy(self, plan: CopyPlan, sums: PageSums | None = None) -> None:
         self.submissions += 1
         self.pieces += len(plan.sizes)
         if self._inner is not None:
-            self._inner.copy(plan)
+            self._inner.copy(plan, sums)
 
     def mark(self) -> object:
         return self._inner.mark() if self._inner is not None else None

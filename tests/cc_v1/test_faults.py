@@ -19,6 +19,7 @@ from ems.pool.client.health import HealthRules
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import integer_key
 from ems.pool.layout import HEADER_BYTES, HEADERS_OFFSET, SlotState
+from ems.transfers.checksums import PageSums
 from ems.transfers.device import CpuDevice
 from tests.cc_v1.conftest import NEVER, OPTION, make_caches, same, tokens, zeros_like
 from tests.kit.node import NodeProcess
@@ -203,12 +204,12 @@ class Meddling(CpuDevice):
     def __init__(self, meddle: Callable[[int], object]) -> None:
         super().__init__()
         self._meddle = meddle
-        self._copies = 0
+        self._made = 0
 
-    def copy(self, plan: CopyPlan) -> None:
-        super().copy(plan)
-        self._meddle(self._copies)
-        self._copies += 1
+    def copy(self, plan: CopyPlan, sums: PageSums | None = None) -> None:
+        super().copy(plan, sums)
+        self._meddle(self._made)
+        self._made += 1
 
 
 def meddle(cc: ContextCaching, what: Callable[[int], object]) -> None:

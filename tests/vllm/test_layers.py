@@ -10,6 +10,7 @@ import pytest
 
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
+from ems.transfers.checksums import PageSums
 from ems.transfers.device import CpuDevice
 from ems.transfers.plan import CopyPlan
 from ems.vllm.layers import layer_index
@@ -64,8 +65,8 @@ def test_a_layer_is_stored_before_the_next_is_computed(
     copied: queue.Queue[int] = queue.Queue()
     copy = CpuDevice.copy
 
-    def seen(device: CpuDevice, plan: CopyPlan) -> None:
-        copy(device, plan)
+    def seen(device: CpuDevice, plan: CopyPlan, sums: PageSums | None = None) -> None:
+        copy(device, plan, sums)
         copied.put(layer_of(ranks, plan))
 
     monkeypatch.setattr(CpuDevice, "copy", seen)
@@ -90,9 +91,9 @@ def test_a_layer_is_used_while_later_ones_are_loaded(ranks: Ranks, node: Node, m
     go_on = [threading.Event() for _ in LAYERS]
     copy = CpuDevice.copy
 
-    def held(device: CpuDevice, plan: CopyPlan) -> None:
+    def held(device: CpuDevice, plan: CopyPlan, sums: PageSums | None = None) -> None:
         assert go_on[layer_of(ranks, plan)].wait(10)
-        copy(device, plan)
+        copy(device, plan, sums)
 
     monkeypatch.setattr(CpuDevice, "copy", held)
     part = LoadPart(0, [5, 6], found.pages[0].keys, found.pages[0].packed_refs)

@@ -9,8 +9,9 @@ import pytest
 
 from ems.pool.client.answers import Reservation
 from ems.pool.keys import NO_PARENT
-from ems.pool.layout import Header, PageRef, SlotState, crc32c
+from ems.pool.layout import Header, PageRef, SlotState
 from ems.pool.segments.reader import Verify
+from ems.transfers.checksums import PageSums
 from ems.transfers.device import CpuDevice
 from ems.transfers.plan import CopyPlan
 from ems.vllm.requests import Save
@@ -51,29 +52,18 @@ def test_blocks_come_back_byte_for_byte_in_another_engine(engines: tuple[Engine,
         assert equal(one.block(source), two.block(target))
 
 
-def test_the_checksum_of_a_page_is_computed_right_behind_its_copy(
+def test_the_checksum_of_a_page_is_taken_with_its_copy(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While its bytes are in the processor's cache: later it costs as much as the copy."""
+    """Computed afterwards it reads all bytes again."""
     one, two = engines
-    done: list[str] = []
-    copy = CpuDevice.copy
-
-    def copied(device: CpuDevice, plan: CopyPlan) -> None:
-        copy(device, plan)
-        done.append("copy")
-
-    def checked(page: memoryview, value: int) -> int:
-        done.append("checksum")
-        return crc32c(page, value)
-
-    monkeypatch.setattr(CpuDevice, "copy", copied)
-    monkeypatch.setattr(CpuDevice, "batch_bytes", 1)
-    monkeypatch.setattr("ems.transfers.checksums.crc32c", checked)
+    again: list[memoryview] = []
+    monkeypatch.setattr("ems.transfers.checksums.crc32c", again.append)
+    monkeypatch.setattr("ems.vllm.saves.crc32c", again.append)
     chain = chain_of(3)
     one.save(chain, [0, 1, 2])
     wait_for(lambda: present(two, chain) == 3, "the pages are committed")
-    assert done == ["copy", "checksum"] * 3
+    assert again == []
 
     hits = two.client.lookup(two.namespace, chain.packed(0, 3), lease=True)
     assert hits.lease is not None
@@ -122,10 +112,10 @@ def test_cancelling_waits_for_the_copy_that_runs(
     began, go_on = threading.Event(), threading.Event()
     copy = CpuDevice.copy
 
-    def slow(device: CpuDevice, plan: CopyPlan) -> None:
+    def slow(device: CpuDevice, plan: CopyPlan, sums: PageSums) -> None:
         began.set()
         assert go_on.wait(10)
-        copy(device, plan)
+        copy(device, plan, sums)
 
     monkeypatch.setattr(CpuDevice, "copy", slow)
     chain = chain_of(2)

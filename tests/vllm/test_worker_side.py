@@ -16,6 +16,7 @@ from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.layout import REF_BYTES
+from ems.transfers.checksums import PageSums
 from ems.transfers.device import CpuDevice
 from ems.transfers.plan import CopyPlan
 from ems.vllm.configuration.settings import read_settings
@@ -162,8 +163,8 @@ def test_a_load_that_its_step_waits_for_is_over_before_the_step_computes(
     copies: list[CopyPlan] = []
     copy = CpuDevice.copy
 
-    def noted(device: CpuDevice, plan: CopyPlan) -> None:
-        copy(device, plan)
+    def noted(device: CpuDevice, plan: CopyPlan, sums: PageSums | None = None) -> None:
+        copy(device, plan, sums)
         copies.append(plan)
 
     monkeypatch.setattr(CpuDevice, "copy", noted)

@@ -45,8 +45,7 @@ from ems.pool.segments.touch import warm
 from ems.pool.tenants.scram import from_environment
 from ems.tables import Table
 from ems.transfers.checksums import PageSums
-from ems.transfers.memcpy import STEP_BYTES, SUMMED_BYTES, memcpy_all
-from ems.transfers.plan import CopyPlan, Piece, PieceTable, Rows, Slots, numbers
+from ems.transfers.plan import STEP_BYTES, CopyPlan, Piece, PieceTable, Rows, Slots, numbers
 
 ROWS = 12
 """Rows of a page, as many as a model of twelve layers leaves."""
@@ -158,7 +157,9 @@ class Bench:
         self._socket = socket
         self._client = PoolClient(socket, "ems bench", credentials=from_environment(os.environ))
         self._progress = progress
-        self._memcpy_all = memcpy_all()
+        from ems.transfers.streaming import HostCopies  # takes a moment, which other commands can do without
+
+        self._copies = HostCopies()
         self._tag = secrets.token_hex(8)
         self._touch()
 
@@ -261,9 +262,9 @@ class Bench:
             pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
             sums = PageSums(pages)
             blocks = range(first, first + len(part))
-            for step in engine.plan(blocks, Slots.of(pages), out=True).in_steps(SUMMED_BYTES):
-                self._copy(step.plan)
-                sums.add(step.whole, step.filled)
+            for step in engine.plan(blocks, Slots.of(pages), out=True).in_steps(STEP_BYTES, in_order=True):
+                self._copies.copy(step.plan, sums)
+                sums.whole = step.whole
             self._client.commit(reserved, checksums=sums.done)
 
     def _load(
@@ -279,14 +280,11 @@ class Bench:
             slots = Slots(pages.starts[: pages.present], namespace.page_size, pages.segments)
             good = 0
             for step in engine.plan(range(first, first + pages.present), slots, out=False).in_steps(STEP_BYTES):
-                self._copy(step.plan)
+                self._copies.copy(step.plan)
                 good = reader.sound(pages, good, step.whole)
             if reader.corrupt or reader.same(pages, 0, pages.present) < len(part):
                 raise NoSpace("pages of this run changed while they were leased")
             self._client.release(hits.lease)
-
-    def _copy(self, plan: CopyPlan) -> None:
-        self._memcpy_all(plan.targets, plan.sources, plan.sizes)
 
     def lookups(self, keys: int, repeats: int, *, lease: bool) -> LookupLatency:
         self._progress(f"lookups of {keys} keys{' with a lease' if lease else ''}")

@@ -194,15 +194,15 @@ class Transfers:
                     if not blocks.whole(start + i):
                         TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
                 sums = PageSums(pages)
-                for part in plan.in_steps(self.device.summed_bytes):
+                for part in plan.in_steps(self.device.step_bytes, in_order=self.device.sums):
                     with future.copying() as allowed:
                         if not allowed:
                             break
-                        self.device.copy(part.plan)
+                        self.device.copy(part.plan, sums)
                         self.device.synchronise()
-                    sums.add(part.whole, part.filled)
+                    sums.whole = part.whole
                 written.update(zip(batch, sums.done, strict=False))
-                if len(sums.done) < len(batch):
+                if sums.whole < len(batch):
                     break
             if written:
                 patience, checksums = max(future.remaining(), COMMIT_SECONDS), list(written.values())

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ems.errors import ConfigError
-from ems.transfers.memcpy import STEP_BYTES, SUMMED_BYTES, memcpy_all
+from ems.transfers.checksums import PageSums
 from ems.transfers.pins import SegmentPins
-from ems.transfers.plan import CopyPlan
+from ems.transfers.plan import STEP_BYTES, CopyPlan
 
 logger = logging.getLogger("ems.transfers")
 
@@ -50,8 +50,8 @@ class Device(ABC):
     """How much is planned at a time: enough to keep a link busy."""
     step_bytes = batch_bytes
     """How much is copied at a time: what who calls a copy off has to wait for."""
-    summed_bytes = batch_bytes
-    """The same where checksums follow."""
+    sums = False
+    """Whether copies out of the engine take the checksums of pages."""
 
     @abstractmethod
     def pin(self, buffer: memoryview) -> None:
@@ -62,8 +62,11 @@ class Device(ABC):
         """Take back :meth:`pin`, before the memory is unmapped."""
 
     @abstractmethod
-    def copy(self, plan: CopyPlan) -> None:
-        """Copy what ``plan`` says; the caller keeps its engine's tensors alive until it is over."""
+    def copy(self, plan: CopyPlan, sums: PageSums | None = None) -> None:
+        """Copy what ``plan`` says; the caller keeps its engine's tensors alive until it is over.
+
+        Where :attr:`sums` says so, it takes those of the pages with it, if the plan knows their slots.
+        """
 
     @abstractmethod
     def mark(self) -> object:
@@ -108,10 +111,12 @@ class CpuDevice(Device):
     at_once = True
     batch_bytes = 32 << 20
     step_bytes = STEP_BYTES
-    summed_bytes = SUMMED_BYTES
 
     def __init__(self) -> None:
-        self._copy = memcpy_all()
+        from ems.transfers.streaming import HostCopies  # takes a moment, which accelerators can do without
+
+        self._copies = HostCopies()
+        self.sums = self._copies.sums
 
     def pin(self, buffer: memoryview) -> None:
         """Host memory needs no pinning."""
@@ -119,8 +124,8 @@ class CpuDevice(Device):
     def unpin(self, buffer: memoryview) -> None:
         """Host memory was not pinned."""
 
-    def copy(self, plan: CopyPlan) -> None:
-        self._copy(plan.targets, plan.sources, plan.sizes)
+    def copy(self, plan: CopyPlan, sums: PageSums | None = None) -> None:
+        self._copies.copy(plan, sums)
 
     def mark(self) -> object:
         return None
@@ -177,7 +182,7 @@ class StreamDevice(Device):
                 with self._backend.device(self._device):
                     self._unregister(address)
 
-    def copy(self, plan: CopyPlan) -> None:
+    def copy(self, plan: CopyPlan, sums: PageSums | None = None) -> None:  # noqa: ARG002 - it has none to take
         with (
             self._submitting,
             torch.inference_mode(),

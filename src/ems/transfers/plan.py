@@ -17,6 +17,9 @@ import numpy as np
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
+STEP_BYTES = 2 << 20
+"""What is copied in one call, so that who calls a copy off does not wait."""
+
 ALL = slice(None)
 """All tensors of the rows."""
 
@@ -85,6 +88,8 @@ class CopyPlan(NamedTuple):
     """Who owns the memory."""
     starts: Numbers
     """Where the slots begin."""
+    slots: Numbers | None = None
+    """Which slot each copy is of, where copies come slot after slot and from the beginning to the end of each."""
 
     @property
     def sources(self) -> Numbers:
@@ -94,36 +99,45 @@ class CopyPlan(NamedTuple):
     def targets(self) -> Numbers:
         return self.memory if self.out else self.engine
 
-    def in_steps(self, most: int) -> Iterator[Step]:
+    def in_steps(self, most: int, *, in_order: bool = False) -> Iterator[Step]:
         """The same copies, about ``most`` bytes at a time, slot after slot and from the beginning to the end of each.
 
-        All at once where they are not more.
+        Those of one step may come in any order, unless they are to come ``in_order``: then it has its :attr:`slots`.
         """
-        if int(self.sizes.sum()) <= most:
-            yield Step(self, len(self.starts), 0)
+        if not in_order and int(self.sizes.sum()) <= most:
+            yield Step(self, len(self.starts))
             return
         rising = np.argsort(self.starts)
-        slots = rising[np.searchsorted(self.starts, self.memory, "right", sorter=rising) - 1]
-        order = np.lexsort((self.memory, slots))
-        slots, engine, memory, sizes = slots[order], self.engine[order], self.memory[order], self.sizes[order]
+        begins = self.starts[rising]
+        first = np.searchsorted(begins, self.memory, "right") - 1
+        engine, memory, sizes = self.engine, self.memory, self.sizes
+        parts = np.searchsorted(begins, memory + sizes, "left") - first
+        if (parts > 1).any():  # one copy fills several slots
+            within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+            ends = np.repeat(memory + sizes, parts)
+            ahead, first = np.repeat(engine - memory, parts), np.repeat(first, parts) + within
+            memory = np.where(within > 0, begins[first], np.repeat(memory, parts))
+            following = np.append(begins, np.iinfo(np.int64).max)[first + 1]
+            engine, sizes = memory + ahead, np.minimum(ends, following) - memory
+        slots = rising[first]
+        order = np.lexsort((memory, slots))
+        slots, engine, memory, sizes = slots[order], engine[order], memory[order], sizes[order]
         step_of = (np.cumsum(sizes) - 1) // most
         ends = np.append(np.flatnonzero(step_of[1:] != step_of[:-1]) + 1, len(sizes))
-        whole = np.append(slots[ends[:-1]], len(self.starts))  # one copy may fill several slots
-        filled = np.where(slots[ends - 1] == whole, (memory + sizes)[ends - 1] - self.starts[slots[ends - 1]], 0)
+        whole = np.append(slots[ends[:-1]], len(self.starts))
         begin = 0
-        for end, *reached in zip(ends.tolist(), whole.tolist(), filled.tolist(), strict=True):
+        for end, reached in zip(ends.tolist(), whole.tolist(), strict=True):
             part = slice(begin, end)
-            plan = CopyPlan(engine[part], memory[part], sizes[part], self.out, self.owners, self.starts)
-            yield Step(plan, *reached)
+            plan = CopyPlan(engine[part], memory[part], sizes[part], self.out, self.owners, self.starts, slots[part])
+            yield Step(plan, reached)
             begin = end
 
 
 class Step(NamedTuple):
-    """A part of a plan, after which the ``whole`` leading slots are copied, and ``filled`` bytes of the one behind."""
+    """A part of a plan, after which the ``whole`` leading slots are copied."""
 
     plan: CopyPlan
     whole: int
-    filled: int
 
 
 class PieceTable:

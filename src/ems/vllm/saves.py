@@ -72,11 +72,11 @@ class SaveJob:
             self.cancelled = True
             device.synchronise()
 
-    def copy(self, device: Device, plan: CopyPlan) -> bool:
+    def copy(self, device: Device, plan: CopyPlan, sums: PageSums) -> bool:
         """Copy some of its pages out, unless it was called off."""
         with self._lock:
             if not self.cancelled:
-                device.copy(plan)
+                device.copy(plan, sums)
             return not self.cancelled
 
 
@@ -174,7 +174,7 @@ class Saver:
     def finish(self, seconds: float, numbers: Container[int] | None = None) -> None:
         """All saves (of some ``numbers``) end within ``seconds``, or are called off; no copy of theirs runs after that.
 
-        A copy that has begun is waited for: one step of :attr:`Device.summed_bytes` for each plane.
+        A copy that has begun is waited for: one step of :attr:`Device.step_bytes` for each plane.
         """
         with self._lock:
             jobs = [job for number, jobs in self._open.items() if numbers is None or number in numbers for job in jobs]
@@ -274,25 +274,24 @@ class Saver:
         namespace, rows = job.plane.namespace, job.plane.rows
         written: list[int] = []
         positions = list(reserved.granted)
-        step = max(self._device.batch_bytes // rows.page_bytes, 1)
-        for start in range(0, len(positions), step):
-            batch = positions[start : start + step]
+        count = max(self._device.batch_bytes // rows.page_bytes, 1)
+        for start in range(0, len(positions), count):
+            batch = positions[start : start + count]
             if self._client.epoch != reserved.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
             places = [segments.page(reserved.granted[position], namespace.page_size) for position in batch]
             parts = [job.pages[position].part for position in batch]
-            sums = PageSums(places) if self._device.at_once and tensors == ALL else None
-            whole = 0
-            for part in rows.plan(parts, places, out=True, tensors=tensors).in_steps(self._device.summed_bytes):
-                if not job.copy(self._device, part.plan):
+            sums = PageSums(places)
+            summed = self._device.sums and tensors == ALL
+            plan = rows.plan(parts, places, out=True, tensors=tensors)
+            for step in plan.in_steps(self._device.step_bytes, in_order=summed):
+                if not job.copy(self._device, step.plan, sums):
                     break
-                whole = part.whole
-                if sums is not None:
-                    sums.add(whole, part.filled)
-            written += batch[:whole]
-            if sums is not None:
+                sums.whole = step.whole
+            written += batch[: sums.whole]
+            if summed:
                 job.checksums.update(zip(batch, sums.done, strict=False))
-            if whole < len(batch):
+            if sums.whole < len(batch):
                 break
         self._device.synchronise()
         job.seconds += time.perf_counter() - begin

@@ -13,6 +13,7 @@ from ems.pool.client.answers import Lease
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.layout import REF_BYTES
+from ems.transfers.checksums import PageSums
 from ems.transfers.device import CpuDevice, Device, DevicePair
 from ems.transfers.plan import CopyPlan
 from ems.vllm.model import LocalPlane
@@ -172,8 +173,8 @@ def test_blocks_that_others_get_are_read_no_more(
     began, go_on, made = threading.Event(), threading.Event(), []
     copy = SaveJob.copy
 
-    def slow(job: SaveJob, device: Device, plan: CopyPlan) -> bool:
-        made.append(copy(job, device, plan))
+    def slow(job: SaveJob, device: Device, plan: CopyPlan, sums: PageSums) -> bool:
+        made.append(copy(job, device, plan, sums))
         began.set()
         assert go_on.wait(10)
         return made[-1]

@@ -1,0 +1,89 @@
+"""Copies past the caches: every byte arrives and no other is touched, and checksums are those of the library."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ems.pool.layout import crc32c
+from ems.transfers import streaming
+from ems.transfers.checksums import NOTHING, PageSums
+from ems.transfers.plan import CopyPlan, Numbers, numbers
+from ems.transfers.streaming import LANES, LINE, HostCopies, copy_all, copy_summed
+
+ROOM = 2 * LINE
+"""Bytes around each copy that nobody may touch."""
+sizes = st.one_of(st.integers(0, 3 * LINE), st.integers(0, 4 * sum(3 * lane for lane in LANES)))
+shifts = st.integers(0, LINE - 1)
+
+
+class Copies:
+    """Copies of random bytes between two buffers, the n-th of ``sizes[n]`` bytes at odd places."""
+
+    def __init__(self, seed: int, sizes: list[int], source_shift: int, target_shift: int) -> None:
+        total = sum(sizes) + ROOM * (len(sizes) + 1) + LINE
+        self.source = np.random.default_rng(seed).integers(0, 256, total, np.uint8)
+        self.target = np.zeros(total, np.uint8)
+        begins = np.cumsum([0, *sizes[:-1]]) + ROOM * np.arange(1, len(sizes) + 1)
+        self.sizes = numbers(sizes)
+        self.sources: Numbers = self.source.ctypes.data + begins + source_shift
+        self.targets: Numbers = self.target.ctypes.data + begins + target_shift
+        self.expected = np.zeros(total, np.uint8)
+        self.pieces = []
+        for begin, size in zip(begins.tolist(), sizes, strict=True):
+            piece = self.source[begin + source_shift :][:size]
+            self.expected[begin + target_shift :][:size] = piece
+            self.pieces.append(piece.tobytes())
+
+
+@given(st.integers(0, 99), st.lists(sizes, min_size=1, max_size=4), shifts, shifts)
+@example(0, [3 * lane for lane in LANES], 0, 0)
+@example(0, [3 * lane - 1 for lane in LANES], 1, 63)
+def test_every_byte_arrives_and_no_other_is_touched(
+    seed: int, sizes: list[int], source_shift: int, target_shift: int
+) -> None:
+    copies = Copies(seed, sizes, source_shift, target_shift)
+    copy_all()(copies.targets, copies.sources, copies.sizes)
+    assert (copies.target == copies.expected).all()
+
+
+@given(st.integers(0, 99), st.lists(st.tuples(sizes, st.integers(0, 2)), min_size=1, max_size=6), shifts, shifts)
+@example(0, [(3 * lane, 0) for lane in LANES], 0, 0)
+@example(0, [(12 * sum(LANES) + 63, 1)], 5, 3)
+def test_checksums_are_those_of_what_was_copied_for_each_owner(
+    seed: int, owned: list[tuple[int, int]], source_shift: int, target_shift: int
+) -> None:
+    call = copy_summed()
+    assert call is not None, "this processor computes no checksums, which all that we know of do"
+    copies = Copies(seed, [size for size, _ in owned], source_shift, target_shift)
+    sums, counted = np.full(3, NOTHING, np.int64), np.zeros(3, np.int64)
+    call(copies.targets, copies.sources, copies.sizes, numbers(owner for _, owner in owned), sums, counted)
+    assert (copies.target == copies.expected).all()
+    for owner in range(3):
+        mine = b"".join(piece for piece, (_, whose) in zip(copies.pieces, owned, strict=True) if whose == owner)
+        assert int(sums[owner]) ^ NOTHING == crc32c(mine)
+        assert counted[owner] == len(mine)
+
+
+@pytest.mark.parametrize("instruction", [True, False])
+def test_pages_that_were_filled_in_part_or_without_sums_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, instruction: bool
+) -> None:
+    if not instruction:
+        monkeypatch.setattr(streaming, "copy_summed", lambda: None)
+    copies = HostCopies()
+    assert copies.sums is instruction
+    memory = memoryview(bytearray(b"old" * 100))
+    pages = [memory[:100], memory[100:200], memory[200:]]
+    source = np.arange(250, dtype=np.uint8)
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    targets, lengths = numbers([start, start + 100]), numbers([100, 50])
+    engine = numbers([source.ctypes.data, source.ctypes.data + 100])
+    plan = CopyPlan(engine, targets, lengths, True, pages, numbers([start, start + 100, start + 200]), numbers([0, 1]))
+    sums = PageSums(pages)
+    copies.copy(plan, sums)
+    sums.whole = 2
+    assert bytes(memory) == source.tobytes()[:150] + (b"old" * 100)[150:]
+    assert sums.done == [crc32c(page) for page in pages[:2]]
