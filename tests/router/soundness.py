@@ -9,9 +9,9 @@ def unsound(fleet: Fleet) -> list[str]:
     """What does not hold; empty for a sound fleet."""
     wrong = []
     for instance in (*fleet._everyone(), *fleet._leaving.values()):
-        if instance.load < 0 or instance.running < 0:
+        if min(instance.load, instance.queued, instance.running) < 0:
             wrong.append(f"{instance!r} has a negative load")
-        if not instance.running and instance.load:
+        if not instance.running and (instance.load or instance.queued):
             wrong.append(f"{instance!r} is loaded and runs nothing")
         listed = fleet._listed[instance.role].get(instance.address) is instance
         if listed == instance.draining:

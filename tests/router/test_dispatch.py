@@ -7,11 +7,12 @@ from typing import TypeGuard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ems.router.choosing.chooser import Chooser
 from ems.router.config import Address
 from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.metrics import Counters, Prefill
-from ems.router.request import parse
+from ems.router.request import REQUEST_OVERHEAD, parse
 from tests.router.soundness import unsound
 
 REQUEST = parse(b'{"model":"m","prompt":"hello world, this is it"}')
@@ -25,9 +26,21 @@ def fleet_of(prefills: int, decodes: int) -> Fleet:
     return fleet
 
 
-def dispatch(fleet: Fleet, *, max_retries: int = 3, retry_delay: float = 0.001) -> tuple[Dispatch, Counters]:
+def dispatch(
+    fleet: Fleet, *, max_retries: int = 3, retry_delay: float = 0.001, prefill_above: int = 0
+) -> tuple[Dispatch, Counters]:
     counters = Counters()
-    return Dispatch(fleet, counters, REQUEST, max_retries=max_retries, retry_delay=retry_delay), counters
+    course = Dispatch(
+        fleet,
+        Chooser(),
+        counters,
+        REQUEST,
+        REQUEST.prompt(),
+        max_retries=max_retries,
+        retry_delay=retry_delay,
+        prefill_above=prefill_above,
+    )
+    return course, counters
 
 
 def tries(step: Step, role: Role) -> TypeGuard[Try]:
@@ -45,7 +58,7 @@ def test_prefill_then_decode_with_their_loads() -> None:
     course, counters = dispatch(fleet)
 
     assert Try(prefill, 0.0) == course.start(0.0)
-    assert (REQUEST.prefill_cost, 0) == (prefill.load, decode.load)
+    assert (REQUEST.prompt_tokens + REQUEST_OVERHEAD, 0) == (prefill.load, decode.load)
     assert Try(decode, 0.0) == course.prefill_answered(200, 2.0)
     assert (0, REQUEST.decode_cost) == (prefill.load, decode.load)
 
@@ -55,6 +68,25 @@ def test_prefill_then_decode_with_their_loads() -> None:
     assert (prefill.load, decode.load) == (0, 0)
     assert counters.prefills == {Prefill.DONE: 1}
     assert (counters.prefill_time.total, counters.first_byte.total) == (2.0, 3.0)
+
+
+def test_what_is_little_is_computed_by_decode_itself() -> None:
+    fleet = fleet_of(1, 1)
+    [decode] = fleet.listed(Role.DECODE)
+    course, counters = dispatch(fleet, prefill_above=REQUEST.prompt_tokens + 1)
+
+    assert Try(decode, 0.0) == course.start(0.0)
+    assert counters.prefills == {Prefill.SPARED: 1}
+    assert decode.queued == REQUEST.prompt_tokens
+
+    course.decode_started(200, 1.0)
+
+    assert (decode.queued, decode.load) == (0, REQUEST.decode_cost)
+
+    course.close()
+    course, _ = dispatch(fleet, prefill_above=REQUEST.prompt_tokens)
+
+    assert tries(course.start(2.0), Role.PREFILL)
 
 
 def test_a_prefill_that_breaks_is_retried_elsewhere_then_there_with_growing_delays() -> None:

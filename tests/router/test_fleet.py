@@ -16,8 +16,11 @@ from hypothesis.stateful import (
 )
 
 from ems.router.breaker import COOLDOWN, THRESHOLD
+from ems.router.choosing.chooser import STICKY_TOKENS, Chooser
+from ems.router.choosing.prefix_index import PIECE_BYTES, prefix_hashes
+from ems.router.choosing.prompt import Prompt
 from ems.router.config import Address
-from ems.router.fleet import Fleet, Hold, Instance, Role, pick
+from ems.router.fleet import Fleet, Hold, Instance, Role
 from tests.router.soundness import unsound
 
 ADDRESSES = [Address("h", port) for port in (1, 2)]
@@ -32,7 +35,8 @@ class FleetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet()
+        self.chooser = Chooser()
+        self.fleet = Fleet(self.chooser.forget)
         self.now = 0.0
         self.open: list[Hold] = []
         self.probing: list[Instance] = []
@@ -63,22 +67,39 @@ class FleetMachine(RuleBasedStateMachine):
             assert instance.draining
             assert (instance in self.fleet.leaving()) == bool(instance.running)
 
-    @rule(target=holds, role=ROLES, cost=st.integers(0, 100_000))
-    def request(self, role: Role, cost: int) -> Hold | MultipleResults[Hold]:
-        instance = pick(self.fleet.usable(role))
-        if instance is None:
+    @rule(
+        target=holds,
+        role=ROLES,
+        cost=st.integers(0, 100_000),
+        text=st.integers(0, 8),
+        session=st.sampled_from([b"", b"a", b"b"]),
+        prefilled=st.booleans(),
+    )
+    def request(
+        self, role: Role, cost: int, text: int, session: bytes, prefilled: bool
+    ) -> Hold | MultipleResults[Hold]:
+        raw = b"x" * (PIECE_BYTES * text)
+        prompt = Prompt(len(raw) // 4, len(raw), prefix_hashes(raw, b""), session)
+        usable = self.fleet.usable(role)
+        score = self.chooser.choose(role, usable, prompt, self.now, prefilled=prefilled)
+        assert score == Chooser.choose(self.chooser, role, usable, prompt, self.now, prefilled=prefilled)
+        if score is None:
             assert not self.fleet.serves(role)
             return multiple()
 
+        instance = score.instance
         assert instance.breaker.usable
         assert not instance.draining
         assert instance in self.fleet.listed(role)
         better = [one for one in self.fleet.usable(role) if not one.breaker.doubted]
         if better:
             assert instance in better
-            assert instance.load == min(one.load for one in better)
+            least = min(one.cost for one in self.chooser.scores(role, better, prompt, self.now, prefilled=prefilled))
+            assert score.cost <= least + (STICKY_TOKENS if score.sticky else 0)
+        assert 0 <= score.uncached <= prompt.tokens
 
-        hold = self.fleet.hold(instance, cost)
+        hold = self.fleet.hold(instance, cost, 0 if prefilled else score.uncached)
+        self.chooser.sent(instance, prompt, self.now)
         self.open.append(hold)
         return hold
 
@@ -88,6 +109,10 @@ class FleetMachine(RuleBasedStateMachine):
         if again:
             hold.release()
         self.open.remove(hold)
+
+    @rule(hold=holds)
+    def compute_the_prompt(self, hold: Hold) -> None:
+        hold.computed()
 
     @rule(hold=holds)
     def work(self, hold: Hold) -> None:
@@ -129,7 +154,7 @@ class FleetMachine(RuleBasedStateMachine):
 
             assert back == (instance.breaker.usable and not was_usable)
         else:
-            instance.breaker.probe_failed(self.now)
+            self.fleet.probe_failed(instance, self.now)
 
             assert not instance.breaker.usable
 
@@ -144,6 +169,7 @@ class FleetMachine(RuleBasedStateMachine):
             mine = [hold for hold in self.open if hold.instance is instance]
 
             assert sum(hold.cost for hold in mine) == instance.load
+            assert sum(hold.queued for hold in mine) == instance.queued
             assert len(mine) == instance.running
         for hold in self.open:
             assert hold.instance in known, "an instance is known while it works"
@@ -162,7 +188,7 @@ class FleetMachine(RuleBasedStateMachine):
             hold.release()
         for role in Role:
             for instance in self.fleet.listed(role):
-                assert (instance.load, instance.running) == (0, 0)
+                assert (instance.load, instance.queued, instance.running) == (0, 0, 0)
 
         assert self.fleet.leaving() == []
         assert unsound(self.fleet) == []
@@ -180,7 +206,7 @@ def test_a_broken_instance_is_not_chosen_until_cooldown_and_probe() -> None:
     for _ in range(THRESHOLD):
         fleet.failed(bad, 10.0)
 
-    assert {good} == {pick(fleet.usable(Role.DECODE)) for _ in range(10)}
+    assert [good] == fleet.usable(Role.DECODE)
     assert bad not in fleet.due_probes(10.0 + COOLDOWN / 2)
     assert bad in fleet.due_probes(10.0 + COOLDOWN)
     assert [good] == fleet.usable(Role.DECODE)

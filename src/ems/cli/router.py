@@ -23,12 +23,15 @@ def router(
     prefill_timeout: float = 600.0,
     idle_timeout: float = 1800.0,
     drain_timeout: float = 30.0,
+    prefill_above: int = 0,
+    session_header: str = "X-Session-Id",
+    session_lifetime: float = 600.0,
     max_body_mib: int = 64,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
 ) -> int:
     """Run an OpenAI-compatible router in front of prefill and decode servers.
 
-    Each request is prefilled on one server and decoded on another; both are the least loaded of their kind.
+    Each request is prefilled on one server and decoded on another, where its first token is expected first.
     Without prefill servers it balances over the decode servers.
 
     Args:
@@ -44,6 +47,9 @@ def router(
         prefill_timeout: Seconds for a prefill; after them the decode server does the whole request.
         idle_timeout: Seconds of silence after which an answer is given up.
         drain_timeout: Seconds that running requests get to finish after SIGTERM.
+        prefill_above: Tokens that must be left to compute for a prefill server to be asked; 0 always asks one.
+        session_header: Header that names a conversation, whose turns stay on the same servers.
+        session_lifetime: Seconds for which a conversation's servers are remembered after its last turn.
         max_body_mib: Largest request body in MiB.
         log_level: What is logged to stderr.
     """
@@ -61,6 +67,9 @@ def router(
         prefill_timeout=prefill_timeout,
         idle_timeout=idle_timeout,
         drain_timeout=drain_timeout,
+        prefill_above=prefill_above,
+        session_header=session_header.lower().encode(),
+        session_lifetime=session_lifetime,
         max_body_bytes=max_body_mib << 20,
     )
     return serve(config, log_level=log_level)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 
 from prometheus_client import generate_latest
 
+from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
 from ems.router.exchange import ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
@@ -38,11 +39,12 @@ class Router:
 
     def __init__(self, config: RouterConfig, upstream: Upstream | None = None) -> None:
         self.config = config
-        self.fleet = Fleet()
+        self.chooser = Chooser(session_lifetime=config.session_lifetime)
+        self.fleet = Fleet(self.chooser.forget)
         self.counters = Counters()
         self._upstream = upstream or Upstream(config.connect_timeout)
         self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
-        self._parts = Parts(config, self.fleet, self.counters, self._upstream, self._prober)
+        self._parts = Parts(config, self.fleet, self.chooser, self.counters, self._upstream, self._prober)
         self._metrics = RouterCollector(self.fleet, self.counters)
         self._probing: asyncio.Task[None] | None = None
         self._pages = self._table(Pages(self._parts))

@@ -90,6 +90,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds for an instance to answer ``/health``, ``/v1/models`` or ``/reset_prefix_cache``."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
+    prefill_above: int = 0
+    """Tokens that must be left to compute for a prefill instance to be asked; fewer are computed by decode itself."""
+    session_header: bytes = b"x-session-id"
+    """The header, in lower case, that names a conversation, whose turns go to the same instances."""
+    session_lifetime: float = 600.0
+    """Seconds for which a conversation's instances are remembered after its last turn."""
     max_body_bytes: int = 64 << 20
     """Largest request body; what is larger is refused with 413."""
 
@@ -100,12 +106,21 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             twice = {str(address) for address in addresses if addresses.count(address) > 1}
             if twice:
                 raise ConfigError(f"The {role} instance {min(twice)} was given twice: name each instance once")
+        self._check_numbers()
+        if not re.fullmatch(rb"[a-z0-9!#$%&'*+.^_`|~-]+", self.session_header):
+            raise ConfigError("--session-header is no header's name: expected one such as X-Session-Id")
+
+    def _check_numbers(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is out of range: expected 0 (any free port) to 65535")
         if not 0 <= self.max_retries <= 100:
             raise ConfigError(f"--max-retries {self.max_retries} is out of range: expected 0 to 100")
         if not 0 <= self.retry_delay < math.inf:
             raise ConfigError(f"--retry-delay {self.retry_delay} is not a delay: expected seconds, 0 or more")
+        if self.prefill_above < 0:
+            raise ConfigError(f"--prefill-above {self.prefill_above} is no number of tokens: expected 0 or more")
+        if not 0 <= self.session_lifetime < math.inf:
+            raise ConfigError(f"--session-lifetime {self.session_lifetime} is no time: expected seconds, 0 or more")
         if self.max_body_bytes < 1:
             raise ConfigError("--max-body-mib must be at least 1")
         for name in self.__struct_fields__:

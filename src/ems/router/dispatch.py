@@ -20,9 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ems.router.fleet import Fleet, Hold, Instance, Role, pick
+from ems.router.choosing.chooser import Chooser
+from ems.router.choosing.prompt import Prompt
+from ems.router.fleet import Fleet, Hold, Instance, Role
 from ems.router.metrics import Counters, Prefill
-from ems.router.request import CompletionRequest
+from ems.router.request import REQUEST_OVERHEAD, CompletionRequest
 
 DELAY_CAP: Final = 10.0
 """Longest delay before a retry, in seconds."""
@@ -57,11 +59,24 @@ class Dispatch:
     """The course of one request through the fleet."""
 
     def __init__(
-        self, fleet: Fleet, counters: Counters, request: CompletionRequest, *, max_retries: int, retry_delay: float
+        self,
+        fleet: Fleet,
+        chooser: Chooser,
+        counters: Counters,
+        request: CompletionRequest,
+        prompt: Prompt,
+        *,
+        max_retries: int,
+        retry_delay: float,
+        prefill_above: int = 0,
     ) -> None:
         self._fleet = fleet
+        self._chooser = chooser
         self._counters = counters
         self._request = request
+        self._prompt = prompt
+        self._prefill_above = prefill_above
+        self._prefilled = False
         self._max_retries = max_retries
         self._retry_delay = retry_delay
         self._hold: Hold | None = None
@@ -74,12 +89,18 @@ class Dispatch:
             return GiveUp(self._fleet.retry_after(Role.DECODE, now))
         if not self._fleet.listed(Role.PREFILL):
             return self._decode(now)
+        if self._prefill_above:
+            best = self._chooser.choose(Role.DECODE, self._fleet.usable(Role.DECODE), self._prompt, now)
+            if best is not None and best.uncached < self._prefill_above:
+                self._counters.prefills[Prefill.SPARED] += 1
+                return self._decode(now)
         return self._prefill(now, again=False)
 
     def prefill_answered(self, status: int, now: float) -> Step:
         instance = self._let_go()
         if 200 <= status < 300:
             self._fleet.succeeded(instance)
+            self._prefilled = True
             self._counters.prefills[Prefill.DONE] += 1
             self._counters.prefill_time.observe(now - self._began)
             return self._decode(now)
@@ -100,7 +121,7 @@ class Dispatch:
         return self._decode(now)
 
     def _prefill(self, now: float, *, again: bool) -> Step:
-        taken = self._take(Role.PREFILL, self._request.prefill_cost, again=again)
+        taken = self._take(Role.PREFILL, now, again=again)
         if taken is None:
             self._counters.prefills[Prefill.SKIPPED] += 1
         return taken or self._decode(now)
@@ -109,6 +130,7 @@ class Dispatch:
         """Note the first byte from the decode instance: from here on there is no other attempt."""
         assert self._hold is not None
         instance = self._hold.instance
+        self._hold.computed()
         self._counters.first_byte.observe(now - self._began)
         if status >= 500:
             self._fleet.suspect(instance, now)
@@ -123,7 +145,7 @@ class Dispatch:
         self._fleet.failed(self._let_go(), now)
 
     def _decode(self, now: float) -> Step:
-        taken = self._take(Role.DECODE, self._request.decode_cost, again=True)
+        taken = self._take(Role.DECODE, now, again=True)
         return taken or GiveUp(self._fleet.retry_after(Role.DECODE, now))
 
     def close(self) -> None:
@@ -132,16 +154,26 @@ class Dispatch:
             self._hold.release()
             self._hold = None
 
-    def _take(self, role: Role, cost: int, *, again: bool) -> Try | None:
+    def _take(self, role: Role, now: float, *, again: bool) -> Try | None:
         """Hold the instance to be tried next, after a delay; None when there is none, or no attempt left."""
         assert self._hold is None
         tried = self._tried[role]
         retries = len(tried)
-        instance = pick(self._fleet.usable(role), tried, again=again) if retries <= self._max_retries else None
-        if instance is None:
+        if retries > self._max_retries:
             return None
+        score = self._chooser.choose(
+            role, self._fleet.usable(role), self._prompt, now, prefilled=self._prefilled, tried=tried, again=again
+        )
+        if score is None:
+            return None
+        instance = score.instance
         tried.append(instance)
-        self._hold = self._fleet.hold(instance, cost)
+        if role is Role.PREFILL:
+            self._hold = self._fleet.hold(instance, score.uncached + REQUEST_OVERHEAD, score.uncached)
+        else:
+            queued = 0 if self._prefilled else score.uncached
+            self._hold = self._fleet.hold(instance, self._request.decode_cost, queued)
+        self._chooser.sent(instance, self._prompt, now)
         if not retries:
             return Try(instance, 0.0)
         self._counters.retries[role] += 1

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Final
 
 from msgspec import Raw
 
 from ems.router import headers
+from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, GiveUp, PassOn, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
@@ -26,6 +28,9 @@ from ems.router.request import CompletionRequest, decode_body, handoff_of, parse
 
 _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
 
+SESSION_BYTES: Final = 256
+"""Of a session's name; what comes behind does not tell sessions apart."""
+
 log = logging.getLogger("ems.router")
 
 
@@ -35,6 +40,7 @@ class Parts:
 
     config: RouterConfig
     fleet: Fleet
+    chooser: Chooser
     counters: Counters
     upstream: Upstream
     prober: Prober
@@ -67,10 +73,14 @@ class Exchange:
         """
         config = self._parts.config
         self._request = parse(self._client.body)
+        session = headers.find(self._client.headers, config.session_header) or b""
         self._dispatch = Dispatch(
             self._parts.fleet,
+            self._parts.chooser,
             self._parts.counters,
             self._request,
+            self._request.prompt(session[:SESSION_BYTES]),
+            prefill_above=config.prefill_above,
             max_retries=config.max_retries,
             retry_delay=config.retry_delay,
         )

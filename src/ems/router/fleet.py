@@ -1,4 +1,4 @@
-"""The fleet: the instances of both roles, what runs on them, which takes a request, which are leaving.
+"""The fleet: the instances of both roles, what runs on them, which may take a request, which are leaving.
 
 What always holds: an instance's load is the sum of the holds on it and never negative; an instance that was removed
 gets no new request and is forgotten when its last one has ended, no matter what the others do.
@@ -7,7 +7,7 @@ gets no new request and is forgotten when its last one has ended, no matter what
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from ems.router.breaker import Breaker
@@ -24,7 +24,7 @@ class Role(StrEnum):
 class Instance:
     """One engine in one role.  Changed by its fleet only."""
 
-    __slots__ = ("address", "breaker", "draining", "failures", "load", "role", "running", "served", "turn")
+    __slots__ = ("address", "breaker", "draining", "failures", "load", "queued", "role", "running", "served", "turn")
 
     def __init__(self, role: Role, address: Address, breaker: Breaker) -> None:
         self.role = role
@@ -32,6 +32,8 @@ class Instance:
         self.breaker = breaker
         self.load = 0
         """Estimated tokens of the requests that run here."""
+        self.queued = 0
+        """Estimated tokens of prompts that still have to be computed here."""
         self.running = 0
         self.served = 0
         """Requests ever sent here."""
@@ -45,12 +47,18 @@ class Instance:
 class Hold:
     """A request's share of an instance's load; releasing it twice is harmless."""
 
-    __slots__ = ("_fleet", "cost", "instance")
+    __slots__ = ("_fleet", "cost", "instance", "queued")
 
-    def __init__(self, fleet: Fleet, instance: Instance, cost: int) -> None:
+    def __init__(self, fleet: Fleet, instance: Instance, cost: int, queued: int) -> None:
         self._fleet: Fleet | None = fleet
         self.instance = instance
         self.cost = cost
+        self.queued = queued
+
+    def computed(self) -> None:
+        """The prompt is computed: it queues no longer."""
+        self.instance.queued -= self.queued
+        self.queued = 0
 
     def release(self) -> None:
         fleet, self._fleet = self._fleet, None
@@ -61,7 +69,9 @@ class Hold:
 class Fleet:
     """All instances; times are seconds on one monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[Instance], None] = lambda _: None) -> None:
+        self._lost = lost
+        """Told of an instance that is gone or put aside: it does not have what it had."""
         self._listed: dict[Role, dict[Address, Instance]] = {role: {} for role in Role}
         self._leaving: dict[tuple[Role, Address], Instance] = {}
         self._turn = 0
@@ -88,6 +98,8 @@ class Fleet:
         instance.draining = True
         if instance.running:
             self._leaving[role, address] = instance
+        else:
+            self._lost(instance)
         return True
 
     def listed(self, role: Role) -> list[Instance]:
@@ -110,20 +122,23 @@ class Fleet:
         waits = [one.breaker.probe_at - now for one in self._listed[role].values() if one.breaker.probe_at is not None]
         return max(1, math.ceil(min(waits, default=1.0)))
 
-    def hold(self, instance: Instance, cost: int) -> Hold:
+    def hold(self, instance: Instance, cost: int, queued: int = 0) -> Hold:
         self._turn += 1
         instance.turn = self._turn
         instance.load += cost
+        instance.queued += queued
         instance.running += 1
         instance.served += 1
-        return Hold(self, instance, cost)
+        return Hold(self, instance, cost, queued)
 
     def release(self, hold: Hold) -> None:
         instance = hold.instance
+        hold.computed()
         instance.load -= hold.cost
         instance.running -= 1
         if instance.draining and not instance.running:
             self._leaving.pop((instance.role, instance.address), None)
+            self._lost(instance)
 
     def succeeded(self, instance: Instance) -> None:
         instance.breaker.succeeded()
@@ -131,7 +146,17 @@ class Fleet:
     def failed(self, instance: Instance, now: float) -> bool:
         """Record a broken or impossible connection; return whether the instance is put aside by it."""
         instance.failures += 1
-        return instance.breaker.failed(now)
+        aside = instance.breaker.failed(now)
+        if aside:
+            self._lost(instance)
+        return aside
+
+    def probe_failed(self, instance: Instance, now: float) -> bool:
+        """Record that an instance is not healthy; return whether it is put aside by it."""
+        aside = instance.breaker.probe_failed(now)
+        if aside:
+            self._lost(instance)
+        return aside
 
     def suspect(self, instance: Instance, now: float) -> None:
         """Record an answer that is a server error: the instance is alive, its health is asked for."""
@@ -151,17 +176,3 @@ class Fleet:
     def _everyone(self) -> Iterator[Instance]:
         for instances in self._listed.values():
             yield from instances.values()
-
-
-def pick(usable: Sequence[Instance], tried: Collection[Instance] = (), *, again: bool = False) -> Instance | None:
-    """The usable instance for a request; of those tried before only when ``again`` and nobody else is left.
-
-    One that is not doubted, so that requests keep away from an instance that fails fast and is idle therefore; then the
-    least loaded; then the one that waited longest: serial traffic, where every load is zero, goes round.
-    """
-    fresh = [instance for instance in usable if instance not in tried]
-    return min(fresh or (usable if again else ()), key=_rank, default=None)
-
-
-def _rank(instance: Instance) -> tuple[bool, int, int]:
-    return instance.breaker.doubted, instance.load, instance.turn

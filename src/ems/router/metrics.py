@@ -28,6 +28,8 @@ class Prefill(StrEnum):
     """The client's fault; the prefill's answer went to the client."""
     SKIPPED = "skipped"
     """No prefill instance could do it: decode computed the prompt itself."""
+    SPARED = "spared"
+    """Little was left to compute: decode did it itself."""
     TIMED_OUT = "timed_out"
     """Not done in time: decode computed the prompt itself."""
 

@@ -50,7 +50,7 @@ class Prober:
         if failure is None:
             if instance.breaker.probe_passed():
                 log.info("The %s instance %s is healthy again and gets requests", instance.role, instance.address)
-        elif instance.breaker.probe_failed(asyncio.get_running_loop().time()):
+        elif self._fleet.probe_failed(instance, asyncio.get_running_loop().time()):
             log.warning("The %s instance %s is put aside: %s", instance.role, instance.address, failure)
         self.wake()
 

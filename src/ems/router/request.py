@@ -18,6 +18,8 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
+from ems.router.choosing.prefix_index import prefix_hashes
+from ems.router.choosing.prompt import Prompt
 from ems.router.reply import Refusal
 
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
@@ -46,6 +48,8 @@ _PREFILL_PARAMS = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
+_BEFORE_THE_PROMPT = ("model", "cache_salt", "tools")
+"""Fields that change the KV of everything behind them."""
 _INLINE_MEDIA = b";base64,"
 _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prompt
 
@@ -53,12 +57,13 @@ _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prom
 class CompletionRequest:
     """A client's request: its bytes, its top-level fields, its estimated tokens."""
 
-    __slots__ = ("body", "fields", "output_tokens", "prompt_tokens")
+    __slots__ = ("_text", "body", "fields", "output_tokens", "prompt_tokens")
 
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
         self.fields = fields
-        self.prompt_tokens = _prompt_tokens(fields)
+        self._text = bytes(fields.get("messages") or fields.get("prompt") or b"")
+        self.prompt_tokens = _prompt_tokens(self._text)
         self.output_tokens = _output_tokens(fields)
 
     @property
@@ -73,9 +78,9 @@ class CompletionRequest:
             return False
         return not any(_is_batch(self.fields.get(name)) for name in ("prompt", "prompt_embeds"))
 
-    @property
-    def prefill_cost(self) -> int:
-        return self.prompt_tokens + REQUEST_OVERHEAD
+    def prompt(self, session: bytes = b"") -> Prompt:
+        salt = b"\0".join(bytes(self.fields.get(name, b"")) for name in _BEFORE_THE_PROMPT)
+        return Prompt(self.prompt_tokens, len(self._text), prefix_hashes(self._text, salt), session)
 
     @property
     def decode_cost(self) -> int:
@@ -141,12 +146,8 @@ def _is_batch(prompt: Raw | None) -> bool:
     return prompt is not None and _BATCH.match(bytes(prompt)) is not None and len(_list.decode(prompt)) != 1
 
 
-def _prompt_tokens(fields: dict[str, Raw]) -> int:
+def _prompt_tokens(text: bytes) -> int:
     """Estimate from sizes alone: 4 bytes of text a token, or one an integer where the prompt is token ids."""
-    prompt = fields.get("messages") or fields.get("prompt")
-    if prompt is None:
-        return 0
-    text = bytes(prompt)
     if text.startswith(b"[") and b'"' not in text:
         return text.count(b",") + 1
     inlined, media = _inline_media(text)

@@ -1,0 +1,1 @@
+"""Which instance takes a request: brains only, without sockets and clocks; times are given."""

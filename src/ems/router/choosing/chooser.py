@@ -1,0 +1,111 @@
+"""Which instance of a role takes a request: the one from which its first token is expected first.
+
+The common currency is tokens of prefill.  A prefill instance costs what it still has to compute for others and what of
+this prompt it has not computed before.  A decode instance that computes prompts itself costs the same, and besides a
+share of the KV tokens that it holds, which slow each of its steps.  One that gets its KV from a prefill costs what it
+holds, and a share of what has to be moved to it.  So a prefix draws requests to the instance that has it, until waiting
+there takes longer than computing it elsewhere.
+
+A session stays where it was, unless that costs :data:`STICKY_TOKENS` more than the best.
+
+What always holds: an instance that is doubted is chosen only when all others are; among equals the one that has waited
+longest is taken, so that serial traffic goes round; what was sent somewhere is known at once, not when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+from ems.router.choosing.prefix_index import PIECE_BYTES, PrefixIndex
+from ems.router.choosing.prompt import Prompt
+from ems.router.choosing.sessions import Sessions
+from ems.router.fleet import Instance, Role
+
+HELD_WEIGHT: Final = 0.1
+"""Tokens of prefill that one KV token counts that an instance holds while it computes prompts."""
+
+MOVE_WEIGHT: Final = 0.1
+"""Tokens of prefill that it counts to move a token's KV to an instance."""
+
+STICKY_TOKENS: Final = 8192
+"""How much more than the best a session's own instance may cost."""
+
+
+class Score(NamedTuple):
+    """Why an instance was taken, or not."""
+
+    instance: Instance
+    uncached: int
+    """Tokens of the prompt that it has not computed before, as far as is known."""
+    cost: float
+    """Expected work before the first token, in tokens of prefill."""
+    sticky: bool
+
+
+class Chooser:
+    """Knows what was sent where; times are seconds on one monotonic clock."""
+
+    def __init__(self, *, session_lifetime: float = 600.0, index: PrefixIndex | None = None) -> None:
+        self._index = index or PrefixIndex()
+        self._sessions = {role: Sessions(session_lifetime) for role in Role}
+        self._bits: dict[Instance, int] = {}
+
+    def forget(self, instance: Instance) -> None:
+        """An instance is gone, or has lost what it had."""
+        self._index.forget(self._bits.pop(instance, 0))
+
+    def scores(
+        self, role: Role, usable: Sequence[Instance], prompt: Prompt, now: float, *, prefilled: bool = False
+    ) -> list[Score]:
+        """Return a score of each instance; ``prefilled``: another one computes the prompt."""
+        found = self._index.matched(prompt.hashes)
+        sticky = self._sessions[role].find(prompt.session, now) if prompt.session else 0
+        per_piece = prompt.tokens * PIECE_BYTES / max(prompt.text_bytes, 1)
+        scores = []
+        for instance in usable:
+            bit = self._bits.get(instance, 0)
+            pieces = next((count for count, mask in found if mask & bit), 0)
+            uncached = max(prompt.tokens - int(pieces * per_piece), 0)
+            if role is Role.PREFILL:
+                cost = float(instance.queued + uncached)
+            elif prefilled:
+                cost = instance.load + MOVE_WEIGHT * uncached
+            else:
+                cost = instance.queued + uncached + HELD_WEIGHT * instance.load
+            scores.append(Score(instance, uncached, cost, bool(sticky & bit)))
+        return scores
+
+    def choose(
+        self,
+        role: Role,
+        usable: Sequence[Instance],
+        prompt: Prompt,
+        now: float,
+        *,
+        prefilled: bool = False,
+        tried: Collection[Instance] = (),
+        again: bool = False,
+    ) -> Score | None:
+        """Return the instance for a request; of those tried before only when ``again`` and nobody else is left."""
+        fresh = [instance for instance in usable if instance not in tried] if tried else usable
+        scores = self.scores(role, fresh or (usable if again else ()), prompt, now, prefilled=prefilled)
+        best = min(scores, key=_rank, default=None)
+        if best is not None:
+            for one in scores:
+                if one.sticky and not one.instance.breaker.doubted and one.cost <= best.cost + STICKY_TOKENS:
+                    return one
+        return best
+
+    def sent(self, instance: Instance, prompt: Prompt, now: float) -> None:
+        """A request goes to an instance, which will have its prefix."""
+        bit = self._bits.get(instance)
+        if bit is None:
+            bit = self._bits[instance] = self._index.add()
+        self._index.learn(prompt.hashes, bit)
+        if prompt.session:
+            self._sessions[instance.role].keep(prompt.session, bit, now)
+
+
+def _rank(score: Score) -> tuple[bool, float, int]:
+    return score.instance.breaker.doubted, score.cost, score.instance.turn
