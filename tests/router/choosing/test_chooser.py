@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ems.router.choosing.chooser import STICKY_TOKENS, Chooser
+from ems.router.choosing.chooser import STICKY_TOKENS, WORK_WEIGHT, Chooser
 from ems.router.choosing.prefix_index import PIECE_BYTES, prefix_hashes
 from ems.router.choosing.prompt import Prompt
 from ems.router.config import Address
@@ -92,7 +92,7 @@ def test_a_prefix_draws_until_waiting_takes_longer_than_computing(role: Role) ->
     assert three.one is three.choose(LONG)
     assert three.one is not three.choose(prompt_of("b" * PIECE_BYTES * 16)), "another prompt has nothing there"
 
-    three.fleet.hold(three.one, 0, LONG.tokens)
+    three.fleet.hold(three.one, 0, int(WORK_WEIGHT * LONG.tokens))
 
     assert three.one is not three.choose(LONG)
 

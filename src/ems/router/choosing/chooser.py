@@ -1,10 +1,10 @@
 """Which instance of a role takes a request: the one from which its first token is expected first.
 
-The common currency is tokens of prefill.  A prefill instance costs what it still has to compute for others and what of
-this prompt it has not computed before.  A decode instance that computes prompts itself costs the same, and besides a
-share of the KV tokens that it holds, which slow each of its steps.  One that gets its KV from a prefill costs what it
-holds, and a share of what has to be moved to it.  So a prefix draws requests to the instance that has it, until waiting
-there takes longer than computing it elsewhere.
+The common currency is tokens of prefill.  A prefill instance costs what it still has to compute for others and, several
+times, what of this prompt it has not computed before.  A decode instance that computes prompts itself costs the same,
+and besides a share of the KV tokens that it holds, which slow each of its steps.  One that gets its KV from a prefill
+costs what it holds, and a share of what has to be moved to it.  So a prefix draws requests to the instance that has it,
+until waiting there costs more than computing it elsewhere.
 
 A session stays where it was, unless that costs :data:`STICKY_TOKENS` more than the best.
 
@@ -27,6 +27,9 @@ HELD_WEIGHT: Final = 0.1
 
 MOVE_WEIGHT: Final = 0.1
 """Tokens of prefill that it counts to move a token's KV to an instance."""
+
+WORK_WEIGHT: Final = 4.0
+"""How much a token counts that has to be computed for the request itself: it keeps those waiting that come after it."""
 
 STICKY_TOKENS: Final = 8192
 """How much more than the best a session's own instance may cost."""
@@ -68,11 +71,11 @@ class Chooser:
             pieces = next((count for count, mask in found if mask & bit), 0)
             uncached = max(prompt.tokens - int(pieces * per_piece), 0)
             if role is Role.PREFILL:
-                cost = float(instance.queued + uncached)
+                cost = instance.queued + WORK_WEIGHT * uncached
             elif prefilled:
                 cost = instance.load + MOVE_WEIGHT * uncached
             else:
-                cost = instance.queued + uncached + HELD_WEIGHT * instance.load
+                cost = instance.queued + WORK_WEIGHT * uncached + HELD_WEIGHT * instance.load
             scores.append(Score(instance, uncached, cost, bool(sticky & bit)))
         return scores
 
