@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from joserfc import jwt
+from joserfc import jws, jwt
 from joserfc.jwk import ECKey, KeySet, OctKey
 
 from ems.errors import ConfigError
@@ -105,4 +105,7 @@ def test_refuses_what_is_no_key_set(text: bytes) -> None:
 
 
 def test_a_name_can_be_written_into_logs() -> None:
-    assert checker().recognise(signed(sub="a\ud800"), 0.0).user == "a?"
+    claims = b'{"iss": "https://issuer", "sub": "a\\ud800", "aud": "router", "exp": 1000}'
+    token = jws.serialize_compact({"alg": "ES256", "kid": "k1"}, claims, KEY, algorithms=["ES256"])
+
+    assert checker().recognise(token.encode(), 0.0).user == "a?"
