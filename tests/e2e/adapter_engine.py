@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.e2e.reset_engine import ENVIRONMENT, PROMPTS, ROUNDS, make_engine
+from tests.e2e.reset_engine import PROMPTS, ROUNDS, make_engine
+from tests.kit.engine import ENVIRONMENT
 from tests.kit.tiny_model import write_safetensors
 
 RANK = 4

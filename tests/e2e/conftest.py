@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import OPTIONS, Reference
-from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 from tests.kit.tiny_model import make_model
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -105,7 +105,7 @@ def said(log: Path, begin: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def reference(model: Path, logs: Path) -> Iterator[Reference]:
-    with VllmServer(model, log=logs / "reference.log", options=OPTIONS) as server:
+    with PreparedServer(model, log=logs / "reference.log", options=OPTIONS) as server:
         yield Reference(server.url)
 
 

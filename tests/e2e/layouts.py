@@ -10,6 +10,7 @@ import msgspec
 
 from tests.e2e.engines import OPTIONS, Node, Reference, connector, running, running_node
 from tests.kit.engine import EngineOptions, VllmServer
+from tests.kit.prepared import PreparedServer
 from tests.kit.tiny_model import Size, make_model
 
 CALL_TIMEOUT_MS = 5_000
@@ -89,10 +90,10 @@ def running_pair(layout: Layout, folder: Path, reference: Reference | None = Non
     model = make_model(folder / "model", layout.model)
     common = layout.options.arguments + release_flags(layout)
     options = msgspec.structs.replace(layout.options, arguments=common)
-    plain = VllmServer(model, log=folder / "plain.log", options=options)
+    plain = PreparedServer(model, log=folder / "plain.log", options=options)
     with running_node("--size", "512MB") as node:
         first, second = (
-            VllmServer(
+            PreparedServer(
                 model,
                 log=folder / f"{name}.log",
                 kv_transfer_config=connector("kv_both", call_timeout_ms=CALL_TIMEOUT_MS, load_async=layout.load_async),

@@ -13,22 +13,11 @@ from typing import Any
 
 from tests.e2e.engines import random_prompt
 from tests.kit import async_scheduling  # noqa: F401 - steps overlap in all engines of this program
+from tests.kit.engine import ENVIRONMENT
 
 BLOCK = 32
 PROMPTS = [random_prompt(900 + number, 300 + 50 * number) for number in range(4)]
 ROUNDS = 20
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "EMS_SHARE_CORES": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCHDYNAMO_DISABLE": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 
 
 def make_engine(model: str, socket: str | None, **more: Any) -> Any:

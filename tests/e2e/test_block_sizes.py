@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.engines import OPTIONS, complete_all, connector, random_prompt, running, running_node
 from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +25,7 @@ def test_blocks_of_32_and_of_128_tokens_share_pages(model: Path, logs: Path, dty
     """The kernels of a CPU order the tokens of a block differently for each of these types."""
     with running_node("--size", "512MB") as node:
         small, large = (
-            VllmServer(
+            PreparedServer(
                 model,
                 log=logs / f"{dtype}-{size}.log",
                 kv_transfer_config=connector("kv_both"),

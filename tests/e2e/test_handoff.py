@@ -30,7 +30,7 @@ from tests.e2e.engines import (
     wait_for,
 )
 from tests.e2e.fleet import CHAT, Fleet, external_hits, running_router
-from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +40,7 @@ def fleet(request: pytest.FixtureRequest, model: Path, logs: Path) -> Iterator[F
     options = msgspec.structs.replace(OPTIONS, async_scheduling=request.param)
     with running_node("--size", "512MB") as node:
         prefill, decode = (
-            VllmServer(
+            PreparedServer(
                 model,
                 log=logs / f"{role}.log",
                 kv_transfer_config=connector(role, load_async=None),
@@ -142,14 +142,14 @@ def test_no_pool_a_pool_too_small_and_a_pool_started_by_the_engine(
     options = msgspec.structs.replace(OPTIONS, max_model_len=1024)
     with running_node("--size", "32KB") as small, running_node("--size", "16MB") as home:
         home.stop()
-        tiny_pool = VllmServer(
+        tiny_pool = PreparedServer(
             model,
             log=logs / "small-pool.log",
             kv_transfer_config=connector("kv_both"),
             options=options,
             environment=small.environment,
         )
-        own_pool = VllmServer(
+        own_pool = PreparedServer(
             model,
             log=logs / "own-pool.log",
             kv_transfer_config=connector("kv_both", pool_size="64MB", lookup_timeout_ms="500"),

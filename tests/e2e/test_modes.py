@@ -12,7 +12,7 @@ import torch
 
 from ems.vllm.model import CHUNK_TOKENS
 from tests.e2e.engines import OPTIONS, Node, Reference, complete, complete_all, connector, random_prompt, running_node
-from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +37,7 @@ def test_layer_by_layer_with_eight_bit_values(model: Path, logs: Path, node: Nod
     arguments = ("--kv-cache-dtype", eight_bits())
     options = msgspec.structs.replace(OPTIONS, async_scheduling=overlap, arguments=arguments)
     config = connector("kv_both", use_layerwise=True, load_async=None)
-    with VllmServer(
+    with PreparedServer(
         model,
         log=logs / f"layerwise-{overlap}.log",
         options=options,
@@ -55,7 +55,7 @@ def test_loads_inside_a_step_with_drafted_tokens(model: Path, logs: Path, node: 
     """VLLM has steps overlap with no drafts of this kind."""
     options = msgspec.structs.replace(OPTIONS, prefix_caching=True, arguments=("--speculative-config", DRAFTS))
     config = connector("kv_both", load_async=False)
-    with VllmServer(
+    with PreparedServer(
         model,
         log=logs / "drafts.log",
         options=options,

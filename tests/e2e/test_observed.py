@@ -30,6 +30,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.routed_worker import SAYS, RoutedWorker, needs_router, vllm_router
 from tests.kit.engine import VllmServer, free_port
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -96,7 +97,7 @@ def observed(model: Path, logs: Path) -> Iterator[Observed]:
     port, replay = free_port(), free_port()
     events = json.dumps({**EVENTS, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay}"})
     with running_node("--size", "16MB") as node:
-        server = VllmServer(
+        server = PreparedServer(
             model,
             log=logs / "observed.log",
             kv_transfer_config=connector("kv_both"),
@@ -153,15 +154,6 @@ def test_metrics_tell_loads_saves_lookups_and_where_tokens_came_from(observed: O
     assert observed.metric("vllm:ems_pool_usable") == 1
 
 
-def test_every_30_seconds_one_line_sums_up(observed: Observed) -> None:
-    observed.store(random_prompt(4, BLOCK))
-    wait_for(lambda: "EMS: loads " in observed.server.log.read_text(), "the line is written", 45)
-    line = next(line for line in observed.server.log.read_text().splitlines() if "EMS: loads " in line)
-
-    assert "saves " in line
-    assert "hit rate " in line
-
-
 @needs_router
 def test_a_router_of_somebody_else_goes_by_what_the_pool_has(observed: Observed, logs: Path) -> None:
     """The other worker has a block of each prompt: it gets what the router believes the pool to have lost.
@@ -209,6 +201,16 @@ def test_who_missed_events_has_them_replayed(observed: Observed) -> None:
 
     assert observed.heard == [(number, payload) for number, payload in observed.replay(first) if number <= last]
     assert observed.replay(last)[0] == observed.heard[-1]
+
+
+def test_every_30_seconds_one_line_sums_up(observed: Observed) -> None:
+    """Late in this file: most of the time until the line has gone by in the tests before."""
+    observed.store(random_prompt(4, BLOCK))
+    wait_for(lambda: "EMS: loads " in observed.server.log.read_text(), "the line is written")
+    line = next(line for line in observed.server.log.read_text().splitlines() if "EMS: loads " in line)
+
+    assert "saves " in line
+    assert "hit rate " in line
 
 
 def test_events_follow_blocks_into_the_pool_and_out_of_it(observed: Observed) -> None:

@@ -33,6 +33,7 @@ from tests.e2e.layouts import TWO_RANKS
 from tests.e2e.pages import stored_pages
 from tests.e2e.turns import ENDS, TOKENS, first_turn
 from tests.kit.engine import EngineOptions, VllmServer
+from tests.kit.prepared import PreparedServer
 from tests.kit.tiny_model import Size, make_model
 
 pytestmark = pytest.mark.e2e
@@ -83,10 +84,11 @@ def pair(request: pytest.FixtureRequest, model: Path, logs: Path) -> Iterator[Pa
     size: Size = request.param
     known = request.getfixturevalue("reference") if size == "test" else None
     path = model if known else make_model(logs / f"offloading-{size}", size)
+    kind = VllmServer if size == "test" else PreparedServer  # one pair is started as people start theirs
     with running_node("--size", "256MB") as node:
 
         def server(name: str, transfer: dict[str, object] | None = None, **options: object) -> VllmServer:
-            return VllmServer(
+            return kind(
                 path,
                 log=logs / f"offloading-{size}-{name}.log",
                 options=msgspec.structs.replace(MODELS[size], **options),
@@ -222,10 +224,10 @@ def test_engines_of_one_and_of_two_ranks_share_what_each_rank_stored(size: Size,
 
     def server(name: str, transfer: dict[str, object], ranks: EngineOptions) -> VllmServer:
         log = logs / f"ranks-{size}-{name}.log"
-        return VllmServer(model, log=log, options=ranks, environment=node.environment, kv_transfer_config=transfer)
+        return PreparedServer(model, log=log, options=ranks, environment=node.environment, kv_transfer_config=transfer)
 
     prompts = [random_prompt(100 + number, 500 + 37 * number) for number in range(4)]
-    with VllmServer(model, log=logs / f"ranks-{size}-plain.log", options=options) as plain:
+    with PreparedServer(model, log=logs / f"ranks-{size}-plain.log", options=options) as plain:
         expected = complete_all(plain.url, prompts)
     with server("writer", vllms, two_ranks) as writer:
         assert complete_all(writer.url, prompts) == expected

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.engines import OPTIONS, Prompt, Reference, connector, random_prompt, running_node, wait_for
 from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
 
@@ -39,7 +40,7 @@ def test_what_one_replica_stored_serves_the_other(model: Path, logs: Path, refer
         OPTIONS, prefix_caching=True, gpu_blocks=300, arguments=("--data-parallel-size", "2")
     )
     with running_node("--size", "256MB") as node:
-        server = VllmServer(
+        server = PreparedServer(
             model,
             log=logs / "replicas.log",
             kv_transfer_config=connector("kv_both"),

@@ -20,7 +20,7 @@ from tests.e2e.engines import (
     wait_for,
 )
 from tests.e2e.fleet import Fleet, external_hits, hand_off, running_router
-from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -42,7 +42,7 @@ def both(role: str) -> dict[str, object]:
 def beside_the_pool(bare_model: Path, logs: Path) -> Iterator[Fleet]:
     with running_node("--size", "512MB") as node:
         prefill, decode = (
-            VllmServer(
+            PreparedServer(
                 bare_model,
                 log=logs / f"both-{role}.log",
                 kv_transfer_config=both(role),

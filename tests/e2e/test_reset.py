@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +9,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import Node, running_node
+from tests.e2e.programs import seen_by
 from tests.kit.tiny_model import make_model
 
 pytestmark = pytest.mark.e2e
-
-SECONDS = 900
-"""For a program that starts one engine or two, on a machine that has other things to do."""
 
 RunEngine = Callable[[str], dict[str, Any]]
 
@@ -33,12 +28,8 @@ def run(model: Path, logs: Path, node: Node) -> RunEngine:
     other = make_model(model.parent / "other", "test", seed=1)
 
     def run(mode: str) -> dict[str, Any]:
-        with (logs / f"reset-{mode.replace(' ', '-')}.log").open("wb") as log:
-            command = [sys.executable, "-m", "tests.e2e.reset_engine", mode, str(model), str(other), str(node.socket)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, timeout=SECONDS, check=True)
-        # vLLM writes its log there too.
-        (seen,) = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
-        return dict(json.loads(seen))
+        log = logs / f"reset-{mode.replace(' ', '-')}.log"
+        return seen_by("tests.e2e.reset_engine", mode, model, other, node.socket, log=log)
 
     return run
 

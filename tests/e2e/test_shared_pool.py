@@ -27,6 +27,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.turns import ENDS, first_turn
 from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -201,7 +202,7 @@ def test_another_dtype_on_the_same_pool_never_hits(pair: Pair, model: Path, logs
     assert complete(pair.first.url, prompt) == reference.text(prompt)
     wait_for(lambda: stored(pair.node) > begin, "the prompt is stored")
     pair.node.wait_stored()
-    other = VllmServer(
+    other = PreparedServer(
         model,
         log=logs / "float32.log",
         kv_transfer_config=connector("kv_both"),

@@ -27,6 +27,7 @@ from tests.e2e.engines import (
     wait_for,
 )
 from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -59,7 +60,7 @@ class Pair:
 def pair(model: Path, logs: Path) -> Iterator[Pair]:
     with running_node("--size", "256MB") as node:
         first, second = (
-            VllmServer(
+            PreparedServer(
                 model,
                 log=logs / f"survival-{number}.log",
                 kv_transfer_config=connector("kv_both"),

@@ -21,6 +21,7 @@ from tests.e2e.engines import (
     running,
 )
 from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -60,7 +61,7 @@ def engines(model: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory) -
         node.start()
 
         def engine(name: str, key: str) -> VllmServer:
-            return VllmServer(
+            return PreparedServer(
                 model,
                 log=logs / f"tenants-{name}.log",
                 kv_transfer_config=connector("kv_both"),

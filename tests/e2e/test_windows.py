@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.engines import OPTIONS, Node, Reference, complete, connector, random_prompt, running, running_node
 from tests.e2e.pages import stored_pages
-from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 from tests.kit.tiny_model import SHAPES, make_model
 
 pytestmark = pytest.mark.e2e
@@ -29,8 +29,8 @@ def node() -> Iterator[Node]:
 
 def test_a_load_that_fails_in_part_is_computed_from_the_beginning(logs: Path, node: Node) -> None:
     model = make_model(logs / "windows", SHAPE)
-    plain = VllmServer(model, log=logs / "windows-plain.log", options=OPTIONS)
-    server = VllmServer(
+    plain = PreparedServer(model, log=logs / "windows-plain.log", options=OPTIONS)
+    server = PreparedServer(
         model,
         log=logs / "windows.log",
         options=OPTIONS,

@@ -20,7 +20,7 @@ API_SERVER = "vllm.entrypoints.openai.api_server"
 ASYNC_SERVER = "tests.kit.async_scheduling"
 """The same with steps that overlap on a CPU, too."""
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least it takes
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers share the cores
     "OMP_NUM_THREADS": "1",
@@ -83,7 +83,7 @@ class VllmServer(ServerProcess):
             name="vLLM",
             port=port,
             log=log,
-            environment={**_ENVIRONMENT, **(environment or {})},
+            environment={**ENVIRONMENT, **(environment or {})},
             address=address,
         )
 

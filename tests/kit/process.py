@@ -25,14 +25,14 @@ from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Protocol, Self
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from ems.errors import EmsError
 
-_LAUNCH = """
+LAUNCH = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
 if os.getppid() == int(sys.argv[1]):
@@ -80,6 +80,19 @@ def free_port() -> int:
             return port
 
 
+class _Running(Protocol):
+    """The process of a server's front end."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+
 class ServerProcess:
     """A server at ``address`` that answers ``/health`` when it is ready.
 
@@ -103,19 +116,22 @@ class ServerProcess:
         self.log = log
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Running | None = None
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log, deferred_signals():  # or a process could start that nobody knows of
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *self._command],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._launch(log)
+
+    def _launch(self, log: IO[bytes]) -> _Running:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid()), *self._command],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def wait_ready(self, timeout: float = 420.0, progress: Callable[[float], None] | None = None) -> None:
         """Return when ``/health`` answers; call ``progress`` with the seconds waited about four times a second.
