@@ -128,7 +128,7 @@ async def test_a_defect_of_the_router_is_a_500_without_a_trace(
         raise ZeroDivisionError("secret detail")
 
     async with FakeEngine() as decode, running(decodes=[decode.address]) as router:
-        monkeypatch.setattr("ems.router.exchange.parse", fail)
+        monkeypatch.setattr("ems.router.app.parse", fail)
         response = await router.post()
         body = await response.read()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import Address
-from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Step, Try
+from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.metrics import Counters, Prefill
 from ems.router.request import REQUEST_OVERHEAD, parse
@@ -31,14 +31,7 @@ def dispatch(
 ) -> tuple[Dispatch, Counters]:
     counters = Counters()
     course = Dispatch(
-        fleet,
-        Chooser(),
-        counters,
-        REQUEST,
-        REQUEST.prompt(),
-        max_retries=max_retries,
-        retry_delay=retry_delay,
-        prefill_above=prefill_above,
+        fleet, Chooser(), counters, REQUEST, REQUEST.prompt(), Policy(max_retries, retry_delay, prefill_above)
     )
     return course, counters
 
@@ -87,6 +80,33 @@ def test_what_is_little_is_computed_by_decode_itself() -> None:
     course, _ = dispatch(fleet, prefill_above=REQUEST.prompt_tokens)
 
     assert tries(course.start(2.0), Role.PREFILL)
+
+
+def test_a_decode_is_of_the_group_of_its_prefill_which_is_of_one_that_decodes() -> None:
+    fleet = fleet_of(3, 2)
+    for role, groups in ((Role.PREFILL, "abc"), (Role.DECODE, "ab")):
+        for instance, group in zip(fleet.listed(role), groups, strict=True):
+            fleet.belongs(role, instance.address, {"s": group})
+    drawn: set[str] = set()
+    for _ in range(6):
+        course = Dispatch(fleet, Chooser(), Counters(), REQUEST, REQUEST.prompt(), Policy(0, 0.0, server="s"))
+        prefill = where(course.start(0.0))
+        decode = where(course.prefill_answered(200, 0.0))
+        course.close()
+
+        assert prefill.groups == decode.groups
+        drawn.update(prefill.groups.values())
+    assert drawn == {"a", "b"}
+
+    while not fleet.failed(fleet.listed(Role.DECODE)[0], 0.0):
+        pass
+    course = Dispatch(fleet, Chooser(), Counters(), REQUEST, REQUEST.prompt(), Policy(0, 0.0, server="s"))
+
+    assert where(course.start(0.0)).groups == {"s": "b"}
+    course.close()
+    course = Dispatch(fleet, Chooser(), Counters(), REQUEST, REQUEST.prompt(), Policy(0, 0.0, server="other"))
+
+    assert isinstance(course.start(0.0), GiveUp), "an instance of another model server is none"
 
 
 def test_a_prefill_that_breaks_is_retried_elsewhere_then_there_with_growing_delays() -> None:

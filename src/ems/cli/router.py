@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -17,6 +18,7 @@ def router(
     prefiller_ports: Annotated[list[int] | None, _Many] = None,
     decoder_hosts: Annotated[list[str] | None, _Many] = None,
     decoder_ports: Annotated[list[int] | None, _Many] = None,
+    manifests: Path | None = None,
     max_retries: int = 3,
     retry_delay: float = 0.001,
     connect_timeout: float = 3.0,
@@ -41,6 +43,7 @@ def router(
         prefiller_ports: Ports of the prefill servers, as many as hosts.
         decoder_hosts: Hosts of the decode servers.
         decoder_ports: Ports of the decode servers, as many as hosts.
+        manifests: Folder or file with Kthena's ModelServers and ModelRoutes, and pods, instead of hosts and ports.
         max_retries: How often a failed prefill or decode is tried again.
         retry_delay: Seconds before the first retry, doubled for each further one.
         connect_timeout: Seconds until a connection to a server stands.
@@ -59,6 +62,7 @@ def router(
     config = RouterConfig(
         prefills=pair("prefiller", prefiller_hosts or [], prefiller_ports or []),
         decodes=pair("decoder", decoder_hosts or [], decoder_ports or []),
+        manifests=manifests,
         host=host,
         port=port,
         max_retries=max_retries,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
@@ -65,10 +66,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     :raises ConfigError: a value out of its range, an instance named twice, no decode instance at all.
     """
 
-    decodes: tuple[Address, ...]
-    """Instances that decode; at least one.  Without prefill instances they do the whole work."""
+    decodes: tuple[Address, ...] = ()
+    """Instances that decode; at least one, unless there are ``manifests``.  Without prefill instances they do all."""
     prefills: tuple[Address, ...] = ()
     """Instances that prefill; none makes the router a plain balancer."""
+    manifests: Path | None = None
+    """Folder or file of Kthena's objects, which then say what instances there are, and for which models."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = 8000
@@ -100,7 +103,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest request body; what is larger is refused with 413."""
 
     def __post_init__(self) -> None:
-        if not self.decodes:
+        if self.manifests is not None and (self.decodes or self.prefills):
+            raise ConfigError("--manifests was given beside instances: expected one of both")
+        if not self.decodes and self.manifests is None:
             raise ConfigError("No decode instance was given: expected at least one of --decoder-hosts, --decoder-ports")
         for role, addresses in (("prefill", self.prefills), ("decode", self.decodes)):
             twice = {str(address) for address in addresses if addresses.count(address) > 1}

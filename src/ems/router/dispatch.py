@@ -18,7 +18,7 @@ happened, and there are at most ``1 + max_retries`` attempts in each role.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ems.router.choosing.chooser import Chooser
 from ems.router.choosing.prompt import Prompt
@@ -55,6 +55,18 @@ class GiveUp:
 Step = Try | PassOn | GiveUp
 
 
+class Policy(NamedTuple):
+    """What was set for requests of one kind."""
+
+    max_retries: int
+    retry_delay: float
+    """Seconds before the first retry."""
+    prefill_above: int = 0
+    """Tokens that must be left to compute for a prefill to be asked."""
+    server: str = ""
+    """The model server whose instances serve them; empty where there are none."""
+
+
 class Dispatch:
     """The course of one request through the fleet."""
 
@@ -65,33 +77,30 @@ class Dispatch:
         counters: Counters,
         request: CompletionRequest,
         prompt: Prompt,
-        *,
-        max_retries: int,
-        retry_delay: float,
-        prefill_above: int = 0,
+        policy: Policy,
     ) -> None:
         self._fleet = fleet
         self._chooser = chooser
         self._counters = counters
         self._request = request
         self._prompt = prompt
-        self._prefill_above = prefill_above
+        self._policy = policy
+        self._group = ""
+        """The group of the prefill that was done, whose decodes take its hand-off."""
         self._prefilled = False
-        self._max_retries = max_retries
-        self._retry_delay = retry_delay
         self._hold: Hold | None = None
         self._tried: dict[Role, list[Instance]] = {Role.PREFILL: [], Role.DECODE: []}
         self._began = 0.0
 
     def start(self, now: float) -> Step:
         self._began = now
-        if not self._fleet.serves(Role.DECODE):
+        if not self._fleet.serves(Role.DECODE, self._policy.server):
             return GiveUp(self._fleet.retry_after(Role.DECODE, now))
         if not self._fleet.listed(Role.PREFILL):
             return self._decode(now)
-        if self._prefill_above:
-            best = self._chooser.choose(Role.DECODE, self._fleet.usable(Role.DECODE), self._prompt, now)
-            if best is not None and best.uncached < self._prefill_above:
+        if self._policy.prefill_above:
+            best = self._chooser.choose(Role.DECODE, self._usable(Role.DECODE), self._prompt, now)
+            if best is not None and best.uncached < self._policy.prefill_above:
                 self._counters.prefills[Prefill.SPARED] += 1
                 return self._decode(now)
         return self._prefill(now, again=False)
@@ -101,6 +110,7 @@ class Dispatch:
         if 200 <= status < 300:
             self._fleet.succeeded(instance)
             self._prefilled = True
+            self._group = instance.groups.get(self._policy.server, "")
             self._counters.prefills[Prefill.DONE] += 1
             self._counters.prefill_time.observe(now - self._began)
             return self._decode(now)
@@ -159,10 +169,10 @@ class Dispatch:
         assert self._hold is None
         tried = self._tried[role]
         retries = len(tried)
-        if retries > self._max_retries:
+        if retries > self._policy.max_retries:
             return None
         score = self._chooser.choose(
-            role, self._fleet.usable(role), self._prompt, now, prefilled=self._prefilled, tried=tried, again=again
+            role, self._usable(role), self._prompt, now, prefilled=self._prefilled, tried=tried, again=again
         )
         if score is None:
             return None
@@ -177,7 +187,18 @@ class Dispatch:
         if not retries:
             return Try(instance, 0.0)
         self._counters.retries[role] += 1
-        return Try(instance, min(self._retry_delay * 2.0 ** (retries - 1), DELAY_CAP))
+        return Try(instance, min(self._policy.retry_delay * 2.0 ** (retries - 1), DELAY_CAP))
+
+    def _usable(self, role: Role) -> list[Instance]:
+        """Those of the model server: prefills of groups that can decode, decodes of the group that did the prefill."""
+        server = self._policy.server
+        usable = self._fleet.usable(role, server)
+        if not server:
+            return usable
+        if role is Role.DECODE:
+            return [one for one in usable if one.groups[server] == self._group or not self._group] or usable
+        decoding = {one.groups[server] for one in self._fleet.usable(Role.DECODE, server)}
+        return [one for one in usable if one.groups[server] in decoding]
 
     def _let_go(self) -> Instance:
         assert self._hold is not None

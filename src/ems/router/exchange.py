@@ -16,7 +16,7 @@ from msgspec import Raw
 from ems.router import headers
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
-from ems.router.dispatch import Dispatch, GiveUp, PassOn, Step, Try
+from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.http.client import Upstream, UpstreamBroken, request_of
 from ems.router.http.message import Request
@@ -24,7 +24,7 @@ from ems.router.metrics import Counters
 from ems.router.prober import Prober
 from ems.router.relay import Relay
 from ems.router.reply import Refusal, Reply
-from ems.router.request import CompletionRequest, decode_body, handoff_of, parse, prefill_body
+from ems.router.request import CompletionRequest, decode_body, handoff_of, prefill_body
 
 _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
 
@@ -44,6 +44,8 @@ class Parts:
     counters: Counters
     upstream: Upstream
     prober: Prober
+    server: str = ""
+    """The model server whose instances serve the request; empty where there are none."""
 
 
 class ClientLeft(Exception):
@@ -51,15 +53,15 @@ class ClientLeft(Exception):
 
 
 class Exchange:
-    """The course of one completion request, from its body to the last byte of its answer."""
+    """The course of one completion request, from its parsed body to the last byte of its answer."""
 
-    def __init__(self, parts: Parts, request: Request, reply: Reply) -> None:
+    def __init__(self, parts: Parts, request: Request, completion: CompletionRequest, reply: Reply) -> None:
         self._parts = parts
         self._client = request
         self._reply = reply
         self._loop = asyncio.get_running_loop()
         self._prefill_until = 0.0
-        self._request: CompletionRequest
+        self._request = completion
         self._dispatch: Dispatch
         self._relay: Relay | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -72,7 +74,6 @@ class Exchange:
         :raises ClientLeft: nobody waits for the answer.
         """
         config = self._parts.config
-        self._request = parse(self._client.body)
         session = headers.find(self._client.headers, config.session_header) or b""
         self._dispatch = Dispatch(
             self._parts.fleet,
@@ -80,9 +81,7 @@ class Exchange:
             self._parts.counters,
             self._request,
             self._request.prompt(session[:SESSION_BYTES]),
-            prefill_above=config.prefill_above,
-            max_retries=config.max_retries,
-            retry_delay=config.retry_delay,
+            Policy(config.max_retries, config.retry_delay, config.prefill_above, self._parts.server),
         )
         try:
             now = self._loop.time()

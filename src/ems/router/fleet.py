@@ -7,7 +7,7 @@ gets no new request and is forgotten when its last one has ended, no matter what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
 from ems.router.breaker import Breaker
@@ -24,7 +24,19 @@ class Role(StrEnum):
 class Instance:
     """One engine in one role.  Changed by its fleet only."""
 
-    __slots__ = ("address", "breaker", "draining", "failures", "load", "queued", "role", "running", "served", "turn")
+    __slots__ = (
+        "address",
+        "breaker",
+        "draining",
+        "failures",
+        "groups",
+        "load",
+        "queued",
+        "role",
+        "running",
+        "served",
+        "turn",
+    )
 
     def __init__(self, role: Role, address: Address, breaker: Breaker) -> None:
         self.role = role
@@ -39,6 +51,8 @@ class Instance:
         """Requests ever sent here."""
         self.failures = 0
         """Failures ever seen here."""
+        self.groups: Mapping[str, str] = {}
+        """The model servers that it is an instance of, and its group in each; empty where there are none."""
         self.draining = False
         self.turn = 0
         """Grows with each request sent here; the smallest one has waited longest."""
@@ -108,11 +122,20 @@ class Fleet:
     def leaving(self) -> list[Instance]:
         return list(self._leaving.values())
 
-    def usable(self, role: Role) -> list[Instance]:
-        return [instance for instance in self._listed[role].values() if instance.breaker.usable]
+    def belongs(self, role: Role, address: Address, groups: Mapping[str, str]) -> None:
+        """Set which model servers a listed instance is of, and its group in each."""
+        self._listed[role][address].groups = groups
 
-    def serves(self, role: Role) -> bool:
-        return any(instance.breaker.usable for instance in self._listed[role].values())
+    def usable(self, role: Role, server: str = "") -> list[Instance]:
+        """Return those that may get requests, of one model server or of all."""
+        return [
+            instance
+            for instance in self._listed[role].values()
+            if instance.breaker.usable and (not server or server in instance.groups)
+        ]
+
+    def serves(self, role: Role, server: str = "") -> bool:
+        return bool(self.usable(role, server))
 
     def ready(self) -> bool:
         return any(one.breaker.usable and one.breaker.proven for one in self._listed[Role.DECODE].values())

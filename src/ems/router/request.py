@@ -38,6 +38,7 @@ IMAGE_TOKENS: Final = 1024
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Raw])
+_text = msgspec.json.Decoder(str)
 _number = msgspec.json.Decoder(int)
 _encode = msgspec.json.Encoder().encode
 
@@ -77,6 +78,21 @@ class CompletionRequest:
         if beams is not None and bytes(beams) not in (b"false", _NULL):
             return False
         return not any(_is_batch(self.fields.get(name)) for name in ("prompt", "prompt_embeds"))
+
+    @property
+    def model(self) -> str:
+        """The model that is asked for; empty where none is named."""
+        try:
+            return _text.decode(self.fields.get("model", b'""'))
+        except msgspec.DecodeError:
+            return ""
+
+    def renamed(self, model: str) -> CompletionRequest:
+        """The same request for another model."""
+        if model == self.model:
+            return self
+        fields = {**self.fields, "model": Raw(_encode(model))}
+        return CompletionRequest(_encode(fields), fields)
 
     def prompt(self, session: bytes = b"") -> Prompt:
         salt = b"\0".join(bytes(self.fields.get(name, b"")) for name in _BEFORE_THE_PROMPT)

@@ -19,6 +19,7 @@ import uvloop
 from ems.errors import ConfigError, EmsError
 from ems.router.app import Router
 from ems.router.config import Address, RouterConfig
+from ems.router.fleet import Role
 from ems.router.http.server import Server
 
 EXIT_CANNOT_LISTEN = 3
@@ -85,11 +86,15 @@ async def _run(config: RouterConfig, listener: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled)
     async with Router(config) as router:
+        loop.add_signal_handler(signal.SIGHUP, router.reload)
         server = Server(router, body_timeout=config.body_timeout)
         await server.start(listener)
         host, port = listener.getsockname()[:2]
         _tell(f"Listening on http://{Address(host, port)}")
-        _tell(f"Initialized {len(config.prefills)} prefill clients and {len(config.decodes)} decode clients.")
+        _tell(
+            f"Initialized {len(router.fleet.listed(Role.PREFILL))} prefill clients and "
+            f"{len(router.fleet.listed(Role.DECODE))} decode clients."
+        )
         await stop.wait()
         server.drain()
         draining = asyncio.create_task(server.drained(config.drain_timeout))

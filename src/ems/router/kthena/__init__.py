@@ -1,0 +1,1 @@
+"""Kthena's ``ModelServer`` and ``ModelRoute`` as the router's configuration: read, checked, matched."""
