@@ -70,6 +70,7 @@ GROUPS = {
         "Measure the pool and what it gains.",
         {
             "pool": ("bench:pool", "Throughput and latency of the pool beside plain memcpy."),
+            "router": ("bench:router", "CPU and latency of the router, beside others in front of the same stubs."),
             "tier": ("bench:tier", "A directory tier beside plain I/O on the same disk."),
             "ttft": ("bench:ttft", "Time to first token in three steps on two servers."),
             "trace": ("bench:trace", "Replay a trace: which policy hits how often."),

@@ -7,12 +7,15 @@ import secrets
 from pathlib import Path
 from typing import Annotated
 
+import uvloop
 from cyclopts import Parameter
 
 from ems.bench import pool as of_pool
 from ems.bench import tier as of_tier
 from ems.bench import ttft as of_ttft
 from ems.bench.completions import base_url
+from ems.bench.router import contenders as of_contenders
+from ems.bench.router import measure as of_router
 from ems.bench.trace.compare import TracePlan, compare, refuse_plot, table, tier_table
 from ems.bench.trace.compare import plot as draw
 from ems.bench.trace.traffic import read_or_make
@@ -135,6 +138,59 @@ def tier(
 
 def _speeds(plain: float, tier: float, share: float) -> tuple[str, ...]:
     return f"{plain / 1e9:.2f}", f"{tier / 1e9:.2f}", f"{share:.0%}"
+
+
+def router(
+    *,
+    requests: int = 4000,
+    connections: int = 32,
+    streams: int = 64,
+    chunks: int = 64,
+    interval: Seconds = 0.01,
+    rate: float = 500,
+    seconds: Seconds = 5,
+    rounds: int = 3,
+    memory_requests: int = 0,
+    proxy_command: list[str] | None = None,
+    only: str | None = None,
+    output: Format = "table",
+) -> None:
+    """Measure what routers cost: CPU for each request and chunk, rate, added latency, in front of the same stubs.
+
+    EMS's router is measured, and vllm-router where it is installed; others are given by --proxy-command.
+
+    Args:
+        requests: PD requests of a round.
+        connections: Connections of that load.
+        streams: Streams at once.
+        chunks: Chunks of a stream.
+        interval: Seconds between chunks.
+        rate: Requests a second when latency is measured.
+        seconds: How long they are sent; 0 leaves that out.
+        rounds: Rounds, of which the best counts.
+        memory_requests: Requests over which memory is watched.
+        proxy_command: NAME=COMMAND of another router, with {port}, {prefill} and {decode} for ports; may be repeated.
+        only: Names of the routers to measure, separated by commas.
+    """
+    plan = of_router.RouterPlan(
+        requests=requests,
+        connections=connections,
+        streams=streams,
+        chunks=chunks,
+        interval=interval,
+        rate=rate,
+        seconds=seconds,
+        rounds=rounds,
+        memory_requests=memory_requests,
+    )
+    known = [*of_contenders.installed(), *map(of_contenders.parse_command, proxy_command or ())]
+    wanted = None if only is None else {name.strip() for name in only.split(",")}
+    chosen = [one for one in known if wanted is None or one.name in wanted]
+    if not chosen:
+        raise ConfigError(f"--only {only} leaves no router, expected some of {', '.join(one.name for one in known)}")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(of_router.measure(chosen, plan, note))
+    present(report, of_router.tables(report), output)
 
 
 def trace(
