@@ -215,7 +215,7 @@ async def running(
     async with Router(config) as router:
         server = Server(router, body_timeout=config.body_timeout)
         listener = listen("127.0.0.1", 0)
-        await server.start(listener)
+        await server.start(listener, router.tls)
         address = Address("127.0.0.1", listener.getsockname()[1])
         try:
             async with aiohttp.ClientSession(auto_decompress=False) as client:

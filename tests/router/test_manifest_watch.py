@@ -121,3 +121,18 @@ async def test_traffic_policy_bounds_tries_and_silence(tmp_path: Path) -> None:
 
     assert response.status == 504
     assert json.loads(await response.read())["error"]["code"] == "decode_timeout"
+
+
+async def test_a_routes_limit_holds_for_its_adapters_too_and_can_be_removed(tmp_path: Path) -> None:
+    async with FakeEngine() as one, FakeEngine() as two:
+        objects = [placed("one", one), placed("two", two), pod("a", "127.0.0.1", "one"), pod("b", "127.0.0.1", "two")]
+        adapted = {"loraAdapters": ["tuned"]}
+        place = files(
+            tmp_path, *objects, route("m", "one", rateLimit={"inputTokensPerUnit": 1, "unit": "month"}, **adapted)
+        )
+        async with running(manifests=place) as router:
+            assert [await ask(router, name) for name in ("m", "tuned", "m")] == [200, 429, 429]
+            files(tmp_path, *objects, route("m", "two", **adapted))
+            router.router.reload()
+            await until(lambda: goes_to(router, "m") == "default/two")
+            assert [await ask(router, name) for name in ("m", "tuned")] == [200, 200]

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from ems.cli.router_flags import AdmissionFlags, ObserveFlags, TlsFlags
+
 _Many = Parameter(consume_multiple=True, negative=())
 
 
@@ -29,6 +31,9 @@ def router(
     session_header: str = "X-Session-Id",
     session_lifetime: float = 600.0,
     max_body_mib: int = 64,
+    admission: AdmissionFlags = AdmissionFlags(),  # noqa: B008  frozen
+    observe: ObserveFlags = ObserveFlags(),  # noqa: B008
+    tls: TlsFlags = TlsFlags(),  # noqa: B008
     log_level: Literal["debug", "info", "warning", "error"] = "info",
 ) -> int:
     """Run an OpenAI-compatible router in front of prefill and decode servers.
@@ -54,6 +59,9 @@ def router(
         session_header: Header that names a conversation, whose turns stay on the same servers.
         session_lifetime: Seconds for which a conversation's servers are remembered after its last turn.
         max_body_mib: Largest request body in MiB.
+        admission: Who may send requests, and how much.
+        observe: What is written of requests.
+        tls: TLS towards clients and engines.
         log_level: What is logged to stderr.
     """
     from ems.router.config import RouterConfig, pair
@@ -75,5 +83,8 @@ def router(
         session_header=session_header.lower().encode(),
         session_lifetime=session_lifetime,
         max_body_bytes=max_body_mib << 20,
+        admission=admission.settings(),
+        observe=observe.settings(),
+        tls=tls.settings(),
     )
     return serve(config, log_level=log_level)

@@ -8,6 +8,8 @@ Brains (no sockets, no event loop, no clock; the time is an argument):
 - ``dispatch``: what happens next when an instance fails;
 - ``metrics``: what happened so far, and its page.
 
+Packages of both: ``admission`` (who may send requests, how much, and when) and ``observe`` (what is seen of requests).
+
 Shells: ``http`` (connections of clients, and to engines), ``prober`` (asks instances for their health), ``exchange``
 with ``relay`` and ``reply`` (one request on the hot path), ``pages`` and ``app`` (all other pages), and ``server`` (the
 process).

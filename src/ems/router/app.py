@@ -12,6 +12,9 @@ from typing import NamedTuple, Self
 
 from prometheus_client import generate_latest
 
+from ems.router.admission import tls
+from ems.router.admission.limits import limited_by
+from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
 from ems.router.exchange import ClientLeft, Exchange, Parts
@@ -20,6 +23,9 @@ from ems.router.http.client import Upstream
 from ems.router.http.message import Request
 from ems.router.manifest_watch import ManifestWatch
 from ems.router.metrics import CONTENT_TYPE, Counters, RouterCollector
+from ems.router.observe.collector import RequestCollector
+from ems.router.observe.observer import Observer
+from ems.router.observe.record import Record
 from ems.router.pages import Pages
 from ems.router.prober import Prober
 from ems.router.reply import Refusal, Reply
@@ -31,10 +37,24 @@ CLIENT_LEFT = 499
 log = logging.getLogger("ems.router")
 
 
+Serve = Callable[[Request, Reply], Awaitable[None] | None]
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+
+_KINDS = {
+    "invalid_json": "prompt_parsing",
+    "invalid_body": "prompt_parsing",
+    "rate_limit_exceeded": "rate_limit",
+    "no_decode_server": "scheduling",
+    "decode_timeout": "proxy",
+}
+"""What Kthena's metrics and access log call a refusal; the others keep their codes."""
+
+
 class Page(NamedTuple):
     """What answers requests for one path with one method; an awaitable answer ends the request when it is done."""
 
-    serve: Callable[[Request, Reply], Awaitable[None] | None]
+    serve: Serve
     body_limit: int = 1 << 20
 
 
@@ -46,10 +66,20 @@ class Router:
         self.chooser = Chooser(session_lifetime=config.session_lifetime)
         self.fleet = Fleet(self.chooser.forget)
         self.counters = Counters()
-        self._upstream = upstream or Upstream(config.connect_timeout)
+        self.admission = Admission(config.admission)
+        self.observer = Observer(config.observe)
+        self.tls = tls.for_clients(config.tls)
+        engines = tls.for_engines(config.tls)
+        for path in config.tls.watched:
+            self.admission.watch(path, lambda: tls.reload(config.tls, self.tls, engines), loaded=True)
+        self._upstream = upstream or Upstream(config.connect_timeout, engines)
         self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
-        self._parts = Parts(config, self.fleet, self.chooser, self.counters, self._upstream, self._prober)
-        self._metrics = RouterCollector(self.fleet, self.counters)
+        self._parts = Parts(
+            config, self.fleet, self.chooser, self.counters, self._upstream, self._prober, self.admission, self.observer
+        )
+        gate = self.admission.gate
+        requests = RequestCollector(self.observer.series, self.observer.active, lambda: gate.exceeded)
+        self._metrics = (RouterCollector(self.fleet, self.counters), requests)
         self.manifests = (
             None if config.manifests is None else ManifestWatch(config.manifests, config, self.fleet, random.Random())
         )
@@ -65,6 +95,7 @@ class Router:
             self.manifests.start(now)
             self._tasks.append(asyncio.create_task(self.manifests.run()))
         await self._upstream.__aenter__()
+        await self.admission.__aenter__()
         self._tasks.append(asyncio.create_task(self._prober.run()))
         return self
 
@@ -74,6 +105,8 @@ class Router:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self._upstream.__aexit__()
+        await self.admission.__aexit__()
+        self.observer.close()
 
     def reload(self) -> None:
         """Read the manifests again, changed or not."""
@@ -81,7 +114,10 @@ class Router:
             self.manifests.reload()
 
     def admit(self, request: Request) -> int:
-        return self._find(request).body_limit
+        page = self._find(request)
+        if page.serve == self._complete:
+            self.admission.gate.refuse_early(request.headers)
+        return page.body_limit
 
     async def serve(self, request: Request, reply: Reply, refusal: Refusal | None) -> None:
         try:
@@ -90,6 +126,8 @@ class Router:
                 if answered is not None:
                     await answered
             else:
+                if request.method == "POST" and request.path in COMPLETIONS:
+                    self._turned_away(request, reply, refusal)
                 reply.refuse(refusal)
         except Refusal as error:
             reply.refuse(error)
@@ -100,7 +138,7 @@ class Router:
             if reply.status is None:
                 reply.refuse(Refusal(500, "The router failed to serve the request", code="internal_error"))
 
-    def _models(self, reply: Reply) -> None:
+    def _models(self, _: Request, reply: Reply) -> None:
         assert self.manifests is not None
         models = [
             {"id": name, "object": "model", "created": 0, "owned_by": "ems"} for name in self.manifests.routes.models
@@ -108,7 +146,8 @@ class Router:
         reply.json(200, {"object": "list", "data": models})
 
     def _find(self, request: Request) -> Page:
-        methods = self._pages.get(request.path)
+        path = "/debug/requests/ID" if request.path.startswith("/debug/requests/") else request.path
+        methods = self._pages.get(path)
         if methods is None:
             raise Refusal(404, f"There is no {request.path} here", code="not_found")
         page = methods.get(request.method)
@@ -122,21 +161,42 @@ class Router:
             return dict.fromkeys(("GET", "HEAD"), Page(lambda _, reply: answer(reply)))
 
         def metrics(reply: Reply) -> None:
-            reply.whole(200, generate_latest(self._metrics), kind=CONTENT_TYPE)
+            body = b"".join(generate_latest(collector) for collector in self._metrics)
+            reply.whole(200, body, kind=CONTENT_TYPE)
+
+        def known(serve: Serve) -> Serve:
+            """For whoever may send requests."""
+
+            async def page(request: Request, reply: Reply) -> None:
+                await self.admission.gate.identify(request.headers)
+                await _finish(serve(request, reply))
+
+            return page
+
+        def administrators(serve: Serve, *, open_without_keys: bool) -> Serve:
+            """For administrators; with ``open_without_keys`` for everybody as long as there are no keys."""
+
+            async def page(request: Request, reply: Reply) -> None:
+                if self.config.admission.authenticates or not open_without_keys:
+                    await self.admission.gate.administrator(request.headers, request.peer)
+                await _finish(serve(request, reply))
+
+            return page
 
         completions = Page(self._complete, self.config.max_body_bytes)
         return {
-            "/v1/completions": {"POST": completions},
-            "/v1/chat/completions": {"POST": completions},
-            "/v1/models": {"GET": Page(pages.models)} if self.manifests is None else readable(self._models),
-            "/reset_prefix_cache": {"POST": Page(pages.reset_prefix_cache)},
+            **{path: {"POST": completions} for path in COMPLETIONS},
+            "/v1/models": {"GET": Page(known(pages.models if self.manifests is None else self._models))},
+            "/reset_prefix_cache": {"POST": Page(administrators(pages.reset_prefix_cache, open_without_keys=True))},
             "/healthcheck": readable(pages.healthcheck),
             "/health": readable(pages.health),
             "/livez": readable(pages.livez),
             "/readyz": readable(pages.readyz),
             "/metrics": readable(metrics),
-            "/instances/add": {"POST": Page(pages.add)},
-            "/instances/remove": {"POST": Page(pages.remove)},
+            "/instances/add": {"POST": Page(administrators(pages.add, open_without_keys=True))},
+            "/instances/remove": {"POST": Page(administrators(pages.remove, open_without_keys=True))},
+            "/debug/requests": {"GET": Page(administrators(pages.decisions, open_without_keys=False))},
+            "/debug/requests/ID": {"GET": Page(administrators(pages.decision, open_without_keys=False))},
         }
 
     def _routed(self, request: Request, completion: CompletionRequest) -> tuple[Parts, CompletionRequest]:
@@ -151,21 +211,54 @@ class Router:
         if target is None:
             raise Refusal(404, f"There is no route for the model {completion.model!r}", code="model_not_found")
         config = self.manifests.configs[target.server]
-        return replace(self._parts, config=config, server=target.server), completion.renamed(target.model)
+        route = target.route.metadata.path
+        limit = target.route.spec.rate_limit
+        limited = () if limit is None else limited_by(f"route/{route}", limit)
+        parts = replace(self._parts, config=config, server=target.server, route=route, limited=limited)
+        return parts, completion.renamed(target.model)
 
     async def _complete(self, request: Request, reply: Reply) -> None:
         counters = self.counters
         counters.running += 1
         status: int | None = None
+        record = self._record(request, reply)
         try:
-            parts, completion = self._routed(request, parse(request.body))
-            await Exchange(parts, request, completion, reply).run()
+            record.principal = await self.admission.gate.identify(request.headers)
+            record.user = record.principal.user
+            completion = parse(request.body)
+            record.model = completion.model
+            record.input_tokens = completion.prompt_tokens
+            parts, completion = self._routed(request, completion)
+            await Exchange(parts, request, completion, reply, record).run()
         except Refusal as refusal:
             status = refusal.status
+            record.fails(_KINDS.get(refusal.code, refusal.code), refusal.message)
             raise
         except ClientLeft:
             counters.disconnects += 1
+            record.broken = True
+            record.fails("client_left", "The client left before its answer was complete")
             raise
         finally:
             counters.running -= 1
-            counters.answered[request.path, reply.status or status or CLIENT_LEFT] += 1
+            record.status = reply.status or status or CLIENT_LEFT
+            counters.answered[request.path, record.status] += 1
+            self.observer.finished(record, asyncio.get_running_loop().time())
+
+    def _record(self, request: Request, reply: Reply) -> Record:
+        now = asyncio.get_running_loop().time()
+        record = Record(reply.request_id.decode("latin-1"), request.method, request.path, now)
+        self.observer.started(record)
+        return record
+
+    def _turned_away(self, request: Request, reply: Reply, refusal: Refusal) -> None:
+        """Note a request whose body nobody looked at."""
+        record = self._record(request, reply)
+        record.fails(_KINDS.get(refusal.code, refusal.code), refusal.message)
+        record.status = refusal.status
+        self.observer.finished(record, record.arrived)
+
+
+async def _finish(answered: Awaitable[None] | None) -> None:
+    if answered is not None:
+        await answered

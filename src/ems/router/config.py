@@ -11,6 +11,9 @@ from typing import NamedTuple, Self
 import msgspec
 
 from ems.errors import ConfigError
+from ems.router.admission.settings import AdmissionConfig
+from ems.router.admission.tls import TlsConfig
+from ems.router.observe.settings import ObserveConfig
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
 
@@ -101,6 +104,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds for which a conversation's instances are remembered after its last turn."""
     max_body_bytes: int = 64 << 20
     """Largest request body; what is larger is refused with 413."""
+    admission: AdmissionConfig = AdmissionConfig()
+    observe: ObserveConfig = ObserveConfig()
+    tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:
         if self.manifests is not None and (self.decodes or self.prefills):

@@ -17,10 +17,11 @@ happened, and there are at most ``1 + max_retries`` attempts in each role.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ems.router.choosing.chooser import Chooser
+from ems.router.choosing.chooser import Chooser, Score
 from ems.router.choosing.prompt import Prompt
 from ems.router.fleet import Fleet, Hold, Instance, Role
 from ems.router.metrics import Counters, Prefill
@@ -38,6 +39,8 @@ class Try:
 
     instance: Instance
     delay: float
+    considered: Sequence[Score] = field(default=(), compare=False)
+    """What else might have been chosen; the instance's own score is among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class Dispatch:
         )
         if score is None:
             return None
-        instance = score.instance
+        instance, considered = score.instance, self._chooser.considered
         tried.append(instance)
         if role is Role.PREFILL:
             self._hold = self._fleet.hold(instance, score.uncached + REQUEST_OVERHEAD, score.uncached)
@@ -185,9 +188,9 @@ class Dispatch:
             self._hold = self._fleet.hold(instance, self._request.decode_cost, queued)
         self._chooser.sent(instance, self._prompt, now)
         if not retries:
-            return Try(instance, 0.0)
+            return Try(instance, 0.0, considered)
         self._counters.retries[role] += 1
-        return Try(instance, min(self._policy.retry_delay * 2.0 ** (retries - 1), DELAY_CAP))
+        return Try(instance, min(self._policy.retry_delay * 2.0 ** (retries - 1), DELAY_CAP), considered)
 
     def _usable(self, role: Role) -> list[Instance]:
         """Those of the model server: prefills of groups that can decode, decodes of the group that did the prefill."""

@@ -14,6 +14,9 @@ from typing import Final
 from msgspec import Raw
 
 from ems.router import headers
+from ems.router.admission.gate import Asked, Ticket
+from ems.router.admission.limits import Limited
+from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
@@ -21,12 +24,16 @@ from ems.router.fleet import Fleet, Instance, Role
 from ems.router.http.client import Upstream, UpstreamBroken, request_of
 from ems.router.http.message import Request
 from ems.router.metrics import Counters
+from ems.router.observe.observer import Observer
+from ems.router.observe.record import UNRESOLVED, Hop, Record
 from ems.router.prober import Prober
 from ems.router.relay import Relay
 from ems.router.reply import Refusal, Reply
 from ems.router.request import CompletionRequest, decode_body, handoff_of, prefill_body
 
 _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
+
+_TRACE: Final = frozenset((b"traceparent", b"tracestate"))
 
 SESSION_BYTES: Final = 256
 """Of a session's name; what comes behind does not tell sessions apart."""
@@ -44,8 +51,14 @@ class Parts:
     counters: Counters
     upstream: Upstream
     prober: Prober
+    admission: Admission
+    observer: Observer
     server: str = ""
     """The model server whose instances serve the request; empty where there are none."""
+    route: str = ""
+    """The route by which the request came to it."""
+    limited: tuple[Limited, ...] = ()
+    """Limits of the route."""
 
 
 class ClientLeft(Exception):
@@ -55,8 +68,13 @@ class ClientLeft(Exception):
 class Exchange:
     """The course of one completion request, from its parsed body to the last byte of its answer."""
 
-    def __init__(self, parts: Parts, request: Request, completion: CompletionRequest, reply: Reply) -> None:
+    def __init__(
+        self, parts: Parts, request: Request, completion: CompletionRequest, reply: Reply, record: Record
+    ) -> None:
         self._parts = parts
+        self._record = record
+        self._forwarding = parts.admission.forwarding
+        self._ticket: Ticket | None = None
         self._client = request
         self._reply = reply
         self._loop = asyncio.get_running_loop()
@@ -74,13 +92,67 @@ class Exchange:
         :raises ClientLeft: nobody waits for the answer.
         """
         config = self._parts.config
-        session = headers.find(self._client.headers, config.session_header) or b""
+        session = (headers.find(self._client.headers, config.session_header) or b"")[:SESSION_BYTES]
+        try:
+            self._ticket = await self._enter(session)
+            await self._serve(session)
+        except asyncio.CancelledError:
+            if self._reply.client_left:
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+                raise ClientLeft from None
+            self._shut_down()  # by the server, whose time for draining is over
+        finally:
+            if self._ticket is not None:
+                self._leave(self._ticket)
+
+    async def _enter(self, session: bytes) -> Ticket:
+        record, request, gate = self._record, self._request, self._parts.admission.gate
+        record.upstream_model = request.model
+        record.backend_type = UNRESOLVED
+        record.server = record.backend = self._parts.server
+        record.route = self._parts.route
+        if self._parts.observer.spans is not None:
+            added = self._parts.observer.spans.start(record, self._client.headers)
+            lines = self._forwarding.added + b"".join(b"%b: %b\r\n" % pair for pair in added)
+            self._forwarding = headers.Forwarding(self._forwarding.withheld | _TRACE, lines)
+        began = self._loop.time()
+        try:
+            ticket = await gate.enter(
+                record.principal,
+                Asked(
+                    record.model,
+                    request.prompt_tokens,
+                    request.output_tokens,
+                    request.priority,
+                    session.decode("latin-1"),
+                    self._parts.limited,
+                ),
+            )
+        finally:
+            record.queued = self._loop.time() - began
+        record.queued = ticket.queued
+        record.entered = self._loop.time()
+        return ticket
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Give back the place; what a client got of an answer counts, though it left before the end."""
+        relay = self._relay
+        if relay is None or not relay.begun or (self._reply.status or 500) >= 400:
+            ticket.failed()
+        else:
+            self._record.output_tokens = relay.meter.tokens()
+            ticket.done(self._record.output_tokens)
+
+    async def _serve(self, session: bytes) -> None:
+        config = self._parts.config
         self._dispatch = Dispatch(
             self._parts.fleet,
             self._parts.chooser,
             self._parts.counters,
             self._request,
-            self._request.prompt(session[:SESSION_BYTES]),
+            self._request.prompt(session),
             Policy(config.max_retries, config.retry_delay, config.prefill_above, self._parts.server),
         )
         try:
@@ -89,13 +161,6 @@ class Exchange:
             step: Step | None = self._dispatch.start(now)
             while step is not None:
                 step = await self._take(step)
-        except asyncio.CancelledError:
-            if self._reply.client_left:
-                task = asyncio.current_task()
-                assert task is not None
-                task.uncancel()
-                raise ClientLeft from None
-            self._shut_down()  # by the server, whose time for draining is over
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -105,6 +170,7 @@ class Exchange:
         if isinstance(step, Try):
             if step.delay:
                 await asyncio.sleep(step.delay)
+            self._record.hops.append(Hop(step.instance, step.considered, self._loop.time()))
             return await (self._prefill if step.instance.role is Role.PREFILL else self._decode)(step.instance)
         assert isinstance(step, GiveUp)
         later = {"retry-after": str(step.retry_after)}
@@ -127,6 +193,7 @@ class Exchange:
             self._failed(instance, str(error))
             return dispatch.prefill_broke(self._loop.time())
         step = dispatch.prefill_answered(answer.status, self._loop.time())
+        self._record.hops[-1].answered(answer.status, self._loop.time())
         if isinstance(step, PassOn):
             returned = headers.returned(answer.headers, self._reply.request_id).headers
             kept = [pair for pair in returned if pair[0].lower() != b"content-length"]
@@ -140,7 +207,10 @@ class Exchange:
 
     async def _decode(self, instance: Instance) -> Step | None:
         def begins(status: int) -> None:
-            self._dispatch.decode_started(status, self._loop.time())
+            now = self._loop.time()
+            self._record.hops[-1].answered(status, now)
+            self._record.first_byte = now
+            self._dispatch.decode_started(status, now)
             if status >= 500:
                 self._failed(instance, f"it answers {status}")
 
@@ -160,8 +230,7 @@ class Exchange:
                 return self._dispatch.decode_broke(now)
             self._failed(instance, f"it broke off amid an answer: {error}")
             self._dispatch.decode_cut(now)
-            self._parts.counters.breaks += 1
-            relay.break_off("The decode server broke off; send the request again", "upstream_broken")
+            self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")
         return None
 
     def _look(self) -> None:
@@ -182,20 +251,25 @@ class Exchange:
         log.warning("Request %s: no byte from the decode instance in time", self._reply.request_id.decode("latin-1"))
         if not relay.begun:
             raise Refusal(504, "The decode server did not answer in time", code="decode_timeout")
+        self._break_off(relay, "The decode server fell silent; send the request again", "decode_timeout")
+
+    def _break_off(self, relay: Relay, message: str, code: str) -> None:
         self._parts.counters.breaks += 1
-        relay.break_off("The decode server fell silent; send the request again", "decode_timeout")
+        self._record.fails("proxy" if code == "upstream_broken" else code, message)
+        self._record.broken = True
+        relay.break_off(message, code)
 
     def _shut_down(self) -> None:
         """Tell the client that the router ends."""
         message = "The router shuts down; send the request again"
         if self._reply.status is None:
             raise Refusal(503, message, code="shutting_down", headers={"retry-after": "1"})
-        self._parts.counters.breaks += 1
         if self._relay is not None:
-            self._relay.break_off(message, "shutting_down")
+            self._break_off(self._relay, message, "shutting_down")
 
     def _fields(self, *, to_prefill: bool) -> bytes:
-        return headers.sent(self._client.headers, self._reply.request_id, to_prefill=to_prefill)
+        fields, request_id = self._client.headers, self._reply.request_id
+        return headers.sent(fields, request_id, to_prefill=to_prefill, forwarding=self._forwarding)
 
     def _failed(self, instance: Instance, reason: str) -> None:
         request = self._reply.request_id.decode("latin-1")

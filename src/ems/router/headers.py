@@ -1,7 +1,7 @@
 """Which headers cross the router.
 
 Hop-by-hop headers (RFC 9110, section 7.6.1) belong to one connection and stop here, in both directions, along with
-those that the ``Connection`` header names.  Everything else crosses unchanged, the client's ``Authorization`` included.
+those that the ``Connection`` header names.  Everything else crosses unchanged, but what :class:`Forwarding` says.
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ _NOT_RETURNED: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
 _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
+class Forwarding(NamedTuple):
+    """What engines do not get of a client's headers, and the header lines that they get instead."""
+
+    withheld: frozenset[bytes]
+    added: bytes
+
+
+EVERYTHING: Final = Forwarding(frozenset(), b"")
+
+
 def find(headers: RawHeaders, name: bytes) -> bytes | None:
     for key, value in headers:
         if key == name:
@@ -32,14 +42,16 @@ def find(headers: RawHeaders, name: bytes) -> bytes | None:
     return None
 
 
-def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool) -> bytes:
+def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool, forwarding: Forwarding = EVERYTHING) -> bytes:
     """Return the header lines of a request to an instance."""
     dropped = _NOT_TO_PREFILL if to_prefill else _NOT_SENT
+    if forwarding.withheld:
+        dropped = dropped | forwarding.withheld
     connection = find(headers, b"connection")
     if connection is not None:
         dropped = dropped | _tokens(connection)
     lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in dropped]
-    lines.append(b"x-request-id: %b\r\n" % request_id)
+    lines.append(b"x-request-id: %b\r\n%b" % (request_id, forwarding.added))
     return b"".join(lines)
 
 

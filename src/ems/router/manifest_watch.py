@@ -106,8 +106,12 @@ class ManifestWatch:
         for path, route in manifests.routes.items():
             if route.spec.parent_refs:
                 log.warning("The ModelRoute %s is for a Gateway (parentRefs) and is not used", path)
-            if route.spec.rate_limit is not None:
-                log.warning("The ModelRoute %s has a rateLimit, which does not limit yet", path)
+            limit = route.spec.rate_limit
+            if limit is not None and limit.shared is not None and self._config.admission.limits_redis is None:
+                text = (
+                    "The ModelRoute %s shares its rateLimit by Redis, for which --limits-redis is not given: not shared"
+                )
+                log.warning(text, path)
         log.info(
             "Serving %d models by %d model servers with %d instances; %d objects of other kinds were passed over",
             len(self.routes.models),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Raw
@@ -109,6 +110,17 @@ class Pages:
         body = "\n".join(lines) + "\n"
         reply.whole(200 if ready else 503, body.encode(), kind=b"text/plain; charset=utf-8")
 
+    def decisions(self, _: Request, reply: Reply) -> None:
+        reply.json(200, {"requests": self._parts.observer.decisions.newest()})
+
+    def decision(self, request: Request, reply: Reply) -> None:
+        request_id = unquote(request.path.rpartition("/")[2])
+        found = self._parts.observer.decisions.find(request_id)
+        if found is None:
+            message = "There is no such request, or it is too long ago; one that runs is listed when it has ended"
+            raise Refusal(404, message, code="request_not_found")
+        reply.json(200, found)
+
     def add(self, request: Request, reply: Reply) -> None:
         role, addresses = read_change(request.body)
         now = asyncio.get_running_loop().time()
@@ -166,7 +178,9 @@ class Pages:
     async def _ask(
         self, method: str, target: bytes, request: Request, reply: Reply, instances: list[Instance]
     ) -> list[Page | None]:
-        fields = headers.sent(request.headers, reply.request_id, to_prefill=True)
+        fields = headers.sent(
+            request.headers, reply.request_id, to_prefill=True, forwarding=self._parts.admission.forwarding
+        )
         return await asyncio.gather(*(self._one(method, target, fields, instance) for instance in instances))
 
     async def _one(self, method: str, target: bytes, fields: bytes, instance: Instance) -> Page | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ems.router import headers
 from ems.router.http.client import Connection
 from ems.router.http.message import Headers
+from ems.router.observe.usage import Meter
 from ems.router.reply import Reply, error_events
 
 
@@ -27,6 +28,7 @@ class Relay:
         "_status",
         "_takes_events",
         "begun",
+        "meter",
         "moved",
         "source",
     )
@@ -39,6 +41,7 @@ class Relay:
         self._headers: Headers = []
         self._takes_events = False
         self._last = b""
+        self.meter = Meter()
         self.source: Connection | None = None
         self.begun = False
         """Whether the client has got something, after which there is no other attempt."""
@@ -58,6 +61,7 @@ class Relay:
             self._begin()
         self._reply.piece(data)
         self._last = data
+        self.meter.feed(data)
         self.moved = self._loop.time()
 
     def end(self) -> None:

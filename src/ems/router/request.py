@@ -68,6 +68,14 @@ class CompletionRequest:
         self.output_tokens = _output_tokens(fields)
 
     @property
+    def priority(self) -> int:
+        given = self.fields.get("priority")
+        try:
+            return 0 if given is None else _number.decode(given)
+        except ValueError:
+            return 0  # null, or something the engine will refuse
+
+    @property
     def single(self) -> bool:
         """Whether it is for one sequence."""
         for name in ("n", "best_of"):

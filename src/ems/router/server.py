@@ -88,9 +88,9 @@ async def _run(config: RouterConfig, listener: socket.socket) -> None:
     async with Router(config) as router:
         loop.add_signal_handler(signal.SIGHUP, router.reload)
         server = Server(router, body_timeout=config.body_timeout)
-        await server.start(listener)
+        await server.start(listener, router.tls)
         host, port = listener.getsockname()[:2]
-        _tell(f"Listening on http://{Address(host, port)}")
+        _tell(f"Listening on {'http' if router.tls is None else 'https'}://{Address(host, port)}")
         _tell(
             f"Initialized {len(router.fleet.listed(Role.PREFILL))} prefill clients and "
             f"{len(router.fleet.listed(Role.DECODE))} decode clients."

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ems.router.admission.bearer import Tokens
-from ems.router.admission.gate import ANYBODY, Asked, Gate, Ticket
-from ems.router.admission.keys import ApiKey, KeyFile, Keys, Principal, digest_of, new_key
+from ems.router.admission.gate import Asked, Gate, Ticket
+from ems.router.admission.keys import ANYBODY, ApiKey, KeyFile, Keys, Principal, digest_of, new_key
 from ems.router.admission.limits import Kind, RateLimit, Unit
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.reply import Refusal

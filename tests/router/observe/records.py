@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ems.router.observe.record import MODEL_SERVER, Record
+from ems.router.breaker import Breaker
+from ems.router.choosing.chooser import Score
+from ems.router.config import Address
+from ems.router.fleet import Instance, Role
+from ems.router.observe.record import MODEL_SERVER, Hop, Record
 
 
 def record(**facts: Any) -> Record:
@@ -35,6 +39,18 @@ def record(**facts: Any) -> Record:
     }
     for name, value in (usual | facts).items():
         setattr(one, name, value)
+    return one
+
+
+def chosen(**facts: Any) -> Record:
+    """A request that was decoded by one of two instances."""
+    now = 0.0
+    instances = [Instance(Role.DECODE, Address("10.0.0.2", port), Breaker(now, trusted=True)) for port in (2, 3)]
+    scores = [Score(one, 10 * number, 40.0 * number, bool(number)) for number, one in enumerate(instances, 1)]
+    one = record(**facts)
+    hop = Hop(instances[0], scores, 100.2)
+    hop.answered(200, 100.5)
+    one.hops.append(hop)
     return one
 
 

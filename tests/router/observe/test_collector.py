@@ -9,7 +9,7 @@ from ems.router.admission.limits import Kind
 from ems.router.observe.collector import RequestCollector
 from ems.router.observe.record import Record
 from ems.router.observe.series import MOST_MODELS, AllSeries
-from tests.router.observe.records import record, refused
+from tests.router.observe.records import chosen, record, refused
 
 
 def page(records: Iterable[Record], active: Iterable[Record] = (), **exceeded: int) -> dict[str, float]:
@@ -60,7 +60,7 @@ def test_times_of_our_own() -> None:
 
 def test_what_is_going_on() -> None:
     waiting = refused(model="m")
-    samples = page([record()], [record(), waiting], m=3, other=1)
+    samples = page([record()], [chosen(), waiting], m=3, other=1)
 
     assert samples["kthena_router_active_requests{}"] == 2
     assert samples["kthena_router_active_downstream_requests{model=m}"] == 2

@@ -3,34 +3,36 @@ from __future__ import annotations
 import msgspec
 
 from ems.router.observe.decisions import Decisions
-from tests.router.observe.records import record, refused
-
-
-class Score(msgspec.Struct):
-    plugin: str
-    score: int
-
-
-class Opaque:
-    def __str__(self) -> str:
-        return "opaque"
+from tests.router.observe.records import chosen, record, refused
 
 
 def test_says_where_a_request_went_and_why() -> None:
     decisions = Decisions()
-    decisions.add(record(choice=(Score("prefix-cache", 75), Opaque(), {"least-request": 9})))
+    decisions.add(chosen())
     found = decisions.find("r-1")
 
     assert found is not None
-    assert found["choice"] == {
-        "prefill": "10.0.0.1:1",
-        "decode": "10.0.0.2:2",
-        "prefix_tokens": 30,
-        "session_affinity": None,
-        "why": ({"plugin": "prefix-cache", "score": 75}, "opaque", {"least-request": 9}),
-    }
+    assert found["choice"]["attempts"] == [
+        {
+            "role": "decode",
+            "instance": "10.0.0.2:2",
+            "sent": 0.2,
+            "status": 200,
+            "scores": [
+                {"instance": "10.0.0.2:2", "cost": 40.0, "uncached_tokens": 10, "session_was_here": True},
+                {"instance": "10.0.0.2:3", "cost": 80.0, "uncached_tokens": 20, "session_was_here": True},
+            ],
+        }
+    ]
     assert found["times"]["first_byte"] == 0.5
-    assert msgspec.json.decode(msgspec.json.encode(found))["choice"]["why"][1] == "opaque"
+    assert msgspec.json.decode(msgspec.json.encode(found)) == found
+
+
+def test_attempts_say_what_is_true_of_the_request() -> None:
+    one = chosen(prefix_tokens=0, attempts=0, backend_type="none")
+    one.settle()
+
+    assert (one.attempts, one.decode, one.prefix_tokens, one.affinity) == (1, "10.0.0.2:2", 30, True)
 
 
 def test_says_why_a_request_was_refused() -> None:

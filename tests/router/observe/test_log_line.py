@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import json
 
-from ems.router.observe.log_line import Format, line_of
+from ems.router.observe.log_line import line_of
+from ems.router.observe.settings import Format
 from tests.router.observe.records import record, refused
 
 

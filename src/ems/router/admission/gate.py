@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from ems.router import headers
 from ems.router.admission.bearer import KeyUnknown, TokenRefused, Tokens
-from ems.router.admission.keys import Keys, Principal
+from ems.router.admission.keys import ANYBODY, Keys, Principal
 from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Taken
 from ems.router.admission.queue import Place, Queue, State
 from ems.router.admission.settings import AdmissionConfig
@@ -82,9 +82,6 @@ class Ticket:
             gate.end(self._place, self._taken, used=None, output_tokens=0)
 
 
-ANYBODY = Principal("")
-
-
 class Gate:
     """One gate for a router."""
 
@@ -121,6 +118,19 @@ class Gate:
         if self._timer is not None:
             self._timer.cancel()
 
+    def refuse_early(self, fields: headers.RawHeaders) -> None:
+        """Refuse, before its body is there, a request without a credential that could open anything.
+
+        :raises Refusal: 401.
+        """
+        if self.keys is None and self.tokens is None:
+            return
+        credential = _credential(fields)
+        if credential is None:
+            raise _no_credential()
+        if credential.count(b".") != 2 and (self.keys is None or self.keys.recognise(credential, time.time()) is None):
+            raise _unknown_key()
+
     async def identify(self, fields: headers.RawHeaders) -> Principal:
         """Who sends a request.
 
@@ -130,13 +140,13 @@ class Gate:
             return ANYBODY
         credential = _credential(fields)
         if credential is None:
-            raise _unauthorised("Send an API key or a token as 'Authorization: Bearer ...'", "missing_credentials")
+            raise _no_credential()
         if self.keys is not None:
             principal = self.keys.recognise(credential, time.time())
             if principal is not None:
                 return principal
         if self.tokens is None or credential.count(b".") != 2:
-            raise _unauthorised("The API key is not known, or has expired", "invalid_api_key")
+            raise _unknown_key()
         try:
             return await self._bearer(self.tokens, credential)
         except TokenRefused as error:
@@ -283,6 +293,14 @@ def is_loopback(peer: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(peer).is_loopback
     return False
+
+
+def _no_credential() -> Refusal:
+    return _unauthorised("Send an API key or a token as 'Authorization: Bearer ...'", "missing_credentials")
+
+
+def _unknown_key() -> Refusal:
+    return _unauthorised("The API key is not known, or has expired", "invalid_api_key")
 
 
 def _unauthorised(message: str, code: str) -> Refusal:

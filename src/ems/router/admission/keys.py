@@ -61,6 +61,10 @@ class Principal(msgspec.Struct, frozen=True):
         return False
 
 
+ANYBODY: Final = Principal("")
+"""Who sends a request where nobody asks."""
+
+
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What stands in the file.
 

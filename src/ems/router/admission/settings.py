@@ -37,8 +37,6 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds that a request waits at most."""
     fair_half_life: float = 300.0
     """Seconds after which what a user used counts half."""
-    session_header: str = "x-session-id"
-    """The header by which requests of one session are known."""
     session_boost: float = 0.0
     """Seconds after an answer in which the session's next request goes first; 0 is never."""
 

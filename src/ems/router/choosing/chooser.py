@@ -53,6 +53,8 @@ class Chooser:
         self._index = index or PrefixIndex()
         self._sessions = {role: Sessions(session_lifetime) for role in Role}
         self._bits: dict[Instance, int] = {}
+        self.considered: list[Score] = []
+        """What was looked at for the last choice."""
 
     def forget(self, instance: Instance) -> None:
         """An instance is gone, or has lost what it had."""
@@ -93,6 +95,7 @@ class Chooser:
         """Return the instance for a request; of those tried before only when ``again`` and nobody else is left."""
         fresh = [instance for instance in usable if instance not in tried] if tried else usable
         scores = self.scores(role, fresh or (usable if again else ()), prompt, now, prefilled=prefilled)
+        self.considered = scores
         best = min(scores, key=_rank, default=None)
         if best is not None:
             for one in scores:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 import httptools
@@ -57,8 +58,9 @@ class Page(NamedTuple):
 class Upstream:
     """Sends requests to engines; without a limit on connections."""
 
-    def __init__(self, connect_timeout: float) -> None:
+    def __init__(self, connect_timeout: float, tls: ssl.SSLContext | None = None) -> None:
         self._connect_timeout = connect_timeout
+        self._tls = tls
         self._kept: dict[Address, list[Connection]] = {}
         self._open: set[Connection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -111,7 +113,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop, self._open), address.host, address.port
+                    lambda: Connection(loop, self._open), address.host, address.port, ssl=self._tls
                 )
         except TimeoutError:
             raise UpstreamBroken(f"It takes no connection within {self._connect_timeout:g} s") from None

@@ -11,7 +11,7 @@ Headers = list[tuple[bytes, bytes]]
 class Request:
     """One request: its head at once, its ``body`` when it is complete."""
 
-    __slots__ = ("body", "headers", "keeps_alive", "method", "path", "query", "target", "version")
+    __slots__ = ("body", "headers", "keeps_alive", "method", "path", "peer", "query", "target", "version")
 
     def __init__(self, method: str, target: bytes, headers: Headers, version: str, *, keeps_alive: bool) -> None:
         self.method = method
@@ -25,6 +25,8 @@ class Request:
         self.keeps_alive = keeps_alive
         """Whether the client wants its connection kept for another request."""
         self.body = b""
+        self.peer = ""
+        """The client's address, or that of the proxy in front."""
 
     @property
     def awaits_continue(self) -> bool:

@@ -113,6 +113,7 @@ class Connection(asyncio.Protocol):
         self._loop = server.loop
         self._parser: Any = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
+        self._peer = ""
         # The request that arrives.
         self._url = b""
         self._headers: Headers = []
@@ -140,6 +141,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but its class
+        name = transport.get_extra_info("peername")
+        self._peer = str(name[0]) if isinstance(name, tuple) else ""
         self._server.connections.add(self)
         self._expect_by(self._loop.time() + _KEEP_ALIVE_SECONDS)
         if self._server.draining:
@@ -217,6 +220,7 @@ class Connection(asyncio.Protocol):
         method = parser.get_method().decode("latin-1")
         keeps_alive = parser.should_keep_alive() and method != "CONNECT"
         request = Request(method, self._url, self._headers, parser.get_http_version(), keeps_alive=keeps_alive)
+        request.peer = self._peer
         self._request = request
         self._deadline = None
         self._refusal = None

@@ -64,9 +64,7 @@ class RequestCollector(Collector):
         downstream: Counter[tuple[str, ...]] = Counter((self._name(one.model),) for one in active)
         yield _gauge("active_downstream_requests", "Requests being served", ("model",), downstream)
         upstream: Counter[tuple[str, ...]] = Counter(
-            (one.server, one.route, one.backend_type, one.backend, one.upstream_model)
-            for one in active
-            if one.prefill_sent or one.decode_sent
+            (one.server, one.route, one.backend_type, one.backend, one.upstream_model) for one in active if one.hops
         )
         yield _gauge("active_upstream_requests", "Requests that an engine works on", _UPSTREAM, upstream)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final
 
-import msgspec
-
-from ems.router.observe.record import Record
+from ems.router.observe.record import Hop, Record
 
 KEPT: Final = 1024
 LISTED: Final = 50
@@ -59,7 +57,7 @@ def explained(record: Record) -> dict[str, Any]:
             "decode": record.decode or None,
             "prefix_tokens": record.prefix_tokens,
             "session_affinity": record.affinity,
-            "why": msgspec.to_builtins(record.choice, enc_hook=str),
+            "attempts": [_attempt(record, hop) for hop in record.hops],
         },
         "times": {
             "queued": round(record.queued, 6),
@@ -73,9 +71,27 @@ def explained(record: Record) -> dict[str, Any]:
         "answer": {
             "status": record.status,
             "upstream_status": record.answered_status or None,
-            "attempts": record.attempts,
             "output_tokens": record.output_tokens,
             "broken": record.broken,
             "error": {"type": record.error_type, "message": record.error_message} if record.error_type else None,
         },
+    }
+
+
+def _attempt(record: Record, hop: Hop) -> dict[str, Any]:
+    """Where a request went, and what each instance scored; costs and tokens are those of the moment."""
+    return {
+        "role": hop.instance.role,
+        "instance": str(hop.instance.address),
+        "sent": round(hop.sent - record.arrived, 6),
+        "status": hop.status or None,
+        "scores": [
+            {
+                "instance": str(score.instance.address),
+                "cost": round(score.cost, 3),
+                "uncached_tokens": score.uncached,
+                "session_was_here": score.sticky,
+            }
+            for score in hop.considered
+        ],
     }

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from enum import StrEnum
 
 import msgspec
 
 from ems.router.observe.record import Record
-
-
-class Format(StrEnum):
-    """How lines are written."""
-
-    TEXT = "text"
-    JSON = "json"
-    OFF = "off"
+from ems.router.observe.settings import Format
 
 
 class _Error(msgspec.Struct):

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Final
 
-import msgspec
-
-from ems.errors import ConfigError
 from ems.router.observe.access_log import AccessLog
 from ems.router.observe.decisions import Decisions
-from ems.router.observe.log_line import Format, line_of
+from ems.router.observe.log_line import line_of
 from ems.router.observe.record import Record
 from ems.router.observe.series import AllSeries
+from ems.router.observe.settings import Format, ObserveConfig
 from ems.router.observe.spans import Spans
-
-MOST_DECISIONS: Final = 100_000
-
-
-class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept and written of requests."""
-
-    access_log: Format = Format.OFF
-    access_log_output: str = "stdout"
-    """``stdout`` or a file."""
-    decisions: int = 1024
-    """Requests that can be asked for at ``/debug/requests/ID``."""
-    otlp_traces_endpoint: str | None = None
-    """Where spans go, by OTLP over HTTP."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decisions <= MOST_DECISIONS:
-            raise ConfigError(f"--debug-requests {self.decisions} is out of range: expected 0 to {MOST_DECISIONS}")
 
 
 class Observer:
@@ -58,6 +37,7 @@ class Observer:
     def finished(self, record: Record, now: float) -> None:
         """Take a request that has ended, by whatever way; its record does not change any more."""
         record.ended = now
+        record.settle()
         self.active.discard(record)
         self.series.finished(record)
         self.decisions.add(record)

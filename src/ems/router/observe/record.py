@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
+
+from ems.router.admission.keys import ANYBODY
+from ems.router.choosing.chooser import Score
+from ems.router.fleet import Instance, Role
 
 NEVER: Final = 0.0
 
@@ -12,6 +17,30 @@ UNRESOLVED: Final = "unresolved"
 
 DONE: Final = "successful_request"
 FAILED: Final = "request_failed"
+
+
+class Hop:
+    """One attempt at one instance."""
+
+    __slots__ = ("answered_at", "considered", "instance", "sent", "status")
+
+    def __init__(self, instance: Instance, considered: Sequence[Score], now: float) -> None:
+        self.instance = instance
+        self.considered = considered
+        """What else might have been chosen; the instance's own score is among them."""
+        self.sent = now
+        self.status = 0
+        """What it answered; 0 when it did not."""
+        self.answered_at = NEVER
+
+    def answered(self, status: int, now: float) -> None:
+        """It answered: a prefill as a whole, a decode with its first byte."""
+        self.status = status
+        self.answered_at = now
+
+    @property
+    def chosen(self) -> Score | None:
+        return next((score for score in self.considered if score.instance is self.instance), None)
 
 
 class Record:
@@ -25,7 +54,6 @@ class Record:
         "backend",
         "backend_type",
         "broken",
-        "choice",
         "decode",
         "decode_sent",
         "ended",
@@ -34,6 +62,7 @@ class Record:
         "error_type",
         "first_byte",
         "gateway",
+        "hops",
         "input_tokens",
         "method",
         "model",
@@ -43,6 +72,7 @@ class Record:
         "prefill_done",
         "prefill_sent",
         "prefix_tokens",
+        "principal",
         "queued",
         "request_id",
         "route",
@@ -59,6 +89,7 @@ class Record:
         self.path = path
         self.arrived = now
         self.model = ""
+        self.principal = ANYBODY
         self.user = ""
         self.input_tokens = 0
         """Estimated."""
@@ -94,26 +125,32 @@ class Record:
         self.decode_sent = NEVER
         self.first_byte = NEVER
         self.ended = NEVER
-        self.choice: object = None
-        """What the chooser said."""
+        self.hops: list[Hop] = []
         self.span: object = None
 
-    @property
-    def prefill_seconds(self) -> float | None:
-        return self.prefill_done - self.prefill_sent if self.prefill_done else None
+    def fails(self, kind: str, message: str) -> None:
+        self.error_type = kind
+        self.error_message = message
 
-    @property
-    def decode_seconds(self) -> float | None:
-        return self.ended - self.decode_sent if self.decode_sent else None
-
-    @property
-    def handoff_seconds(self) -> float | None:
-        """From the prefill's answer to the decode's first byte."""
-        return self.first_byte - self.prefill_done if self.first_byte and self.prefill_done else None
-
-    @property
-    def first_token_seconds(self) -> float | None:
-        return self.first_byte - self.arrived if self.first_byte else None
+    def settle(self) -> None:
+        """Read out of the attempts what is said of the request as a whole."""
+        self.attempts = len(self.hops)
+        for hop in self.hops:
+            if hop.instance.role is Role.PREFILL:
+                self.prefill = str(hop.instance.address)
+                self.prefill_sent = hop.sent
+                self.prefill_done = hop.answered_at if 200 <= hop.status < 300 else NEVER
+            else:
+                self.decode = str(hop.instance.address)
+                self.decode_sent = hop.sent
+            self.answered_status = hop.status
+        if self.hops:
+            self.backend_type = MODEL_SERVER
+            chosen = self.hops[0].chosen
+            if chosen is not None:
+                self.prefix_tokens = max(0, self.input_tokens - chosen.uncached)
+                known = any(score.sticky for score in self.hops[0].considered)
+                self.affinity = chosen.sticky if known else None
 
     @property
     def sent(self) -> float:

@@ -1,0 +1,162 @@
+"""Flags of ``ems router`` that say who may send requests, what is written of them, and what TLS takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from ems.router.admission.limits import RateLimit
+    from ems.router.admission.settings import AdmissionConfig
+    from ems.router.admission.tls import TlsConfig
+    from ems.router.observe.settings import ObserveConfig
+
+Unit = Literal["second", "minute", "hour", "day", "month"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AdmissionFlags:
+    """Who may send requests, and how much."""
+
+    api_keys: str | None = None
+    """File of API keys; with it a request needs one of them, or a token."""
+    jwt_issuer: str | None = None
+    """Issuer whose JSON Web Tokens count."""
+    jwt_audience: str | None = None
+    """Audience that tokens must be for."""
+    jwt_key_set: str | None = None
+    """URL or file of the issuer's JWKS."""
+    jwt_models_claim: str | None = None
+    """Claim of a token with the models that its bearer may use; all when not given."""
+    forward_credentials: bool = False
+    """Let engines have the credentials that clients send to the router."""
+    engine_key: str | None = None
+    """File with the key that engines get from the router."""
+    input_tokens_per_unit: int | None = None
+    """Tokens of prompts that the router takes in a unit of time."""
+    output_tokens_per_unit: int | None = None
+    """Tokens of answers that it takes in a unit of time."""
+    rate_limit_unit: Unit = "minute"
+    """That unit."""
+    limits_redis: str | None = None
+    """URL of a Redis through which routers share their limits."""
+    max_running: int = 0
+    """Requests that run at once, others wait; 0 has no bound."""
+    queue_size: int = 1024
+    """Requests that wait at once, others are refused."""
+    queue_timeout: float = 60.0
+    """Seconds that a request waits at most."""
+    fair_half_life: float = 300.0
+    """Seconds after which what a user used counts half."""
+    session_boost: float = 0.0
+    """Seconds after an answer in which the next request of its conversation goes first; 0 never."""
+
+    def settings(self) -> AdmissionConfig:
+        from ems.errors import ConfigError
+        from ems.router.admission.bearer import TokenSettings
+        from ems.router.admission.settings import AdmissionConfig
+
+        tokens = None
+        if self.jwt_issuer is not None or self.jwt_key_set is not None:
+            audiences = () if self.jwt_audience is None else (self.jwt_audience,)
+            tokens = TokenSettings(
+                issuer=self.jwt_issuer or "",
+                audiences=audiences,
+                key_set=self.jwt_key_set or "",
+                models_claim=self.jwt_models_claim,
+            )
+        elif self.jwt_audience is not None or self.jwt_models_claim is not None:
+            raise ConfigError("--jwt-audience and --jwt-models-claim take --jwt-issuer and --jwt-key-set")
+        return AdmissionConfig(
+            api_keys=self.api_keys,
+            tokens=tokens,
+            forward_credentials=self.forward_credentials,
+            engine_key=self.engine_key,
+            limit=self._limit(),
+            limits_redis=self.limits_redis,
+            max_running=self.max_running,
+            queue_size=self.queue_size,
+            queue_timeout=self.queue_timeout,
+            fair_half_life=self.fair_half_life,
+            session_boost=self.session_boost,
+        )
+
+    def _limit(self) -> RateLimit | None:
+        from ems.errors import ConfigError
+        from ems.router.admission.limits import RateLimit, Unit
+
+        if self.input_tokens_per_unit is None and self.output_tokens_per_unit is None:
+            return None
+        for tokens in (self.input_tokens_per_unit, self.output_tokens_per_unit):
+            if tokens is not None and tokens < 1:
+                raise ConfigError(f"A limit of {tokens} tokens lets nothing through: expected 1 or more")
+        return RateLimit(
+            input_tokens_per_unit=self.input_tokens_per_unit,
+            output_tokens_per_unit=self.output_tokens_per_unit,
+            unit=Unit(self.rate_limit_unit),
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ObserveFlags:
+    """What is written of requests."""
+
+    access_log: Literal["off", "text", "json"] = "off"
+    """How a line for each request is written."""
+    access_log_output: str = "stdout"
+    """Where these lines go: stdout, or a file."""
+    debug_requests: int = 1024
+    """Requests that can be asked for at /debug/requests/ID after they ended."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans go, by OTLP over HTTP."""
+
+    def settings(self) -> ObserveConfig:
+        from ems.router.observe.settings import Format, ObserveConfig
+
+        return ObserveConfig(
+            access_log=Format(self.access_log),
+            access_log_output=self.access_log_output,
+            decisions=self.debug_requests,
+            otlp_traces_endpoint=self.otlp_traces_endpoint,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TlsFlags:
+    """TLS; all files are PEM."""
+
+    tls_cert: str | None = None
+    """Certificate that clients are shown; with it the router speaks HTTPS."""
+    tls_key: str | None = None
+    """Its key."""
+    tls_client_ca: str | None = None
+    """Who signs the certificates that clients must show."""
+    engine_tls: bool = False
+    """Speak HTTPS to engines."""
+    engine_tls_ca: str | None = None
+    """Who signs the engines' certificates, when not the system's authorities."""
+    engine_tls_cert: str | None = None
+    """Certificate that engines are shown."""
+    engine_tls_key: str | None = None
+    """Its key."""
+    engine_tls_insecure: bool = False
+    """Take any certificate of an engine."""
+
+    def settings(self) -> TlsConfig:
+        from ems.router.admission.tls import TlsConfig
+
+        return TlsConfig(
+            certificate=self.tls_cert,
+            key=self.tls_key,
+            client_authority=self.tls_client_ca,
+            engine_tls=self.engine_tls,
+            engine_authority=self.engine_tls_ca,
+            engine_certificate=self.engine_tls_cert,
+            engine_key=self.engine_tls_key,
+            engine_insecure=self.engine_tls_insecure,
+        )

@@ -1,0 +1,98 @@
+"""The gate of a running router, and what keeps it up to date: files that are looked at, an issuer that is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from ems.errors import ConfigError
+from ems.router.admission import files
+from ems.router.admission.bearer import Tokens
+from ems.router.admission.files import WatchedFile
+from ems.router.admission.gate import CREDENTIALS, Gate
+from ems.router.admission.key_set import KeySetFile, KeySetUrl
+from ems.router.admission.keys import KeyFile, Keys
+from ems.router.admission.settings import AdmissionConfig
+from ems.router.admission.shared_limits import RedisLimits
+from ems.router.headers import Forwarding
+
+_URLS = ("https://", "http://")
+
+
+class Admission:
+    """An asynchronous context manager; the constructor reads all files.
+
+    :raises ConfigError: a file cannot be used.
+    """
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._watched: list[WatchedFile] = []
+        self._running: list[asyncio.Task[None]] = []
+        self._url: KeySetUrl | None = None
+        self._redis = None if config.limits_redis is None else RedisLimits(config.limits_redis)
+        tokens = None if config.tokens is None else Tokens(config.tokens)
+        source: KeySetFile | KeySetUrl | None = None
+        if config.tokens is not None and tokens is not None:
+            if config.tokens.key_set.startswith(_URLS):
+                source = self._url = KeySetUrl(config.tokens.key_set, tokens)
+            else:
+                path = Path(config.tokens.key_set)
+                source = KeySetFile(path, tokens)
+                self.watch(path, source.load)
+        self.gate = Gate(config, tokens=tokens, key_source=source, shared=self._redis)
+        if config.api_keys is not None:
+            keys = Path(config.api_keys)
+            self.watch(keys, lambda: self._load_keys(keys))
+        self.forwarding = Forwarding(frozenset(), b"")
+        if config.engine_key is not None:
+            engine_key = Path(config.engine_key)
+            self.watch(engine_key, lambda: self._load_engine_key(engine_key))
+        elif config.authenticates and not config.forward_credentials:
+            self.forwarding = Forwarding(frozenset(CREDENTIALS), b"")
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._running.append(loop.create_task(self._look()))
+        if self._url is not None:
+            self._running.append(loop.create_task(self._url.run()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.gate.close()
+        for task in self._running:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        if self._redis is not None:
+            await self._redis.__aexit__()
+
+    def watch(self, path: Path, load: Callable[[], None], *, loaded: bool = False) -> None:
+        """Read a file, unless that was done, and again whenever it changes."""
+        watched = WatchedFile(path, load)
+        if not loaded:
+            load()
+        self._watched.append(watched)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(files.POLL_SECONDS)
+            for watched in self._watched:
+                watched.look()
+
+    def _load_keys(self, path: Path) -> None:
+        data = files.read(path, what="the file of API keys", secret=True)
+        try:
+            self.gate.keys = Keys(msgspec.json.decode(data, type=KeyFile))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is no file of API keys: {error}") from None
+
+    def _load_engine_key(self, path: Path) -> None:
+        key = files.read(path, what="the engines' key", secret=True).strip()
+        if not key or not key.isascii() or any(byte <= 32 for byte in key):
+            raise ConfigError(f"{path} is no key: expected one word of ASCII")
+        self.forwarding = Forwarding(frozenset(CREDENTIALS), b"authorization: Bearer %b\r\n" % key)
