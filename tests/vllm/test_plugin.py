@@ -108,6 +108,7 @@ print(before, granted(), current_platform.is_cpu() and torch.cpu._is_amx_tile_su
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a matter of one processor's instructions")
+@pytest.mark.process
 def test_every_process_of_an_engine_may_use_the_tiles_that_its_processor_has() -> None:
     """A process of its own: what was granted once is never taken back."""
     told = subprocess.run([sys.executable, "-c", TILES], capture_output=True, text=True, check=True).stdout.split()

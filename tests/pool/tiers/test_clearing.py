@@ -209,7 +209,7 @@ async def test_what_is_stored_meanwhile_stays_and_is_written(bench: Callable[...
 async def test_a_tier_that_fails_says_so_and_memory_is_cleared(
     bench: Callable[..., Administered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ems.pool.movement.gate.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("ems.pool.tiers.tier_state.FIRST_PAUSE", 0.05)
     one, keys = bench(), chain("a", 4)
     await stored(one, keys)
     await one.until(lambda: one.state._keeping is None)

@@ -168,7 +168,7 @@ async def test_a_write_that_hangs_is_no_burden(bench: Callable[..., Bench]) -> N
 async def test_a_tier_that_fails_is_left_alone_and_comes_back(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ems.pool.movement.gate.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("ems.pool.tiers.tier_state.FIRST_PAUSE", 0.05)
     one, keys = bench(), chain("a", 4)
     await stored(one, keys)
     one.forget()

@@ -273,6 +273,7 @@ os._exit(0)  # libraries of NIXL's own and the system's like of them clash where
 """
 
 
+@pytest.mark.process
 def test_on_a_cpu_the_transports_thread_leaves_the_cores_to_others() -> None:
     """It took a whole core: what is measured is processor time, whatever else the machine does meanwhile."""
     told = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, check=True).stdout
