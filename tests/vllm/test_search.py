@@ -32,6 +32,8 @@ class Shelf:
         """What a page was said to take to be computed."""
         self.below: list[bytes] = []
         """Keys that come up from a tier below memory."""
+        self.asked: list[tuple[bytes, bool]] = []
+        """Directories in which tails were looked for, and whether with a lease."""
         self.lose_after: int | None = None
         """Number of calls after which all pages are gone."""
 
@@ -48,6 +50,7 @@ class Shelf:
 
     def lookup_tail(self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float) -> TailHit:
         assert timeout
+        self.asked.append((tail.directory, lease))
         here = self._here(namespace)
         found = [(other.common(tail.tokens), other) for other in self.tails if other.directory == tail.directory]
         found = [(shared, other) for shared, other in found if shared and other.key in here]
@@ -253,3 +256,21 @@ def test_what_comes_up_from_a_tier_is_told_and_pages_share_the_computing() -> No
         told.append(looking.promoting)
     assert told == [False, True, False]
     assert shelf.computing == {0.25}
+
+
+def test_the_end_of_a_prompt_is_asked_for_while_what_stands_before_it_comes_up() -> None:
+    shelf, planes, prompt = Shelf(), [Plane("full")], make_prompt(4 * BLOCK + 2)
+    put(shelf, planes[0], prompt, 0)
+    shelf.below = list(prompt.chain[1:4])
+    looking = search(shelf, planes)
+    end = prompt.chain.tail(4, prompt.tokens[4 * BLOCK :])
+
+    assert looking.take(prompt).tokens == looking.reach(prompt)[0] == BLOCK
+    assert shelf.asked == [(end.directory, False)] * 2
+
+    shelf.below = []
+    for block in range(1, 4):
+        put(shelf, planes[0], prompt, block)
+    put_tail(shelf, planes, prompt, 4)
+    assert looking.take(prompt).tokens == len(prompt.tokens)
+    assert shelf.asked[2:] == [(end.directory, True)]

@@ -227,13 +227,18 @@ class Search:
         return None, False
 
     def _tail(self, prompt: Prompt, chunks: int, *, lease: bool) -> TailHit:
-        """The part of chunk number ``chunks`` that some page of the first plane holds."""
-        name = self.tail_name(prompt, chunks)
+        """The part of chunk number ``chunks`` that some page of the first plane holds.
+
+        While chunks come up from tiers there it is no use yet, but what stands behind these is asked for, to come with
+        them.
+        """
+        ahead = self.promoting
+        name = self.tail_name(prompt, chunks + ahead)
         if name is None:
             return NO_TAIL
-        hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease, timeout=self._timeout)
-        self.promoting = max(self.promoting, int(hit.below))
-        return hit
+        hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease and not ahead, timeout=self._timeout)
+        self.promoting = max(ahead, int(hit.below))
+        return TailHit(0, b"", hit.pending, None) if ahead else hit
 
     def tail_name(self, prompt: Prompt, chunks: int) -> Tail | None:
         """The chunk number ``chunks`` as far as the prompt has it; None where the prompt ends before it."""
