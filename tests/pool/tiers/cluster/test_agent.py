@@ -6,6 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ems.pool.tiers.cluster.agent import lend
+from tests.kit.waiting import until
 
 BUSY = """
 import ctypes, socket, sys
@@ -24,3 +30,45 @@ def test_it_ends_with_its_node_also_in_the_middle_of_a_call() -> None:
         assert ours.recv(1) == b"!"
         ours.close()
         assert agent.wait(60) == -signal.SIGIO
+
+
+LEAVING = """
+import ctypes
+from ems.pool.tiers.cluster.agent import leave
+
+class Store:
+    def close(self):
+        ctypes.PyDLL(None).pause()  # as Mooncake's client does where no master answers
+
+leave(Store())
+"""
+
+
+def test_it_leaves_in_time_also_where_its_client_hangs() -> None:
+    assert subprocess.run([sys.executable, "-c", LEAVING], timeout=60, check=False).returncode == -signal.SIGALRM
+
+
+class Lender:
+    """A store that lends what it is told to."""
+
+    def __init__(self) -> None:
+        self.lent: list[int] = []
+
+    def allocate_and_mount_segment(self, size: int, _protocol: str) -> dict[str, int]:
+        self.lent.append(size)
+        return {"ret": 0}
+
+
+def test_what_lends_memory_answers_while_it_lends_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    store = Lender()
+    ours.send(b"?")
+    monkeypatch.setattr("ems.pool.tiers.cluster.agent.RAMP_SECONDS", 0.0)
+    with theirs, ThreadPoolExecutor(1) as threads:
+        lending = threads.submit(lend, theirs, store, [1, 2, 3], "tcp")
+        assert ours.recv(1) == b"?"
+        until(lambda: store.lent == [1, 2, 3], "all is lent", 60.0)
+        ours.send(b"?")
+        assert ours.recv(1) == b"?"
+        ours.close()
+        lending.result(60)

@@ -27,6 +27,8 @@ NAMESPACE = Namespace("tenant/model/layout", PAGE)
 FLAGS = ("--size", "16MB", "--segment-size", "4MB", "--tier")
 PATIENCE = 90.0
 CLIENT_TTL = 2
+LENDING_ARGUMENTS = 4
+"""Python, the module and one socket: one that moves pages has more sockets."""
 
 
 @pytest.fixture
@@ -137,6 +139,20 @@ def test_what_is_saved_while_the_master_is_away_comes_later(
     for keys in (failed, refused):
         wait_for(reader, NAMESPACE, keys, PATIENCE)
         assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+def test_an_agent_that_lends_memory_and_hangs_is_replaced(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    first, second = start(), start()
+    writer, reader = make_client(first), make_client(second)
+    keys = chain("a")
+    write(first, writer, keys)
+    (lends,) = [one for one in psutil.Process(first.pid).children() if len(one.cmdline()) == LENDING_ARGUMENTS]
+    lends.send_signal(signal.SIGSTOP)
+    until(lambda: not lends.is_running(), "it is ended", PATIENCE)
+    wait_for(reader, NAMESPACE, keys, PATIENCE)
+    assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
 
 
 @pytest.mark.parametrize("size", [0, 1, RAMP_LEAST, RAMP_LEAST + 1, 16 << 30, (16 << 30) + 1, 3355443200])

@@ -19,7 +19,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,9 @@ from ems.pool.tiers.pack_seal import SealKeys, read_keys
 
 AT_ONCE = 1024
 """Pages of one call to the store."""
-MOST_FETCHING = 4
+MOST_FETCHING = MOST_STORING = 4
+WAITING_NICENESS = 10
+"""Of threads in which Mooncake's client waits for a transfer, which keeps a core busy: what transfers goes before."""
 STAGING = 16 << 20
 """Bytes that are copied at a time where segments are not mapped."""
 LOCAL_BUFFER = 16 << 20
@@ -99,8 +103,9 @@ class Mover:
         """For the object by which a host sees whether what it lends is still there: it never leaves for others."""
         self.segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
-        self.fetching = threading.BoundedSemaphore(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
-        """Mooncake's client keeps a core busy for each fetch that it waits for: more of them at once are slower."""
+        self.fetches = _behind(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
+        """Has calls made that fetch: more of them at once than cores to wait on are slower."""
+        self.stores = _behind(MOST_STORING)
 
     def know(self, call: calls.Attach | calls.Detach, descriptors: list[int]) -> None:
         """The node has one segment more, whose descriptor is taken, or one less."""
@@ -121,6 +126,11 @@ class Mover:
         with self._lock:
             if (gone := self.segments.pop(segment, None)) is not None:
                 gone.close()
+
+
+def _behind(threads: int) -> ThreadPoolExecutor:
+    """``threads`` that stand behind all others for a core; with Linux a niceness is that of one thread."""
+    return ThreadPoolExecutor(threads, initializer=os.nice, initargs=(WAITING_NICENESS,))
 
 
 class Lane:
@@ -223,8 +233,9 @@ class Lane:
         names = [seal.name(page.key) for page in pages]
         addresses = [[self._header(at)[1], address] for at, (_, address) in enumerate(memory)]
         sizes = [[HEADER_BYTES, len(view)] for view, _ in memory]
-        with self._mover.fetching:  # what another lane fetched is proven meanwhile
-            found: list[int] = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
+        get = self._store.batch_get_into_multi_buffers
+        # What another lane fetched is proven meanwhile.
+        found: list[int] = self._mover.fetches.submit(get, names, addresses, sizes).result()
         codes, sums = [], []
         for position, (page, (view, _), name, code) in enumerate(zip(pages, memory, names, found, strict=True)):
             outcome, checksum = Outcome.MISSING, 0
@@ -271,9 +282,9 @@ class Lane:
         addresses = [[self._header(at)[1], memory[at][1]] for at in ready]
         sizes = [[HEADER_BYTES, len(memory[at][0])] for at in ready]
         if ready:
-            done = self._store.batch_put_from_multi_buffers(
-                [names[at] for at in ready], addresses, sizes, self._mover.config
-            )
+            put = self._store.batch_put_from_multi_buffers
+            new = [names[at] for at in ready]
+            done: list[int] = self._mover.stores.submit(put, new, addresses, sizes, self._mover.config).result()
             if all(code not in (0, -200) for code in done):
                 raise EmsError(f"Mooncake did not take pages ({done[0]})")
             for position, code in zip(ready, done, strict=True):
@@ -466,6 +477,32 @@ def end_with(sock: socket.socket) -> None:
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str) -> None:
+    """Lend what is left, ``sizes``, part by part, and answer each byte on ``control``, until the node is gone."""
+    due = time.monotonic() + RAMP_SECONDS
+    while True:
+        wait = max(due - time.monotonic(), 0.0) if sizes else None
+        if select.select([control], [], [], wait)[0]:
+            if not (beat := control.recv(1)):
+                return
+            control.send(beat)
+        elif store.allocate_and_mount_segment(sizes.pop(0), protocol)["ret"]:
+            sizes.clear()  # what is lent already stays
+        else:
+            due = time.monotonic() + RAMP_SECONDS
+
+
+def leave(store: Any) -> None:
+    """Tell the master that the memory goes, or others would ask for it until it noticed; but nothing waits for that.
+
+    The kernel ends this process in time: Mooncake's client may hang while no thread of Python can run.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_SECONDS)
+    store.close()
+    os._exit(0)
+
+
 def main() -> None:
     control, *lanes = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     call, _ = calls.receive(control, calls.calls)
@@ -481,17 +518,8 @@ def main() -> None:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)
     calls.send(control, calls.Answer(text=hostname))
-    for size in ramp(call.config.global_segment_size)[1:] if call.gives else ():
-        if select.select([control], [], [], RAMP_SECONDS)[0]:
-            break
-        if store.allocate_and_mount_segment(size, call.config.protocol)["ret"]:
-            break  # what is lent already stays
-    while control.recv(1):
-        pass
-    # The master is told that the memory goes, or others would ask for it until it noticed; but nothing waits for that.
-    threading.Timer(LEAVE_SECONDS, os._exit, (0,)).start()
-    store.close()
-    os._exit(0)
+    lend(control, store, ramp(call.config.global_segment_size)[1:] if call.gives else [], call.config.protocol)
+    leave(store)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 START_SECONDS = 15.0
 LEAVE_SECONDS = 2.5
+BEAT_SECONDS = 10.0
+"""How long an agent that lends memory may be silent: so long the master waits for it, too."""
 REACH_SECONDS = 2.0
 """How long a master may take to take a connection."""
 _LOG_LINES = 40
@@ -118,6 +120,15 @@ class AgentProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def beats(self) -> bool:
+        """Whether it still does something: it sends back what it is sent, in time."""
+        try:
+            self._control.settimeout(BEAT_SECONDS)
+            self._control.send(b"?")
+            return self._control.recv(1) == b"?"
+        except OSError:
+            return False
+
     def kill(self) -> None:
         """End it now; when this returns it touches nothing any more."""
         self._process.kill()
@@ -168,11 +179,15 @@ class Agents:
     def keep(self) -> None:
         """See to it that those agents are there that are to be.  Raises TierFailed: one cannot be started."""
         with self._lock:
-            leaves = self._giver if self.leaving else None
-        if leaves is not None:
-            leaves.leave(LEAVE_SECONDS)  # it may take that long, and nobody waits for it
+            giver = self._giver
+        # It may take long, and nobody waits for it.
+        if giver is not None and self.leaving:
+            giver.leave(LEAVE_SECONDS)
             with self._lock:
                 self._giver = None
+        elif giver is not None and giver.alive and not giver.beats():
+            _log.warning("Mooncake's client that lends memory hangs and is started again")
+            giver.kill()
         self._running()
 
     def _running(self) -> AgentProcess:
