@@ -97,3 +97,19 @@ def test_a_cluster_gets_pages_when_their_writers_wish_and_other_tiers_when_they_
         due = [page for wish, page in pages.items() if own != "never" and meant[wish] in when]
         assert list(state.due([*pages.values()], *when)) == due
         assert state.writes_when(*when) or not due
+
+
+def test_what_was_measured_before_a_tier_was_cut_out_is_forgotten(state: TierState) -> None:
+    for size in range(1, 10):
+        state.speed.fetched.add(size, size * 1.0, LONG)
+    assert state.speed.expected(100, 0, 1, LONG) > 0
+    state.cut(state.reading, "the link is slow, and then it is cut", 11.0)
+    state._clock = lambda: LONG
+    for turn in range(3):
+        state.keep(LONG + turn * 1e3)
+        probe = state._keeping
+        assert probe is not None
+        probe.result(10)
+        state._tried(probe)
+    assert state.reading.open
+    assert state.speed.expected(100, 0, 1, LONG) == 0

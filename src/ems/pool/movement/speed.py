@@ -111,6 +111,10 @@ class TierSpeed:
         self.reluctance = Reluctance()
         """Fetches that were left out because computing is quicker."""
 
+    def forget(self) -> None:
+        """It was cut out: what was measured until then says nothing of what comes now."""
+        self.fetched = Samples(FETCHES_LAST_SECONDS)
+
     def expected(self, size: int, waiting: int, batch: int, now: float) -> float:
         """Seconds until ``size`` bytes are there that stand behind ``waiting`` others; 0 while nothing is known.
 

@@ -25,7 +25,6 @@ from ems.pool.core.writing import Reserved
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageRef, writer_of
 from ems.pool.media import medium_of
-from ems.pool.movement.hottest import HottestPages
 from ems.pool.movement.promotion import Portion, Promotions
 from ems.pool.movement.told import Told
 from ems.pool.movement.write_back import Unit
@@ -33,6 +32,7 @@ from ems.pool.names import tenant_of
 from ems.pool.pages import ClusterWrite, Page
 from ems.pool.segments.arena import Arena
 from ems.pool.tiers.answers import ForgetRequest, Holding, KeyRun, Outcome
+from ems.pool.tiers.offering_again import OfferingAgain
 from ems.pool.tiers.pass_through import Leaving
 from ems.pool.tiers.seam import AskedTier, Tier
 from ems.pool.tiers.settings import TierConfig
@@ -55,13 +55,8 @@ CLEANED = 256
 """Pages that are looked at in one go because they would leave memory soon."""
 CLEAN_PAGES = 16
 """Saved pages after which that is done without waiting for the next tick."""
-OFFERED = 256
-"""Pages that are offered in one go to a cluster that lost what it was lent."""
-RANKED = 4096
-"""Pages that are looked at in one go for what is hottest."""
 CLEANED_FOR = 64
 """Saved pages for which it is done once: what would leave is walked through faster than it can leave."""
-WRITTEN = frozenset({"on_save", "on_second_use", "on_evict"})
 SETTLED = frozenset({Outcome.DONE, Outcome.CORRUPT, Outcome.WRONG_SIZE, Outcome.WRONG_KEY, Outcome.NO_ROOM})
 """What becomes of a page that is of no use to offer again while nobody uses it."""
 THERE = frozenset({Outcome.DONE, Outcome.PRESENT})
@@ -101,6 +96,7 @@ class TierManager:
         self._clock = clock
         self._closed = False
         self.states = [TierState(number, *one, self._tell, clock, crew) for number, one in enumerate(tiers)]
+        self._again = [OfferingAgain(state, host.core, self._offer) for state in self.states if state.tier.asks]
         limit = min(MOST_UNDER_WAY, sum(host.arena.sizes) // SHARE_UNDER_WAY)
         self._promotions = Promotions(
             limit, lambda tier: min(self._portion(tier), limit) or 1, lambda one: tenant_of(host.core.named(one)[0])
@@ -309,8 +305,8 @@ class TierManager:
             for job in state.hung(now):
                 self._hangs(state, job, now)
             state.keep(now)
-            if state.tier.asks:
-                self._offer_again(state)
+        for again in self._again:
+            again.step()
         for told in self._told.values():
             told.look()
         self._clean()
@@ -464,39 +460,9 @@ class TierManager:
         if self._saved >= CLEAN_PAGES:
             self._pump_soon()
 
-    def _offer_again(self, state: TierState) -> None:
-        """Offer what is hot to a cluster that lost what this host lent, that is back, or that the host leaves."""
-        tier, core = cast("AskedTier", state.tier), self._host.core
-        if tier.leaving != core.draining:
-            tier.leaving = core.draining
-            state.look_soon()
-        when = WRITTEN if core.draining else {"on_save", "on_second_use"}
-        if state.config.write not in when:
-            return
-        if state.writing.open and state.offered_after != (now := (tier.losses, state.writing.cuts)):
-            state.offered_after = now
-            spaces = [(ns.number, ns.page_size, ns.index) for ns in core.namespaces]
-            state.hottest = HottestPages(spaces, tier.lends)
-        if state.hottest is None or not state.writing.open or state.hottest.step(RANKED):
-            return
-        for namespace, page in state.hottest.take(OFFERED, state.write_back.free):
-            if core.page(namespace, page.key) is page:
-                self._offer(state, namespace, state.due([page], *when))
-        if not state.hottest:
-            state.hottest = None
-
     def leaving(self) -> int:
         """How many pages wait to be given to other hosts before this one may go."""
-        count = 0
-        for state in self.states:
-            if state.tier.asks and state.writing.open and state.config.write in WRITTEN:
-                tier = cast("AskedTier", state.tier)
-                begun = tier.leaving and not tier.gives and state.offered_after[0] == tier.losses
-                waits = len(state.hottest or ()) + sum(
-                    len(unit.keys) for units in state.writes.values() for unit in units
-                )
-                count += waits if begun else bool(tier.lends)
-        return count
+        return sum(one.waiting for one in self._again)
 
     def _write(self, state: TierState, units: list[Unit]) -> None:
         core, arena = self._host.core, self._host.arena

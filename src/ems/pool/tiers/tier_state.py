@@ -16,7 +16,6 @@ import structlog
 
 from ems.errors import TierFailed
 from ems.pool.movement.gate import FIRST_PAUSE, MOST_PAUSE, Gate
-from ems.pool.movement.hottest import HottestPages
 from ems.pool.movement.promotion import Portion
 from ems.pool.movement.speed import TierSpeed
 from ems.pool.movement.write_back import PreEvictionWalk, Unit, WriteBackQueue
@@ -77,10 +76,6 @@ class TierState:
         self.wishes: set[str] = set()
         """Of a cluster: when writers wished that it gets their pages, where they wished anything."""
         self.pre_eviction = PreEvictionWalk()
-        self.offered_after = (0, 0)
-        """How often a cluster had lost what it was lent, and was cut out, when what is hot was offered again last."""
-        self.hottest: HottestPages | None = None
-        """What is being offered again."""
         self.speed = TierSpeed(config.readers)
         self.missed = False
         """Whether something was asked for since the last look that was not there."""
@@ -185,6 +180,8 @@ class TierState:
         reason, now = self._kept(job), self._clock()
         for gate in self._probed:
             if gate.probed(reason, now):
+                if gate is self.reading:
+                    self.speed.forget()
                 _log.info("a tier works again", tier=self.config.name, direction=gate.direction)
 
     def _looked(self, job: Job) -> None:
