@@ -92,6 +92,11 @@ class Scene:
         node.wait_touched()
         return node
 
+    def lent(self) -> float:
+        """Bytes that all hosts lend now."""
+        with self.third.entered():
+            return self.master.metrics()["master_total_capacity_bytes"]
+
     def engine(
         self, host: Host, name: str, sizes: Sizes, config: dict[str, object] | None, environment: dict[str, str]
     ) -> VllmServer:
@@ -159,8 +164,12 @@ async def cold(bench: Bench) -> list[tuple[float, float]]:
 def fetched_by_tier(scene: Scene) -> list[float]:
     """Bytes a second, round by round, from the first lookup until all pages are there."""
     namespace = Namespace("bench/cluster/pages", PAGE)
+    until(lambda: not scene.lent(), "the master has forgotten what others lent", SECONDS)
     with ExitStack() as stack:
         first, second = scene.node(scene.first, stack), scene.node(scene.second, stack)
+        # Memory is lent part by part: what finds no room with the first host would go to the second one.
+        lent = min(2 * (ROUNDS + 1) * ROUND * PAGE, 2 * scene.memory)
+        until(lambda: scene.lent() >= lent, "the hosts lend memory", SECONDS)
         writer, reader = (stack.enter_context(closing(node.client())) for node in (first, second))
         rates = []
         for number in range(ROUNDS):
