@@ -86,7 +86,7 @@ async def test_a_body_that_does_not_come_is_a_408() -> None:
         assert line.startswith(b"HTTP/1.1 408 ")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/completions/", "/docs", "/%00"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/images", "/v1/completions/", "/docs", "/%00"])
 async def test_an_unknown_page_is_a_404(path: str) -> None:
     async with running(decodes=[dead_address()]) as router:
         response = await router.post(path)

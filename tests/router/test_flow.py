@@ -37,8 +37,8 @@ async def test_prefill_computes_one_token_and_decode_gets_the_clients_bytes() ->
     assert "abc-1" == asked.headers["X-Request-Id"] == answered.headers["X-Request-Id"]
 
     expected = json.loads(BODY)
-    del expected["stream_options"]
-    expected |= {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "stream": False}
+    del expected["stream_options"], expected["min_tokens"]
+    expected |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
     expected["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -63,6 +63,26 @@ async def test_the_handoff_of_prefill_is_put_into_the_decode_request() -> None:
 
     assert {**json.loads(BODY), "kv_transfer_params": HANDOFF} == answered.json
     assert answered.body.endswith(BODY.lstrip(b"{"))
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize"])
+async def test_what_generates_no_tokens_is_for_one_instance(path: str) -> None:
+    async with FakeEngine() as prefill, FakeEngine() as decode, running([prefill.address], [decode.address]) as router:
+        body = b'{"model":"m", "input":["a", "b"]}'
+        response = await router.post(path, data=body)
+
+        assert (response.status, await response.read()) == (200, ANSWER)
+
+    assert not prefill.seen
+    assert [(path, body)] == [(seen.path, seen.body) for seen in decode.seen]
+
+
+async def test_a_response_is_prefilled_too() -> None:
+    async with FakeEngine() as prefill, FakeEngine() as decode, running([prefill.address], [decode.address]) as router:
+        assert (await router.post("/v1/responses", json={"model": "m", "input": "hello"})).status == 200
+
+    assert [seen.json["max_output_tokens"] for seen in prefill.seen] == [1]
+    assert [seen.json for seen in decode.seen] == [{"model": "m", "input": "hello"}]
 
 
 async def test_without_prefill_instances_it_is_a_plain_balancer() -> None:

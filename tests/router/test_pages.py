@@ -11,6 +11,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from ems.router.fleet import Role
+from ems.version import __version__
 from tests.metric_rules import broken_rules, families, listed
 from tests.router.fakes import FakeEngine, Running, completion, dead_address, running, status, until
 
@@ -75,6 +76,11 @@ async def test_health_and_readiness_follow_the_decode_instances_and_liveness_doe
         assert tuple([(await router.get(p)).status for p in ("/health", "/readyz", "/livez")]) == (503, 503, 200)
         async with router.client.head(router.url("/livez")) as head:
             assert head.status == 200
+
+
+async def test_the_version_is_told() -> None:
+    async with running(decodes=[dead_address()]) as router:
+        assert json.loads(await (await router.get("/version")).read()) == {"version": __version__}
 
 
 # -------------------------------------------------------------------------------------------------------------- models

@@ -10,6 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec import Raw
 
+from ems.router.handoff.first_token import SHAPES_ANSWERS
 from ems.router.reply import Refusal
 from ems.router.request import (
     DEFAULT_OUTPUT,
@@ -27,8 +28,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-OWN = ("max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options", "kv_transfer_params")
-KEYS = st.sampled_from([*OWN, "model", "prompt", "messages", "temperature"]) | st.text(max_size=6)
+OWN = ("max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", *sorted(SHAPES_ANSWERS))
+KEYS = st.sampled_from([*OWN, "model", "prompt", "messages", "temperature", "tools"]) | st.text(max_size=4)
 OBJECTS = st.dictionaries(KEYS, VALUES, max_size=8)
 
 
@@ -66,9 +67,9 @@ PREFILL_PARAMS = {
 @given(bodies().filter(lambda pair: no_surrogates(pair[0])))
 def test_prefill_gets_the_clients_fields_with_one_token_and_no_stream(pair: tuple[dict[str, Any], bytes]) -> None:
     value, body = pair
-    expected = {key: one for key, one in value.items() if key != "stream_options"}
+    expected = {key: one for key, one in value.items() if key not in SHAPES_ANSWERS}
     expected |= {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL_PARAMS}
-    expected |= {key: 1 for key in ("max_completion_tokens", "min_tokens") if key in value}
+    expected |= {key: 1 for key in ("max_completion_tokens",) if key in value}
     request = parse(body)
     if not request.single:
         del expected["kv_transfer_params"]
@@ -100,6 +101,21 @@ def test_decode_differs_in_the_handoff_only(pair: tuple[dict[str, Any], bytes], 
         _, _, rest = body.partition(b"{")
 
         assert written.endswith(rest), "the client's bytes follow as they were"
+
+
+def test_a_response_is_bounded_in_its_own_way_and_not_kept() -> None:
+    body = parse(b'{"model":"m","input":"hello","max_output_tokens":50,"stream":true,"store":true,"background":true}')
+
+    assert json.loads(prefill_body(body)) == {
+        "model": "m",
+        "input": "hello",
+        "max_output_tokens": 1,
+        "stream": False,
+        "store": False,
+        "kv_transfer_params": PREFILL_PARAMS,
+    }
+    assert body.prompt_tokens
+    assert body.output_tokens == 50
 
 
 NUMBERS = (

@@ -17,7 +17,7 @@ from ems.router.admission.limits import limited_by
 from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
-from ems.router.exchange import ClientLeft, Exchange, Parts
+from ems.router.exchange import READS_ONLY, ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
 from ems.router.http.client import Upstream
 from ems.router.http.message import Request
@@ -30,6 +30,7 @@ from ems.router.pages import Pages
 from ems.router.prober import Prober
 from ems.router.reply import Refusal, Reply
 from ems.router.request import CompletionRequest, parse
+from ems.version import __version__
 
 CLIENT_LEFT = 499
 """The status under which a request is counted whose client left before it was answered."""
@@ -39,7 +40,8 @@ log = logging.getLogger("ems.router")
 
 Serve = Callable[[Request, Reply], Awaitable[None] | None]
 
-COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", *sorted(READS_ONLY))
+"""Endpoints whose requests are given to engines, and counted, limited and logged."""
 
 _KINDS = {
     "invalid_json": "prompt_parsing",
@@ -193,6 +195,7 @@ class Router:
             "/livez": readable(pages.livez),
             "/readyz": readable(pages.readyz),
             "/metrics": readable(metrics),
+            "/version": readable(lambda reply: reply.json(200, {"version": __version__})),
             "/instances/add": {"POST": Page(administrators(pages.add, open_without_keys=True))},
             "/instances/remove": {"POST": Page(administrators(pages.remove, open_without_keys=True))},
             "/debug/requests": {"GET": Page(administrators(pages.decisions, open_without_keys=False))},

@@ -68,6 +68,8 @@ class Policy(NamedTuple):
     """Tokens that must be left to compute for a prefill to be asked."""
     server: str = ""
     """The model server whose instances serve them; empty where there are none."""
+    generates: bool = True
+    """Whether tokens are generated; what only reads a prompt is done by one instance."""
 
 
 class Dispatch:
@@ -99,7 +101,7 @@ class Dispatch:
         self._began = now
         if not self._fleet.serves(Role.DECODE, self._policy.server):
             return GiveUp(self._fleet.retry_after(Role.DECODE, now))
-        if not self._fleet.listed(Role.PREFILL):
+        if not self._policy.generates or not self._fleet.listed(Role.PREFILL):
             return self._decode(now)
         if self._policy.prefill_above:
             best = self._chooser.choose(Role.DECODE, self._usable(Role.DECODE), self._prompt, now)

@@ -35,6 +35,9 @@ _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prom
 
 _TRACE: Final = frozenset((b"traceparent", b"tracestate"))
 
+READS_ONLY: Final = frozenset(("/v1/embeddings", "/tokenize"))
+"""Endpoints that generate no tokens."""
+
 SESSION_BYTES: Final = 256
 """Of a session's name; what comes behind does not tell sessions apart."""
 
@@ -153,7 +156,13 @@ class Exchange:
             self._parts.counters,
             self._request,
             self._request.prompt(session),
-            Policy(config.max_retries, config.retry_delay, config.prefill_above, self._parts.server),
+            Policy(
+                config.max_retries,
+                config.retry_delay,
+                config.prefill_above,
+                self._parts.server,
+                self._client.path not in READS_ONLY,
+            ),
         )
         try:
             now = self._loop.time()

@@ -20,6 +20,7 @@ from msgspec import Raw
 
 from ems.router.choosing.prefix_index import prefix_hashes
 from ems.router.choosing.prompt import Prompt
+from ems.router.handoff.first_token import first_token_fields
 from ems.router.reply import Refusal
 
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
@@ -42,8 +43,6 @@ _text = msgspec.json.Decoder(str)
 _number = msgspec.json.Decoder(int)
 _encode = msgspec.json.Encoder().encode
 
-_ONE = Raw(b"1")
-_FALSE = Raw(b"false")
 _NULL = b"null"
 _PREFILL_PARAMS = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
@@ -63,7 +62,7 @@ class CompletionRequest:
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
         self.fields = fields
-        self._text = bytes(fields.get("messages") or fields.get("prompt") or b"")
+        self._text = bytes(fields.get("messages") or fields.get("prompt") or fields.get("input") or b"")
         self.prompt_tokens = _prompt_tokens(self._text)
         self.output_tokens = _output_tokens(fields)
 
@@ -127,13 +126,7 @@ def parse(body: bytes) -> CompletionRequest:
 
 def prefill_body(request: CompletionRequest) -> bytes:
     """Return the body that makes an instance compute the prompt's KV and one token, and keep the KV for a peer."""
-    fields = request.fields.copy()
-    fields["max_tokens"] = _ONE
-    for name in ("max_completion_tokens", "min_tokens"):
-        if name in fields:
-            fields[name] = _ONE
-    fields["stream"] = _FALSE
-    fields.pop("stream_options", None)
+    fields = first_token_fields(request.fields)
     if request.single:
         fields[KV_TRANSFER_PARAMS] = _PREFILL_PARAMS
     else:
@@ -192,7 +185,7 @@ def _inline_media(text: bytes) -> tuple[int, int]:
 
 
 def _output_tokens(fields: dict[str, Raw]) -> int:
-    bound = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    bound = fields.get("max_completion_tokens") or fields.get("max_tokens") or fields.get("max_output_tokens")
     if bound is None:
         return DEFAULT_OUTPUT
     try:

@@ -125,6 +125,8 @@ class Connection(asyncio.Protocol):
         self._body_limit = 0
         self._head_size = 0
         self._begun = False
+        self._offered = False
+        """Whether its head offers another protocol."""
         # The requests that have arrived, and the one that is served.
         self._waiting: deque[tuple[Request, Refusal | None]] = deque()
         self._ahead = 0
@@ -192,12 +194,24 @@ class Connection(asyncio.Protocol):
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                # Another protocol is offered, which the router need not accept: it goes on in this one.
-                self._parser = httptools.HttpRequestParser(self)
-                data = data[upgrade.args[0] :]
-                if data:
-                    continue
-            return
+                if not self._offered:  # CONNECT, which is refused
+                    return
+                self._offered = False
+                parser, self._parser = self._parser, httptools.HttpRequestParser(self)
+                data = self._without_offer(parser) + data[upgrade.args[0] :]
+            else:
+                return
+
+    def _without_offer(self, parser: Any) -> bytes:
+        """Return the head of a request that offers another protocol as it would be if it did not.
+
+        The router need not accept; but the parser takes what follows for the other protocol, where it may be a body.
+        """
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self._url, parser.get_http_version().encode())]
+        lines.extend(b"%b: %b" % pair for pair in self._headers if pair[0] not in (b"connection", b"upgrade"))
+        if not parser.should_keep_alive():
+            lines.append(b"connection: close")
+        return b"\r\n".join((*lines, b"", b""))
 
     # ----------------------------------------------------------------------------------------------- the parser's calls
 
@@ -218,6 +232,9 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         parser = self._parser
         method = parser.get_method().decode("latin-1")
+        if parser.should_upgrade() and method != "CONNECT":
+            self._offered = True
+            return
         keeps_alive = parser.should_keep_alive() and method != "CONNECT"
         request = Request(method, self._url, self._headers, parser.get_http_version(), keeps_alive=keeps_alive)
         request.peer = self._peer
@@ -228,6 +245,11 @@ class Connection(asyncio.Protocol):
         self._body_size = 0
         try:
             check(request)
+        except Refusal as refusal:  # who knows where it ends
+            self._refusal = refusal
+            request.keeps_alive = False
+            return
+        try:
             self._body_limit = self._server.site.admit(request)
             for name, value in self._headers:
                 if name == b"content-length" and int(value) > self._body_limit:
@@ -246,6 +268,8 @@ class Connection(asyncio.Protocol):
             self._body.append(piece)
 
     def on_message_complete(self) -> None:
+        if self._offered:
+            return
         request, refusal = self._request, self._refusal
         assert request is not None
         self._request = self._refusal = None

@@ -1,0 +1,4 @@
+"""What prefill and decode are sent, so that one computes the prompt's KV and the other goes on from it.
+
+- ``first_token``: a request that is left of a client's when one token is wanted.
+"""
