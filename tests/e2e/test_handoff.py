@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from tests.e2e.engines import (
@@ -93,6 +94,38 @@ def test_a_streamed_chat_comes_through_as_the_engine_sends_it(fleet: Fleet, refe
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
     assert text == reference.chat(CHAT)
+
+
+def test_the_client_library_of_openai_runs_unchanged(fleet: Fleet, reference: Reference) -> None:
+    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "tiny", **CHAT}
+        whole = client.chat.completions.create(**asked)
+        pieces = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        streamed = list(pieces)
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="unknown", prompt=[400], max_tokens=1)
+
+        assert [model.id for model in client.models.list()] == ["tiny"]
+    assert whole.choices[0].message.content == reference.chat(CHAT)
+    text = "".join(piece.choices[0].delta.content or "" for piece in streamed if piece.choices)
+    assert text == reference.chat(CHAT)
+    assert streamed[-1].usage is not None
+    assert streamed[-1].usage.completion_tokens <= 24
+
+
+def test_the_benchmark_of_vllm_runs_unchanged(fleet: Fleet, model: Path, tmp_path: Path) -> None:
+    # What `vllm bench serve` runs; the command itself asks for the metadata of a package that the CPU build is not.
+    script = "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
+    script += "serve.add_cli_args(parser); serve.main(parser.parse_args())"
+    command = [sys.executable, "-c", script, "--base-url", fleet.url]
+    command += ["--model", "tiny", "--tokenizer", str(model), "--dataset-name", "random", "--num-prompts", "6"]
+    command += ["--random-input-len", "40", "--random-output-len", "4", "--save-result", "--result-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    [result] = tmp_path.glob("*.json")
+    told = json.loads(result.read_text())
+    assert (told["completed"], told["total_output_tokens"]) == (6, 24)
 
 
 def test_the_prefill_keeps_blocks_until_they_are_stored_and_both_sides_say_so(fleet: Fleet) -> None:
