@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -394,7 +395,11 @@ class TestDeathInTheMiddle:
         assert same(tokens(other, range(12)), tokens(caches, range(12)))
         assert cc.exists([1], OPTION).success == 0
 
-    def test_the_node_dies_while_a_save_copies(self, fragile_node: NodeProcess, connect: Connect) -> None:
+    @pytest.mark.parametrize("reservation", [1, 1 << 20])
+    def test_the_node_dies_while_a_save_copies(
+        self, fragile_node: NodeProcess, connect: Connect, monkeypatch: pytest.MonkeyPatch, reservation: int
+    ) -> None:
+        monkeypatch.setattr("ems.cc_v1.transfers.RESERVATION_BYTES", reservation)
         cc = connect(fragile_node, health=NEVER)
         cc.register_kvcache(make_caches())
         meddle(cc, lambda copy: fragile_node.kill())
@@ -402,18 +407,34 @@ class TestDeathInTheMiddle:
         assert code_of(lambda: cc.get_result(future)) == EmsErrorCode.EMS_RECOVERD_ERROR
         assert not Ems.check_health()
 
-    def test_the_engine_dies_while_it_saves(self, node: NodeProcess, connect: Connect) -> None:
+    def test_the_node_dies_before_it_answers_a_commit(self, fragile_node: NodeProcess, connect: Connect) -> None:
+        """What was committed before counts, and of what was asked for ahead nothing is left behind."""
+        with patch("ems.cc_v1.transfers.RESERVATION_BYTES", 1):
+            cc = connect(fragile_node, health=NEVER)
+            cc.register_kvcache(make_caches())
+            meddle(cc, lambda copy: fragile_node.kill() if copy == 3 else None)
+            result = cc.get_result(cc.async_save(range(24), [1, 2, 3, 4, 5, 6], [4] * 6, OPTION))
+            assert 2 <= result.success <= 3
+        assert cc.transfers is not None
+        assert cc.transfers._client._promised._slots == {}
+
+    @pytest.mark.parametrize(("reservation", "held"), [(1 << 20, 1), (1, 2)])
+    def test_the_engine_dies_while_it_saves(
+        self, node: NodeProcess, connect: Connect, reservation: int, held: int
+    ) -> None:
         """Nothing half-written is ever found, nothing stays reserved, and the next engine stores the blocks."""
         script = f"""
 import threading
 from pathlib import Path
+import ems.cc_v1.transfers
 from ems.config import NodeConfig
 from tests.cc_v1.conftest import *
 from tests.cc_v1.test_faults import meddle
 
+ems.cc_v1.transfers.RESERVATION_BYTES = {reservation}
 directory = Path({str(node.directory)!r})
 node = NodeConfig(directory=directory, socket=directory / "node.sock")
-Ems.init(EmsConfig("", "", rank_config("dies"), autostart=False, node=node))
+Ems.init(EmsConfig("", "", rank_config("dies{held}"), autostart=False, node=node))
 cc = Ems.get_cc()
 cc.register_kvcache(make_caches())
 
@@ -428,8 +449,8 @@ cc.get_result(cc.async_save(range(12), [1, 2, 3], [4, 4, 4], CcKvOption(timeout=
         assert engine.stdout is not None
         assert engine.stdout.readline() == b"copying\n"
         watcher = PoolClient(node.config.socket)
-        assert watcher.stats()["reservations"] == 1
-        cc = connect(node, model_id="dies")
+        until(lambda: watcher.stats()["reservations"] == held)
+        cc = connect(node, model_id=f"dies{held}")
         cc.register_kvcache(make_caches())
         assert cc.exists([1, 2, 3], OPTION).success == 0
         engine.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -67,6 +68,14 @@ def test_the_pool_answers_like_the_model(node: NodeProcess, connect: Connect, da
     cc.register_kvcache(caches)
     model, base = Model(), next(_fresh) << 70
     numbers = itertools.count(1)
+    # One reservation for each block, for some, or for all: the next is asked for while the one before is copied.
+    with patch("ems.cc_v1.transfers.RESERVATION_BYTES", data.draw(st.sampled_from([1, 256, 1 << 20]))):
+        _go_through(cc, caches, model, numbers, base, data)
+
+
+def _go_through(
+    cc: ContextCaching, caches: Any, model: Model, numbers: itertools.count[int], base: int, data: st.DataObject
+) -> None:
     for _ in range(data.draw(st.integers(1, 8))):
         verb, hashes, offsets, slots = data.draw(transfers())
         named = [hashed + base for hashed in hashes]

@@ -14,6 +14,7 @@ from ems.cc_v1.future import CcFuture
 from ems.cc_v1.transfers import Transfers
 from ems.errors import NoSpace, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Hits, Namespace, Reservation
+from ems.pool.client.pool_client import CommittedAhead, ReservedAhead
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageRef
 from ems.pool.pages import Outcome
@@ -47,16 +48,30 @@ class Pool:
         self.memory = Segments()
         self.reserved: list[tuple[bytes, list[bytes]]] = []
         self.committed: list[list[int]] = []
-        self.aborted = 0
+        self.aborted = self.called_off = 0
+        self.ahead: ReservedAhead | None = None
+        """What was asked for and is neither used nor called off."""
         self.commit_fails: Exception | None = None
 
     def lookup(self, *_: Any, **__: Any) -> Hits:
         return Hits(0, 0, None)
 
-    def reserve(self, namespace: Namespace, parent: bytes, keys: list[bytes], timeout: float) -> Reservation:
+    def begin_reserve(self, namespace: Namespace, parent: bytes, keys: list[bytes], timeout: float) -> ReservedAhead:
+        assert self.ahead is None, "one is asked for ahead of the other"
+        self.ahead = ReservedAhead(namespace, parent, keys, NoSpace("never sent"))
+        return self.ahead
+
+    def call_off(self, ahead: ReservedAhead, timeout: float) -> None:
+        assert ahead is self.ahead
+        self.ahead = None
+        self.called_off += 1
+
+    def end_reserve(self, ahead: ReservedAhead, timeout: float) -> Reservation:
+        assert ahead is self.ahead
+        self.ahead, (_, parent, keys, _) = None, ahead
         outcomes = list(self.answers.pop(0)) if self.answers else [GRANTED] * len(keys)
         assert len(outcomes) == len(keys)
-        self.reserved.append((parent, keys))
+        self.reserved.append((parent, list(keys)))
         granted = {i: PageRef(0, i, 1) for i, outcome in enumerate(outcomes) if outcome == GRANTED}
         return Reservation(self.epoch, 7 if granted else 0, bytes(outcomes), granted)
 
@@ -65,13 +80,16 @@ class Pool:
             raise StaleReference("gone")
         return self.memory
 
-    def commit(
+    def begin_commit(
         self, reservation: Reservation, positions: list[int], timeout: float, checksums: Sequence[int], _write: str
-    ) -> None:
+    ) -> CommittedAhead:
+        assert len(checksums) == len(positions)
+        return CommittedAhead(reservation, positions, None)  # type: ignore[arg-type] # as if it were sent
+
+    def end_commit(self, ahead: CommittedAhead, timeout: float) -> None:
         if self.commit_fails is not None:
             raise self.commit_fails
-        assert len(checksums) == len(positions)
-        self.committed.append(list(positions))
+        self.committed.append(list(ahead.positions or ()))
 
     def abort(self, reservation: Reservation, timeout: float) -> None:
         self.aborted += 1
@@ -83,6 +101,7 @@ class Engine:
     def __init__(self, pool: Pool, clock: Any = time.monotonic) -> None:
         rows = TokenRows([[torch.arange(16 * BLOCK * 2, dtype=torch.int64).reshape(16, BLOCK, 1, 2)]])
         self.clock = clock
+        self.pool = pool
         self.transfers: Any = Transfers(pool, rows, CpuDevice(), Namespace("n", rows.page_bytes))  # type: ignore[arg-type]
 
     def save(self, count: int, *, last: int = BLOCK, timeout: float = 5.0) -> CcFuture:
@@ -90,7 +109,10 @@ class Engine:
         slots = np.arange(sum(offsets), dtype=np.int64)
         blocks = Blocks(list(range(count)), offsets, slots, block_size=BLOCK, num_blocks=16)
         future = CcFuture(Kind.SAVE, count, timeout, self.clock)
-        self.transfers.save(blocks, future)
+        try:
+            self.transfers.save(blocks, future)
+        finally:
+            assert self.pool.ahead is None
         return future
 
     def key(self, value: int) -> bytes:
@@ -209,6 +231,69 @@ def test_a_deadline_in_the_middle_keeps_what_was_copied(monkeypatch: pytest.Monk
     assert pool.committed == [[0, 1, 2]]
     assert pool.aborted == 1
     assert future.progress == 3
+
+
+class TestOneAfterTheOther:
+    """The next slots are asked for while pages are copied, and commits are answered later."""
+
+    @pytest.fixture
+    def pool(self) -> Pool:
+        return Pool()
+
+    @pytest.fixture
+    def engine(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Engine:
+        engine = Engine(pool)
+        monkeypatch.setattr("ems.cc_v1.transfers.RESERVATION_BYTES", 2 * engine.transfers.namespace.page_size)
+        return engine
+
+    def test_slots_that_were_refused_ahead_are_asked_for_again_when_those_before_are_committed(
+        self, pool: Pool, engine: Engine
+    ) -> None:
+        pool.answers = [[GRANTED] * 2, [GRANTED, NO_SPACE], [GRANTED] * 2]
+        assert engine.save(5).progress == 5
+        assert pool.committed == [[0, 1], [0], [0, 1]]
+        assert [len(keys) for _, keys in pool.reserved] == [2, 2, 2]
+
+    def test_and_once_more_only(self, pool: Pool, engine: Engine) -> None:
+        pool.answers = [[GRANTED] * 2, [NO_SPACE] * 2, [NO_SPACE] * 2]
+        assert engine.save(6).progress == 2
+        assert len(pool.reserved) == 3
+        assert pool.called_off == 2, "what was asked for ahead of the refusals"
+
+    def test_a_copy_that_breaks_costs_those_before_it_nothing(
+        self, pool: Pool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        copy, made = engine.transfers.device.copy, []
+
+        def breaks(*arguments: Any) -> None:
+            made.append(1)
+            if len(made) == 2:
+                raise StaleReference("gone")
+            copy(*arguments)
+
+        monkeypatch.setattr(engine.transfers.device, "copy", breaks)
+        with pytest.raises(StaleReference):
+            engine.save(6)
+        assert pool.committed == [[0, 1]]
+        assert (pool.aborted, pool.called_off) == (1, 1)
+
+    def test_a_commit_that_fails_ends_the_leading_count(
+        self, pool: Pool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commits, end, progress = [], pool.end_commit, []
+
+        def fails(commit: CommittedAhead, timeout: float) -> None:
+            commits.append(commit)
+            if commit is commits[0]:
+                raise StaleReference("gone")
+            end(commit, timeout)
+
+        monkeypatch.setattr(pool, "end_commit", fails)
+        monkeypatch.setattr(CcFuture, "advance", lambda _, value: progress.append(value))
+        with pytest.raises(StaleReference):
+            engine.save(6)
+        assert progress == []
+        assert pool.aborted == 2, "nobody knows of the second either"
 
 
 @pytest.mark.parametrize("error", [StaleReference("gone"), PoolTimeout("late"), PoolUnavailable("gone")])

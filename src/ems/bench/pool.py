@@ -1,15 +1,15 @@
 """Bandwidth of saves and loads beside plain memcpy, and latency of lookups, through the real client and a real node.
 
-Pages come in batches of 8 MiB, as the blocks of one prompt do.  Each page size is measured in rounds, in which
+Pages come in batches of 32 MiB, as the blocks of one prompt do.  Each page size is measured in rounds, in which
 everything is done once, one after the other, so that all see the same machine; the median round is reported.  The
 limits are plain copies of whole pages: between private memory (which the kernel may back with huge pages), and between
 private memory and the very slots that a save and a load use (which on most hosts lie in pages of 4 KiB); shares are of
 the latter.
 
-A save is reserve, copy, checksum, commit; a load is lookup with lease, header check, copy, checksum, header check,
-release: what an engine's connector does, with pages of twelve rows as twelve layers leave them.  Loads are measured
-with the node's policy of checking, and with no page and with every page checked; their shares are of the former.  All
-memory was touched before.
+A save is reserve, copy with checksum, commit, as the SDK makes it: a batch is reserved while the one before is copied,
+and its commit is answered later.  A load is lookup with lease, header check, copy, checksum, header check, release.
+Pages have twelve rows as twelve layers leave them.  Loads are measured with the node's policy of checking, and with no
+page and with every page checked; their shares are of the former.  All memory was touched before.
 """
 
 from __future__ import annotations
@@ -253,19 +253,26 @@ class Bench:
         return seconds
 
     def _save(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> None:
+        client, commit = self._client, None
+        ahead = client.begin_reserve(namespace, NO_PARENT, keys[:batch])
         for first in range(0, len(keys), batch):
-            part = keys[first : first + batch]
-            reserved = self._client.reserve(namespace, NO_PARENT, part)
+            reserved, part = client.end_reserve(ahead), ahead.keys
+            if following := keys[first + batch : first + 2 * batch]:
+                ahead = client.begin_reserve(namespace, NO_PARENT, following)
             if len(reserved.granted) != len(part):
                 raise NoSpace(_TOO_SMALL)
-            segments = self._client.segments(reserved.epoch)
+            segments = client.segments(reserved.epoch)
             pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
             sums = PageSums(pages)
             blocks = range(first, first + len(part))
             for step in engine.plan(blocks, Slots.of(pages), out=True).in_steps(STEP_BYTES, in_order=True):
                 self._copies.copy(step.plan, sums)
                 sums.whole = step.whole
-            self._client.commit(reserved, checksums=sums.done)
+            if commit is not None:
+                client.end_commit(commit)
+            commit = client.begin_commit(reserved, checksums=sums.done)
+        if commit is not None:
+            client.end_commit(commit)
 
     def _load(
         self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int, policy: Verify | None

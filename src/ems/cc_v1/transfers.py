@@ -8,7 +8,9 @@ were promised are given back whatever happens; a block that somebody else stored
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from ems.cc_v1.future import CcFuture
 from ems.cc_v1.names import BlockNames
 from ems.errors import EmsError, NoSpace
 from ems.pool.client.answers import Namespace, Reservation
-from ems.pool.client.pool_client import PoolClient
+from ems.pool.client.pool_client import CommittedAhead, PoolClient, ReservedAhead
 from ems.pool.pages import Outcome
 from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.checksums import PageSums
@@ -30,8 +32,9 @@ LOOKUP_KEYS = 1 << 14
 """Keys of one question to the pool; a prompt hardly has more."""
 TOKEN_COUNT = struct.Struct("<I")
 """The note at the end of a page that has fewer tokens than a block: how many."""
-RESERVATION_BYTES = 64 << 20
-"""Bytes promised at a time: others can read the first pages before the last are copied."""
+RESERVATION_BYTES = 32 << 20
+"""Bytes of one reservation, of which the next is made ready meanwhile: others can read the first pages before the last
+are copied."""
 COMMIT_SECONDS = 1.0
 """Time for a commit or abort when the deadline is over: the copies are done, it would be a pity."""
 TOUCH_PATIENCE = 1.0
@@ -138,38 +141,74 @@ class Transfers:
         Raises NoSpace: the pool has no room, not even for the first of them.
         Raises PoolError: the pool failed; what was stored by then counts.
         """
-        while future.progress < len(blocks) and future.open:
-            stopped = self._save_some(blocks, future)
-            if stopped is None:
-                continue
-            if stopped != Outcome.NOT_TOUCHED or self._patience <= 0:
-                if not future.progress:
-                    raise NoSpace(f"none of {len(blocks)} blocks was stored: {_REFUSALS[stopped]}")
-                return
+        start = 0
+        ahead: ReservedAhead | None = None
+        commits: deque[tuple[CommittedAhead, int]] = deque()
+        try:
+            while start < len(blocks) and future.open:
+                asked, alone = ahead or self._ask(blocks, start, future), ahead is None
+                ahead = None
+                if asked is None:
+                    self._settle(commits, future, 0)
+                    start += 1
+                    future.advance(start)
+                    continue
+                reservation = self._client.end_reserve(asked, future.remaining())
+                end = start + len(asked.keys)
+                if end < len(blocks) and blocks.whole(end):
+                    ahead = self._ask(blocks, end, future)
+                stored, stopped = self._fill(reservation, blocks, start, future, commits)
+                start += stored
+                if start < end and ahead is not None:
+                    self._call_off(ahead)
+                    ahead = None
+                if stopped is None:
+                    continue
+                self._settle(commits, future, 0)
+                # What was promised before an answer that was asked for ahead is committed now, and there may be room.
+                if alone and not self._waited(stopped, future):
+                    break
+            self._settle(commits, future, 0)
+        finally:
+            if ahead is not None:
+                self._call_off(ahead)
+            with contextlib.suppress(EmsError):  # it failed already
+                self._settle(commits, future, 0)
+            for commit, _ in commits:
+                self._give_back(commit.reservation)
+
+    def _waited(self, stopped: Outcome, future: CcFuture) -> bool:
+        """Whether it is worth while to ask again; waits for that a moment.  Raises NoSpace: as :meth:`save` does."""
+        if stopped == Outcome.NOT_TOUCHED and self._patience > 0:
             future.pause(_TOUCH_PAUSE)
             self._patience -= _TOUCH_PAUSE
+            return True
+        if not future.progress:
+            raise NoSpace(f"none of {future.total} blocks was stored: {_REFUSALS[stopped]}")
+        return False
 
-    def _save_some(self, blocks: Blocks, future: CcFuture) -> Outcome | None:
-        """Store the next blocks; the outcome that stopped it, None when all of these were stored."""
-        names = self.names
-        start, hashes = future.progress, blocks.hashes
+    def _ask(self, blocks: Blocks, start: int, future: CcFuture) -> ReservedAhead | None:
+        """Ask for slots of the blocks from ``start`` on; None where the first lacks tokens and is there whole."""
+        names, hashes = self.names, blocks.hashes
         if not blocks.whole(start):
             whole, left = names.whole(hashes[start]), future.remaining()
             if self._client.lookup(self.namespace, whole, timeout=left, local_only=future.local_only).count:
-                future.advance(start + 1)
                 return None
-        span = range(start, self._end(blocks, start))
-        keys = [names.key(hashes[i], whole=blocks.whole(i)) for i in span]
+        keys = [names.key(hashes[i], whole=blocks.whole(i)) for i in range(start, self._end(blocks, start))]
         parent = names.key(hashes[start - 1], whole=blocks.whole(start - 1)) if start else names.before(hashes[0])
-        reservation = self._client.reserve(self.namespace, parent, keys, future.remaining())
-        outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
-        leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
-        written = self._fill(reservation, [i for i in reservation.granted if i < leading], blocks, start, future)
-        if written:
-            self._patience = TOUCH_PATIENCE
-        lost = next((i for i in reservation.granted if i < leading and i not in written), leading)
-        future.advance(start + lost)
-        return outcomes[leading] if lost == leading and leading < len(outcomes) else None
+        return self._client.begin_reserve(self.namespace, parent, keys, future.remaining())
+
+    def _call_off(self, ahead: ReservedAhead) -> None:
+        with contextlib.suppress(EmsError):  # the connection is gone, and the reservation with it
+            self._client.call_off(ahead, COMMIT_SECONDS)
+
+    def _settle(self, commits: deque[tuple[CommittedAhead, int]], future: CcFuture, left: int) -> None:
+        """Wait until all but ``left`` of ``commits`` are done, and count what they stored."""
+        while len(commits) > left:
+            commit, progress = commits[0]
+            self._client.end_commit(commit, max(future.remaining(), COMMIT_SECONDS))
+            commits.popleft()
+            future.advance(progress)
 
     def _end(self, blocks: Blocks, start: int) -> int:
         """Where the next reservation ends: a block that lacks tokens is one of its own."""
@@ -179,39 +218,64 @@ class Transfers:
         return next((i for i in range(start, limit) if not blocks.whole(i)), limit)
 
     def _fill(
-        self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
-    ) -> dict[int, int]:
-        """Copy and commit the granted positions ``wanted``; the checksums of those done.  All others are given back."""
-        step = self._batch
-        written: dict[int, int] = {}
+        self,
+        reservation: Reservation,
+        blocks: Blocks,
+        start: int,
+        future: CcFuture,
+        commits: deque[tuple[CommittedAhead, int]],
+    ) -> tuple[int, Outcome | None]:
+        """Copy what was granted of the blocks from ``start`` on, and have it committed, after those before it.
+
+        Returns how many leading ones are stored then, and the outcome that stopped it.  All others are given back.
+        """
+        outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
+        leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
         try:
-            for begin in range(0, len(wanted), step):
-                batch = wanted[begin : begin + step]
-                segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
-                pages = [segments.page(reservation.granted[i], self.namespace.page_size) for i in batch]
-                plan = self.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
-                for i, page in zip(batch, pages, strict=True):
-                    if not blocks.whole(start + i):
-                        TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
-                sums = PageSums(pages)
-                for part in plan.in_steps(self.device.step_bytes, in_order=self.device.sums):
-                    with future.copying() as allowed:
-                        if not allowed:
-                            break
-                        self.device.copy(part.plan, sums)
-                        self.device.synchronise()
-                    sums.whole = part.whole
-                written.update(zip(batch, sums.done, strict=False))
-                if sums.whole < len(batch):
-                    break
+            written = self._copy(reservation, [i for i in reservation.granted if i < leading], blocks, start, future)
+            stored = next((i for i in reservation.granted if i < leading and i not in written), leading)
             if written:
                 patience, checksums = max(future.remaining(), COMMIT_SECONDS), list(written.values())
-                self._client.commit(reservation, list(written), patience, checksums, future.cluster_write)
+                commit = self._client.begin_commit(
+                    reservation, list(written), patience, checksums, future.cluster_write
+                )
+                commits.append((commit, start + stored))
+                self._patience = TOUCH_PATIENCE
         except BaseException:
             self._give_back(reservation)
             raise
         if len(written) < len(reservation.granted):
             self._give_back(reservation)
+        self._settle(commits, future, 1 if written else 0)
+        if not written:
+            future.advance(start + stored)
+        return stored, outcomes[leading] if stored == leading < len(outcomes) else None
+
+    def _copy(
+        self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
+    ) -> dict[int, int]:
+        """Copy the granted positions ``wanted``; the checksums of those done."""
+        step = self._batch
+        written: dict[int, int] = {}
+        for begin in range(0, len(wanted), step):
+            batch = wanted[begin : begin + step]
+            segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
+            pages = [segments.page(reservation.granted[i], self.namespace.page_size) for i in batch]
+            plan = self.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
+            for i, page in zip(batch, pages, strict=True):
+                if not blocks.whole(start + i):
+                    TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
+            sums = PageSums(pages)
+            for part in plan.in_steps(self.device.step_bytes, in_order=self.device.sums):
+                with future.copying() as allowed:
+                    if not allowed:
+                        break
+                    self.device.copy(part.plan, sums)
+                    self.device.synchronise()
+                sums.whole = part.whole
+            written.update(zip(batch, sums.done, strict=False))
+            if sums.whole < len(batch):
+                break
         return written
 
     def _give_back(self, reservation: Reservation) -> None:

@@ -24,7 +24,8 @@ from ems.errors import (
 )
 from ems.pool.client import pool_client
 from ems.pool.client.answers import NO_TAIL, Namespace, Reservation
-from ems.pool.client.introduction import Introduction, receive_frames
+from ems.pool.client.introduction import Introduction
+from ems.pool.client.line import Line, Sent
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.pool.layout import REF_BYTES, PageRef
@@ -131,15 +132,91 @@ def test_an_interrupted_call_does_not_leave_its_answer_to_the_next(
     client.commit(client.reserve(namespace, bytes(16), chain("x", 3)))
     epoch = client.epoch
 
-    def interrupted(*arguments: object, **options: object) -> bytes:
-        monkeypatch.setattr("ems.pool.client.line.receive_frames", receive_frames)
+    receive = Line._receive
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.setattr(Line, "_receive", receive)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ems.pool.client.line.receive_frames", interrupted)
+    monkeypatch.setattr(Line, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.lookup(namespace, KEYS[:16])
     assert client.lookup(namespace, KEYS).count == 3
     assert client.epoch != epoch
+
+
+def test_answers_that_are_waited_for_later_are_told_apart(client: PoolClient, namespace: Namespace) -> None:
+    one = client.begin_reserve(namespace, bytes(16), chain("x", 3))
+    two = client.begin_reserve(namespace, bytes(16), chain("y", 2))
+    assert client.lookup(namespace, KEYS).count == 0, "who asks meanwhile gets its own answer"
+    second, first = client.end_reserve(two), client.end_reserve(one)
+    assert (len(first.granted), len(second.granted)) == (3, 2)
+
+    commits = [client.begin_commit(reserved) for reserved in (first, second)]
+    client.notice()  # what can be read is an answer, and no end
+    for segment in range(client.segment_count):
+        client.segments(first.epoch).segment(segment)  # comes with a descriptor, behind these answers
+    for commit in reversed(commits):
+        client.end_commit(commit)
+    assert client.lookup(namespace, KEYS).count == 3
+    assert client.stats()["reservations"] == 0
+
+
+def test_what_was_asked_for_ahead_is_given_back(client: PoolClient, namespace: Namespace) -> None:
+    client.call_off(client.begin_reserve(namespace, bytes(16), chain("x", 3)))
+    assert client.stats()["reservations"] == 0
+    assert len(client.reserve(namespace, bytes(16), chain("x", 3)).granted) == 3
+
+
+def test_a_refusal_is_told_to_whom_it_concerns(client: PoolClient, namespace: Namespace) -> None:
+    reserved = client.reserve(namespace, bytes(16), chain("x", 3))
+    client.commit(reserved)
+    late = client.begin_commit(reserved)
+    ahead = client.begin_reserve(namespace, bytes(16), chain("y", 2))
+    assert len(client.end_reserve(ahead).granted) == 2
+    with pytest.raises(StaleReference):
+        client.end_commit(late)
+
+
+def test_a_connection_that_ends_takes_with_it_what_was_not_answered(client: PoolClient, namespace: Namespace) -> None:
+    reserved = client.reserve(namespace, bytes(16), chain("x", 3))
+    commit = client.begin_commit(reserved)
+    ahead = client.begin_reserve(namespace, bytes(16), chain("y", 2))
+    unused = client.begin_reserve(namespace, bytes(16), chain("z", 2))
+    client.drop()
+    again = client.end_reserve(ahead)
+    assert again.epoch > reserved.epoch
+    assert len(again.granted) == 2
+    with pytest.raises(PoolUnavailable):
+        client.end_commit(commit)
+    with pytest.raises(PoolUnavailable):
+        client.call_off(unused)
+    until(lambda: client.lookup(namespace, chain("z", 1)[0]).pending == 0, "the node noticed the end")
+    client.tell_stopped()
+    client.abort(again)
+    until(lambda: client.stats()["reservations"] == 0, "nothing is left")
+
+
+def test_a_node_that_does_not_answer_costs_what_was_sent(tmp_path: Path) -> None:
+    opened = coding.encode(messages.Opened(0))
+    with node_that_says(tmp_path / "socket", WELCOME, opened, b""):
+        client = PoolClient(tmp_path / "socket")
+        ahead = client.begin_reserve(Namespace("n", PAGE), bytes(16), chain("x", 1))
+        assert isinstance(ahead.sent, Sent)
+        with pytest.raises(PoolUnavailable):
+            client.end_reserve(ahead, 0.2)
+        assert ahead.sent.over
+        client.close()
+
+
+def test_a_node_that_says_more_than_it_was_asked_is_not_believed(tmp_path: Path) -> None:
+    opened, more = coding.encode(messages.Opened(0)), coding.encode(messages.Done(7))
+    with node_that_says(tmp_path / "socket", WELCOME, opened + more, more):
+        client = PoolClient(tmp_path / "socket")
+        client.open(Namespace("n", PAGE))
+        with pytest.raises(ProtocolError, match="nobody asked"):
+            client.prefetch(Namespace("n", PAGE), KEYS)
+        client.close()
 
 
 def test_a_tail_is_looked_up_behind_its_keys(client: PoolClient, namespace: Namespace) -> None:

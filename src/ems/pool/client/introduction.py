@@ -28,16 +28,12 @@ _READ_SIZE = 64 << 10
 _TIMEVAL = struct.Struct("@ll")
 
 
-def receive_frames(sock: socket.socket, deadline: float, descriptors: list[int] | None = None) -> Iterator[bytes]:
+def receive_frames(sock: socket.socket, deadline: float) -> Iterator[bytes]:
     """The bodies of the frames that come, one by one; what came behind the last one that was taken is lost."""
     reader = coding.FrameReader()
     while True:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        if descriptors is None:
-            data = sock.recv(_READ_SIZE)
-        else:
-            data, received, _, _ = socket.recv_fds(sock, _READ_SIZE, 4)
-            descriptors += received
+        data = sock.recv(_READ_SIZE)
         if not data:
             raise ConnectionResetError("the node closed the connection")
         reader.feed(data)

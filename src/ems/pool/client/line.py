@@ -1,7 +1,11 @@
 """The connection of a client to its node: it mends itself, carries one call at a time, and maps the node's memory.
 
+A request may be sent ahead of the use of its answer: the node works on it meanwhile, and who makes the next call takes
+the answers before its own from the socket for those who wait for them.
+
 What always holds: an answer is taken for that of its own request only; a connection on which anything broke is not used
-any more.  A connection that was lost is tried again by the next call, when ``retry`` says so.
+any more, and what was sent on it and not answered ends with it.  A connection that was lost is tried again by the next
+call, when ``retry`` says so.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from ems.errors import (
+    EmsError,
     PoolNotTried,
     PoolRefused,
     PoolRestarting,
@@ -29,13 +35,16 @@ from ems.errors import (
     Unauthorised,
 )
 from ems.pool.client.answers import Namespace
-from ems.pool.client.introduction import Introduction, receive_frames
+from ems.pool.client.introduction import Introduction
 from ems.pool.client.retry import ConnectionEnded, Retry
 from ems.pool.layout import MAGIC, PageRef, generation_of, slot_offset
 from ems.pool.protocol import coding, messages
 
 CALL_SECONDS = 5.0
 """Deadline of a call that names none."""
+
+READ_SIZE = 64 << 10
+"""Bytes read at a time; a larger buffer costs a system call more to be made."""
 
 RESTART_SECONDS = 10.0
 """How long a restart of a node, which takes about a second, may keep an engine's call waiting."""
@@ -116,6 +125,23 @@ class Connection(msgspec.Struct):
     """Whose pages it is for; empty on an open node."""
     namespaces: dict[Namespace, int] = msgspec.field(default_factory=dict)
     described: set[str] = msgspec.field(default_factory=set)
+    sent: deque[Sent[messages.Message]] = msgspec.field(default_factory=deque)
+    """What was not answered, in the order in which it was sent."""
+    reader: coding.FrameReader = msgspec.field(default_factory=coding.FrameReader)
+
+
+class Sent(Generic[Answer]):
+    """A request on the connection ``epoch``, and its answer or what became of it instead once that is known."""
+
+    def __init__(self, epoch: int, expected: type[Answer]) -> None:
+        self.epoch = epoch
+        self.expected = expected
+        self.answer: messages.Answer | None = None
+        self.failure: EmsError | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.answer is not None or self.failure is not None
 
 
 class Turn:
@@ -124,14 +150,18 @@ class Turn:
     def __init__(self, line: Line, connection: Connection, deadline: float) -> None:
         self._line = line
         self.connection = connection
-        self._deadline = deadline
+        self.deadline = deadline
 
     def ask(self, request: messages.Request, expected: type[Answer]) -> Answer:
         """The node's answer, of the type ``expected``.
 
         Raises EmsError: the node refuses, or there is no (sound) answer before the deadline.
         """
-        return self._line.ask(self.connection, request, expected, self._deadline)
+        return self._line.ask(self.connection, request, expected, self.deadline)
+
+    def send(self, request: messages.Request, expected: type[Answer]) -> Sent[Answer]:
+        """Ask for what :meth:`Line.answer` waits for later.  Raises EmsError: it cannot be sent."""
+        return self._line.send(self.connection, request, expected, self.deadline)
 
 
 class Line:
@@ -193,15 +223,21 @@ class Line:
         ``timeout`` seconds (:data:`CALL_SECONDS`), or another call took as long.  PoolRefused: it does not want this
         client.  StaleReference: there is another connection by now than ``epoch``, where that is named.
         """
+        with self._locked(timeout) as deadline:
+            connection = self._connected(deadline)
+            if epoch:
+                self.at(epoch)
+            yield Turn(self, connection, deadline)
+
+    @contextlib.contextmanager
+    def _locked(self, timeout: float | None) -> Iterator[float]:
+        """Nobody else makes a call; yields the deadline."""
         timeout = CALL_SECONDS if timeout is None else timeout
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0)):
             raise PoolTimeout(f"another call kept the connection to the pool busy for {timeout:.1f} s")
         try:
-            connection = self._connected(deadline)
-            if epoch:
-                self.at(epoch)
-            yield Turn(self, connection, deadline)
+            yield deadline
         finally:
             self._lock.release()
 
@@ -248,11 +284,74 @@ class Line:
         descriptors: list[int] | None = None,
     ) -> Answer:
         """A request and its answer, with the file descriptors that came beside it; needs the lock."""
+        return self._answer(connection, self.send(connection, request, expected, deadline), deadline, descriptors)
+
+    def send(
+        self, connection: Connection, request: messages.Request, expected: type[Answer], deadline: float
+    ) -> Sent[Answer]:
+        """Send a request; needs the lock."""
         frame = coding.encode_request(request, connection.welcome.version)
-        try:
+        sent = Sent(connection.epoch, expected)
+        with self._dropping():
+            if connection.reader.size and not connection.sent:
+                raise ProtocolError("the node said what nobody asked it")
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.sock.sendall(frame)
-            answer = coding.decode_answer(next(receive_frames(connection.sock, deadline, descriptors)))
+        connection.sent.append(sent)  # type: ignore[arg-type] # of any kind
+        return sent
+
+    def answer(self, sent: Sent[Answer], timeout: float | None = None) -> Answer:
+        """The answer to what was sent in an earlier turn.
+
+        Raises EmsError: as :meth:`Turn.ask`; ConnectionEnded also where its connection ended since.
+        """
+        with self._locked(timeout) as deadline:
+            return self._told(sent) if sent.over else self._answer(self.at(sent.epoch), sent, deadline)
+
+    def _answer(
+        self, connection: Connection, sent: Sent[Answer], deadline: float, descriptors: list[int] | None = None
+    ) -> Answer:
+        """Read answers up to that of ``sent``; needs the lock."""
+        with self._dropping():
+            while not sent.over:
+                body = connection.reader.next()
+                if body is None:
+                    self._receive(connection, deadline, descriptors)
+                else:
+                    first = connection.sent.popleft()
+                    first.answer = coding.decode_answer(body)
+        return self._told(sent)
+
+    def _receive(self, connection: Connection, deadline: float, descriptors: list[int] | None) -> None:
+        connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        if descriptors is None:
+            data = connection.sock.recv(READ_SIZE)
+        else:
+            data, received, _, _ = socket.recv_fds(connection.sock, READ_SIZE, 4)
+            descriptors += received
+        if not data:
+            raise ConnectionResetError("the node closed the connection")
+        connection.reader.feed(data)
+
+    def _told(self, sent: Sent[Answer]) -> Answer:
+        """What became of a request that is over."""
+        if sent.failure is not None:
+            raise sent.failure
+        answer = sent.answer
+        if isinstance(answer, messages.Refused):
+            if answer.code == "unauthorised":
+                self.drop()  # the node has ended it
+            coding.raise_refusal(answer)
+        if not isinstance(answer, sent.expected):
+            self.drop()
+            raise ProtocolError(f"the node answered {type(answer).__name__}, expected {sent.expected.__name__}")
+        return answer
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Whatever breaks inside ends the connection."""
+        try:
+            yield
         except TimeoutError as error:
             # A late answer would be taken for the next one's: this connection cannot be used any more.
             self.drop()
@@ -265,14 +364,6 @@ class Line:
             # Whatever broke in here (an interrupt, too): the next call must not take this one's answer for its own.
             self.drop()
             raise
-        if isinstance(answer, messages.Refused):
-            if answer.code == "unauthorised":
-                self.drop()  # the node has ended it
-            coding.raise_refusal(answer)
-        if not isinstance(answer, expected):
-            self.drop()
-            raise ProtocolError(f"the node answered {type(answer).__name__}, expected {expected.__name__}")
-        return answer
 
     def tell(self, request: messages.Release | messages.Withdraw, epoch: int) -> None:
         """Send what has no answer, if the connection ``epoch`` is still there."""
@@ -313,8 +404,8 @@ class Line:
             return
         try:
             connection = self.connection
-            # Between calls the node has nothing to say: what can be read is the end.
-            if connection is not None:
+            # Where nothing was sent ahead the node has nothing to say between calls: what can be read is the end.
+            if connection is not None and not connection.sent:
                 readable = select.poll()  # select() refuses descriptors above 1023, of which engines have many
                 readable.register(connection.sock, select.POLLIN)
                 if readable.poll(0):
@@ -327,6 +418,9 @@ class Line:
         if connection is None:
             return
         connection.sock.close()
+        for sent in connection.sent:
+            sent.failure = ConnectionEnded("the connection to the pool ended before the node answered")
+        connection.sent.clear()
         if self._pins is not None:
             for mapped in connection.segments.mapped():
                 self._pins.unpin(mapped)

@@ -8,13 +8,14 @@ connection that they were made on.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ems.errors import PoolRefused, PoolUnavailable, ProtocolError
+from ems.errors import EmsError, PoolRefused, PoolRestarting, PoolUnavailable, ProtocolError, StaleReference
 from ems.pool.client.answers import (
     NO_TAIL,
     Announcement,
@@ -27,8 +28,9 @@ from ems.pool.client.answers import (
     TailHit,
 )
 from ems.pool.client.introduction import Introduction
-from ems.pool.client.line import Connection, Line, Pins, SegmentMap, Turn
+from ems.pool.client.line import Connection, Line, Pins, SegmentMap, Sent, Turn
 from ems.pool.client.promised import PromisedSlots
+from ems.pool.client.retry import ConnectionEnded
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import unpack_refs
 from ems.pool.names import check_facts, qualified
@@ -43,6 +45,23 @@ from ems.pool.segments.reader import SAMPLE, PageReader, Trust, Verify, policy_n
 from ems.pool.tenants.scram import Credentials
 
 _MOST_MICROS = 10**12
+
+
+class ReservedAhead(NamedTuple):
+    """A reservation whose answer is waited for later; ``sent`` says why where it could not be sent."""
+
+    namespace: Namespace
+    parent: bytes
+    keys: Sequence[bytes]
+    sent: Sent[messages.Granted] | EmsError
+
+
+class CommittedAhead(NamedTuple):
+    """A commit whose answer is waited for later."""
+
+    reservation: Reservation
+    positions: list[int] | None
+    sent: Sent[messages.Done]
 
 
 class PoolClient(Line):
@@ -273,26 +292,64 @@ class PoolClient(Line):
             raise ValueError(f"{len(tails)} tails for {len(keys)} keys, expected one for each or none")
 
         def ask(turn: Turn) -> Reservation:
-            number = self._opened(turn, namespace)
-            if number is None:
-                raise PoolRefused(
-                    f"namespace {namespace.name} was opened without a page size, so nothing can be stored"
-                )
-            self._tell_what_is_written(turn)
-            self._promised.asked()
-            request = messages.Reserve(number, parent, b"".join(keys), _fitting(tails))
-            answer = turn.ask(request, messages.Granted)
-            positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
-            refs = unpack_refs(answer.refs)
-            if len(positions) != len(refs) or len(answer.outcomes) * KEY_BYTES != len(request.keys):
-                self.drop()
-                raise ProtocolError("the node's answer to a reservation does not match the request")
-            granted = dict(zip(positions, refs, strict=True))
-            reservation = Reservation(turn.connection.epoch, answer.reservation, answer.outcomes, granted)
-            self._promised.promised(reservation)
-            return reservation
+            request = self._reserving(turn, namespace, parent, keys, tails)
+            return self._reserved(turn.connection.epoch, len(keys), turn.ask(request, messages.Granted))
 
         return self.call(timeout, ask)
+
+    def begin_reserve(
+        self, namespace: Namespace, parent: bytes, keys: Sequence[bytes], timeout: float | None = None
+    ) -> ReservedAhead:
+        """Ask as :meth:`reserve` does, and go on while the node looks for slots; :meth:`end_reserve` has them.
+
+        To be followed by that or by :meth:`call_off`, whatever happens.
+        """
+        sent: Sent[messages.Granted] | EmsError
+        try:
+            with self.turn(timeout) as turn:
+                sent = turn.send(self._reserving(turn, namespace, parent, keys, ()), messages.Granted)
+        except EmsError as error:  # told to who wants the answer
+            sent = error
+        return ReservedAhead(namespace, parent, keys, sent)
+
+    def end_reserve(self, ahead: ReservedAhead, timeout: float | None = None) -> Reservation:
+        """What was asked for ahead; asked for anew where the connection ended since, or the node restarts.
+
+        Raises EmsError: as :meth:`reserve` does.
+        """
+        with contextlib.suppress(ConnectionEnded, PoolRestarting, StaleReference):
+            if isinstance(ahead.sent, EmsError):
+                raise ahead.sent
+            return self._reserved(ahead.sent.epoch, len(ahead.keys), self.answer(ahead.sent, timeout))
+        return self.reserve(ahead.namespace, ahead.parent, ahead.keys, timeout)
+
+    def call_off(self, ahead: ReservedAhead, timeout: float | None = None) -> None:
+        """Give back what was asked for ahead and is not used.  Raises EmsError: as :meth:`abort` does."""
+        if not isinstance(ahead.sent, EmsError):
+            answer = self.answer(ahead.sent, timeout)
+            self.abort(self._reserved(ahead.sent.epoch, len(ahead.keys), answer), timeout)
+
+    def _reserving(
+        self, turn: Turn, namespace: Namespace, parent: bytes, keys: Sequence[bytes], tails: Sequence[Tail | None]
+    ) -> messages.Reserve:
+        """The request for a reservation, of which the node may hear from now on."""
+        number = self._opened(turn, namespace)
+        if number is None:
+            raise PoolRefused(f"namespace {namespace.name} was opened without a page size, so nothing can be stored")
+        self._tell_what_is_written(turn)
+        self._promised.asked()
+        return messages.Reserve(number, parent, b"".join(keys), _fitting(tails))
+
+    def _reserved(self, epoch: int, keys: int, answer: messages.Granted) -> Reservation:
+        positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
+        refs = unpack_refs(answer.refs)
+        if len(positions) != len(refs) or len(answer.outcomes) != keys:
+            self.drop()
+            raise ProtocolError("the node's answer to a reservation does not match the request")
+        granted = dict(zip(positions, refs, strict=True))
+        reservation = Reservation(epoch, answer.reservation, answer.outcomes, granted)
+        self._promised.promised(reservation)
+        return reservation
 
     def _tell_what_is_written(self, turn: Turn) -> None:
         """On another connection, or after a commit or abort that failed: which slots this client still writes into."""
@@ -317,17 +374,41 @@ class PoolClient(Line):
         Raises StaleReference: the reservation ended with its connection; nothing was published.
         """
         if reservation.granted:
-            raw = struct.pack(f"<{len(checksums)}I", *checksums)
-            if raw and positions is None:
-                positions = sorted(reservation.granted)
-            request = messages.Commit(reservation.number, positions, raw, cluster_write or self._cluster_write)
-            told = False
-            try:
-                with self.turn(timeout, reservation.epoch) as turn:
-                    turn.ask(request, messages.Done)
-                told = True
-            finally:
-                self._promised.ended(reservation, positions, told=told)
+            self.end_commit(self.begin_commit(reservation, positions, timeout, checksums, cluster_write), timeout)
+
+    def begin_commit(
+        self,
+        reservation: Reservation,
+        positions: list[int] | None = None,
+        timeout: float | None = None,
+        checksums: Sequence[int] = (),
+        cluster_write: ClusterWrite = "",
+    ) -> CommittedAhead:
+        """Ask as :meth:`commit` does, of a reservation of which something was granted, and go on meanwhile.
+
+        To be followed by :meth:`end_commit`, whatever happens.
+        """
+        raw = struct.pack(f"<{len(checksums)}I", *checksums)
+        if raw and positions is None:
+            positions = sorted(reservation.granted)
+        request = messages.Commit(reservation.number, positions, raw, cluster_write or self._cluster_write)
+        sent: Sent[messages.Done] | None = None
+        try:
+            with self.turn(timeout, reservation.epoch) as turn:
+                sent = turn.send(request, messages.Done)
+        finally:
+            if sent is None:
+                self._promised.ended(reservation, positions, told=False)
+        return CommittedAhead(reservation, positions, sent)
+
+    def end_commit(self, ahead: CommittedAhead, timeout: float | None = None) -> None:
+        """Wait until what :meth:`begin_commit` named is published.  Raises EmsError: as :meth:`commit` does."""
+        told = False
+        try:
+            self.answer(ahead.sent, timeout)
+            told = True
+        finally:
+            self._promised.ended(ahead.reservation, ahead.positions, told=told)
 
     def report(self, namespace: Namespace, reader: PageReader, timeout: float | None = None) -> int:
         """Tell the node of pages that ``reader`` found corrupt; how many the node took out of the pool for that."""
