@@ -450,15 +450,6 @@ class SchedulerSide(SchedulerShell):
             del reported[name]
         return over
 
-    def reset(self) -> None:
-        """The engine's weights or settings changed.  It finds nothing again that it has stored until now."""
-        self._epoch.reset()
-        self._begin_epoch()
-        logger.info(
-            "EMS shares nothing with other engines until it knows its weights: once these are in place and before the "
-            "next request, name them with update_weight_version, or weight_version of finish_weight_update"
-        )
-
     def _begin_epoch(self) -> None:
         self._drop_saves()
         super()._begin_epoch()

@@ -155,6 +155,15 @@ class SchedulerShell:
         if self._epoch.chain_name != before:
             self._begin_epoch()
 
+    def reset(self) -> None:
+        """The engine's weights or settings changed.  It finds nothing again that it has stored until now."""
+        self._epoch.reset()
+        self._begin_epoch()
+        logger.info(
+            "EMS shares nothing with other engines until it knows its weights: once these are in place and before the "
+            "next request, name them with update_weight_version, or weight_version of finish_weight_update"
+        )
+
     def _begin_epoch(self) -> None:
         """What was computed until now is not found again."""
         self._lookups.chain_name = self._epoch.chain_name

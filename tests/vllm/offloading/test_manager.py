@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -251,6 +252,15 @@ def test_after_a_reset_nothing_stored_before_is_found(manager: EmsOffloadingMana
     assert look(manager, keys, begun(manager, "new", keys)) == [LookupResult.MISS] * 3
     store(node, manager, keys)
     assert look(manager, keys, begun(manager, "newer", keys)) == [LookupResult.HIT] * 3
+
+
+def test_a_reset_is_said_in_the_log(
+    manager: EmsOffloadingManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.ems.scheduler")
+    manager.reset_cache()
+    assert "shares nothing with other engines until it knows its weights" in caplog.text
 
 
 def test_engines_that_name_the_same_weights_share_again(manager: EmsOffloadingManager, node: Node) -> None:

@@ -200,12 +200,11 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
 
     def reset_cache(self) -> None:
         """The engine's own cache was emptied, and the weights may be others from now on."""
-        self._epoch.reset()
         for request_id in self._loading:
             # VLLM has forgotten its transfers, and tells of no end of theirs.
             self._do(self._book.received(request_id, set()))
         self._loading.clear()
-        self._begin_epoch()
+        self.reset()
 
     def _begin_epoch(self) -> None:
         self._chains.clear()

@@ -43,6 +43,13 @@ _OF_VLLM = frozenset(
     }
 )  # fmt: skip
 """Settings that vLLM reads itself."""
+_UNUSED = frozenset(
+    {
+        "discard_partial_chunks", "explain", "load_async", "num_min_load_blocks", "num_min_reuse_tokens",
+        "save_decode_cache", "use_layerwise",
+    }
+)  # fmt: skip
+"""Settings of ``EmsStoreConnector`` for what ``OffloadingConnector`` decides by itself, or does not do."""
 
 
 def _caller(kind: type, *names: str) -> dict[str, Any]:
@@ -69,7 +76,7 @@ class EmsOffloadingSpec(OffloadingSpec):
         check_loads(config.extra_config)
         own = {name: value for name, value in config.extra_config.items() if name not in _OF_VLLM}
         settings, warnings = read_settings(transfer.kv_role, own)
-        for warning in warnings:
+        for warning in filter(None, (*warnings, unused(own))):
             logger.warning("EMS: %s", warning)
         if self._engine.lora_config is not None:
             raise ConfigError("EmsOffloadingSpec does not serve LoRA adapters, use the connector EmsStoreConnector")
@@ -121,6 +128,12 @@ def _both(*calls: Any) -> Any:
             one(*given, **named)
 
     return call
+
+
+def unused(extra: Mapping[str, Any]) -> str | None:
+    """What is to be said of settings that mean nothing here."""
+    named = ", ".join(sorted(_UNUSED & extra.keys()))
+    return f"EmsOffloadingSpec does not use {named}; EmsStoreConnector does" if named else None
 
 
 def check_loads(extra: Mapping[str, Any]) -> None:
