@@ -21,6 +21,10 @@ def router(
     decoder_hosts: Annotated[list[str] | None, _Many] = None,
     decoder_ports: Annotated[list[int] | None, _Many] = None,
     manifests: Path | None = None,
+    kubeconfig: str | None = None,
+    kube_context: str | None = None,
+    in_cluster: bool = False,
+    namespace: str | None = None,
     max_retries: int = 3,
     retry_delay: float = 0.001,
     connect_timeout: float = 3.0,
@@ -49,6 +53,10 @@ def router(
         decoder_hosts: Hosts of the decode servers.
         decoder_ports: Ports of the decode servers, as many as hosts.
         manifests: Folder or file with Kthena's ModelServers and ModelRoutes, and pods, instead of hosts and ports.
+        kubeconfig: A kubeconfig: these objects are followed on its API server.
+        kube_context: The context of the kubeconfig, if not its current one.
+        in_cluster: Follow these objects on the API server of the cluster in which the router runs as a pod.
+        namespace: The namespace whose objects count, if not all.
         max_retries: How often a failed prefill or decode is tried again.
         retry_delay: Seconds before the first retry, doubled for each further one.
         connect_timeout: Seconds until a connection to a server stands.
@@ -64,13 +72,21 @@ def router(
         tls: TLS towards clients and engines.
         log_level: What is logged to stderr.
     """
-    from ems.router.config import RouterConfig, pair
+    from ems.errors import ConfigError
+    from ems.router.config import ClusterAccess, RouterConfig, pair
     from ems.router.server import serve
 
+    if kubeconfig is not None and in_cluster:
+        raise ConfigError("--kubeconfig and --in-cluster were both given: expected one of them")
+    followed = kubeconfig is not None or in_cluster
+    if not followed and (namespace is not None or kube_context is not None):
+        raise ConfigError("--namespace and --kube-context need --kubeconfig or --in-cluster")
+    access = ClusterAccess(kubeconfig=kubeconfig, context=kube_context, namespace=namespace) if followed else None
     config = RouterConfig(
         prefills=pair("prefiller", prefiller_hosts or [], prefiller_ports or []),
         decodes=pair("decoder", decoder_hosts or [], decoder_ports or []),
         manifests=manifests,
+        cluster=access,
         host=host,
         port=port,
         max_retries=max_retries,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import NamedTuple, Self
 
 from prometheus_client import generate_latest
 
 from ems.router.admission import tls
-from ems.router.admission.limits import limited_by
 from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
@@ -21,7 +18,9 @@ from ems.router.exchange import READS_ONLY, ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
 from ems.router.http.client import Upstream
 from ems.router.http.message import Request
-from ems.router.manifest_watch import ManifestWatch
+from ems.router.kthena.api_server import ClusterSource
+from ems.router.kthena.folder import FolderSource
+from ems.router.kthena.served import Served
 from ems.router.metrics import CONTENT_TYPE, Counters, RouterCollector
 from ems.router.observe.collector import RequestCollector
 from ems.router.observe.observer import Observer
@@ -82,9 +81,14 @@ class Router:
         gate = self.admission.gate
         requests = RequestCollector(self.observer.series, self.observer.active, lambda: gate.exceeded)
         self._metrics = (RouterCollector(self.fleet, self.counters), requests)
-        self.manifests = (
-            None if config.manifests is None else ManifestWatch(config.manifests, config, self.fleet, random.Random())
-        )
+        self.served: Served | None = None
+        self._source: FolderSource | ClusterSource | None = None
+        if config.manifests is not None:
+            self._source = FolderSource(config.manifests)
+        elif config.cluster is not None:
+            self._source = ClusterSource(config.cluster)
+        if self._source is not None:
+            self.served = Served(self._parts)
         self._tasks: list[asyncio.Task[None]] = []
         self._pages = self._table(Pages(self._parts))
 
@@ -93,9 +97,9 @@ class Router:
         for role, addresses in ((Role.PREFILL, self.config.prefills), (Role.DECODE, self.config.decodes)):
             for address in addresses:
                 self.fleet.add(role, address, now, trusted=True)
-        if self.manifests is not None:
-            self.manifests.start(now)
-            self._tasks.append(asyncio.create_task(self.manifests.run()))
+        if self._source is not None and self.served is not None:
+            self._source.start(self.served, now)
+            self._tasks.append(asyncio.create_task(self._source.run(self.served)))
         await self._upstream.__aenter__()
         await self.admission.__aenter__()
         self._tasks.append(asyncio.create_task(self._prober.run()))
@@ -111,9 +115,9 @@ class Router:
         self.observer.close()
 
     def reload(self) -> None:
-        """Read the manifests again, changed or not."""
-        if self.manifests is not None:
-            self.manifests.reload()
+        """Look now for what has changed in manifests or on an API server."""
+        if self._source is not None:
+            self._source.wake()
 
     def admit(self, request: Request) -> int:
         page = self._find(request)
@@ -141,11 +145,8 @@ class Router:
                 reply.refuse(Refusal(500, "The router failed to serve the request", code="internal_error"))
 
     def _models(self, _: Request, reply: Reply) -> None:
-        assert self.manifests is not None
-        models = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "ems"} for name in self.manifests.routes.models
-        ]
-        reply.json(200, {"object": "list", "data": models})
+        assert self.served is not None
+        reply.json(200, {"object": "list", "data": self.served.models()})
 
     def _find(self, request: Request) -> Page:
         path = "/debug/requests/ID" if request.path.startswith("/debug/requests/") else request.path
@@ -188,7 +189,7 @@ class Router:
         completions = Page(self._complete, self.config.max_body_bytes)
         return {
             **{path: {"POST": completions} for path in COMPLETIONS},
-            "/v1/models": {"GET": Page(known(pages.models if self.manifests is None else self._models))},
+            "/v1/models": {"GET": Page(known(pages.models if self.served is None else self._models))},
             "/reset_prefix_cache": {"POST": Page(administrators(pages.reset_prefix_cache, open_without_keys=True))},
             "/healthcheck": readable(pages.healthcheck),
             "/health": readable(pages.health),
@@ -205,20 +206,11 @@ class Router:
     def _routed(self, request: Request, completion: CompletionRequest) -> tuple[Parts, CompletionRequest]:
         """Return which instances serve a request, by which settings, and the request as they get it.
 
-        :raises Refusal: with status 404, no route is for it.
+        :raises Refusal: nobody serves it.
         """
-        if self.manifests is None:
+        if self.served is None:
             return self._parts, completion
-        fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
-        target = self.manifests.routes.match(completion.model, request.path, fields)
-        if target is None:
-            raise Refusal(404, f"There is no route for the model {completion.model!r}", code="model_not_found")
-        config = self.manifests.configs[target.server]
-        route = target.route.metadata.path
-        limit = target.route.spec.rate_limit
-        limited = () if limit is None else limited_by(f"route/{route}", limit)
-        parts = replace(self._parts, config=config, server=target.server, route=route, limited=limited)
-        return parts, completion.renamed(target.model)
+        return self.served.route(completion, request)
 
     async def _complete(self, request: Request, reply: Reply) -> None:
         counters = self.counters

@@ -63,6 +63,15 @@ def _is_host(text: str) -> bool:
     return len(text) <= 253 and _NAME.fullmatch(text) is not None
 
 
+class ClusterAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a Kubernetes API server is reached: by a kubeconfig, or without one as the pod that the router runs in."""
+
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str | None = None
+    """Whose objects count; None is all namespaces."""
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one router process; the constructor refuses what cannot work.
 
@@ -75,6 +84,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Instances that prefill; none makes the router a plain balancer."""
     manifests: Path | None = None
     """Folder or file of Kthena's objects, which then say what instances there are, and for which models."""
+    cluster: ClusterAccess | None = None
+    """A Kubernetes API server that has these objects."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = 8000
@@ -90,6 +101,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     idle_timeout: float = 1800.0
     """Seconds without a byte from the decode instance, or without the client taking one, until a request is given up.
     A non-streamed answer arrives at its end only, so this also bounds how long such an answer may take."""
+    request_timeout: float | None = None
+    """Seconds for a request as a whole; None is no bound but the others."""
     body_timeout: float = 60.0
     """Seconds for the client to send its request's body."""
     probe_timeout: float = 5.0
@@ -109,9 +122,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tls: TlsConfig = TlsConfig()
 
     def __post_init__(self) -> None:
-        if self.manifests is not None and (self.decodes or self.prefills):
-            raise ConfigError("--manifests was given beside instances: expected one of both")
-        if not self.decodes and self.manifests is None:
+        given = (self.decodes or self.prefills, self.manifests is not None, self.cluster is not None)
+        if sum(map(bool, given)) > 1:
+            ways = "--decoder-hosts, --manifests, --kubeconfig and --in-cluster"
+            raise ConfigError(f"What is served was given twice: expected one of {ways}")
+        if not any(given[1:]) and not self.decodes:
             raise ConfigError("No decode instance was given: expected at least one of --decoder-hosts, --decoder-ports")
         for role, addresses in (("prefill", self.prefills), ("decode", self.decodes)):
             twice = {str(address) for address in addresses if addresses.count(address) > 1}
@@ -135,7 +150,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.max_body_bytes < 1:
             raise ConfigError("--max-body-mib must be at least 1")
         for name in self.__struct_fields__:
-            if name.endswith("_timeout") and not 0 < getattr(self, name) < math.inf:
+            value = getattr(self, name)
+            if name.endswith("_timeout") and value is not None and not 0 < value < math.inf:
                 given = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise ConfigError(f"{given} is not a time-out: expected seconds, more than 0")
 

@@ -101,7 +101,7 @@ class Dispatch:
         self._began = now
         if not self._fleet.serves(Role.DECODE, self._policy.server):
             return GiveUp(self._fleet.retry_after(Role.DECODE, now))
-        if not self._policy.generates or not self._fleet.listed(Role.PREFILL):
+        if not self._policy.generates or not self._fleet.listed(Role.PREFILL, self._policy.server):
             return self._decode(now)
         if self._policy.prefill_above:
             best = self._chooser.choose(Role.DECODE, self._usable(Role.DECODE), self._prompt, now)
@@ -163,6 +163,11 @@ class Dispatch:
         taken = self._take(Role.DECODE, now, again=True)
         return taken or GiveUp(self._fleet.retry_after(Role.DECODE, now))
 
+    @property
+    def prefilled(self) -> bool:
+        """Whether the instance that was named last can take over what a prefill computed."""
+        return self._prefilled
+
     def close(self) -> None:
         """Release what is still held; harmless at any time, and more than once."""
         if self._hold is not None:
@@ -201,7 +206,9 @@ class Dispatch:
         if not server:
             return usable
         if role is Role.DECODE:
-            return [one for one in usable if one.groups[server] == self._group or not self._group] or usable
+            beside = [one for one in usable if one.groups[server] == self._group or not self._group]
+            self._prefilled = self._prefilled and bool(beside)  # elsewhere the prompt is computed anew
+            return beside or usable
         decoding = {one.groups[server] for one in self._fleet.usable(Role.DECODE, server)}
         return [one for one in usable if one.groups[server] in decoding]
 

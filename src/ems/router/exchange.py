@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,6 +83,7 @@ class Exchange:
         self._reply = reply
         self._loop = asyncio.get_running_loop()
         self._prefill_until = 0.0
+        self._deadline = math.inf
         self._request = completion
         self._dispatch: Dispatch
         self._relay: Relay | None = None
@@ -166,7 +168,9 @@ class Exchange:
         )
         try:
             now = self._loop.time()
-            self._prefill_until = now + config.prefill_timeout
+            if config.request_timeout is not None:
+                self._deadline = now + config.request_timeout
+            self._prefill_until = min(now + config.prefill_timeout, self._deadline)
             step: Step | None = self._dispatch.start(now)
             while step is not None:
                 step = await self._take(step)
@@ -178,7 +182,9 @@ class Exchange:
     async def _take(self, step: Step) -> Step | None:
         if isinstance(step, Try):
             if step.delay:
-                await asyncio.sleep(step.delay)
+                await asyncio.sleep(min(step.delay, max(self._deadline - self._loop.time(), 0.0)))
+            if self._loop.time() >= self._deadline:
+                raise _too_late()
             self._record.hops.append(Hop(step.instance, step.considered, self._loop.time()))
             return await (self._prefill if step.instance.role is Role.PREFILL else self._decode)(step.instance)
         assert isinstance(step, GiveUp)
@@ -226,7 +232,10 @@ class Exchange:
         relay = self._relay = Relay(self._reply, begins, self._loop)
         if self._timer is None:
             self._look()
-        fields, body = self._fields(to_prefill=False), decode_body(self._request, self._handoff)
+        fields, body = (
+            self._fields(to_prefill=False),
+            decode_body(self._request, self._handoff if self._dispatch.prefilled else None),
+        )
         request = request_of("POST", instance.address, self._client.target, fields, body)
         try:
             await self._parts.upstream.send(instance.address, request, relay)
@@ -247,15 +256,22 @@ class Exchange:
         relay = self._relay
         assert relay is not None
         now = self._loop.time()
-        due = relay.moved + self._parts.config.idle_timeout
+        idle = self._parts.config.idle_timeout
+        due = min(relay.moved + idle, self._deadline)
         if due <= now and relay.source is not None:
             relay.source.fail(TimeoutError())
         else:
-            self._timer = self._loop.call_at(due if due > now else now + self._parts.config.idle_timeout, self._look)
+            self._timer = self._loop.call_at(due if due > now else now + min(idle, 1.0), self._look)
 
     def _fell_silent(self, relay: Relay) -> None:
         if self._reply.blocked:  # it is the client that takes nothing
             raise ClientLeft
+        if self._loop.time() >= self._deadline:
+            if not relay.begun:
+                raise _too_late()
+            self._parts.counters.breaks += 1
+            relay.break_off("The time for this request is over", "request_timeout")
+            return
         self._dispatch.decode_cut(self._loop.time())
         log.warning("Request %s: no byte from the decode instance in time", self._reply.request_id.decode("latin-1"))
         if not relay.begun:
@@ -284,3 +300,7 @@ class Exchange:
         request = self._reply.request_id.decode("latin-1")
         log.warning("Request %s failed on the %s instance %s: %s", request, instance.role, instance.address, reason)
         self._parts.prober.wake()
+
+
+def _too_late() -> Refusal:
+    return Refusal(504, "The time for this request is over", code="request_timeout")

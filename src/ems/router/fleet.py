@@ -116,8 +116,10 @@ class Fleet:
             self._lost(instance)
         return True
 
-    def listed(self, role: Role) -> list[Instance]:
-        return list(self._listed[role].values())
+    def listed(self, role: Role, server: str = "") -> list[Instance]:
+        """Return those of one model server, or all."""
+        instances = self._listed[role].values()
+        return [instance for instance in instances if server in instance.groups] if server else list(instances)
 
     def leaving(self) -> list[Instance]:
         return list(self._leaving.values())

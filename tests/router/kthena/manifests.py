@@ -1,57 +1,77 @@
-"""Objects to test with, as a person would write them."""
+"""Manifests to test with, in the way in which people write them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+SERVER = """
+apiVersion: networking.serving.volcano.sh/v1alpha1
+kind: ModelServer
+metadata:
+  name: kimi-k25-pd
+  namespace: dev
+spec:
+  model: kimi_k25
+  inferenceEngine: vLLM
+  workloadSelector:
+    matchLabels:
+      modelserving.volcano.sh/name: kimi-k25-pd
+    pdGroup:
+      groupKey: modelserving.volcano.sh/group-name
+      prefillLabels:
+        modelserving.volcano.sh/role: prefill
+      decodeLabels:
+        modelserving.volcano.sh/role: decode
+  workloadPort:
+    port: 7100
+  kvConnector:
+    type: nixl
+  trafficPolicy:
+    timeout: 10s
+"""
 
-import yaml
+ROUTE = """
+apiVersion: networking.serving.volcano.sh/v1alpha1
+kind: ModelRoute
+metadata:
+  name: kimi-k25
+  namespace: dev
+spec:
+  modelName: kimi-k25
+  rules:
+    - name: default
+      targetModels:
+        - modelServerName: kimi-k25-pd
+"""
 
-GROUP = "networking.serving.volcano.sh/v1alpha1"
-
-
-def server(name: str = "pair", *, group: bool = True, **spec: Any) -> dict[str, Any]:
-    selector: dict[str, Any] = {"matchLabels": {"app": name}}
-    if group:
-        selector["pdGroup"] = {
-            "groupKey": "group",
-            "prefillLabels": {"role": "prefill"},
-            "decodeLabels": {"role": "decode"},
-        }
-    filled = {
-        "model": "told",
-        "inferenceEngine": "vLLM",
-        "workloadSelector": selector,
-        "workloadPort": {"port": 7100},
-        **spec,
-    }
-    return {"apiVersion": GROUP, "kind": "ModelServer", "metadata": {"name": name}, "spec": filled}
-
-
-def route(name: str = "asked", to: str | list[dict[str, Any]] = "pair", **spec: Any) -> dict[str, Any]:
-    targets = [{"modelServerName": to}] if isinstance(to, str) else to
-    filled = {"modelName": name, "rules": [{"name": "default", "targetModels": targets}], **spec}
-    return {"apiVersion": GROUP, "kind": "ModelRoute", "metadata": {"name": name}, "spec": filled}
+SERVING = """
+apiVersion: workload.serving.volcano.sh/v1alpha1
+kind: ModelServing
+metadata: {name: kimi-k25-pd, namespace: dev}
+spec:
+  replicas: 1
+  recoveryPolicy: ServingGroupRecreate
+"""
 
 
-def pod(name: str, address: str, app: str = "pair", *, ready: bool = True, **labels: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": {"app": app, **labels}, "uid": "an API server's own"},
-        "spec": {"containers": []},
-        "status": {"podIP": address, "conditions": [{"type": "Ready", "status": str(ready)}]},
-    }
+def pod(
+    name: str, role: str, port: int, *, ip: str = "127.0.0.1", group: str = "kimi-k25-pd-0", status: str = ""
+) -> str:
+    return f"""
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+  namespace: dev
+  labels:
+    modelserving.volcano.sh/name: kimi-k25-pd
+    modelserving.volcano.sh/group-name: {group}
+    modelserving.volcano.sh/role: {role}
+  annotations: {{ems.router/port: "{port}"}}
+spec: {{nodeName: node-1, containers: []}}
+status:
+  podIP: {ip}
+{status}
+"""
 
 
-def with_metadata(made: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    copied = copy.deepcopy(dict(made))
-    copied["metadata"].update(fields)
-    return copied
-
-
-def write(place: Path, *documents: Any) -> Path:
-    place.write_text(yaml.safe_dump_all(documents), encoding="utf-8")
-    return place
+def documents(*texts: str) -> str:
+    return "\n---\n".join(texts)

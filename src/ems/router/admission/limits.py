@@ -141,27 +141,6 @@ Limited = tuple[str, RateLimit]
 """A scope (``route/NAME``, ``key/ID``, ``user/NAME``) and its limit."""
 
 
-class Given(Protocol):
-    """A limit as a manifest has it."""
-
-    @property
-    def input_tokens_per_unit(self) -> int | None: ...
-
-    @property
-    def output_tokens_per_unit(self) -> int | None: ...
-
-    @property
-    def unit(self) -> str: ...
-
-
-def limited_by(scope: str, given: Given) -> tuple[Limited, ...]:
-    """What limits requests of a scope; nothing when no tokens are named."""
-    inputs, outputs = given.input_tokens_per_unit, given.output_tokens_per_unit
-    if inputs is None and outputs is None:
-        return ()
-    return ((scope, RateLimit(input_tokens_per_unit=inputs, output_tokens_per_unit=outputs, unit=Unit(given.unit))),)
-
-
 class Limits:
     """The buckets of one router.  A bucket whose scope has another limit than before changes with the next request."""
 

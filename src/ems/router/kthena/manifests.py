@@ -1,106 +1,82 @@
-"""Manifests from files: a folder (or file) of YAML documents becomes model servers, routes and pods.
+"""Objects out of YAML: several documents a file, and lists as ``kubectl get -o yaml`` prints them.
 
-What always holds: a document of these kinds that is wrong, or given twice, refuses the whole, with one sentence that
-names file, object and place; documents of other kinds are somebody else's and are passed over.
+Texts that look like dates stay texts, as Kubernetes reads them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, NamedTuple
 
-import msgspec
 import yaml
 
 from ems.errors import ConfigError
-from ems.router.kthena.objects import GROUP, ModelRoute, ModelServer, Pod
+from ems.router.kthena.objects import Object, ObjectName, decode
 
-KINDS: Final[dict[tuple[str, str], type[ModelServer | ModelRoute | Pod]]] = {
-    (GROUP, "ModelServer"): ModelServer,
-    (GROUP, "ModelRoute"): ModelRoute,
-    ("v1", "Pod"): Pod,
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]  # libyaml's where it is there
+    """Safe, and without dates."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Base.yaml_implicit_resolvers.items()
 }
-LISTS: Final = ("List", "PodList", "ModelServerList", "ModelRouteList")
-SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
-class Manifests(msgspec.Struct, frozen=True):
-    """All objects of a folder by ``namespace/name``; ``passed_over`` counts those of other kinds."""
+class Manifests(NamedTuple):
+    """What stood in some files."""
 
-    servers: dict[str, ModelServer]
-    routes: dict[str, ModelRoute]
-    pods: dict[str, Pod]
-    passed_over: int = 0
+    objects: tuple[Object, ...]
+    ignored: tuple[str, ...]
+    """One line for each file with kinds that do not concern the router."""
 
 
-def read(place: Path) -> Manifests:
-    """Read a file, or all YAML and JSON files of a folder.
+def load_yaml(text: str, *, source: str) -> list[object]:
+    """The documents of a text that are not empty.
 
-    :raises ConfigError: it cannot be read, or something in it is wrong.
+    :raises ConfigError: it is no YAML.
     """
-    found = Manifests({}, {}, {})
-    others = 0
-    for file in _files(place):
-        for number, document in _documents(file):
-            taken = _take(document, found, f"{file}, document {number}")
-            others += not taken
-    return msgspec.structs.replace(found, passed_over=others)
-
-
-def _files(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
-        raise ConfigError(f"--manifests {place} is not there, expected a folder of YAML files, or one file")
-    return sorted(one for one in place.iterdir() if one.suffix in SUFFIXES and one.is_file())
-
-
-def _documents(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        text = file.read_text(encoding="utf-8")
-        documents = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{file} is not YAML{where}: {getattr(error, 'problem', None) or error}") from error
-    for number, document in enumerate(documents, start=1):
-        if document is None:
-            continue
-        for one in document.get("items", []) if _kind(document)[1] in LISTS else [document]:
-            if not isinstance(one, dict):
-                raise ConfigError(f"{file}, document {number} is no object, expected apiVersion, kind and metadata")
-            yield number, one
+        return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{source} is no YAML: {' '.join(str(error).split())}") from None
 
 
-def _kind(document: object) -> tuple[str, str]:
-    if not isinstance(document, dict):
-        return "", ""
-    return str(document.get("apiVersion", "")), str(document.get("kind", ""))
+def read(texts: dict[str, str]) -> Manifests:
+    """Read files by their names.
+
+    :raises ConfigError: one of them is wrong, or an object is there twice.
+    """
+    objects: list[Object] = []
+    ignored = []
+    found: dict[tuple[str, ObjectName], str] = {}
+    for source, text in texts.items():
+        others: Counter[str] = Counter()
+        for document in _flat(load_yaml(text, source=source)):
+            one = decode(document, source=source)
+            if one is None:
+                assert isinstance(document, dict)
+                others[str(document["kind"])] += 1
+                continue
+            before = found.get((one.kind, one.key))
+            if before is not None:
+                raise ConfigError(f"{source}: {one.kind} {one.key} is there twice: it also stands in {before}")
+            found[one.kind, one.key] = source
+            objects.append(one)
+        if others:
+            counted = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+            ignored.append(f"{source}: ignored what does not concern the router: {counted}")
+    return Manifests(tuple(objects), tuple(ignored))
 
 
-def _take(document: dict[str, Any], found: Manifests, where: str) -> bool:
-    kind = KINDS.get(_kind(document))
-    if kind is None:
-        return False
-    metadata = document.get("metadata")
-    name = metadata.get("name", "?") if isinstance(metadata, dict) else "?"
-    try:
-        made = msgspec.convert(document, kind)
-    except (msgspec.ValidationError, ConfigError) as error:
-        raise ConfigError(f"{where}: the {kind.__name__} {name} is wrong: {error}") from error
-    path = made.metadata.path
-    if isinstance(made, ModelServer):
-        known = path in found.servers
-        found.servers[path] = made
-    elif isinstance(made, ModelRoute):
-        known = path in found.routes
-        found.routes[path] = made
-    else:
-        known = path in found.pods
-        found.pods[path] = made
-    if known:
-        raise ConfigError(f"{where}: the {kind.__name__} {path} is there twice, name each once")
-    return True
+def _flat(documents: list[object]) -> Iterator[object]:
+    for document in documents:
+        if isinstance(document, dict) and str(document.get("kind")).endswith("List"):
+            items = document.get("items")
+            yield from items if isinstance(items, list) else ()
+        else:
+            yield document

@@ -1,268 +1,402 @@
-"""Kthena's networking objects and the pods that they select, as manifests have them.
+"""``ModelServer``, ``ModelRoute`` and ``Pod`` as the router reads them: defaults first, then what must hold.
 
-Defaults are those of Kthena's schemas, and what its webhooks refuse is refused here.  What always holds: a field of a
-``spec`` that Kthena does not know is refused by name; metadata and status are an API server's, of which only what
-matters here is read.
+The checks are those of Kthena's schemas and webhooks, so that a manifest is refused here for what it is refused for
+there.  Unknown fields of a specification are refused; of a ``Pod``, which others write, only what is needed is read.
 """
 
 from __future__ import annotations
 
 import re
 from datetime import datetime
-from typing import Annotated, Final, Literal
+from enum import StrEnum
+from fractions import Fraction
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+import re2
+from msgspec import Meta
 
 from ems.errors import ConfigError
+from ems.router.admission.limits import RateLimit, Tokens, Unit
 
-GROUP: Final = "networking.serving.volcano.sh/v1alpha1"
+NETWORKING: Final = "networking.serving.volcano.sh/v1alpha1"
 
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:h|m(?!s)|s|ms|us|ns))+")
-_PART = re.compile(r"(\d+(?:\.\d+)?)(h|ms|m|s|us|ns)")
-_UNITS: Final = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+PORT_ANNOTATION: Final = "ems.router/port"
+"""Of a ``Pod``: its own port instead of its ``ModelServer``'s, for several instances at one address."""
 
+_UNITS: Final = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
+_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?)(ns|us|µs|ms|s|m|h)")
+_NAME: Final = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+
+Name = Annotated[str, Meta(pattern=_NAME)]
 Labels = dict[str, str]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 
 
-class Loose(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What an API server adds to freely."""
+class ObjectName(NamedTuple):
+    """Namespace and name: what tells objects of one kind apart."""
 
+    namespace: str
+    name: str
 
-class Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """What a person writes."""
-
-
-class Metadata(Loose, frozen=True):
-    """Of any object."""
-
-    name: Name
-    namespace: str = "default"
-    labels: Labels = {}
-    creation_timestamp: datetime | None = None
-    deletion_timestamp: datetime | None = None
-
-    @property
-    def path(self) -> str:
+    def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- pods
+def parse_duration(text: str) -> float:
+    """Seconds of a duration as Go writes it, such as ``10s``, ``1m30s`` and ``100ms``.
+
+    :raises ValueError: anything else.
+    """
+    parts = _PART.findall(text)
+    if text != "0" and (not parts or "".join(number + unit for number, unit in parts) != text):
+        raise ValueError(f"{text[:40]!r} is no duration: expected one such as 10s, 1m30s or 100ms")
+    return float(sum(Fraction(number) * _UNITS[unit] for number, unit in parts) / 10**9)
 
 
-class Condition(Loose, frozen=True):
-    """Of a pod's status."""
-
-    type: str
-    status: str
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    """Base of everything that may have no other fields than those that are written down."""
 
 
-class PodStatus(Loose, frozen=True):
-    """Where a pod is, and how."""
+class Metadata(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What the router reads of an object's ``metadata``; there may be more."""
 
-    pod_ip: str = msgspec.field(default="", name="podIP")
-    conditions: tuple[Condition, ...] = ()
-
-
-class Pod(Loose, frozen=True):
-    """A pod as ``kubectl get pods -o yaml`` prints it; on a plain host a person writes labels and ``podIP``."""
-
-    metadata: Metadata
-    status: PodStatus = PodStatus()
-
-    @property
-    def serves(self) -> bool:
-        """Whether it may get requests: it has an address, is not leaving, and is ready where that is said."""
-        ready = next((one.status == "True" for one in self.status.conditions if one.type == "Ready"), True)
-        return bool(self.status.pod_ip) and ready and self.metadata.deletion_timestamp is None
+    name: Name
+    namespace: Name = "default"
+    labels: Labels = {}
+    annotations: Labels = {}
+    creation_timestamp: Annotated[datetime, Meta(tz=True)] | None = None
+    deletion_timestamp: str | None = None
+    resource_version: str = ""
 
 
-# -------------------------------------------------------------------------------------------------------- model servers
+class Engine(StrEnum):
+    """Which engine the instances run."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
 
 
-class PdGroup(Strict, frozen=True):
-    """How prefill and decode pods find together."""
+class HandoffKind(StrEnum):
+    """How a prefill instance's KV reaches decode; ``sglang`` follows from the engine and cannot be written."""
 
-    group_key: Name
-    prefill_labels: Annotated[Labels, msgspec.Meta(min_length=1)]
-    decode_labels: Annotated[Labels, msgspec.Meta(min_length=1)]
+    HTTP = "http"
+    LMCACHE = "lmcache"
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    SGLANG = "sglang"
 
 
-class WorkloadSelector(Strict, frozen=True):
-    """Which pods of the same namespace."""
+class PdGroup(Spec, frozen=True, kw_only=True):
+    """Which of the selected pods prefill, which decode, and which label says that two belong together."""
 
-    match_labels: Annotated[Labels, msgspec.Meta(min_length=1)]
+    group_key: Annotated[str, Meta(min_length=1)]
+    prefill_labels: Annotated[Labels, Meta(min_length=1)]
+    decode_labels: Annotated[Labels, Meta(min_length=1)]
+
+
+class WorkloadSelector(Spec, frozen=True, kw_only=True):
+    """Labels that a pod must have, in the object's own namespace."""
+
+    match_labels: Annotated[Labels, Meta(min_length=1)]
     pd_group: PdGroup | None = None
 
 
-class WorkloadPort(Strict, frozen=True):
-    """Where they listen."""
+class Protocol(StrEnum):
+    """What instances speak."""
 
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    protocol: Literal["http", "https"] = "http"
+    HTTP = "http"
+    HTTPS = "https"
 
 
-class Retry(Strict, frozen=True):
-    """How often a failed request is tried again."""
+class WorkloadPort(Spec, frozen=True, kw_only=True):
+    """Where instances listen."""
 
-    attempts: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    protocol: Protocol = Protocol.HTTP
+
+
+class Retry(Spec, frozen=True, kw_only=True):
+    """How often and how soon a failed attempt is made again."""
+
+    attempts: Annotated[int, Meta(ge=0, le=100)] = 0
     retry_interval: str = "100ms"
 
+    def __post_init__(self) -> None:
+        parse_duration(self.retry_interval)
 
-class TrafficPolicy(Strict, frozen=True):
-    """Time and tries of a request."""
+
+class TrafficPolicy(Spec, frozen=True, kw_only=True):
+    """Bounds of a request: ``timeout`` for all of it."""
 
     timeout: str | None = None
     retry: Retry | None = None
 
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not parse_duration(self.timeout):
+            raise ValueError("timeout is 0: expected more, or nothing for no bound")
 
-class KvConnector(Strict, frozen=True):
-    """How KV comes from prefill to decode."""
+    @property
+    def seconds(self) -> float | None:
+        return None if self.timeout is None else parse_duration(self.timeout)
 
-    type: Literal["http", "lmcache", "nixl", "mooncake"] = "http"
+
+class KvConnector(Spec, frozen=True, kw_only=True):
+    """The hand-off that the engines are set up for."""
+
+    type: HandoffKind = HandoffKind.HTTP
+
+    def __post_init__(self) -> None:
+        if self.type is HandoffKind.SGLANG:
+            raise ValueError("type sglang cannot be written: leave out kvConnector, the engine SGLang implies it")
 
 
-class ModelServerSpec(Strict, frozen=True):
-    """See :class:`ModelServer`."""
+class ModelServerSpec(Spec, frozen=True, kw_only=True):
+    """What serves one model: which pods, how they are spoken to, what the model is called there."""
 
-    inference_engine: Literal["vLLM", "SGLang"]
+    model: Annotated[str, Meta(max_length=256)] = ""
+    inference_engine: Engine
     workload_selector: WorkloadSelector
     workload_port: WorkloadPort
-    model: Annotated[str, msgspec.Meta(max_length=256)] = ""
     traffic_policy: TrafficPolicy = TrafficPolicy()
     kv_connector: KvConnector | None = None
 
-
-class ModelServer(Loose, frozen=True):
-    """The engines of one model: their pods, their port, how KV is handed over."""
-
-    metadata: Metadata
-    spec: ModelServerSpec
-
     def __post_init__(self) -> None:
-        policy = self.spec.traffic_policy
-        if policy.timeout is not None:
-            seconds(policy.timeout, "spec.trafficPolicy.timeout")
-        if policy.retry is not None:
-            seconds(policy.retry.retry_interval, "spec.trafficPolicy.retry.retryInterval")
-        if self.spec.workload_port.protocol == "https":
-            raise ConfigError("spec.workloadPort.protocol https is not spoken to engines yet: expected http")
-        if self.spec.inference_engine == "SGLang" and self.spec.workload_selector.pd_group is not None:
-            raise ConfigError("spec.inferenceEngine SGLang with a pdGroup is not served yet: expected vLLM")
+        if self.handoff is HandoffKind.SGLANG and self.workload_selector.pd_group is not None:
+            raise ValueError("SGLang's own hand-off is not spoken yet: leave out pdGroup, or name a kvConnector")
+
+    @property
+    def handoff(self) -> HandoffKind:
+        if self.kv_connector is not None:
+            return self.kv_connector.type
+        return HandoffKind.SGLANG if self.inference_engine is Engine.SGLANG else HandoffKind.HTTP
 
 
-# --------------------------------------------------------------------------------------------------------- model routes
-
-
-class StringMatch(Strict, frozen=True):
-    """One of three ways to match a text; the first that is given counts."""
+class StringMatch(Spec, frozen=True, kw_only=True):
+    """How a text must look; of several ways ``exact`` counts before ``prefix`` and ``prefix`` before ``regex``."""
 
     exact: str | None = None
     prefix: str | None = None
     regex: str | None = None
 
     def __post_init__(self) -> None:
+        if self.exact is None and self.prefix is None and self.regex is None:
+            raise ValueError("a match needs exact, prefix or regex")
         if self.regex is not None:
-            try:
-                re.compile(self.regex)
-            except re.error as error:
-                raise ConfigError(f"the regular expression {self.regex[:80]!r} is wrong: {error}") from error
-
-    def matches(self, text: str) -> bool:
-        if self.exact is not None:
-            return text == self.exact
-        if self.prefix is not None:
-            return text.startswith(self.prefix)
-        return self.regex is not None and re.search(self.regex, text) is not None
+            pattern_of(self.regex)
 
 
-class BodyMatch(Strict, frozen=True):
-    """On the request's body."""
+def pattern_of(regex: str) -> Any:
+    """The compiled expression, in the syntax of RE2 as in Kthena; its time is linear in the text.
+
+    :raises ValueError: it is none.
+    """
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(regex, options)
+    except re2.error as error:
+        raise ValueError(f"{regex[:80]!r} is no regular expression of RE2: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    reason = error.args[0] if error.args else ""
+    return reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
+
+
+class BodyMatch(Spec, frozen=True, kw_only=True):
+    """What must stand in a request's body."""
 
     model: str | None = None
 
 
-class ModelMatch(Strict, frozen=True):
-    """What a rule is for; all that is given must match."""
+class ModelMatch(Spec, frozen=True, kw_only=True):
+    """All of what is given must hold."""
 
     headers: dict[str, StringMatch] = {}
     uri: StringMatch | None = None
     body: BodyMatch | None = None
 
 
-class TargetModel(Strict, frozen=True):
-    """A model server and its share of a rule's requests."""
+class TargetModel(Spec, frozen=True, kw_only=True):
+    """One of the servers that a rule's requests are spread over."""
 
-    model_server_name: str | None = None
-    external_model_provider_name: str | None = None
-    weight: Annotated[int, msgspec.Meta(ge=0, le=100)] = 100
+    model_server_name: Name | None = None
+    external_model_provider_name: Name | None = None
+    weight: Annotated[int, Meta(ge=0, le=100)] = 100
 
     def __post_init__(self) -> None:
-        if self.external_model_provider_name is not None:
-            raise ConfigError("externalModelProviderName is not served here: expected modelServerName")
-        if not self.model_server_name:
-            raise ConfigError("a target needs modelServerName")
+        if (self.model_server_name is None) is (self.external_model_provider_name is None):
+            raise ValueError("a target needs either modelServerName or externalModelProviderName")
+        if self.model_server_name is None:
+            raise ValueError("externalModelProviderName: this router serves no external providers, name a ModelServer")
 
 
-class Rule(Strict, frozen=True):
-    """Where requests go that match."""
+class Rule(Spec, frozen=True, kw_only=True):
+    """Which requests, and where they go."""
 
-    target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
     name: str = ""
     model_match: ModelMatch | None = None
+    target_models: Annotated[tuple[TargetModel, ...], Meta(min_length=1, max_length=16)]
 
     def __post_init__(self) -> None:
         if not sum(target.weight for target in self.target_models):
-            raise ConfigError(f"the weights of the rule {self.name!r} are all 0, expected one above it")
+            raise ValueError("the weights of targetModels are all 0: give one of them more")
 
 
-class Redis(Strict, frozen=True):
-    """Where limits are shared."""
+class Redis(Spec, frozen=True, kw_only=True):
+    """Where routers count together."""
 
-    address: str
+    address: Annotated[str, Meta(min_length=1)]
 
 
-class GlobalLimit(Strict, frozen=True):
-    """Limits of all routers together."""
+class GlobalLimit(Spec, frozen=True, kw_only=True):
+    """That a limit counts for all routers together."""
 
     redis: Redis
 
 
-class RateLimit(Strict, frozen=True):
-    """Tokens in a unit of time."""
+class RouteLimit(Spec, frozen=True, kw_only=True):
+    """``rateLimit`` of a route."""
 
-    input_tokens_per_unit: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    output_tokens_per_unit: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    unit: Literal["second", "minute", "hour", "day", "month"] = "second"
-    shared: GlobalLimit | None = msgspec.field(default=None, name="global")
+    input_tokens_per_unit: Tokens | None = None
+    output_tokens_per_unit: Tokens | None = None
+    unit: Unit = Unit.SECOND
+    global_: GlobalLimit | None = msgspec.field(default=None, name="global")
+
+    @property
+    def limit(self) -> RateLimit | None:
+        if self.input_tokens_per_unit is None and self.output_tokens_per_unit is None:
+            return None
+        return RateLimit(
+            input_tokens_per_unit=self.input_tokens_per_unit,
+            output_tokens_per_unit=self.output_tokens_per_unit,
+            unit=self.unit,
+        )
 
 
-class ModelRouteSpec(Strict, frozen=True):
-    """See :class:`ModelRoute`."""
+class ModelRouteSpec(Spec, frozen=True, kw_only=True):
+    """Which model names a route stands for, and its rules in their order."""
 
-    rules: Annotated[tuple[Rule, ...], msgspec.Meta(min_length=1, max_length=16)]
     model_name: str = ""
-    lora_adapters: Annotated[tuple[Name, ...], msgspec.Meta(max_length=10)] = ()
-    parent_refs: tuple[dict[str, object], ...] = ()
-    rate_limit: RateLimit | None = None
-
-
-class ModelRoute(Loose, frozen=True):
-    """Which requests, by model and rules, go to which model servers."""
-
-    metadata: Metadata
-    spec: ModelRouteSpec
+    lora_adapters: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(max_length=10)] = ()
+    parent_refs: tuple[dict[str, Any], ...] = ()
+    rules: Annotated[tuple[Rule, ...], Meta(min_length=1, max_length=16)]
+    rate_limit: RouteLimit | None = None
 
     def __post_init__(self) -> None:
-        if not self.spec.model_name and not self.spec.lora_adapters:
-            raise ConfigError("spec.modelName is empty, expected a name, or spec.loraAdapters with one")
+        if not self.model_name and not self.lora_adapters:
+            raise ValueError("a ModelRoute needs modelName, loraAdapters or both")
 
 
-def seconds(text: str, name: str) -> float:
-    """Return the time that a Kubernetes duration such as ``1m30s`` or ``100ms`` means.
+class _Object(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    api_version: str
+    kind: str
+    metadata: Metadata
+    status: Any = None
 
-    :raises ConfigError: it is none.
+    @property
+    def key(self) -> ObjectName:
+        return ObjectName(self.metadata.namespace, self.metadata.name)
+
+
+class ModelServer(_Object, frozen=True, kw_only=True):
+    """A ``ModelServer`` object."""
+
+    spec: ModelServerSpec
+
+
+class ModelRoute(_Object, frozen=True, kw_only=True):
+    """A ``ModelRoute`` object."""
+
+    spec: ModelRouteSpec
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """One of a pod's conditions."""
+
+    type: str
+    status: str
+
+
+class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What of a pod's state counts."""
+
+    pod_ip: str = msgspec.field(default="", name="podIP")
+    conditions: tuple[Condition, ...] = ()
+
+
+class Pod(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A pod: an instance, once a ``ModelServer`` selects it."""
+
+    api_version: str
+    kind: str
+    metadata: Metadata
+    status: PodStatus = PodStatus()
+
+    @property
+    def key(self) -> ObjectName:
+        return ObjectName(self.metadata.namespace, self.metadata.name)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may get requests; one without any conditions, as people write them into files, may."""
+        if self.metadata.deletion_timestamp is not None or not self.status.pod_ip:
+            return False
+        conditions = self.status.conditions
+        return not conditions or any(one.type == "Ready" and one.status == "True" for one in conditions)
+
+    @property
+    def port(self) -> int | None:
+        """Its own port, if it has one.
+
+        :raises ConfigError: the annotation is no port.
+        """
+        text = self.metadata.annotations.get(PORT_ANNOTATION)
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65535):
+            raise ConfigError(f"Pod {self.key}: {PORT_ANNOTATION} is {text[:20]!r}, expected a port from 1 to 65535")
+        return int(text)
+
+
+Object = ModelServer | ModelRoute | Pod
+
+KINDS: Final[dict[tuple[str, str], type[ModelServer | ModelRoute | Pod]]] = {
+    (NETWORKING, "ModelServer"): ModelServer,
+    (NETWORKING, "ModelRoute"): ModelRoute,
+    ("v1", "Pod"): Pod,
+}
+
+
+def _placed(message: str) -> str:
+    """The field first, then what is wrong with it."""
+    text, at, path = message.rpartition(" - at `$")
+    text = text.replace("Object contains", "there is an").replace("Object missing", "there is no")
+    return f"{path.rstrip('`').lstrip('.') or 'the object'}: {text}" if at else message
+
+
+def decode(document: object, *, source: str) -> Object | None:
+    """Return what a document is; None when it is of a kind that does not concern the router.
+
+    :raises ConfigError: it is no object, or not as it must be.
     """
-    if not _DURATION.fullmatch(text):
-        raise ConfigError(f"{name} is {text[:40]!r}, expected a duration such as 10s, 100ms or 1m30s")
-    return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    if not isinstance(document, dict):
+        raise ConfigError(f"{source}: a document is no object: expected apiVersion, kind, metadata and spec")
+    version, kind = document.get("apiVersion"), document.get("kind")
+    wanted = KINDS.get((str(version), str(kind)))
+    if wanted is None:
+        if kind in ("ModelServer", "ModelRoute"):
+            raise ConfigError(f"{source}: {kind} has apiVersion {version!r}, expected {NETWORKING}")
+        if not kind or not version:
+            raise ConfigError(f"{source}: a document has no kind or no apiVersion")
+        return None
+    try:
+        decoded = msgspec.convert(document, wanted)
+        if isinstance(decoded, Pod):
+            _ = decoded.port
+    except (msgspec.ValidationError, ConfigError, RecursionError) as error:
+        metadata = document.get("metadata")
+        name = metadata.get("name") if isinstance(metadata, dict) else None
+        what = f"{kind} {name}" if isinstance(name, str) else f"a {kind} without a name"
+        raise ConfigError(f"{source}: {what}: {_placed(str(error))}") from None
+    return decoded

@@ -1,0 +1,167 @@
+"""Follows ``ModelServer``, ``ModelRoute`` and ``Pod`` objects on a Kubernetes API server, by lists and watches.
+
+A small client over aiohttp instead of a Kubernetes library: three resources are read, nothing is written, and the
+libraries bring HTTP clients and models of hundreds of kinds for it.
+
+What always holds: while the server is away the router goes on with what it knows; each wait is bounded; nothing counts
+before all three resources have been listed once; a watch that the server cannot continue begins with a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from ems.errors import ConfigError
+from ems.router.config import ClusterAccess
+from ems.router.kthena.catalogue import Catalogue
+from ems.router.kthena.credentials import Credentials, of_kubeconfig, of_pod
+from ems.router.kthena.mirror import RESOURCES, Mirror, WatchExpired, version_of
+from ems.router.kthena.served import Served
+
+PAGE: Final = 500
+WATCH_SECONDS: Final = 290
+CALL_SECONDS: Final = 30.0
+FIRST_LIST_SECONDS: Final = 60.0
+LONGEST_PAUSE: Final = 30.0
+MAX_LINE: Final = 4 << 20
+
+log = logging.getLogger("ems.router")
+
+
+class ClusterSource:
+    """Keeps what is served as the objects of a cluster say it."""
+
+    def __init__(self, access: ClusterAccess, draw: random.Random | None = None) -> None:
+        self._credentials: Credentials = (
+            of_kubeconfig(access.kubeconfig, access.context) if access.kubeconfig else of_pod()
+        )
+        self._namespace = access.namespace
+        self._draw = draw or random.Random()
+        self._mirror = Mirror()
+        self._changed = asyncio.Event()
+        self._relist: dict[str, asyncio.Event] = {resource: asyncio.Event() for resource in RESOURCES}
+        self._said: frozenset[str] = frozenset()
+
+    def start(self, served: Served, now: float) -> None:
+        """Nothing is waited for: an API server that is away must not keep the router from starting."""
+
+    def wake(self) -> None:
+        for event in self._relist.values():
+            event.set()
+
+    async def run(self, served: Served) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_SECONDS, sock_read=WATCH_SECONDS + CALL_SECONDS)
+        connector = aiohttp.TCPConnector(ssl=self._credentials.tls())
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=MAX_LINE) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for resource in RESOURCES:
+                tasks.create_task(self._follow(session, resource))
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                self._apply(served)
+
+    def _apply(self, served: Served) -> None:
+        problems = self._mirror.problems
+        for problem in sorted(problems - self._said):
+            log.error("%s; it counts as it was before", problem)
+        self._said = problems
+        if not self._mirror.complete:
+            return
+        try:
+            served.apply(Catalogue(self._mirror.objects()), asyncio.get_running_loop().time())
+        except ConfigError as error:
+            log.error("%s; what was known before still counts", error)  # noqa: TRY400  a mistake in an object has no trace
+
+    async def _follow(self, session: aiohttp.ClientSession, resource: str) -> None:
+        version: str | None = None
+        pause = 0.0
+        while True:
+            try:
+                if version is None or self._relist[resource].is_set():
+                    self._relist[resource].clear()
+                    version = await self._list(session, resource)
+                    pause = 0.0
+                version = await self._watch(session, resource, version)
+                pause = 0.0
+            except WatchExpired:
+                version = None
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                pause = min(max(pause * 2, 0.5), LONGEST_PAUSE)
+                reason = str(error) or type(error).__name__
+                log.warning("The API server did not give %s, asked again in %.1f s: %s", resource, pause, reason)
+            # A server that ends each watch at once must not be asked without end.
+            await asyncio.sleep((pause or 0.1) * self._draw.uniform(0.5, 1.0))
+
+    async def _list(self, session: aiohttp.ClientSession, resource: str) -> str:
+        items: list[object] = []
+        after = ""
+        while True:
+            query = {"limit": str(PAGE)} | ({"continue": after} if after else {})
+            async with asyncio.timeout(CALL_SECONDS), self._get(session, resource, query) as answer:
+                self._check(answer)
+                page: Any = msgspec.json.decode(await answer.read())
+            found = page.get("items") if isinstance(page, dict) else None
+            version = version_of(page) if isinstance(page, dict) else None
+            if version is None or not isinstance(found, list | None):
+                raise ValueError("its answer is no list of objects")
+            items.extend(found or ())
+            after = page["metadata"].get("continue") or ""
+            if not after:
+                break
+        self._mirror.listed(resource, items)
+        self._changed.set()
+        return version
+
+    async def _watch(self, session: aiohttp.ClientSession, resource: str, version: str) -> str | None:
+        """Follow the changes since ``version``; return how far they were followed when the server ends the watch."""
+        query = {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_SECONDS),
+        }
+        asked = asyncio.create_task(self._relist[resource].wait())
+        try:
+            async with self._get(session, resource, query) as answer:
+                self._check(answer)
+                while True:
+                    reading = asyncio.create_task(answer.content.readline())
+                    try:
+                        await asyncio.wait((reading, asked), return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        if not reading.done():
+                            reading.cancel()
+                    if asked.done():
+                        return None
+                    line = reading.result()
+                    if not line.strip():
+                        return version
+                    version = self._mirror.event(resource, msgspec.json.decode(line)) or version
+                    self._changed.set()
+        finally:
+            asked.cancel()
+
+    def _get(self, session: aiohttp.ClientSession, resource: str, query: dict[str, str]) -> Any:
+        group, _ = RESOURCES[resource]
+        where = f"/namespaces/{self._namespace}" if self._namespace else ""
+        base = f"/apis/{group}" if "/" in group else f"/api/{group}"
+        headers = {"Accept": "application/json", **self._credentials.headers()}
+        url = f"{self._credentials.server}{base}{where}/{resource}"
+        return session.get(url, params=query, headers=headers, allow_redirects=False)
+
+    @staticmethod
+    def _check(answer: aiohttp.ClientResponse) -> None:
+        if answer.status == 410:
+            raise WatchExpired("The server does not know this version any more")
+        if answer.status != 200:
+            hint = {401: ": it does not accept the token", 403: ": get, list and watch must be allowed"}
+            raise ValueError(f"it answers {answer.status}{hint.get(answer.status, '')}")

@@ -1,0 +1,117 @@
+"""Brings a catalogue into the fleet, and finds for each request the instances that may serve it.
+
+What always holds: a request that runs keeps what it began with; an instance that is no longer selected by any server
+gets no new request and finishes those it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+
+import msgspec
+
+from ems.errors import ConfigError
+from ems.router import headers
+from ems.router.config import Address, RouterConfig
+from ems.router.exchange import Parts
+from ems.router.fleet import Role
+from ems.router.http.message import Request
+from ems.router.kthena.catalogue import Catalogue, Serving
+from ems.router.kthena.objects import ObjectName, Protocol, parse_duration
+from ems.router.reply import Refusal
+from ems.router.request import CompletionRequest
+
+log = logging.getLogger("ems.router")
+
+
+class Served:
+    """What the router serves at the moment."""
+
+    def __init__(self, parts: Parts, draw: random.Random | None = None) -> None:
+        self._parts = parts
+        self._draw = draw or random.Random()
+        self._of: dict[ObjectName, tuple[Serving, Parts]] = {}
+        self._listed: set[tuple[Role, Address]] = set()
+        self._said: set[str] = set()
+        self.catalogue = Catalogue()
+
+    def apply(self, catalogue: Catalogue, now: float, *, trusted: bool = False) -> None:
+        """Let requests from now on go by this catalogue; ``trusted`` instances get some before their first probe.
+
+        :raises ConfigError: the router does not speak to engines as a server wants it; nothing has changed then.
+        """
+        secured = self._parts.config.tls.engine_tls
+        for key, serving in catalogue.servings.items():
+            wants = serving.spec.workload_port.protocol
+            if (wants is Protocol.HTTPS) is not secured:
+                how = "with --engine-tls it speaks https" if secured else "it speaks https with --engine-tls only"
+                raise ConfigError(
+                    f"ModelServer {key}: spec.workloadPort.protocol is {wants}, the router does not: {how}"
+                )
+        fleet = self._parts.fleet
+        wanted: dict[tuple[Role, Address], dict[str, str]] = {}
+        for key, serving in catalogue.servings.items():
+            for member in serving.members:
+                wanted.setdefault((member.role, member.address), {})[str(key)] = member.group
+        for role, address in self._listed - wanted.keys():
+            fleet.remove(role, address)
+        for (role, address), groups in wanted.items():
+            fleet.add(role, address, now, trusted=trusted)
+            fleet.belongs(role, address, groups)
+        self._listed = set(wanted)
+        self._parts.prober.wake()
+        self._of = {key: (serving, self._parts_of(key, serving)) for key, serving in catalogue.servings.items()}
+        self.catalogue = catalogue
+        notes = set(catalogue.notes())
+        if self._parts.config.admission.limits_redis is None:
+            notes.update(
+                f"ModelRoute {key} shares its rateLimit by Redis, which takes --limits-redis: it is not shared"
+                for key in catalogue.shared_limits()
+            )
+        for note in sorted(notes - self._said):
+            log.warning("%s", note)
+        self._said = notes
+
+    def _parts_of(self, key: ObjectName, serving: Serving) -> Parts:
+        policy, config = serving.spec.traffic_policy, self._parts.config
+        changed: dict[str, object] = {"request_timeout": policy.seconds}
+        if policy.retry is not None:
+            changed |= {
+                "max_retries": policy.retry.attempts,
+                "retry_delay": parse_duration(policy.retry.retry_interval),
+            }
+        own: RouterConfig = msgspec.structs.replace(config, **changed)
+        return dataclasses.replace(self._parts, config=own, server=str(key))
+
+    def route(self, request: CompletionRequest, client: Request) -> tuple[Parts, CompletionRequest]:
+        """Return what serves a request, and the request as instances get it.
+
+        :raises Refusal: nobody serves it.
+        """
+
+        def asked(name: str) -> str:
+            return (headers.find(client.headers, name.encode()) or b"").decode("latin-1")
+
+        model = request.model
+        if not model.strip():
+            raise Refusal(404, "model not found: the request names no model", code="model_not_found", param="model")
+        target = self.catalogue.routes.match(model, client.path, asked, self._draw)
+        if target is None:
+            raise Refusal(404, "route not found", code="route_not_found", param="model")
+        found = self._of.get(target.server)
+        if found is None:
+            raise Refusal(404, f"can't find model server {target.server}", code="model_server_not_found", param="model")
+        serving, parts = found
+        if not serving.members:
+            later = {"retry-after": "1"}
+            raise Refusal(503, "no available pods; try again later", code="no_decode_server", headers=later)
+        name = serving.spec.model
+        if name and name != model and not target.adapter:
+            request = request.renamed(name)
+        return dataclasses.replace(parts, route=str(target.route), limited=target.limits), request
+
+    def models(self) -> list[dict[str, object]]:
+        names = self.catalogue.routes.names()
+        return [{"id": name, "object": "model", "created": 0, "owned_by": "kthena"} for name in names]

@@ -1,0 +1,309 @@
+"""A router whose manifests are files: what it serves, and what changes while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ems.errors import ConfigError
+from ems.router.admission.tls import TlsConfig
+from ems.router.app import Router
+from ems.router.breaker import Breaker
+from ems.router.config import Address, RouterConfig
+from ems.router.fleet import Role
+from ems.router.kthena.catalogue import Catalogue
+from ems.router.kthena.manifests import read
+from tests.router.fakes import FakeEngine, RawEngine, Running, completion, dead_address, prefilled, running, until
+from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod
+
+BODY = {"model": "kimi-k25", "prompt": "hello"}
+
+
+@asynccontextmanager
+async def serving(folder: Path, *texts: str) -> AsyncIterator[Running]:
+    (folder / "all.yaml").write_text(documents(*texts))
+    async with running(manifests=folder) as router:
+        yield router
+
+
+def change(folder: Path, router: Running, *texts: str) -> None:
+    (folder / "all.yaml").write_text(documents(*texts))
+    router.router.reload()
+
+
+def ports(router: Running) -> set[int]:
+    return {one.address.port for one in router.instances()}
+
+
+async def test_a_request_passes_prefill_and_decode_under_the_engines_name(tmp_path: Path) -> None:
+    async with FakeEngine(prefilled) as prefill, FakeEngine() as decode:
+        pods = [pod("p", "prefill", prefill.address.port), pod("d", "decode", decode.address.port)]
+        async with serving(tmp_path, SERVER, ROUTE, *pods) as router:
+            response = await router.post(json=BODY)
+            listed = await (await router.get("/v1/models")).json()
+
+    assert response.status == 200
+    assert {one.json["model"] for one in (*prefill.seen, *decode.seen)} == {"kimi_k25"}
+    assert "kv_transfer_params" in decode.seen[0].json
+    assert listed == {
+        "object": "list",
+        "data": [{"id": "kimi-k25", "object": "model", "created": 0, "owned_by": "kthena"}],
+    }
+
+
+async def test_an_adapter_is_asked_for_by_its_own_name(tmp_path: Path) -> None:
+    async with FakeEngine() as decode:
+        route = ROUTE.replace("spec:", "spec:\n  loraAdapters: [fine]")
+        async with serving(tmp_path, SERVER, route, pod("d", "decode", decode.address.port)) as router:
+            await router.post(data=b'{"model": "fine",  "prompt": "a"}')
+
+    assert decode.seen[0].body == b'{"model": "fine",  "prompt": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "texts", "expected"),
+    [
+        ({"prompt": "a"}, [SERVER, ROUTE], (404, "model not found: the request names no model")),
+        ({"model": 7}, [SERVER, ROUTE], (404, "model not found: the request names no model")),
+        ({"model": "other"}, [SERVER, ROUTE], (404, "route not found")),
+        (BODY, [ROUTE], (404, "can't find model server dev/kimi-k25-pd")),
+        (BODY, [SERVER, ROUTE], (503, "no available pods; try again later")),
+    ],
+)
+async def test_what_nobody_serves_is_refused_as_by_kthena(
+    tmp_path: Path, body: dict[str, object], texts: list[str], expected: tuple[int, str]
+) -> None:
+    async with serving(tmp_path, *texts) as router:
+        response = await router.post(json=body)
+        said = (await response.json())["error"]["message"]
+
+    assert (response.status, said) == expected
+
+
+async def test_a_prefill_hands_over_within_its_group_only(tmp_path: Path) -> None:
+    async with (
+        FakeEngine(prefilled) as first,
+        FakeEngine(prefilled) as second,
+        FakeEngine() as decode,
+        FakeEngine() as other,
+    ):
+        pods = [
+            pod("p0", "prefill", first.address.port, group="g0"),
+            pod("p1", "prefill", second.address.port, group="g1"),
+            pod("p2", "prefill", dead_address().port, group="g2"),
+            pod("d0", "decode", decode.address.port, group="g0"),
+            pod("d1", "decode", other.address.port, group="g1"),
+        ]
+        async with serving(tmp_path, SERVER, ROUTE, *pods) as router:
+            for index in range(8):
+                response = await router.post(json={**BODY, "prompt": f"{index}" * 400})
+                assert response.status == 200
+
+    assert len(first.seen) + len(second.seen) == 8
+    assert [one.json["prompt"] for one in first.seen] == [one.json["prompt"] for one in decode.seen]
+    assert [one.json["prompt"] for one in second.seen] == [one.json["prompt"] for one in other.seen]
+    assert first.seen
+    assert second.seen
+
+
+async def test_another_group_computes_the_prompt_itself(tmp_path: Path) -> None:
+    async def late(request: web.Request, body: bytes) -> web.StreamResponse:
+        for one in running_router.instances():
+            if one.role is Role.DECODE and one.groups == {"dev/kimi-k25-pd": "g0"}:
+                one.breaker = Breaker(asyncio.get_running_loop().time(), trusted=False)
+                one.breaker.probe_at = None
+        return await prefilled(request, body)
+
+    async with FakeEngine(late) as prefill, FakeEngine() as decode, FakeEngine() as other:
+        pods = [
+            pod("p0", "prefill", prefill.address.port, group="g0"),
+            pod("d0", "decode", decode.address.port, group="g0"),
+            pod("d1", "decode", other.address.port, group="g1"),
+        ]
+        async with serving(tmp_path, SERVER, ROUTE, *pods) as router:
+            running_router = router
+            response = await router.post(json=BODY)
+
+    assert response.status == 200
+    assert not decode.seen
+    assert "kv_transfer_params" not in other.seen[0].json
+
+
+async def test_a_change_counts_for_what_comes_and_leaves_what_runs(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(request: web.Request, body: bytes) -> web.StreamResponse:
+        await go_on.wait()
+        return await completion(request, body)
+
+    async with FakeEngine(slow) as old, FakeEngine() as new:
+        first_pod, second_pod = (pod("d", "decode", one.address.port) for one in (old, new))
+        async with serving(tmp_path, SERVER, ROUTE, first_pod) as router:
+            first = asyncio.create_task(router.post(json=BODY))
+            await old.arrived.wait()
+            change(tmp_path, router, SERVER, ROUTE, second_pod)
+            await until(lambda: ports(router) == {new.address.port} and new.probes > 0)
+            await until(lambda: router.instances()[0].breaker.usable)
+
+            assert (await router.post(json=BODY)).status == 200
+            assert len(router.router.fleet.leaving()) == 1
+            go_on.set()
+            assert (await first).status == 200
+            assert router.router.fleet.leaving() == []
+
+    assert len(old.seen) == len(new.seen) == 1
+
+
+async def test_a_mistake_in_a_file_changes_nothing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ems.router")
+    async with FakeEngine() as decode:
+        one = pod("d", "decode", decode.address.port)
+        async with serving(tmp_path, SERVER, ROUTE, one) as router:
+            change(tmp_path, router, SERVER.replace("port: 7100", "prot: 7100"), ROUTE, one)
+            await until(lambda: "what was read before still counts" in caplog.text)
+
+            assert (await router.post(json=BODY)).status == 200
+            change(tmp_path, router, SERVER, ROUTE.replace("modelName: kimi-k25", "modelName: b"), one)
+            await until(lambda: "it cannot change" in caplog.text)
+
+            assert (await router.post(json=BODY)).status == 200
+            change(tmp_path, router, SERVER.replace("model: kimi_k25", "model: c"), ROUTE, one)
+            await until(lambda: "again" in caplog.text)
+            await router.post(json=BODY)
+
+    assert [one.json["model"] for one in decode.seen] == ["kimi_k25", "kimi_k25", "c"]
+    assert caplog.text.count("there is an unknown field `prot`") == 1
+
+
+async def test_files_are_looked_at_without_being_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.router.admission.files.POLL_SECONDS", 0.01)
+    async with serving(tmp_path, SERVER, ROUTE) as router:
+        (tmp_path / "pods.yml").write_text(pod("d", "decode", 9))
+        await until(lambda: ports(router) == {9})
+        (tmp_path / "pods.yml").unlink()
+        await until(lambda: ports(router) == set())
+
+
+async def test_a_mistake_at_the_start_keeps_the_router_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("kind: Other")
+    for path, said in (
+        (tmp_path, "a document has no kind or no apiVersion"),
+        (tmp_path / "b", "There are no manifests"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            async with Router(RouterConfig(manifests=path)):
+                raise AssertionError
+
+
+async def test_the_time_of_a_request_ends_it_in_prefill_and_in_decode(tmp_path: Path) -> None:
+    async def silent(request: web.Request, body: bytes) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def starts(request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices":[]}\n\n')
+        await asyncio.Event().wait()
+        return response
+
+    server = SERVER.replace("timeout: 10s", "timeout: 200ms")
+    async with FakeEngine(silent) as prefill, FakeEngine(silent) as decode:
+        one, two = pod("d", "decode", decode.address.port), pod("p", "prefill", prefill.address.port)
+        async with serving(tmp_path, server, ROUTE, one) as router:
+            response = await router.post(json=BODY)
+            assert (response.status, json.loads(await response.read())["error"]["code"]) == (504, "request_timeout")
+            decode.answer = starts
+            response = await router.post(json=BODY)
+            text = await response.read()
+            assert response.status == 200
+            assert text.startswith(b'data: {"choices":[]}')
+            assert b"request_timeout" in text
+            assert text.endswith(b"data: [DONE]\n\n")
+            # A request that was too long is no failure of the instance.
+            assert router.instances()[0].failures == 0
+        async with serving(tmp_path, server, ROUTE, one, two) as router:
+            response = await router.post(json=BODY)
+            assert (response.status, json.loads(await response.read())["error"]["code"]) == (504, "request_timeout")
+
+
+@pytest.mark.parametrize("attempts", [0, 2])
+async def test_attempts_of_the_policy_are_made(tmp_path: Path, attempts: int) -> None:
+    async def breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Close without an answer."""
+
+    server = SERVER.replace("timeout: 10s", f"retry: {{attempts: {attempts}, retryInterval: 1ms}}")
+    async with RawEngine(breaks) as decode:
+        one = pod("d", "decode", decode.address.port)
+        async with serving(tmp_path, server, ROUTE, one) as router:
+            response = await router.post(json=BODY)
+
+    assert response.status == 503
+    assert decode.requests == attempts + 1
+
+
+async def test_https_is_spoken_by_a_router_that_speaks_it_to_all(tmp_path: Path) -> None:
+    secured = SERVER.replace("port: 7100", "port: 7100\n    protocol: https")
+    (tmp_path / "a.yaml").write_text(documents(secured, ROUTE))
+
+    with pytest.raises(ConfigError, match="is https, the router does not: it speaks https with --engine-tls only"):
+        async with Router(RouterConfig(manifests=tmp_path)):
+            raise AssertionError
+    async with running(manifests=tmp_path, tls=TlsConfig(engine_tls=True)) as router:
+        assert router.router.served is not None
+        assert len(router.router.served.catalogue.servings) == 1
+
+
+async def test_the_limit_of_a_route_limits_and_ends_with_it(tmp_path: Path) -> None:
+    async with FakeEngine() as decode:
+        one = pod("d", "decode", decode.address.port)
+        limited = ROUTE.replace("  rules:", "  rateLimit: {inputTokensPerUnit: 5, unit: month}\n  rules:")
+        async with serving(tmp_path, SERVER, limited, one) as router:
+            refused = await router.post(json={**BODY, "prompt": "a" * 400})
+            assert (refused.status, (await refused.json())["error"]["code"]) == (429, "rate_limit_exceeded")
+            change(tmp_path, router, SERVER, ROUTE, one)
+            served = router.router.served
+            assert served is not None
+            before = served.catalogue
+            await until(lambda: served.catalogue is not before)
+            assert (await router.post(json={**BODY, "prompt": "a" * 400})).status == 200
+
+
+_ports = st.dictionaries(st.integers(1, 6), st.sampled_from(["prefill", "decode"]), max_size=5)
+
+
+@given(st.lists(_ports, min_size=1, max_size=6), st.data())
+def test_after_every_change_the_fleet_has_what_the_manifests_say(
+    states: list[dict[int, str]], data: st.DataObject
+) -> None:
+    """Requests that run keep their instance until they end; nothing else of the past is left."""
+    router = Router(RouterConfig(manifests=Path("nowhere")))
+    assert router.served is not None
+    holds = []
+    for state in states:
+        texts = [SERVER, ROUTE, *(pod(f"p{port}", role, port) for port, role in state.items())]
+        router.served.apply(
+            Catalogue(read({"a": documents(*texts)}).objects, router.served.catalogue), 0.0, trusted=True
+        )
+        listed = {one.address: role for role in Role for one in router.fleet.listed(role)}
+
+        assert listed == {Address("127.0.0.1", port): Role(role) for port, role in state.items()}
+        everyone = [one for role in Role for one in router.fleet.listed(role)]
+        if everyone:
+            holds.append(router.fleet.hold(data.draw(st.sampled_from(everyone)), 5))
+    for hold in holds:
+        hold.release()
+
+    assert router.fleet.leaving() == []
+    assert not any(one.load for role in Role for one in router.fleet.listed(role))
