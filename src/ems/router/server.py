@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import signal
@@ -89,6 +90,9 @@ async def _run(config: RouterConfig, listener: socket.socket) -> None:
         loop.add_signal_handler(signal.SIGHUP, router.reload)
         server = Server(router, body_timeout=config.body_timeout)
         await server.start(listener, router.tls)
+        # What stands now stays: garbage collections need not look at it again for each few hundred requests.
+        gc.collect()
+        gc.freeze()
         host, port = listener.getsockname()[:2]
         _tell(f"Listening on {'http' if router.tls is None else 'https'}://{Address(host, port)}")
         _tell(
