@@ -34,6 +34,7 @@ def router(
     prefill_above: int = 0,
     session_header: str = "X-Session-Id",
     session_lifetime: float = 600.0,
+    kv_events: Annotated[list[str] | None, _Many] = None,
     max_body_mib: int = 64,
     admission: AdmissionFlags = AdmissionFlags(),  # noqa: B008  frozen
     observe: ObserveFlags = ObserveFlags(),  # noqa: B008
@@ -66,6 +67,7 @@ def router(
         prefill_above: Tokens that must be left to compute for a prefill server to be asked; 0 always asks one.
         session_header: Header that names a conversation, whose turns stay on the same servers.
         session_lifetime: Seconds for which a conversation's servers are remembered after its last turn.
+        kv_events: Where servers publish KV events: HOST:PORT=tcp://HOST:PORT, with ,tcp://HOST:PORT for replays.
         max_body_mib: Largest request body in MiB.
         admission: Who may send requests, and how much.
         observe: What is written of requests.
@@ -73,7 +75,7 @@ def router(
         log_level: What is logged to stderr.
     """
     from ems.errors import ConfigError
-    from ems.router.config import ClusterAccess, RouterConfig, pair
+    from ems.router.config import ClusterAccess, EventSource, RouterConfig, pair
     from ems.router.server import serve
 
     if kubeconfig is not None and in_cluster:
@@ -98,6 +100,7 @@ def router(
         prefill_above=prefill_above,
         session_header=session_header.lower().encode(),
         session_lifetime=session_lifetime,
+        kv_events=dict(map(EventSource.parse, kv_events or [])),
         max_body_bytes=max_body_mib << 20,
         admission=admission.settings(),
         observe=observe.settings(),

@@ -90,6 +90,7 @@ class Router:
         if self._source is not None:
             self.served = Served(self._parts)
         self._tasks: list[asyncio.Task[None]] = []
+        self._subscribed = contextlib.AsyncExitStack()
         self._pages = self._table(Pages(self._parts))
 
     async def __aenter__(self) -> Self:
@@ -103,9 +104,14 @@ class Router:
         await self._upstream.__aenter__()
         await self.admission.__aenter__()
         self._tasks.append(asyncio.create_task(self._prober.run()))
+        if self.config.kv_events:
+            from ems.router.events.subscriber import Subscriber  # ZeroMQ is loaded by those who want it
+
+            await self._subscribed.enter_async_context(Subscriber(self.config.kv_events, self.fleet, self.chooser))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._subscribed.aclose()
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

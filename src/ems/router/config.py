@@ -17,6 +17,8 @@ from ems.router.observe.settings import ObserveConfig
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
 
+_ENDPOINT = re.compile(r"tcp://\S+:\d{1,5}|ipc://\S+")
+
 
 class Address(NamedTuple):
     """A host (name, IPv4 or bare IPv6) and a TCP port from 1 to 65535."""
@@ -72,6 +74,28 @@ class ClusterAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whose objects count; None is all namespaces."""
 
 
+class EventSource(NamedTuple):
+    """Where an engine publishes its KV events, and where it is asked for those that were missed, if anywhere."""
+
+    endpoint: str
+    replay: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[Address, Self]:
+        """Read ``HOST:PORT=tcp://HOST:PORT`` with an optional second endpoint for replays behind a comma.
+
+        :raises ConfigError: anything else.
+        """
+        instance, _, endpoints = text.partition("=")
+        parts = [part.strip() for part in endpoints.split(",")]
+        if not 1 <= len(parts) <= 2 or not all(_ENDPOINT.fullmatch(part) for part in parts):
+            raise ConfigError(
+                f"{text!r} is no source of KV events: expected HOST:PORT=tcp://HOST:PORT, "
+                "with ,tcp://HOST:PORT behind it where replays are had"
+            )
+        return Address.parse(instance), cls(*parts)
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one router process; the constructor refuses what cannot work.
 
@@ -115,6 +139,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The header, in lower case, that names a conversation, whose turns go to the same instances."""
     session_lifetime: float = 600.0
     """Seconds for which a conversation's instances are remembered after its last turn."""
+    kv_events: dict[Address, EventSource] = {}
+    """Where instances publish their KV events."""
     max_body_bytes: int = 64 << 20
     """Largest request body; what is larger is refused with 413."""
     admission: AdmissionConfig = AdmissionConfig()

@@ -152,12 +152,13 @@ class Exchange:
 
     async def _serve(self, session: bytes) -> None:
         config = self._parts.config
+        chooser = self._parts.chooser
         self._dispatch = Dispatch(
             self._parts.fleet,
-            self._parts.chooser,
+            chooser,
             self._parts.counters,
             self._request,
-            self._request.prompt(session),
+            self._request.prompt(session, chooser.block_tokens, chooser.adapters),
             Policy(
                 config.max_retries,
                 config.retry_delay,

@@ -13,12 +13,13 @@ them, only that field differs.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
 from msgspec import Raw
 
-from ems.router.choosing.prefix_index import prefix_hashes
+from ems.router.choosing.prefix_index import block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
 from ems.router.handoff.first_token import first_token_fields
 from ems.router.reply import Refusal
@@ -41,6 +42,7 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Raw])
 _text = msgspec.json.Decoder(str)
 _number = msgspec.json.Decoder(int)
+_ids = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
 
 _NULL = b"null"
@@ -51,6 +53,7 @@ _PREFILL_PARAMS = Raw(
 _BEFORE_THE_PROMPT = ("model", "cache_salt", "tools")
 """Fields that change the KV of everything behind them."""
 _INLINE_MEDIA = b";base64,"
+_IDS = re.compile(rb"\[\s*\d")
 _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prompt
 
 
@@ -101,9 +104,21 @@ class CompletionRequest:
         fields = {**self.fields, "model": Raw(_encode(model))}
         return CompletionRequest(_encode(fields), fields)
 
-    def prompt(self, session: bytes = b"") -> Prompt:
+    def prompt(self, session: bytes = b"", block_tokens: int = 0, adapters: Collection[str] = ()) -> Prompt:
+        """Return what matters for choosing; a prompt of token ids has pieces of ``block_tokens``, if that is given."""
         salt = b"\0".join(bytes(self.fields.get(name, b"")) for name in _BEFORE_THE_PROMPT)
+        if block_tokens and (blocks := self._blocks(block_tokens, adapters)) is not None:
+            return Prompt(self.prompt_tokens, len(self._text), blocks, session, block_tokens)
         return Prompt(self.prompt_tokens, len(self._text), prefix_hashes(self._text, salt), session)
+
+    def _blocks(self, block_tokens: int, adapters: Collection[str]) -> list[int] | None:
+        if "cache_salt" in self.fields or not _IDS.match(self._text):  # blocks with a salt are in no event
+            return None
+        try:
+            ids = _ids.decode(self._text)
+            return block_hashes(ids, block_tokens, self.model if adapters and self.model in adapters else "")
+        except (msgspec.DecodeError, OverflowError):
+            return None  # the engine will refuse it
 
     @property
     def decode_cost(self) -> int:

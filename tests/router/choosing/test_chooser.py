@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ems.router.choosing.chooser import STICKY_TOKENS, WORK_WEIGHT, Chooser
-from ems.router.choosing.prefix_index import PIECE_BYTES, prefix_hashes
+from ems.router.choosing.chooser import STICKY_TOKENS, WORK_WEIGHT, Chooser, Score
+from ems.router.choosing.prefix_index import PIECE_BYTES, Place, block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
 from ems.router.config import Address
 from ems.router.fleet import Fleet, Instance, Role
@@ -32,6 +32,9 @@ class Three:
         for port in (1, 2, 3):
             self.fleet.add(role, Address("h", port), 0.0, trusted=True)
         self.one, self.two, self.other = self.fleet.listed(role)
+
+    def scores(self, prompt: Prompt) -> list[Score]:
+        return self.chooser.scores(self.role, self.fleet.usable(self.role), prompt, 0.0)
 
     def choose(
         self,
@@ -186,3 +189,38 @@ def test_tried_instances_are_chosen_last_and_only_if_allowed() -> None:
         three.fleet.remove(Role.DECODE, instance.address)
     assert three.choose() is None
     assert three.choose(again=True) is None
+
+
+TOKENS = list(range(64 * 16))
+TOLD = Prompt(len(TOKENS), 5 * len(TOKENS), block_hashes(TOKENS, 64, ""), b"", 64)
+
+
+def test_what_an_engine_tells_of_draws_its_prompts_until_it_is_gone() -> None:
+    three = Three(Role.DECODE)
+    assert three.chooser.told([three.two], 16, Place.ENGINE, TOLD.hashes, stored=True)
+    assert [score.uncached for score in three.scores(TOLD)] == [len(TOKENS), 0, len(TOKENS)]
+
+    three.chooser.told([three.two], 16, Place.ENGINE, TOLD.hashes[8:], stored=False)
+    assert [score.uncached for score in three.scores(TOLD)] == [len(TOKENS), len(TOKENS) // 2, len(TOKENS)]
+
+    three.chooser.forget(three.two)
+    assert [score.uncached for score in three.scores(TOLD)] == [len(TOKENS)] * 3
+
+
+def test_what_the_pool_has_is_not_computed_and_costs_more_than_what_the_engine_has() -> None:
+    three = Three(Role.DECODE)
+    three.chooser.told([three.one], 16, Place.ENGINE, [], stored=True)
+    three.chooser.told([three.two], 16, Place.HOST, TOLD.hashes, stored=True)
+    three.chooser.told([three.two], 16, Place.ENGINE, TOLD.hashes, stored=True)
+    one, two, silent = three.scores(TOLD)
+
+    assert one.uncached == two.uncached == 0
+    assert two.cost < one.cost < silent.cost
+
+
+def test_blocks_of_which_no_pieces_can_be_made_are_not_taken_in() -> None:
+    three = Three(Role.DECODE)
+    assert three.chooser.told([three.one], 16, Place.ENGINE, [1], stored=True)
+    assert three.chooser.told([three.one], 128, Place.ENGINE, [2], stored=True)
+    assert three.chooser.block_tokens == 128
+    assert not three.chooser.told([three.one], 33, Place.ENGINE, [2], stored=True)

@@ -6,6 +6,10 @@ and besides a share of the KV tokens that it holds, which slow each of its steps
 costs what it holds, and a share of what has to be moved to it.  So a prefix draws requests to the instance that has it,
 until waiting there costs more than computing it elsewhere.
 
+Prefixes are known from what was sent where, and from KV events.  Events tell of tokens, so they count for prompts that
+are lists of token ids.  What a pool has need not
+be computed either, but it has to be loaded.
+
 A session stays where it was, unless that costs :data:`STICKY_TOKENS` more than the best.
 
 What always holds: an instance that is doubted is chosen only when all others are; among equals the one that has waited
@@ -15,9 +19,10 @@ longest is taken, so that serial traffic goes round; what was sent somewhere is 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import lcm
 from typing import Final, NamedTuple
 
-from ems.router.choosing.prefix_index import PIECE_BYTES, PrefixIndex
+from ems.router.choosing.prefix_index import PIECE_BYTES, PIECE_TOKENS, Place, PrefixIndex
 from ems.router.choosing.prompt import Prompt
 from ems.router.choosing.sessions import Sessions
 from ems.router.fleet import Instance, Role
@@ -30,6 +35,12 @@ MOVE_WEIGHT: Final = 0.1
 
 WORK_WEIGHT: Final = 4.0
 """How much a token counts that has to be computed for the request itself: it keeps those waiting that come after it."""
+
+LOAD_WEIGHT: Final = 0.5
+"""Tokens of prefill that it counts to load a token's KV from the pool of the host, or of the cluster."""
+
+MOST_PIECE_TOKENS: Final = 1024
+"""Pieces of prompts of token ids are no larger."""
 
 STICKY_TOKENS: Final = 8192
 """How much more than the best a session's own instance may cost."""
@@ -55,10 +66,59 @@ class Chooser:
         self._bits: dict[Instance, int] = {}
         self.considered: list[Score] = []
         """What was looked at for the last choice."""
+        self._pools: dict[str, int] = {}
+        """The bit of each host's pool, by host."""
+        self._cluster = 0
+        """The bit of the cluster's memory."""
+        self._telling: set[Instance] = set()
+        """Instances whose events have told of blocks."""
+        self.block_tokens = 0
+        """Tokens of which pieces of a prompt of token ids have to be; 0 while no event told of blocks."""
+        self.adapters: set[str] = set()
+        """LoRA adapters that events named."""
 
     def forget(self, instance: Instance) -> None:
         """An instance is gone, or has lost what it had."""
         self._index.forget(self._bits.pop(instance, 0))
+        self._telling.discard(instance)
+        host = instance.address.host
+        if host in self._pools and all(one.address.host != host for one in self._telling):
+            self._index.forget(self._pools.pop(host))
+
+    def told(
+        self, instances: Sequence[Instance], block_tokens: int, place: Place, hashes: Collection[int], *, stored: bool
+    ) -> bool:
+        """Take in that instances of one engine have blocks in a place, or have no more.
+
+        Return False when no piece of a prompt ends with these blocks and with those of other engines, so that nothing
+        was taken in.
+        """
+        both = lcm(self.block_tokens or PIECE_TOKENS, block_tokens)
+        if both > MOST_PIECE_TOKENS:
+            return False
+        self.block_tokens = both
+        for instance in instances:
+            self._telling.add(instance)
+            bit = self._bit(instance, place)
+            if stored:
+                self._index.learn(hashes, bit)
+            else:
+                self._index.unlearn(hashes, bit)
+        return True
+
+    def _bit(self, instance: Instance, place: Place) -> int:
+        if place is Place.CLUSTER:
+            self._cluster = self._cluster or self._index.add()
+            return self._cluster
+        if place is Place.HOST:
+            bit = self._pools.get(instance.address.host)
+            if bit is None:
+                bit = self._pools[instance.address.host] = self._index.add()
+            return bit
+        bit = self._bits.get(instance)
+        if bit is None:
+            bit = self._bits[instance] = self._index.add()
+        return bit
 
     def scores(
         self, role: Role, usable: Sequence[Instance], prompt: Prompt, now: float, *, prefilled: bool = False
@@ -66,18 +126,23 @@ class Chooser:
         """Return a score of each instance; ``prefilled``: another one computes the prompt."""
         found = self._index.matched(prompt.hashes)
         sticky = self._sessions[role].find(prompt.session, now) if prompt.session else 0
-        per_piece = prompt.tokens * PIECE_BYTES / max(prompt.text_bytes, 1)
+        per_piece = prompt.block_tokens or prompt.tokens * PIECE_BYTES / max(prompt.text_bytes, 1)
         scores = []
         for instance in usable:
             bit = self._bits.get(instance, 0)
-            pieces = next((count for count, mask in found if mask & bit), 0)
-            uncached = max(prompt.tokens - int(pieces * per_piece), 0)
+            own = int(_count(found, bit) * per_piece)
+            pool = 0
+            if instance in self._telling:
+                pools = self._pools.get(instance.address.host, 0) | self._cluster
+                pool = int(_count(found, pools) * per_piece) if pools else 0
+            uncached = max(prompt.tokens - max(own, pool), 0)
+            loading = LOAD_WEIGHT * max(pool - own, 0)
             if role is Role.PREFILL:
-                cost = instance.queued + WORK_WEIGHT * uncached
+                cost = instance.queued + WORK_WEIGHT * uncached + loading
             elif prefilled:
                 cost = instance.load + MOVE_WEIGHT * uncached
             else:
-                cost = instance.queued + WORK_WEIGHT * uncached + HELD_WEIGHT * instance.load
+                cost = instance.queued + WORK_WEIGHT * uncached + loading + HELD_WEIGHT * instance.load
             scores.append(Score(instance, uncached, cost, bool(sticky & bit)))
         return scores
 
@@ -105,12 +170,15 @@ class Chooser:
 
     def sent(self, instance: Instance, prompt: Prompt, now: float) -> None:
         """A request goes to an instance, which will have its prefix."""
-        bit = self._bits.get(instance)
-        if bit is None:
-            bit = self._bits[instance] = self._index.add()
+        bit = self._bit(instance, Place.ENGINE)
         self._index.learn(prompt.hashes, bit)
         if prompt.session:
             self._sessions[instance.role].keep(prompt.session, bit, now)
+
+
+def _count(found: Sequence[tuple[int, int]], bits: int) -> int:
+    """How many pieces from the beginning on any of ``bits`` has, at most."""
+    return max((count for count, mask in found if mask & bits), default=0)
 
 
 def _rank(score: Score) -> tuple[bool, float, int]:

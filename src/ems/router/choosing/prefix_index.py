@@ -12,7 +12,10 @@ number is given to another only after no entry can have it any more.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import Final
 
 from awscrt.checksums import crc32c
@@ -20,11 +23,16 @@ from awscrt.checksums import crc32c
 PIECE_BYTES: Final = 256
 """Bytes of a prompt's JSON that are hashed together: about 64 tokens of text."""
 
+PIECE_TOKENS: Final = 64
+"""Token ids that are hashed together, at least: blocks of engines are often smaller."""
+
 MOST_PIECES: Final = 1024
 """Pieces of a prompt that are looked at, from its beginning."""
 
 CAPACITY: Final = 1 << 17
 """Hashes in a generation: about 25 MiB for both."""
+
+_OF_TOKENS = crc32c(b"token ids")
 
 
 def prefix_hashes(text: bytes, salt: bytes) -> list[int]:
@@ -33,6 +41,34 @@ def prefix_hashes(text: bytes, salt: bytes) -> list[int]:
     hashes = []
     for end in range(PIECE_BYTES, min(len(text), MOST_PIECES * PIECE_BYTES) + 1, PIECE_BYTES):
         value = crc32c(text[end - PIECE_BYTES : end], value)
+        hashes.append(value)
+    return hashes
+
+
+class Place(StrEnum):
+    """Where blocks may be: in an engine's own cache, in the pool of its host, in the memory of a cluster."""
+
+    ENGINE = "engine"
+    HOST = "host"
+    CLUSTER = "cluster"
+
+
+def block_hashes(token_ids: Sequence[int], block_tokens: int, adapter: str, parent: int | None = None) -> list[int]:
+    """Return a hash for each whole block of token ids, each over everything up to its end and over ``adapter``.
+
+    ``parent`` is the hash of the block before the first one.  Blocks of any size that end with the same token have the
+    same hash.
+
+    :raises OverflowError: something that is no token id.
+    """
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    text, size = ids.tobytes(), block_tokens * ids.itemsize
+    value = crc32c(adapter.encode(), _OF_TOKENS) if parent is None else parent
+    hashes = []
+    for end in range(size, len(text) + 1, size):
+        value = crc32c(text[end - size : end], value)
         hashes.append(value)
     return hashes
 
@@ -83,6 +119,16 @@ class PrefixIndex:
                 self._generation += 1
                 self._old, self._young = young, {}
                 young, old = self._young, self._old
+
+    def unlearn(self, hashes: Iterable[int], bit: int) -> None:
+        """Note that an instance does not have these pieces any more."""
+        for names in (self._young, self._old):
+            for name in hashes:
+                mask = names.get(name, 0)
+                if mask == bit:
+                    del names[name]
+                elif mask & bit:
+                    names[name] = mask & ~bit
 
     def matched(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
         """Return how many pieces instances have from the beginning on: pairs of a count and a mask, the most last.

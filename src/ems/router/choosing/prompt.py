@@ -14,6 +14,7 @@ class Prompt(NamedTuple):
     text_bytes: int
     """Bytes of JSON that ``tokens`` were estimated from."""
     hashes: Sequence[int]
-    """See :func:`~ems.router.choosing.prefix_index.prefix_hashes`."""
+    """See :func:`~ems.router.choosing.prefix_index.prefix_hashes`; with ``block_tokens``, of so many tokens each."""
     session: bytes = b""
     """The name of the conversation; empty where the client gave none."""
+    block_tokens: int = 0
