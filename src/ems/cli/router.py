@@ -20,6 +20,7 @@ def router(
     prefiller_ports: Annotated[list[int] | None, _Many] = None,
     decoder_hosts: Annotated[list[str] | None, _Many] = None,
     decoder_ports: Annotated[list[int] | None, _Many] = None,
+    config: Path | None = None,
     manifests: Path | None = None,
     kubeconfig: str | None = None,
     kube_context: str | None = None,
@@ -53,6 +54,7 @@ def router(
         prefiller_ports: Ports of the prefill servers, as many as hosts.
         decoder_hosts: Hosts of the decode servers.
         decoder_ports: Ports of the decode servers, as many as hosts.
+        config: The configuration file of Kthena's router, whose plugins then choose servers.
         manifests: Folder or file with Kthena's ModelServers and ModelRoutes, and pods, instead of hosts and ports.
         kubeconfig: A kubeconfig: these objects are followed on its API server.
         kube_context: The context of the kubeconfig, if not its current one.
@@ -84,7 +86,13 @@ def router(
     if not followed and (namespace is not None or kube_context is not None):
         raise ConfigError("--namespace and --kube-context need --kubeconfig or --in-cluster")
     access = ClusterAccess(kubeconfig=kubeconfig, context=kube_context, namespace=namespace) if followed else None
-    config = RouterConfig(
+    admitted = admission.settings()
+    if config is not None and admitted.tokens is None:
+        from ems.router.kthena.router_file import read
+
+        admitted = read(config).admitted(admitted)
+    settings = RouterConfig(
+        router_file=config,
         prefills=pair("prefiller", prefiller_hosts or [], prefiller_ports or []),
         decodes=pair("decoder", decoder_hosts or [], decoder_ports or []),
         manifests=manifests,
@@ -102,8 +110,8 @@ def router(
         session_lifetime=session_lifetime,
         kv_events=dict(map(EventSource.parse, kv_events or [])),
         max_body_bytes=max_body_mib << 20,
-        admission=admission.settings(),
+        admission=admitted,
         observe=observe.settings(),
         tls=tls.settings(),
     )
-    return serve(config, log_level=log_level)
+    return serve(settings, log_level=log_level)

@@ -20,6 +20,8 @@ from ems.router.http.client import Upstream
 from ems.router.http.message import Request
 from ems.router.kthena.api_server import ClusterSource
 from ems.router.kthena.folder import FolderSource
+from ems.router.kthena.router_file import Schedulers
+from ems.router.kthena.router_file import read as read_router_file
 from ems.router.kthena.served import Served
 from ems.router.metrics import CONTENT_TYPE, Counters, RouterCollector
 from ems.router.observe.collector import RequestCollector
@@ -75,8 +77,20 @@ class Router:
             self.admission.watch(path, lambda: tls.reload(config.tls, self.tls, engines), loaded=True)
         self._upstream = upstream or Upstream(config.connect_timeout, engines)
         self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
+        schedulers = Schedulers()
+        if config.router_file is not None:
+            place = config.router_file
+            self.admission.watch(place, lambda: schedulers.use(read_router_file(place)))
         self._parts = Parts(
-            config, self.fleet, self.chooser, self.counters, self._upstream, self._prober, self.admission, self.observer
+            config,
+            self.fleet,
+            self.chooser,
+            self.counters,
+            self._upstream,
+            self._prober,
+            self.admission,
+            self.observer,
+            schedulers,
         )
         gate = self.admission.gate
         requests = RequestCollector(self.observer.series, self.observer.active, lambda: gate.exceeded)

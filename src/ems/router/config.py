@@ -108,6 +108,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Instances that prefill; none makes the router a plain balancer."""
     manifests: Path | None = None
     """Folder or file of Kthena's objects, which then say what instances there are, and for which models."""
+    router_file: Path | None = None
+    """The configuration file of Kthena's router: which plugins choose instances."""
     cluster: ClusterAccess | None = None
     """A Kubernetes API server that has these objects."""
     host: str = "127.0.0.1"

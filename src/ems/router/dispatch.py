@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ems.router.choosing.chooser import Chooser, Score
+from ems.router.choosing.kthena import Profile
 from ems.router.choosing.prompt import Prompt
 from ems.router.fleet import Fleet, Hold, Instance, Role
 from ems.router.metrics import Counters, Prefill
@@ -70,6 +71,8 @@ class Policy(NamedTuple):
     """The model server whose instances serve them; empty where there are none."""
     generates: bool = True
     """Whether tokens are generated; what only reads a prompt is done by one instance."""
+    profile: Profile | None = None
+    """Kthena's plugins that choose; None is the router's own way."""
 
 
 class Dispatch:
@@ -181,9 +184,14 @@ class Dispatch:
         retries = len(tried)
         if retries > self._policy.max_retries:
             return None
-        score = self._chooser.choose(
-            role, self._usable(role), self._prompt, now, prefilled=self._prefilled, tried=tried, again=again
-        )
+        usable, profile = self._usable(role), self._policy.profile
+        if profile is None:
+            score = self._chooser.choose(
+                role, usable, self._prompt, now, prefilled=self._prefilled, tried=tried, again=again
+            )
+        else:
+            fresh = [one for one in usable if one not in tried]
+            score = self._chooser.choose_by(profile, role, fresh or (usable if again else []), self._prompt, now)
         if score is None:
             return None
         instance, considered = score.instance, self._chooser.considered

@@ -24,6 +24,7 @@ from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.http.client import Upstream, UpstreamBroken, request_of
 from ems.router.http.message import Request
+from ems.router.kthena.router_file import Schedulers
 from ems.router.metrics import Counters
 from ems.router.observe.observer import Observer
 from ems.router.observe.record import UNRESOLVED, Hop, Record
@@ -57,6 +58,7 @@ class Parts:
     prober: Prober
     admission: Admission
     observer: Observer
+    schedulers: Schedulers
     server: str = ""
     """The model server whose instances serve the request; empty where there are none."""
     route: str = ""
@@ -165,6 +167,7 @@ class Exchange:
                 config.prefill_above,
                 self._parts.server,
                 self._client.path not in READS_ONLY,
+                self._parts.schedulers.of(self._record.model),
             ),
         )
         try:

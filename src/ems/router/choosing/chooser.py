@@ -18,10 +18,12 @@ longest is taken, so that serial traffic goes round; what was sent somewhere is 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Sequence
 from math import lcm
 from typing import Final, NamedTuple
 
+from ems.router.choosing.kthena import Asked, Measured, Profile, choose
 from ems.router.choosing.prefix_index import PIECE_BYTES, PIECE_TOKENS, Place, PrefixIndex
 from ems.router.choosing.prompt import Prompt
 from ems.router.choosing.sessions import Sessions
@@ -60,10 +62,13 @@ class Score(NamedTuple):
 class Chooser:
     """Knows what was sent where; times are seconds on one monotonic clock."""
 
-    def __init__(self, *, session_lifetime: float = 600.0, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self, *, session_lifetime: float = 600.0, index: PrefixIndex | None = None, draw: random.Random | None = None
+    ) -> None:
         self._index = index or PrefixIndex()
         self._sessions = {role: Sessions(session_lifetime) for role in Role}
         self._bits: dict[Instance, int] = {}
+        self._draw = draw or random.Random()
         self.considered: list[Score] = []
         """What was looked at for the last choice."""
         self._pools: dict[str, int] = {}
@@ -167,6 +172,20 @@ class Chooser:
                 if one.sticky and not one.instance.breaker.doubted and one.cost <= best.cost + STICKY_TOKENS:
                     return one
         return best
+
+    def choose_by(
+        self, profile: Profile, role: Role, usable: Sequence[Instance], prompt: Prompt, now: float
+    ) -> Score | None:
+        """Return the instance that Kthena's plugins take, of those that are not doubted if there are any."""
+        trusted = [one for one in usable if not one.breaker.doubted]
+        scores = self.considered = self.scores(role, trusted or usable, prompt, now)
+        measured = [
+            Measured(one.instance.running, one.instance.running, matched=1 - one.uncached / max(prompt.tokens, 1))
+            for one in scores
+        ]
+        asked = Asked(max_waiting=profile.max_waiting)
+        place = choose(measured, asked, profile.filters, profile.weights, self._draw)
+        return None if place is None else scores[place]
 
     def sent(self, instance: Instance, prompt: Prompt, now: float) -> None:
         """A request goes to an instance, which will have its prefix."""

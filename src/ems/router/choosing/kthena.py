@@ -49,6 +49,14 @@ class Asked(NamedTuple):
     """``TTFTTPOTWeightFactor`` of ``least-latency``."""
 
 
+class Profile(NamedTuple):
+    """Which plugins choose: filters, scores with their weights, and ``maxWaitingRequests``."""
+
+    filters: tuple[str, ...]
+    weights: Mapping[str, int]
+    max_waiting: int = 10
+
+
 Scores = list[int]
 
 

@@ -10,7 +10,7 @@ import re
 from datetime import datetime
 from enum import StrEnum
 from fractions import Fraction
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import re2
@@ -69,13 +69,6 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     resource_version: str = ""
 
 
-class Engine(StrEnum):
-    """Which engine the instances run."""
-
-    VLLM = "vLLM"
-    SGLANG = "SGLang"
-
-
 class HandoffKind(StrEnum):
     """How a prefill instance's KV reaches decode; ``sglang`` follows from the engine and cannot be written."""
 
@@ -101,18 +94,11 @@ class WorkloadSelector(Spec, frozen=True, kw_only=True):
     pd_group: PdGroup | None = None
 
 
-class Protocol(StrEnum):
-    """What instances speak."""
-
-    HTTP = "http"
-    HTTPS = "https"
-
-
 class WorkloadPort(Spec, frozen=True, kw_only=True):
     """Where instances listen."""
 
     port: Annotated[int, Meta(ge=1, le=65535)]
-    protocol: Protocol = Protocol.HTTP
+    protocol: Literal["http", "https"] = "http"
 
 
 class Retry(Spec, frozen=True, kw_only=True):
@@ -154,7 +140,7 @@ class ModelServerSpec(Spec, frozen=True, kw_only=True):
     """What serves one model: which pods, how they are spoken to, what the model is called there."""
 
     model: Annotated[str, Meta(max_length=256)] = ""
-    inference_engine: Engine
+    inference_engine: Literal["vLLM", "SGLang"]
     workload_selector: WorkloadSelector
     workload_port: WorkloadPort
     traffic_policy: TrafficPolicy = TrafficPolicy()
@@ -168,7 +154,7 @@ class ModelServerSpec(Spec, frozen=True, kw_only=True):
     def handoff(self) -> HandoffKind:
         if self.kv_connector is not None:
             return self.kv_connector.type
-        return HandoffKind.SGLANG if self.inference_engine is Engine.SGLANG else HandoffKind.HTTP
+        return HandoffKind.SGLANG if self.inference_engine == "SGLang" else HandoffKind.HTTP
 
 
 class StringMatch(Spec, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from ems.router.exchange import Parts
 from ems.router.fleet import Role
 from ems.router.http.message import Request
 from ems.router.kthena.catalogue import Catalogue, Serving
-from ems.router.kthena.objects import ObjectName, Protocol, parse_duration
+from ems.router.kthena.objects import ObjectName, parse_duration
 from ems.router.reply import Refusal
 from ems.router.request import CompletionRequest
 
@@ -45,7 +45,7 @@ class Served:
         secured = self._parts.config.tls.engine_tls
         for key, serving in catalogue.servings.items():
             wants = serving.spec.workload_port.protocol
-            if (wants is Protocol.HTTPS) is not secured:
+            if (wants == "https") is not secured:
                 how = "with --engine-tls it speaks https" if secured else "it speaks https with --engine-tls only"
                 raise ConfigError(
                     f"ModelServer {key}: spec.workloadPort.protocol is {wants}, the router does not: {how}"
