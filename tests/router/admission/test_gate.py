@@ -191,17 +191,6 @@ async def test_a_full_queue_is_503_and_429_for_who_fills_it() -> None:
     assert empty(here)
 
 
-async def test_more_places_let_the_next_run() -> None:
-    here = gate(max_running=1)
-    first = await here.enter(ANYBODY, Asked())
-    second = await waiting(here)
-    here.more_places(2)
-    (await second).done(0)
-    first.done(0)
-
-    assert empty(here)
-
-
 async def test_pages_of_administrators() -> None:
     await gate().administrator([], "127.0.0.1")
     await gate().administrator([], "::1")

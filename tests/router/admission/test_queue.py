@@ -141,14 +141,13 @@ def test_who_waited_too_long_or_left_is_nowhere() -> None:
     assert (queue.running, queue.waiting) == (0, 0)
 
 
-def test_more_places_let_more_run_and_what_runs_elsewhere_counts() -> None:
-    queue = Queue(capacity=4, size=8)
-    queue.elsewhere = 3
+def test_more_places_let_more_run() -> None:
+    queue = Queue(capacity=1, size=8)
     places = [place() for _ in range(3)]
     offered(queue, *places)
     assert queue.running == 1
 
-    queue.elsewhere = 2
+    queue.capacity = 2
     assert queue.grant(0.0) == [places[1]]
     queue.capacity = 0
     assert queue.grant(0.0) == [places[2]]
@@ -190,9 +189,9 @@ class Histories(RuleBasedStateMachine):
         for one in self.queue.expire(self.now):
             assert one.deadline <= self.now
 
-    @rule(capacity=st.integers(1, 4), elsewhere=st.integers(0, 2))
-    def change(self, capacity: int, elsewhere: int) -> None:
-        self.queue.capacity, self.queue.elsewhere = capacity, elsewhere
+    @rule(capacity=st.integers(1, 4))
+    def change(self, capacity: int) -> None:
+        self.queue.capacity = capacity
         self.queue.grant(self.now)
 
     @invariant()
@@ -200,7 +199,7 @@ class Histories(RuleBasedStateMachine):
         states = [one.state for one in self.places]
         assert self.queue.running == states.count(State.RUNNING)
         assert self.queue.waiting == states.count(State.WAITING) <= 4
-        free = self.queue.running + self.queue.elsewhere < self.queue.capacity
+        free = self.queue.running < self.queue.capacity
         assert not (free and self.queue.waiting)
 
     def teardown(self) -> None:

@@ -215,12 +215,6 @@ class Gate:
         if place is not None:
             self._let_run(self.queue.leave(place, now, used))
 
-    def more_places(self, capacity: int, elsewhere: int = 0) -> None:
-        """Change how many requests run at once, and how many other workers run."""
-        self.queue.capacity = capacity
-        self.queue.elsewhere = elsewhere
-        self._let_run(self.queue.grant(asyncio.get_running_loop().time()))
-
     def _limited(self, principal: Principal, asked: Asked) -> bool:
         return bool(asked.limited or self._always or principal.limit is not None)
 

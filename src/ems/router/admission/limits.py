@@ -117,23 +117,22 @@ class Taken(Protocol):
 
 
 class _Taken:
-    __slots__ = ("_buckets", "_limits", "_tokens")
+    __slots__ = ("_buckets", "_tokens")
 
-    def __init__(self, limits: Limits, buckets: list[tuple[Name, Bucket]], tokens: int) -> None:
-        self._limits = limits
+    def __init__(self, buckets: list[tuple[Name, Bucket]], tokens: int) -> None:
         self._buckets = buckets
         self._tokens = tokens
 
     def settle(self, output_tokens: int, now: float) -> None:
         for name, bucket in self._buckets:
             if name[1] is Kind.OUTPUT:
-                self._limits.move(name, bucket, -output_tokens, now)
+                bucket.move(-output_tokens, now)
         self._buckets = []
 
     def give_back(self, now: float) -> None:
         for name, bucket in self._buckets:
             if name[1] is Kind.INPUT:
-                self._limits.move(name, bucket, self._tokens, now)
+                bucket.move(self._tokens, now)
         self._buckets = []
 
 
@@ -149,8 +148,6 @@ class Limits:
 
     def __init__(self) -> None:
         self._buckets: dict[Name, Bucket] = {}
-        self.moved: dict[Name, float] | None = None
-        """Tokens that came back (taken ones count below zero) since somebody looked, for workers that share limits."""
 
     def take(self, limited: Iterable[Limited], tokens: int, now: float) -> Taken | Exceeded:
         """Take a prompt's tokens; a prompt that is larger than a limit is always refused."""
@@ -163,20 +160,8 @@ class Limits:
             found.append((name, bucket))
         for name, bucket in found:
             if name[1] is Kind.INPUT:
-                self.move(name, bucket, -tokens, now)
-        return _Taken(self, found, tokens)
-
-    def move(self, name: Name, bucket: Bucket, tokens: float, now: float) -> None:
-        """Put tokens into a bucket, or out of it."""
-        bucket.move(tokens, now)
-        if self.moved is not None:
-            self.moved[name] = self.moved.get(name, 0.0) + tokens
-
-    def moved_elsewhere(self, name: Name, tokens: float, now: float) -> None:
-        """Follow what another worker of the same router moved, where the bucket is known here."""
-        bucket = self._buckets.get(name)
-        if bucket is not None:
-            bucket.move(tokens, now)
+                bucket.move(-tokens, now)
+        return _Taken(found, tokens)
 
     def left(self, now: float) -> dict[Name, float]:
         for bucket in self._buckets.values():

@@ -77,8 +77,6 @@ class Queue:
         self.size = size
         self.running = 0
         self.waiting = 0
-        self.elsewhere = 0
-        """Requests that other workers of the same router run."""
         self._growth = math.log(2) / half_life
         self._boost_seconds = boost_seconds
         self._base = 0.0
@@ -166,7 +164,7 @@ class Queue:
 
     @property
     def _free(self) -> bool:
-        return not self.capacity or self.running + self.elsewhere < self.capacity
+        return not self.capacity or self.running < self.capacity
 
     def _run(self, place: Place, now: float) -> None:
         place.state = State.RUNNING
