@@ -113,6 +113,16 @@ class Dispatch:
                 return self._decode(now)
         return self._prefill(now, again=False)
 
+    def recompute(self, request: CompletionRequest, prompt: Prompt, now: float) -> Step:
+        """Begin anew for an answer that its decode instance gave up; what was generated is part of the prompt."""
+        self.close()
+        self._request = request
+        self._prompt = prompt
+        self._group = ""
+        self._prefilled = False
+        self._tried = {role: [] for role in Role}
+        return self.start(now)
+
     def prefill_answered(self, status: int, now: float) -> Step:
         instance = self._let_go()
         if 200 <= status < 300:

@@ -19,9 +19,11 @@ from ems.router.admission.gate import Asked, Ticket
 from ems.router.admission.limits import Limited
 from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
+from ems.router.choosing.prompt import Prompt
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
+from ems.router.handoff.recompute import CannotContinue, Generated
 from ems.router.http.client import Upstream, UpstreamBroken, request_of
 from ems.router.http.message import Request
 from ems.router.kthena.router_file import Schedulers
@@ -36,6 +38,9 @@ from ems.router.request import CompletionRequest, decode_body, handoff_of, prefi
 _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
 
 _TRACE: Final = frozenset((b"traceparent", b"tracestate"))
+
+CONTINUED: Final = frozenset(("/v1/completions", "/v1/chat/completions"))
+"""Endpoints whose answers another engine can go on with."""
 
 READS_ONLY: Final = frozenset(("/v1/embeddings", "/tokenize"))
 """Endpoints that generate no tokens."""
@@ -86,9 +91,12 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._prefill_until = 0.0
         self._deadline = math.inf
-        self._request = completion
+        self._asked = self._request = completion
+        session = headers.find(request.headers, parts.config.session_header) or b""
+        self._session = session[:SESSION_BYTES]
         self._dispatch: Dispatch
         self._relay: Relay | None = None
+        self._generated: Generated | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._handoff: Raw | None = None
 
@@ -98,11 +106,14 @@ class Exchange:
         :raises Refusal: the router has to answer it, and nothing was sent.
         :raises ClientLeft: nobody waits for the answer.
         """
-        config = self._parts.config
-        session = (headers.find(self._client.headers, config.session_header) or b"")[:SESSION_BYTES]
         try:
-            self._ticket = await self._enter(session)
-            await self._serve(session)
+            self._ticket = await self._enter()
+            await self._serve()
+        except Refusal as refusal:
+            if self._reply.status is None:
+                raise
+            assert self._relay is not None  # what began and could not be gone on with
+            self._break_off(self._relay, refusal.message, refusal.code)
         except asyncio.CancelledError:
             if self._reply.client_left:
                 task = asyncio.current_task()
@@ -114,7 +125,7 @@ class Exchange:
             if self._ticket is not None:
                 self._leave(self._ticket)
 
-    async def _enter(self, session: bytes) -> Ticket:
+    async def _enter(self) -> Ticket:
         record, request, gate = self._record, self._request, self._parts.admission.gate
         record.upstream_model = request.model
         record.backend_type = UNRESOLVED
@@ -133,7 +144,7 @@ class Exchange:
                     request.prompt_tokens,
                     request.output_tokens,
                     request.priority,
-                    session.decode("latin-1"),
+                    self._session.decode("latin-1"),
                     self._parts.limited,
                 ),
             )
@@ -143,24 +154,27 @@ class Exchange:
         record.entered = self._loop.time()
         return ticket
 
+    def _prompt(self) -> Prompt:
+        chooser = self._parts.chooser
+        return self._request.prompt(self._session, chooser.block_tokens, chooser.adapters)
+
     def _leave(self, ticket: Ticket) -> None:
         """Give back the place; what a client got of an answer counts, though it left before the end."""
         relay = self._relay
-        if relay is None or not relay.begun or (self._reply.status or 500) >= 400:
+        if relay is None or (self._reply.status or 500) >= 400:
             ticket.failed()
         else:
             self._record.output_tokens = relay.meter.tokens()
             ticket.done(self._record.output_tokens)
 
-    async def _serve(self, session: bytes) -> None:
+    async def _serve(self) -> None:
         config = self._parts.config
-        chooser = self._parts.chooser
         self._dispatch = Dispatch(
             self._parts.fleet,
-            chooser,
+            self._parts.chooser,
             self._parts.counters,
             self._request,
-            self._request.prompt(session, chooser.block_tokens, chooser.adapters),
+            self._prompt(),
             Policy(
                 config.max_retries,
                 config.retry_delay,
@@ -214,6 +228,8 @@ class Exchange:
         step = dispatch.prefill_answered(answer.status, self._loop.time())
         self._record.hops[-1].answered(answer.status, self._loop.time())
         if isinstance(step, PassOn):
+            if self._reply.status is not None:
+                raise Refusal(503, "The answer cannot be continued; send the request again", code="recomputed")
             returned = headers.returned(answer.headers, self._reply.request_id).headers
             kept = [pair for pair in returned if pair[0].lower() != b"content-length"]
             self._reply.head(answer.status, [*kept, (b"content-length", b"%d" % len(answer.body))], sized=True)
@@ -228,12 +244,18 @@ class Exchange:
         def begins(status: int) -> None:
             now = self._loop.time()
             self._record.hops[-1].answered(status, now)
-            self._record.first_byte = now
+            if self._reply.status is None:
+                self._record.first_byte = now
             self._dispatch.decode_started(status, now)
             if status >= 500:
                 self._failed(instance, f"it answers {status}")
 
-        relay = self._relay = Relay(self._reply, begins, self._loop)
+        if self._handoff is not None and self._generated is None and self._client.path in CONTINUED:
+            self._generated = Generated(chat=self._client.path.endswith("/chat/completions"))
+        previous = self._relay
+        relay = self._relay = Relay(self._reply, begins, self._loop, self._generated)
+        if previous is not None:
+            relay.meter = previous.meter
         if self._timer is None:
             self._look()
         fields, body = (
@@ -253,7 +275,25 @@ class Exchange:
             self._failed(instance, f"it broke off amid an answer: {error}")
             self._dispatch.decode_cut(now)
             self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")
-        return None
+        return self._go_on(relay) if relay.given_up else None
+
+    def _go_on(self, relay: Relay) -> Step:
+        """Have an answer that an instance gave up continued by others.
+
+        :raises Refusal: it cannot be.
+        """
+        generated = relay.generated
+        assert generated is not None
+        try:
+            fields = generated.next_fields(self._asked.fields)
+        except CannotContinue as error:
+            message = f"The decode server gave the answer up, and it cannot be continued: {error}"
+            raise Refusal(503, message, code="recomputed", headers={"retry-after": "1"}) from None
+        self._request = CompletionRequest.of(fields)
+        self._handoff = None
+        now = self._loop.time()
+        self._prefill_until = min(now + self._parts.config.prefill_timeout, self._deadline)
+        return self._dispatch.recompute(self._request, self._prompt(), now)
 
     def _look(self) -> None:
         """End what has not moved for too long; the timer is not set anew for each piece, which leaves a time stamp."""

@@ -1,80 +1,126 @@
 """An instance's answer on its way to the client: every piece goes out as it comes in, within the call that brings it.
 
 What always holds: nothing is sent before the answer's first piece, so that up to there another instance can still take
-over; no piece is held back, joined or cut.
+over; no piece is held back, joined or cut, but where an engine may give an answer up: see
+:mod:`ems.router.handoff.recompute`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 
 from ems.router import headers
-from ems.router.http.client import Connection
+from ems.router.handoff.recompute import Generated
+from ems.router.headers import Returned
+from ems.router.http.client import Connection, UpstreamBroken
 from ems.router.http.message import Headers
 from ems.router.observe.usage import Meter
 from ems.router.reply import Reply, error_events
 
 
 class Relay:
-    """One attempt to answer; ``begins`` is told the status just before the head goes out."""
+    """One attempt to answer, or to go on with an answer; ``begins`` is told the status just before something goes out.
+
+    With ``generated`` an answer that its engine gives up is not ended; who owns the relay has it continued.
+    """
 
     __slots__ = (
-        "_begins",
-        "_headers",
-        "_last",
-        "_loop",
-        "_reply",
-        "_status",
-        "_takes_events",
-        "begun",
-        "meter",
-        "moved",
-        "source",
-    )
+        "_begins", "_collected", "_last", "_loop", "_reply", "_returned", "_status", "_takes_events",
+        "begun", "generated", "meter", "moved", "source",
+    )  # fmt: skip
 
-    def __init__(self, reply: Reply, begins: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        reply: Reply,
+        begins: Callable[[int], None],
+        loop: asyncio.AbstractEventLoop,
+        generated: Generated | None = None,
+    ) -> None:
         self._reply = reply
         self._begins = begins
         self._loop = loop
         self._status = 0
-        self._headers: Headers = []
-        self._takes_events = False
+        self._returned: Returned
+        self._takes_events = reply.status is not None
         self._last = b""
+        self._collected: list[bytes] | None = None
+        self.generated = generated
         self.meter = Meter()
         self.source: Connection | None = None
         self.begun = False
-        """Whether the client has got something, after which there is no other attempt."""
+        """Whether the client has got something of it, after which there is no other attempt."""
         self.moved = loop.time()
         """When the instance last sent something."""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the answer has to be gone on with elsewhere."""
+        return self.generated is not None and self.generated.broken_off
 
     def comes_from(self, connection: Connection) -> None:
         self.source = connection
 
-    def head(self, status: int, headers: Headers) -> None:
+    def head(self, status: int, received: Headers) -> None:
         self._status = status
-        self._headers = headers
         self.moved = self._loop.time()
+        returned = self._returned = headers.returned(received, self._reply.request_id)
+        events = returned.is_event_stream and not returned.is_encoded
+        if self._reply.status is not None and not (events and status == HTTPStatus.OK):
+            raise UpstreamBroken(f"It answers {status} instead of going on with an answer")
+        self._takes_events = events
+        if self.generated is not None and not events:
+            if status == HTTPStatus.OK and not returned.is_encoded:
+                self._collected = []
+            else:
+                self.generated = None
 
     def piece(self, data: bytes) -> None:
+        self.moved = self._loop.time()
+        self.meter.feed(data)
+        if self.generated is not None:
+            if self._collected is not None:
+                self._collected.append(data)
+                return
+            data = self.generated.feed(data)
+            if not data:
+                return
         if not self.begun:
             self._begin()
         self._reply.piece(data)
         self._last = data
-        self.meter.feed(data)
-        self.moved = self._loop.time()
 
     def end(self) -> None:
+        if self.generated is not None:
+            rest = self.generated.rest() if self._collected is None else self._whole(b"".join(self._collected))
+            if self.generated.broken_off:
+                return
+            if rest:
+                if not self.begun:
+                    self._begin()
+                self._reply.piece(rest)
         if not self.begun:
             self._begin()
         self._reply.end()
 
+    def _whole(self, collected: bytes) -> bytes:
+        assert self.generated is not None
+        try:
+            body = self.generated.whole(collected)
+        except ValueError as error:
+            raise UpstreamBroken(f"Its answer is not JSON: {error}") from None
+        if len(body) != len(collected):
+            kept = [pair for pair in self._returned.headers if pair[0].lower() != b"content-length"]
+            kept.append((b"content-length", b"%d" % len(body)))
+            self._returned = self._returned._replace(headers=kept, is_sized=True)
+        return body
+
     def _begin(self) -> None:
         self.begun = True
         self._begins(self._status)
-        returned = headers.returned(self._headers, self._reply.request_id)
-        self._takes_events = returned.is_event_stream and not returned.is_encoded
-        self._reply.head(self._status, returned.headers, sized=returned.is_sized)
+        if self._reply.status is None:
+            self._reply.head(self._status, self._returned.headers, sized=self._returned.is_sized)
         assert self.source is not None
         self._reply.comes_from(self.source)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 from msgspec import Raw
@@ -76,6 +76,10 @@ class CompletionRequest:
             return 0 if given is None else _number.decode(given)
         except ValueError:
             return 0  # null, or something the engine will refuse
+
+    @classmethod
+    def of(cls, fields: dict[str, Raw]) -> Self:
+        return cls(_encode(fields), fields)
 
     @property
     def single(self) -> bool:
