@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from typing import Any, Self
 
 from aiohttp import web
@@ -15,7 +16,8 @@ from aiohttp import web
 class FakeApiServer:
     """Keeps objects of any resource; every change is a new version that watches are told of."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.token = "token-1"
         self.objects: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
         self.version = 100
@@ -24,6 +26,8 @@ class FakeApiServer:
         """Watches from a version below this one are told 410."""
         self.broken = 0
         """How many requests are answered 500 before it works again."""
+        self.nonsense = 0
+        """How many requests are answered with what is no JSON."""
         self.calls: list[str] = []
         self.page = 500
         self.url = ""
@@ -71,8 +75,8 @@ class FakeApiServer:
         app.router.add_get("/{path:.*}", self._get)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self._tls).start()
+        self.url = f"http{'s' if self._tls else ''}://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -86,6 +90,9 @@ class FakeApiServer:
         if self.broken:
             self.broken -= 1
             return web.json_response({"kind": "Status", "code": 500}, status=500)
+        if self.nonsense:
+            self.nonsense -= 1
+            return web.Response(body=b"<html>")
         resource = request.path.rpartition("/")[2]
         if "watch" in request.query:
             return await self._watch(request, resource)

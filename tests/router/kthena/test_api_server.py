@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from ems.router.config import ClusterAccess
 from ems.router.kthena.credentials import of_kubeconfig, of_pod
 from ems.router.kthena.mirror import Mirror, WatchExpired
 from ems.router.kthena.objects import ModelRoute, ObjectName
+from tests.router.admission.certificates import Authority
 from tests.router.fakes import FakeEngine, Running, prefilled, running, until
 from tests.router.kthena.api import FakeApiServer
 from tests.router.kthena.manifests import ROUTE, SERVER, pod
@@ -33,14 +35,14 @@ def loaded(text: str) -> dict[str, Any]:
     return one
 
 
-def kubeconfig(folder: Path, url: str, **user: Any) -> str:
+def kubeconfig(folder: Path, url: str, *, authority: str | None = None, **user: Any) -> str:
     path = folder / "config"
     path.write_text(
         json.dumps(
             {
                 "current-context": "here",
                 "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
-                "clusters": [{"name": "c", "cluster": {"server": url}}],
+                "clusters": [{"name": "c", "cluster": {"server": url, "certificate-authority": authority}}],
                 "users": [{"name": "u", "user": user or {"token": "token-1"}}],
             }
         )
@@ -180,6 +182,41 @@ async def test_a_token_that_is_replaced_is_read_anew(tmp_path: Path, caplog: pyt
 
     assert "/api/v1/namespaces/dev/pods" in api.calls
     assert "token-" not in caplog.text
+
+
+@pytest.mark.parametrize("signed_by", ["authority", "other"])
+async def test_the_server_and_the_router_prove_who_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, signed_by: str
+) -> None:
+    """With the authority and a client's certificate of the kubeconfig; another authority's server is not believed."""
+    authority, _ = Authority(tmp_path), Authority(tmp_path, "other")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.file)
+    tls.load_cert_chain(*authority.sign("server"))
+    tls.verify_mode = ssl.CERT_REQUIRED
+    certificate, key = authority.sign("client")
+    user = {"token": "token-1", "client-certificate": certificate, "client-key": key}
+    async with FakeApiServer(tls) as api:
+        api.put("modelservers", loaded(SERVER))
+        api.put("pods", decode_pod("a", 1))
+        place = kubeconfig(tmp_path, api.url, authority=f"{signed_by}.pem", **user)
+        async with running(cluster=ClusterAccess(kubeconfig=place)) as router:
+            if signed_by == "other":
+                await until(lambda: "certificate verify failed" in caplog.text)
+            else:
+                await until(lambda: ports(router) == [1])
+
+    assert bool(api.calls) is (signed_by == "authority")
+
+
+async def test_a_server_that_talks_nonsense_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeApiServer() as api:
+        api.put("modelservers", loaded(SERVER))
+        api.put("pods", decode_pod("a", 1))
+        api.nonsense = 3
+        async with following(api, tmp_path) as router:
+            await until(lambda: ports(router) == [1])
+
+    assert caplog.text.count("The API server did not give") == 3
 
 
 @pytest.mark.parametrize(

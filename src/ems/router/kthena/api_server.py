@@ -41,6 +41,7 @@ class ClusterSource:
         self._credentials: Credentials = (
             of_kubeconfig(access.kubeconfig, access.context) if access.kubeconfig else of_pod()
         )
+        self._tls = self._credentials.tls()
         self._namespace = access.namespace
         self._draw = draw or random.Random()
         self._mirror = Mirror()
@@ -57,7 +58,7 @@ class ClusterSource:
 
     async def run(self, served: Served) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_SECONDS, sock_read=WATCH_SECONDS + CALL_SECONDS)
-        connector = aiohttp.TCPConnector(ssl=self._credentials.tls())
+        connector = aiohttp.TCPConnector(ssl=self._tls)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=MAX_LINE) as session,
             asyncio.TaskGroup() as tasks,
@@ -98,6 +99,9 @@ class ClusterSource:
                 pause = min(max(pause * 2, 0.5), LONGEST_PAUSE)
                 reason = str(error) or type(error).__name__
                 log.warning("The API server did not give %s, asked again in %.1f s: %s", resource, pause, reason)
+            except Exception:  # the root of the task: a defect must not end the following
+                pause = LONGEST_PAUSE
+                log.exception("Following %s failed by a defect of the router", resource)
             # A server that ends each watch at once must not be asked without end.
             await asyncio.sleep((pause or 0.1) * self._draw.uniform(0.5, 1.0))
 
