@@ -60,7 +60,7 @@ _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prom
 class CompletionRequest:
     """A client's request: its bytes, its top-level fields, its estimated tokens."""
 
-    __slots__ = ("_text", "body", "fields", "output_tokens", "prompt_tokens")
+    __slots__ = ("_text", "body", "fields", "output_tokens", "prompt_tokens", "single")
 
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
@@ -68,6 +68,8 @@ class CompletionRequest:
         self._text = bytes(fields.get("messages") or fields.get("prompt") or fields.get("input") or b"")
         self.prompt_tokens = _prompt_tokens(self._text)
         self.output_tokens = _output_tokens(fields)
+        self.single = _is_single(fields)
+        """Whether it is for one sequence."""
 
     @property
     def priority(self) -> int:
@@ -80,18 +82,6 @@ class CompletionRequest:
     @classmethod
     def of(cls, fields: dict[str, Raw]) -> Self:
         return cls(_encode(fields), fields)
-
-    @property
-    def single(self) -> bool:
-        """Whether it is for one sequence."""
-        for name in ("n", "best_of"):
-            number = self.fields.get(name)
-            if number is not None and bytes(number) not in (b"1", _NULL):
-                return False
-        beams = self.fields.get("use_beam_search")
-        if beams is not None and bytes(beams) not in (b"false", _NULL):
-            return False
-        return not any(_is_batch(self.fields.get(name)) for name in ("prompt", "prompt_embeds"))
 
     @property
     def model(self) -> str:
@@ -175,6 +165,17 @@ def handoff_of(answer: bytes) -> Raw | None:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return None if value is None or bytes(value) == _NULL else value
+
+
+def _is_single(fields: dict[str, Raw]) -> bool:
+    for name in ("n", "best_of"):
+        number = fields.get(name)
+        if number is not None and bytes(number) not in (b"1", _NULL):
+            return False
+    beams = fields.get("use_beam_search")
+    if beams is not None and bytes(beams) not in (b"false", _NULL):
+        return False
+    return not any(_is_batch(fields.get(name)) for name in ("prompt", "prompt_embeds"))
 
 
 def _is_batch(prompt: Raw | None) -> bool:

@@ -25,8 +25,38 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+    @property
+    def is_more(self) -> bool:
+        """Whether something besides text is in it."""
+        return bool(self.tool_calls or self.function_call or self.reasoning or self.reasoning_content or self.refusal)
+
+
+_NO_DELTA: Final = _Delta()
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: _Delta = _NO_DELTA
+
+
+class _Event(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...] = ()
+    id: str = ""
+
+
 class CannotContinue(ValueError):
     """What was generated so far cannot be put into a prompt."""
+
+
+_read_event = msgspec.json.Decoder(_Event).decode
 
 
 class Generated:
@@ -102,12 +132,24 @@ class Generated:
         return bytes(_encode(value))
 
     def _read(self) -> None:
+        """Keep the text of the pieces alone; of many answers at once the events would be much to keep."""
         pieces, self._pieces = self._pieces, []
         for event in b"".join(pieces).split(b"\n\n"):
-            value = _event(event)
-            if value is not None:
-                self._id = self._id or value.get("id", "")
-                self._note(_choice(value))
+            if not event.startswith(b"data: {"):
+                continue
+            try:
+                value = _read_event(event[6:])
+            except msgspec.DecodeError:  # whatever it is, it cannot be put into a prompt
+                self._plain = False
+                continue
+            self._id = self._id or value.id
+            for choice in value.choices[:1]:
+                text = choice.text or choice.delta.content
+                if text:
+                    self._texts.append(text)
+                    self.tokens += 1
+                if choice.delta is not _NO_DELTA and choice.delta.is_more:
+                    self._plain = False
 
     # ---------------------------------------------------------------------------------------------------- whole answers
 
