@@ -275,7 +275,7 @@ class Exchange:
             self._failed(instance, f"it broke off amid an answer: {error}")
             self._dispatch.decode_cut(now)
             self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")
-        return self._go_on(relay) if relay.given_up else None
+        return self._go_on(relay) if relay.recomputes else None
 
     def _go_on(self, relay: Relay) -> Step:
         """Have an answer that an instance gave up continued by others.

@@ -55,7 +55,7 @@ class Relay:
         """When the instance last sent something."""
 
     @property
-    def given_up(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether the answer has to be gone on with elsewhere."""
         return self.generated is not None and self.generated.broken_off
 
