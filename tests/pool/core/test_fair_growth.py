@@ -33,3 +33,20 @@ def test_the_high_watermark_does_not_hold_a_namespace_below_its_share() -> None:
 
     assert present == 3 * 14
     assert wrong_core(core) == []
+
+
+def test_no_page_leaves_while_another_namespace_has_segments_without_pages() -> None:
+    core = PoolCore([SEGMENT] * 4)
+    for segment in range(4):
+        core.slots.touch(segment, SEGMENT)
+    core.slots.touching_ended()
+    emptied = core.open_namespace("emptied", PAGE)
+    reserved = core.writing.reserve(1, emptied, bytes(16), [bytes([number]) * 16 for number in range(1, 57)])
+    core.writing.abort(1, reserved.reservation)
+    grows = core.open_namespace("grows", PAGE)
+    keys = store(core, grows, 4 * 15 - 3, 2)
+
+    present = sum(len(core.reading.lookup(1, grows, [key], lease=False).pages) for key in split_keys(keys))
+
+    assert present == 4 * 15 - 3
+    assert wrong_core(core) == []

@@ -64,13 +64,15 @@ class Reclaimer:
         return Outcome.NOT_TOUCHED if self._slots.untouched(namespace.number) else Outcome.NO_SPACE
 
     def must_trim(self, namespace: NamespacePages) -> bool:
-        """Whether ``namespace`` is above the high watermark with no spare segment, or not done with trimming."""
+        """Whether ``namespace`` is above the high watermark with no segment to grow by, or not done with trimming."""
         if namespace.debt:
             return True
         capacity = self._slots.capacity(namespace.number)
         if self._slots.used(namespace.number) <= self._high_watermark * capacity:
             return False
         if self._fresh(namespace) is not None or self._slots.untouched(namespace.number):
+            return False
+        if self._idle(namespace) is not None:
             return False
         if not namespace.denied and self._donor(namespace, namespace.last_used) is not None:
             # It is short of its share and grows by a segment before it gives up a page of its own.
