@@ -124,6 +124,7 @@ class Exchange:
         finally:
             if self._ticket is not None:
                 self._leave(self._ticket)
+            self._relay = None  # it knows this exchange: let go of both without the garbage collector
 
     async def _enter(self) -> Ticket:
         record, request, gate = self._record, self._request, self._parts.admission.gate
@@ -195,6 +196,7 @@ class Exchange:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+                self._timer = None
             self._dispatch.close()
 
     async def _take(self, step: Step) -> Step | None:
@@ -241,19 +243,10 @@ class Exchange:
         return step
 
     async def _decode(self, instance: Instance) -> Step | None:
-        def begins(status: int) -> None:
-            now = self._loop.time()
-            self._record.hops[-1].answered(status, now)
-            if self._reply.status is None:
-                self._record.first_byte = now
-            self._dispatch.decode_started(status, now)
-            if status >= 500:
-                self._failed(instance, f"it answers {status}")
-
         if self._handoff is not None and self._generated is None and self._client.path in CONTINUED:
             self._generated = Generated(chat=self._client.path.endswith("/chat/completions"))
         previous = self._relay
-        relay = self._relay = Relay(self._reply, begins, self._loop, self._generated)
+        relay = self._relay = Relay(self._reply, self._begins, self._loop, self._generated)
         if previous is not None:
             relay.meter = previous.meter
         if self._timer is None:
@@ -276,6 +269,16 @@ class Exchange:
             self._dispatch.decode_cut(now)
             self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")
         return self._go_on(relay) if relay.recomputes else None
+
+    def _begins(self, status: int) -> None:
+        now = self._loop.time()
+        hop = self._record.hops[-1]
+        hop.answered(status, now)
+        if self._reply.status is None:
+            self._record.first_byte = now
+        self._dispatch.decode_started(status, now)
+        if status >= 500:
+            self._failed(hop.instance, f"it answers {status}")
 
     def _go_on(self, relay: Relay) -> Step:
         """Have an answer that an instance gave up continued by others.
