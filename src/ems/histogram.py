@@ -20,6 +20,13 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def __add__(self, other: Histogram) -> Histogram:
+        """Return both together; they have the same bounds."""
+        both = Histogram(self.bounds)
+        both.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
+        both.total = self.total + other.total
+        return both
+
     def cumulative(self) -> list[tuple[str, int]]:
         """Pairs of an upper bound and the count up to it, the last bound being ``+Inf``."""
         pairs, running = [], 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -15,6 +15,13 @@ from ems.router.fleet import Fleet, Instance, Role
 from ems.version import __version__
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+Kind = Literal["counter", "gauge", "histogram"]
+_FAMILIES: Final[dict[Kind, Any]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the buckets, in seconds."""
@@ -62,50 +69,43 @@ class RouterCollector(Collector):
         self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
-        counters, fleet = self._counters, self._fleet
-        build = GaugeMetricFamily("ems_build_info", "1, with the release as label", labels=("version",))
-        build.add_metric((__version__,), 1)
-        yield build
-        yield GaugeMetricFamily("ems_router_requests_running", "Completion requests being served", counters.running)
-        text, labels = "Completion requests by status; 499: the client left first", ("endpoint", "status")
-        requests = CounterMetricFamily("ems_router_requests", text, labels=labels)
-        for (endpoint, status), count in sorted(counters.answered.items()):
-            requests.add_metric((endpoint, str(status)), count)
-        prefills = CounterMetricFamily("ems_router_prefills", "Prefills by how they ended", labels=("outcome",))
-        for outcome, count in sorted(counters.prefills.items()):
-            prefills.add_metric((outcome,), count)
-        retries = CounterMetricFamily("ems_router_retries", "Attempts after the first one", labels=("role",))
-        for role in Role:
-            retries.add_metric((role,), counters.retries[role])
-        yield from (requests, prefills, retries)
-        text = "Clients that left before their answer was complete"
-        yield CounterMetricFamily("ems_router_client_disconnects", text, counters.disconnects)
-        text = "Answers that ended early after the first byte"
-        yield CounterMetricFamily("ems_router_broken_answers", text, counters.breaks)
-        text = "From a request to its answer's first byte"
-        yield _histogram("ems_router_time_to_first_byte_seconds", text, counters.first_byte)
-        yield _histogram("ems_router_prefill_seconds", "Duration of the prefills that were done", counters.prefill_time)
-        yield from self._instances()
-        text = "Removed instances that still finish requests"
-        yield GaugeMetricFamily("ems_router_instances_leaving", text, len(fleet.leaving()))
-
-    def _instances(self) -> Iterator[Metric]:
-        for kind, name, text, value in _OF_AN_INSTANCE:
-            family = kind(f"ems_router_instance_{name}", text, labels=("role", "instance"))
-            for role in Role:
-                for instance in self._fleet.listed(role):
-                    family.add_metric((role, str(instance.address)), value(instance))
-            yield family
+        counts, fleet = self._counters, self._fleet
+        text = "1, with the release as label"
+        yield family("gauge", "ems_build_info", text, ("version",), {(__version__,): 1})
+        text = "Completion requests by status; 499: the client left first"
+        answered = {(endpoint, str(status)): count for (endpoint, status), count in sorted(counts.answered.items())}
+        yield family("counter", "ems_router_requests", text, ("endpoint", "status"), answered)
+        prefills = {(outcome,): count for outcome, count in sorted(counts.prefills.items())}
+        yield family("counter", "ems_router_prefills", "Prefills by how they ended", ("outcome",), prefills)
+        retries = {(role,): counts.retries[role] for role in Role}
+        yield family("counter", "ems_router_retries", "Attempts after the first one", ("role",), retries)
+        alone: tuple[tuple[Kind, str, str, float | Histogram], ...] = (
+            ("gauge", "requests_running", "Completion requests being served", counts.running),
+            ("counter", "client_disconnects", "Clients that left before their answer was complete", counts.disconnects),
+            ("counter", "broken_answers", "Answers that ended early after the first byte", counts.breaks),
+            ("histogram", "time_to_first_byte_seconds", "From a request to its answer's first byte", counts.first_byte),
+            ("histogram", "prefill_seconds", "Duration of the prefills that were done", counts.prefill_time),
+            ("gauge", "instances_leaving", "Removed instances that still finish requests", len(fleet.leaving())),
+        )
+        for kind, name, text, value in alone:
+            yield family(kind, f"ems_router_{name}", text, (), {(): value})
+        for kind, name, text, of in _OF_AN_INSTANCE:
+            values = {(role, str(one.address)): of(one) for role in Role for one in fleet.listed(role)}
+            yield family(kind, f"ems_router_instance_{name}", text, ("role", "instance"), values)
 
 
-_OF_AN_INSTANCE: Final[tuple[tuple[Any, str, str, Callable[[Instance], float]], ...]] = (
-    (GaugeMetricFamily, "up", "1 while the instance may get requests", lambda one: float(one.breaker.usable)),
-    (GaugeMetricFamily, "requests_running", "Requests on the instance", lambda one: one.running),
-    (GaugeMetricFamily, "load_tokens", "Estimated tokens on the instance", lambda one: one.load),
-    (CounterMetricFamily, "requests", "Requests sent to the instance", lambda one: one.served),
-    (CounterMetricFamily, "failures", "Failures of the instance", lambda one: one.failures),
+_OF_AN_INSTANCE: Final[tuple[tuple[Kind, str, str, Callable[[Instance], float]], ...]] = (
+    ("gauge", "up", "1 while the instance may get requests", lambda one: float(one.breaker.usable)),
+    ("gauge", "requests_running", "Requests on the instance", lambda one: one.running),
+    ("gauge", "load_tokens", "Estimated tokens on the instance", lambda one: one.load),
+    ("counter", "requests", "Requests sent to the instance", lambda one: one.served),
+    ("counter", "failures", "Failures of the instance", lambda one: one.failures),
 )
 
 
-def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
-    return HistogramMetricFamily(name, text, buckets=histogram.cumulative(), sum_value=histogram.total)
+def family(kind: Kind, name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float | Histogram]) -> Any:
+    """Return a family; ``values`` are by the values of all labels."""
+    made = _FAMILIES[kind](name, text, labels=labels)
+    for key, value in values.items():
+        made.add_metric(key, *((value.cumulative(), value.total) if isinstance(value, Histogram) else (value,)))
+    return made

@@ -9,6 +9,7 @@ from ems.router.observe.record import Hop, Record
 
 KEPT: Final = 1024
 LISTED: Final = 50
+_TIMES: Final = ("entered", "prefill_sent", "prefill_done", "decode_sent", "first_byte", "ended")
 
 
 class Decisions:
@@ -59,15 +60,7 @@ def explained(record: Record) -> dict[str, Any]:
             "session_affinity": record.affinity,
             "attempts": [_attempt(record, hop) for hop in record.hops],
         },
-        "times": {
-            "queued": round(record.queued, 6),
-            "entered": since(record.entered),
-            "prefill_sent": since(record.prefill_sent),
-            "prefill_done": since(record.prefill_done),
-            "decode_sent": since(record.decode_sent),
-            "first_byte": since(record.first_byte),
-            "ended": since(record.ended),
-        },
+        "times": {"queued": round(record.queued, 6)} | {name: since(getattr(record, name)) for name in _TIMES},
         "answer": {
             "status": record.status,
             "upstream_status": record.answered_status or None,

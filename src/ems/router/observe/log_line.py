@@ -3,118 +3,76 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
 from ems.router.observe.record import Record
 from ems.router.observe.settings import Format
 
-
-class _Error(msgspec.Struct):
-    type: str
-    message: str
-
-
-class _Line(msgspec.Struct, omit_defaults=True):
-    """Names and order are Kthena's, up to ``duration_response_processing``; durations are milliseconds."""
-
-    timestamp: str
-    method: str
-    path: str
-    protocol: str
-    status_code: int
-    error: _Error | None = None
-    model_name: str = ""
-    model_route: str = ""
-    model_server: str = ""
-    selected_pod: str = ""
-    request_id: str = ""
-    backend_type: str = ""
-    backend_name: str = ""
-    upstream_model: str = ""
-    upstream_status_code: int = 0
-    upstream_attempts: int = 0
-    error_origin: str = ""
-    gateway: str = ""
-    input_tokens: int = 0
-    output_tokens: int = 0
-    duration_total: float = 0.0
-    duration_request_processing: float = 0.0
-    duration_upstream_processing: float = 0.0
-    duration_response_processing: float = 0.0
-    prefill_pod: str = ""
-    user: str = ""
-    queue: float = 0.0
-    time_to_first_token: float = 0.0
-
-
 _encode = msgspec.json.Encoder().encode
+_WORDS = (
+    *("model_name", "model_route", "model_server", "selected_pod", "request_id", "backend_type", "backend_name"),
+    *("upstream_model", "upstream_status_code", "upstream_attempts", "error_origin"),
+)
+"""Fields that the text has as the JSON has them."""
+_WAITS = (("queue", "queue"), ("ttft", "time_to_first_token"))
 
 
 def line_of(record: Record, format: Format, wall: float) -> bytes:  # noqa: A002  what else would it be called
-    """The line of a request that ended ``wall`` seconds after 1970."""
-    ended, arrived = record.ended, record.arrived
-    total = _ms(ended - arrived)
-    sent = record.sent
-    before = _ms(sent - arrived)
-    upstream = _ms((record.first_byte or ended) - sent)
-    after = _ms(ended - (record.first_byte or ended))
-    stamp = _stamp(wall - (ended - arrived))
+    """The line of a request that ended ``wall`` seconds after 1970.
+
+    Names and order are Kthena's, up to ``duration_response_processing``; durations are milliseconds.
+    """
+    ended, arrived, sent = record.ended, record.arrived, record.sent
+    answered = record.first_byte or ended
+    error = {"type": record.error_type, "message": record.error_message} if record.error_type else None
+    fields: dict[str, Any] = {
+        "timestamp": _stamp(wall - (ended - arrived)),
+        "method": record.method,
+        "path": record.path,
+        "protocol": "HTTP/1.1",
+        "status_code": record.status,
+        "error": error,
+        "model_name": record.model,
+        "model_route": record.route,
+        "model_server": record.server,
+        "selected_pod": record.decode,
+        "request_id": record.request_id,
+        "backend_type": record.backend_type,
+        "backend_name": record.backend,
+        "upstream_model": record.upstream_model,
+        "upstream_status_code": record.answered_status,
+        "upstream_attempts": record.attempts,
+        "error_origin": _origin(record) if error else "",
+        "input_tokens": record.input_tokens,
+        "output_tokens": record.output_tokens,
+        "duration_total": _ms(ended - arrived),
+        "duration_request_processing": _ms(sent - arrived),
+        "duration_upstream_processing": _ms(answered - sent),
+        "duration_response_processing": _ms(ended - answered),
+        "prefill_pod": record.prefill,
+        "user": record.user,
+        "queue": _ms(record.queued),
+        "time_to_first_token": _ms(record.first_byte - arrived) if record.first_byte else 0.0,
+    }
     if format is Format.TEXT:
-        pairs = [
-            f'[{stamp}] "{record.method} {_word(record.path)} HTTP/1.1" {record.status}',
-            f"error={record.error_type}:{_quoted(record.error_message)}" if record.error_type else "",
-            f"model_name={_word(record.model)}" if record.model else "",
-            f"model_route={record.route}" if record.route else "",
-            f"model_server={record.server}" if record.server else "",
-            f"selected_pod={record.decode}" if record.decode else "",
-            f"request_id={_word(record.request_id)}",
-            f"backend_type={record.backend_type}",
-            f"backend_name={record.backend}" if record.backend else "",
-            f"upstream_model={_word(record.upstream_model)}" if record.upstream_model else "",
-            f"upstream_status_code={record.answered_status}" if record.answered_status else "",
-            f"upstream_attempts={record.attempts}" if record.attempts else "",
-            f"error_origin={_origin(record)}" if record.error_type else "",
-            f"gateway={record.gateway}" if record.gateway else "",
-            f"tokens={record.input_tokens}/{record.output_tokens}",
-            f"timings={total:g}ms({before:g}+{upstream:g}+{after:g})",
-            f"prefill_pod={record.prefill}" if record.prefill else "",
-            f"user={_word(record.user)}" if record.user else "",
-            f"queue={_ms(record.queued):g}ms" if record.queued else "",
-            f"ttft={_ms(record.first_byte - arrived):g}ms" if record.first_byte else "",
-        ]
-        return (" ".join(filter(None, pairs)) + "\n").encode(errors="replace")
-    line = _Line(
-        timestamp=stamp,
-        method=record.method,
-        path=record.path,
-        protocol="HTTP/1.1",
-        status_code=record.status,
-        error=_Error(record.error_type, record.error_message) if record.error_type else None,
-        model_name=record.model,
-        model_route=record.route,
-        model_server=record.server,
-        selected_pod=record.decode,
-        request_id=record.request_id,
-        backend_type=record.backend_type,
-        backend_name=record.backend,
-        upstream_model=record.upstream_model,
-        upstream_status_code=record.answered_status,
-        upstream_attempts=record.attempts,
-        error_origin=_origin(record) if record.error_type else "",
-        gateway=record.gateway,
-        input_tokens=record.input_tokens,
-        output_tokens=record.output_tokens,
-        duration_total=total,
-        duration_request_processing=before,
-        duration_upstream_processing=upstream,
-        duration_response_processing=after,
-        prefill_pod=record.prefill,
-        user=record.user,
-        queue=_ms(record.queued),
-        time_to_first_token=_ms(record.first_byte - arrived) if record.first_byte else 0.0,
-    )
-    return _encode(line) + b"\n"
+        return _text(fields).encode(errors="replace")
+    return _encode({name: value for name, value in fields.items() if value or name == "status_code"}) + b"\n"
+
+
+def _text(fields: dict[str, Any]) -> str:
+    path, error = _word(fields["path"]), fields["error"]
+    parts = [f'[{fields["timestamp"]}] "{fields["method"]} {path} {fields["protocol"]}" {fields["status_code"]}']
+    if error:
+        parts.append(f"error={error['type']}:{_quoted(error['message'])}")
+    parts += [f"{name}={_word(str(fields[name]))}" for name in _WORDS if fields[name]]
+    parts.append(f"tokens={fields['input_tokens']}/{fields['output_tokens']}")
+    before, there, after = (fields[f"duration_{part}_processing"] for part in ("request", "upstream", "response"))
+    parts.append(f"timings={fields['duration_total']:g}ms({before:g}+{there:g}+{after:g})")
+    parts += [f"{name}={_word(fields[name])}" for name in ("prefill_pod", "user") if fields[name]]
+    parts += [f"{name}={fields[key]:g}ms" for name, key in _WAITS if fields[key]]
+    return " ".join(parts) + "\n"
 
 
 def _origin(record: Record) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from ems.router.admission.keys import ANYBODY
+from ems.router.admission.keys import ANYBODY, Principal
 from ems.router.choosing.chooser import Score
 from ems.router.fleet import Instance, Role
 
@@ -19,19 +20,17 @@ DONE: Final = "successful_request"
 FAILED: Final = "request_failed"
 
 
+@dataclass(slots=True, eq=False)
 class Hop:
     """One attempt at one instance."""
 
-    __slots__ = ("answered_at", "considered", "instance", "sent", "status")
-
-    def __init__(self, instance: Instance, considered: Sequence[Score], now: float) -> None:
-        self.instance = instance
-        self.considered = considered
-        """What else might have been chosen; the instance's own score is among them."""
-        self.sent = now
-        self.status = 0
-        """What it answered; 0 when it did not."""
-        self.answered_at = NEVER
+    instance: Instance
+    considered: Sequence[Score]
+    """What else might have been chosen; the instance's own score is among them."""
+    sent: float
+    status: int = 0
+    """What it answered; 0 when it did not."""
+    answered_at: float = NEVER
 
     def answered(self, status: int, now: float) -> None:
         """It answered: a prefill as a whole, a decode with its first byte."""
@@ -43,90 +42,52 @@ class Hop:
         return next((score for score in self.considered if score.instance is self.instance), None)
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """One request.  Whoever serves it sets what it knows; nothing reads it before the end but the debug page."""
 
-    __slots__ = (
-        "affinity",
-        "answered_status",
-        "arrived",
-        "attempts",
-        "backend",
-        "backend_type",
-        "broken",
-        "decode",
-        "decode_sent",
-        "ended",
-        "entered",
-        "error_message",
-        "error_type",
-        "first_byte",
-        "gateway",
-        "hops",
-        "input_tokens",
-        "method",
-        "model",
-        "output_tokens",
-        "path",
-        "prefill",
-        "prefill_done",
-        "prefill_sent",
-        "prefix_tokens",
-        "principal",
-        "queued",
-        "request_id",
-        "route",
-        "server",
-        "span",
-        "status",
-        "upstream_model",
-        "user",
-    )
-
-    def __init__(self, request_id: str, method: str, path: str, now: float) -> None:
-        self.request_id = request_id
-        self.method = method
-        self.path = path
-        self.arrived = now
-        self.model = ""
-        self.principal = ANYBODY
-        self.user = ""
-        self.input_tokens = 0
-        """Estimated."""
-        self.output_tokens = 0
-        self.prefix_tokens = 0
-        """Tokens of the prompt that the chosen instances are thought to have."""
-        self.affinity: bool | None = None
-        """Whether a session came to the instance that it had before; None when there was none."""
-        self.route = ""
-        self.server = ""
-        self.gateway = ""
-        self.backend_type = NO_BACKEND
-        self.backend = ""
-        self.upstream_model = ""
-        self.prefill = ""
-        """The address of the instance that computed the prompt; empty when none was asked."""
-        self.decode = ""
-        self.attempts = 0
-        self.answered_status = 0
-        """What the decode instance answered."""
-        self.status = 0
-        """What the client was answered."""
-        self.error_type = ""
-        self.error_message = ""
-        self.broken = False
-        """Whether the answer broke off after it had begun, by an engine or by the client."""
-        self.entered = NEVER
-        """When it was let in."""
-        self.queued = 0.0
-        """Seconds in the queue."""
-        self.prefill_sent = NEVER
-        self.prefill_done = NEVER
-        self.decode_sent = NEVER
-        self.first_byte = NEVER
-        self.ended = NEVER
-        self.hops: list[Hop] = []
-        self.span: object = None
+    request_id: str
+    method: str
+    path: str
+    arrived: float
+    model: str = ""
+    principal: Principal = ANYBODY
+    user: str = ""
+    input_tokens: int = 0
+    """Estimated."""
+    output_tokens: int = 0
+    prefix_tokens: int = 0
+    """Tokens of the prompt that the chosen instances are thought to have."""
+    affinity: bool | None = None
+    """Whether a session came to the instance that it had before; None when there was none."""
+    route: str = ""
+    server: str = ""
+    backend_type: str = NO_BACKEND
+    backend: str = ""
+    upstream_model: str = ""
+    prefill: str = ""
+    """The address of the instance that computed the prompt; empty when none was asked."""
+    decode: str = ""
+    attempts: int = 0
+    answered_status: int = 0
+    """What the decode instance answered."""
+    status: int = 0
+    """What the client was answered."""
+    error_type: str = ""
+    error_message: str = ""
+    broken: bool = False
+    """Whether the answer broke off after it had begun, by an engine or by the client."""
+    entered: float = NEVER
+    """When it was let in."""
+    queued: float = 0.0
+    """Seconds in the queue."""
+    prefill_sent: float = NEVER
+    prefill_done: float = NEVER
+    decode_sent: float = NEVER
+    first_byte: float = NEVER
+    ended: float = NEVER
+    hops: list[Hop] = field(default_factory=list)
+    span: object = None
 
     def fails(self, kind: str, message: str) -> None:
         self.error_type = kind

@@ -6,6 +6,7 @@ model that an engine has answered for has a name of its own, and at most ``MOST_
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ems.histogram import Histogram
@@ -31,43 +32,52 @@ class Labels(NamedTuple):
     upstream_model: str
 
 
+def _seconds() -> Histogram:
+    return Histogram(SECONDS)
+
+
+@dataclass(slots=True)
 class Series:
     """What requests of the same labels add up to."""
 
-    __slots__ = ("decode", "duration", "input_tokens", "output_tokens", "prefill", "requests")
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    entered: int = 0
+    cancelled: int = 0
+    affinity_hits: int = 0
+    affinity_misses: int = 0
+    duration: Histogram = field(default_factory=_seconds)
+    prefill: Histogram = field(default_factory=_seconds)
+    decode: Histogram = field(default_factory=_seconds)
+    first_token: Histogram = field(default_factory=_seconds)
+    handoff: Histogram = field(default_factory=_seconds)
+    queued: Histogram = field(default_factory=_seconds)
+    match: Histogram = field(default_factory=lambda: Histogram(RATIOS))
 
-    def __init__(self) -> None:
-        self.requests = 0
-        self.input_tokens = 0
-        self.output_tokens = 0
-        self.duration = Histogram(SECONDS)
-        self.prefill = Histogram(SECONDS)
-        self.decode = Histogram(SECONDS)
-
-
-class ModelSeries:
-    """What requests of one model add up to."""
-
-    __slots__ = (
-        "affinity_hits",
-        "affinity_misses",
-        "cancelled",
-        "dequeued",
-        "first_token",
-        "handoff",
-        "match",
-        "queued",
-    )
-
-    def __init__(self) -> None:
-        self.first_token = Histogram(SECONDS)
-        self.handoff = Histogram(SECONDS)
-        self.queued = Histogram(SECONDS)
-        self.match = Histogram(RATIOS)
-        self.dequeued = 0
-        self.cancelled = 0
-        self.affinity_hits = 0
-        self.affinity_misses = 0
+    def add(self, record: Record) -> None:
+        self.requests += 1
+        self.input_tokens += record.input_tokens
+        self.output_tokens += record.output_tokens
+        self.duration.observe(record.ended - record.arrived)
+        if record.prefill_done:
+            self.prefill.observe(record.prefill_done - record.prefill_sent)
+        if record.decode_sent:
+            self.decode.observe(record.ended - record.decode_sent)
+            if record.input_tokens:
+                self.match.observe(min(1.0, record.prefix_tokens / record.input_tokens))
+        if record.first_byte and record.status < 400:
+            self.first_token.observe(record.first_byte - record.arrived)
+            if record.prefill_done:
+                self.handoff.observe(record.first_byte - record.prefill_done)
+        if record.entered:
+            self.entered += 1
+            self.queued.observe(record.queued)
+        elif record.queued:
+            self.cancelled += 1
+        if record.affinity is not None:
+            self.affinity_hits += record.affinity
+            self.affinity_misses += not record.affinity
 
 
 class AllSeries:
@@ -75,7 +85,6 @@ class AllSeries:
 
     def __init__(self) -> None:
         self.by_labels: dict[Labels, Series] = {}
-        self.by_model: dict[str, ModelSeries] = {}
         self.models: set[str] = set()
         """Models that an engine answered for."""
 
@@ -89,9 +98,7 @@ class AllSeries:
         return UNKNOWN
 
     def finished(self, record: Record) -> None:
-        status = record.status
-        model = self.model_of(record)
-        known = model is not UNKNOWN
+        status, model = record.status, self.model_of(record)
         labels = Labels(
             model,
             record.path,
@@ -100,40 +107,11 @@ class AllSeries:
             record.route,
             record.backend_type,
             record.backend,
-            record.upstream_model if known else "",
+            "" if model is UNKNOWN else record.upstream_model,
         )
         series = self.by_labels.get(labels)
         if series is None:
             if len(self.by_labels) >= MOST_SERIES:
                 return
             series = self.by_labels[labels] = Series()
-        series.requests += 1
-        series.input_tokens += record.input_tokens
-        series.output_tokens += record.output_tokens
-        series.duration.observe(record.ended - record.arrived)
-        if record.prefill_done:
-            series.prefill.observe(record.prefill_done - record.prefill_sent)
-        if record.decode_sent:
-            series.decode.observe(record.ended - record.decode_sent)
-        self._of_model(model, record)
-
-    def _of_model(self, model: str, record: Record) -> None:
-        series = self.by_model.get(model)
-        if series is None:
-            series = self.by_model[model] = ModelSeries()
-        if record.first_byte and record.status < 400:
-            series.first_token.observe(record.first_byte - record.arrived)
-            if record.prefill_done:
-                series.handoff.observe(record.first_byte - record.prefill_done)
-        if record.entered:
-            series.dequeued += 1
-            series.queued.observe(record.queued)
-        elif record.queued:
-            series.cancelled += 1
-        if record.decode_sent and record.input_tokens:
-            series.match.observe(min(1.0, record.prefix_tokens / record.input_tokens))
-        if record.affinity is not None:
-            if record.affinity:
-                series.affinity_hits += 1
-            else:
-                series.affinity_misses += 1
+        series.add(record)
