@@ -23,6 +23,7 @@ from ems.router.choosing.prompt import Prompt
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
+from ems.router.handoff.kinds import HandoffKind, decode_body, params_of, prefill_body
 from ems.router.handoff.recompute import CannotContinue, Generated
 from ems.router.http.client import Upstream, UpstreamBroken, request_of
 from ems.router.http.message import Request
@@ -33,7 +34,7 @@ from ems.router.observe.record import UNRESOLVED, Hop, Record
 from ems.router.prober import Prober
 from ems.router.relay import Relay
 from ems.router.reply import Refusal, Reply
-from ems.router.request import CompletionRequest, decode_body, handoff_of, prefill_body
+from ems.router.request import CompletionRequest
 
 _ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
 
@@ -68,6 +69,7 @@ class Parts:
     """The model server whose instances serve the request; empty where there are none."""
     route: str = ""
     """The route by which the request came to it."""
+    handoff: HandoffKind = HandoffKind.NIXL
     limited: tuple[Limited, ...] = ()
     """Limits of the route."""
 
@@ -98,7 +100,7 @@ class Exchange:
         self._relay: Relay | None = None
         self._generated: Generated | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._handoff: Raw | None = None
+        self._params: Raw | None = None
 
     async def run(self) -> None:
         """Serve the request.
@@ -215,12 +217,12 @@ class Exchange:
         dispatch = self._dispatch
         try:
             async with asyncio.timeout_at(self._prefill_until):
-                fields, body = self._fields(to_prefill=True), prefill_body(self._request)
+                fields, body = self._fields(to_prefill=True), prefill_body(self._request, self._parts.handoff)
                 answer = await self._parts.upstream.page(
                     "POST", instance.address, self._client.target, fields, body, limit=_ANSWER_LIMIT
                 )
-            if 200 <= answer.status < 300:
-                self._handoff = handoff_of(answer.body)
+            if 200 <= answer.status < 300 and self._parts.handoff.passes_params:
+                self._params = params_of(answer.body)
         except TimeoutError:
             self._failed(instance, "the time for prefill is over")
             return dispatch.prefill_timed_out(self._loop.time())
@@ -243,7 +245,7 @@ class Exchange:
         return step
 
     async def _decode(self, instance: Instance) -> Step | None:
-        if self._handoff is not None and self._generated is None and self._client.path in CONTINUED:
+        if self._params is not None and self._generated is None and self._client.path in CONTINUED:
             self._generated = Generated(chat=self._client.path.endswith("/chat/completions"))
         previous = self._relay
         relay = self._relay = Relay(self._reply, self._begins, self._loop, self._generated)
@@ -253,7 +255,7 @@ class Exchange:
             self._look()
         fields, body = (
             self._fields(to_prefill=False),
-            decode_body(self._request, self._handoff if self._dispatch.prefilled else None),
+            decode_body(self._request, self._params if self._dispatch.prefilled else None),
         )
         request = request_of("POST", instance.address, self._client.target, fields, body)
         try:
@@ -293,7 +295,7 @@ class Exchange:
             message = f"The decode server gave the answer up, and it cannot be continued: {error}"
             raise Refusal(503, message, code="recomputed", headers={"retry-after": "1"}) from None
         self._request = CompletionRequest.of(fields)
-        self._handoff = None
+        self._params = None
         now = self._loop.time()
         self._prefill_until = min(now + self._parts.config.prefill_timeout, self._deadline)
         return self._dispatch.recompute(self._request, self._prompt(), now)

@@ -1,13 +1,7 @@
-"""Completion requests: what is read out of a client's body and what is written for prefill and decode.
+"""Completion requests: what is read out of a client's body.
 
 A body is decoded once, into its top-level fields with each value's own bytes, so that nothing but what the router
 owns is ever encoded again: numbers keep their digits, strings their escapes.
-
-A hand-off by ``kv_transfer_params`` names the blocks of one sequence.  A request for several (a list of prompts,
-``n``, beams) must not be given one prompt's blocks for all, so none is asked for: its prefill only fills the pool.
-
-What always holds: without ``kv_transfer_params`` from a prefill, the decode instance gets the client's very bytes; with
-them, only that field differs.
 """
 
 from __future__ import annotations
@@ -21,10 +15,7 @@ from msgspec import Raw
 
 from ems.router.choosing.prefix_index import block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
-from ems.router.handoff.first_token import first_token_fields
 from ems.router.reply import Refusal
-
-KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 
 DEFAULT_OUTPUT: Final = 256
 """Tokens assumed for an answer whose length the client did not bound."""
@@ -46,10 +37,6 @@ _ids = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
 
 _NULL = b"null"
-_PREFILL_PARAMS = Raw(
-    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
-    b'"remote_host":null,"remote_port":null}'
-)
 _BEFORE_THE_PROMPT = ("model", "cache_salt", "tools")
 """Fields that change the KV of everything behind them."""
 _INLINE_MEDIA = b";base64,"
@@ -131,40 +118,6 @@ def parse(body: bytes) -> CompletionRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise Refusal(400, f"The request body is not valid JSON: {reason}", code="invalid_json") from None
-
-
-def prefill_body(request: CompletionRequest) -> bytes:
-    """Return the body that makes an instance compute the prompt's KV and one token, and keep the KV for a peer."""
-    fields = first_token_fields(request.fields)
-    if request.single:
-        fields[KV_TRANSFER_PARAMS] = _PREFILL_PARAMS
-    else:
-        fields.pop(KV_TRANSFER_PARAMS, None)
-    return _encode(fields)
-
-
-def decode_body(request: CompletionRequest, handoff: Raw | None) -> bytes:
-    """Return the body for the decode instance: the client's bytes, with the hand-off put in if there is one."""
-    if handoff is None or not request.single:
-        return request.body
-    if KV_TRANSFER_PARAMS in request.fields:  # the client's own would stand beside ours: write the object anew
-        return _encode({**request.fields, KV_TRANSFER_PARAMS: handoff})
-    body = request.body
-    after_brace = body.index(b"{") + 1
-    comma = b"," if request.fields else b""
-    return b"".join((body[:after_brace], b'"kv_transfer_params":', bytes(handoff), comma, body[after_brace:]))
-
-
-def handoff_of(answer: bytes) -> Raw | None:
-    """Return ``kv_transfer_params`` of a prefill's answer; None when it has none, as with a hand-off through the pool.
-
-    :raises ValueError: the answer is not a JSON object.
-    """
-    try:
-        value = _fields.decode(answer).get(KV_TRANSFER_PARAMS)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return None if value is None or bytes(value) == _NULL else value
 
 
 def _is_single(fields: dict[str, Raw]) -> bool:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from ems.errors import ConfigError
 from ems.router.admission.limits import RateLimit, Unit
 from ems.router.fleet import Role
+from ems.router.handoff.kinds import HandoffKind
 from ems.router.kthena.catalogue import Catalogue
 from ems.router.kthena.manifests import read
-from ems.router.kthena.objects import HandoffKind, ModelRoute, ModelServer, ObjectName, Pod, parse_duration
+from ems.router.kthena.objects import ModelRoute, ModelServer, ObjectName, Pod, parse_duration
 from tests.router.kthena.manifests import ROUTE, SERVER, SERVING, documents, pod
 
 
@@ -40,7 +41,8 @@ def test_defaults_are_those_of_kthena() -> None:
     ("engine", "connector", "kind"),
     [
         ("vLLM", "kvConnector: {type: nixl}", HandoffKind.NIXL),
-        ("vLLM", "", HandoffKind.HTTP),
+        ("vLLM", "", HandoffKind.NIXL),  # what the pool's connector takes too
+        ("vLLM", "kvConnector: {}", HandoffKind.HTTP),
         ("SGLang", "", HandoffKind.SGLANG),
         ("SGLang", "kvConnector: {}", HandoffKind.HTTP),  # the default of the API server applies
         ("SGLang", "kvConnector: {type: mooncake}", HandoffKind.MOONCAKE),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from enum import StrEnum
 from fractions import Fraction
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -18,6 +17,7 @@ from msgspec import Meta
 
 from ems.errors import ConfigError
 from ems.router.admission.limits import RateLimit, Tokens, Unit
+from ems.router.handoff.kinds import HandoffKind
 
 NETWORKING: Final = "networking.serving.volcano.sh/v1alpha1"
 
@@ -67,16 +67,6 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     creation_timestamp: Annotated[datetime, Meta(tz=True)] | None = None
     deletion_timestamp: str | None = None
     resource_version: str = ""
-
-
-class HandoffKind(StrEnum):
-    """How a prefill instance's KV reaches decode; ``sglang`` follows from the engine and cannot be written."""
-
-    HTTP = "http"
-    LMCACHE = "lmcache"
-    NIXL = "nixl"
-    MOONCAKE = "mooncake"
-    SGLANG = "sglang"
 
 
 class PdGroup(Spec, frozen=True, kw_only=True):
@@ -152,9 +142,10 @@ class ModelServerSpec(Spec, frozen=True, kw_only=True):
 
     @property
     def handoff(self) -> HandoffKind:
+        """The hand-off; where vLLM's is not written, what its connectors have in common, the pool's included."""
         if self.kv_connector is not None:
             return self.kv_connector.type
-        return HandoffKind.SGLANG if self.inference_engine == "SGLang" else HandoffKind.HTTP
+        return HandoffKind.SGLANG if self.inference_engine == "SGLang" else HandoffKind.NIXL
 
 
 class StringMatch(Spec, frozen=True, kw_only=True):

@@ -83,7 +83,7 @@ class Served:
                 "retry_delay": parse_duration(policy.retry.retry_interval),
             }
         own: RouterConfig = msgspec.structs.replace(config, **changed)
-        return dataclasses.replace(self._parts, config=own, server=str(key))
+        return dataclasses.replace(self._parts, config=own, server=str(key), handoff=serving.spec.handoff)
 
     def route(self, request: CompletionRequest, client: Request) -> tuple[Parts, CompletionRequest]:
         """Return what serves a request, and the request as instances get it.
