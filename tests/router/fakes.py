@@ -80,6 +80,9 @@ class FakeEngine:
         self.health = 200
         self.seen: list[Seen] = []
         self.probes = 0
+        self.metrics: bytes | None = None
+        """The page of metrics; without one the engine has no such page."""
+        self.scrapes = 0
         self.arrived = asyncio.Event()
         self.abandoned = asyncio.Event()
         """Set when a client goes away before it had its answer."""
@@ -90,6 +93,7 @@ class FakeEngine:
         app = web.Application(client_max_size=256 << 20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/{path:.*}", self._post)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -105,6 +109,10 @@ class FakeEngine:
     async def _health(self, request: web.Request) -> web.Response:
         self.probes += 1
         return web.Response(status=self.health)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.scrapes += 1
+        return web.Response(status=404) if self.metrics is None else web.Response(body=self.metrics)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self.seen.append(Seen(request.raw_path, request.headers, b""))

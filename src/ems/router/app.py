@@ -31,6 +31,7 @@ from ems.router.pages import Pages
 from ems.router.prober import Prober
 from ems.router.reply import Refusal, Reply
 from ems.router.request import CompletionRequest, parse
+from ems.router.scraper import Scraper
 from ems.version import __version__
 
 CLIENT_LEFT = 499
@@ -118,6 +119,7 @@ class Router:
         await self._upstream.__aenter__()
         await self.admission.__aenter__()
         self._tasks.append(asyncio.create_task(self._prober.run()))
+        self._tasks.append(asyncio.create_task(Scraper(self._parts).run()))
         if self.config.kv_events:
             from ems.router.events.subscriber import Subscriber  # ZeroMQ is loaded by those who want it
 

@@ -132,7 +132,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     body_timeout: float = 60.0
     """Seconds for the client to send its request's body."""
     probe_timeout: float = 5.0
-    """Seconds for an instance to answer ``/health``, ``/v1/models`` or ``/reset_prefix_cache``."""
+    """Seconds for an instance to answer ``/health``, ``/metrics``, ``/v1/models`` or ``/reset_prefix_cache``."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     prefill_above: int = 0

@@ -201,7 +201,8 @@ class Dispatch:
             )
         else:
             fresh = [one for one in usable if one not in tried]
-            score = self._chooser.choose_by(profile, role, fresh or (usable if again else []), self._prompt, now)
+            fresh = fresh or (usable if again else [])
+            score = self._chooser.choose_by(profile, self._request.model, role, fresh, self._prompt, now)
         if score is None:
             return None
         instance, considered = score.instance, self._chooser.considered

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
 from ems.router.breaker import Breaker
+from ems.router.choosing.figures import Figures
 from ems.router.config import Address
 
 
@@ -29,6 +30,7 @@ class Instance:
         "breaker",
         "draining",
         "failures",
+        "figures",
         "groups",
         "load",
         "queued",
@@ -53,6 +55,8 @@ class Instance:
         """Failures ever seen here."""
         self.groups: Mapping[str, str] = {}
         """The model servers that it is an instance of, and its group in each; empty where there are none."""
+        self.figures = Figures()
+        """What the engine says of itself, as far as it is asked."""
         self.draining = False
         self.turn = 0
         """Grows with each request sent here; the smallest one has waited longest."""

@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from ems.errors import ConfigError
 from ems.router import headers
+from ems.router.choosing.figures import models_of
 from ems.router.config import Address
 from ems.router.exchange import Parts
 from ems.router.fleet import Instance, Role
@@ -34,17 +35,7 @@ class InstancesChange(msgspec.Struct):
     instances: str | list[str]
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[Raw]
-
-
 _change = msgspec.json.Decoder(InstancesChange)
-_model = msgspec.json.Decoder(_Model)
-_model_list = msgspec.json.Decoder(_ModelList)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -74,11 +65,8 @@ def merged(bodies: Sequence[bytes]) -> bytes:
     """
     models: dict[str, Raw] = {}
     for body in bodies:
-        try:
-            for model in _model_list.decode(body).data:
-                models.setdefault(_model.decode(model).id, model)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
+        for name, model in models_of(body).items():
+            models.setdefault(name, model)
     return _encode({"object": "list", "data": list(models.values())})
 
 
@@ -184,8 +172,10 @@ class Pages:
         return await asyncio.gather(*(self._one(method, target, fields, instance) for instance in instances))
 
     async def _one(self, method: str, target: bytes, fields: bytes, instance: Instance) -> Page | None:
+        within = self._parts.config.probe_timeout
         try:
-            async with asyncio.timeout(self._parts.config.probe_timeout):
-                return await self._parts.upstream.page(method, instance.address, target, fields, limit=_PAGE_LIMIT)
-        except (UpstreamBroken, TimeoutError):
+            return await self._parts.upstream.page(
+                method, instance.address, target, fields, limit=_PAGE_LIMIT, within=within
+            )
+        except UpstreamBroken:
             return None

@@ -56,10 +56,9 @@ class Prober:
 
     async def _ask(self, instance: Instance) -> str | None:
         try:
-            async with asyncio.timeout(self._timeout):
-                page = await self._upstream.page("GET", instance.address, b"/health", b"", limit=_PAGE_LIMIT)
+            page = await self._upstream.page(
+                "GET", instance.address, b"/health", b"", limit=_PAGE_LIMIT, within=self._timeout
+            )
         except UpstreamBroken as error:
             return str(error)
-        except TimeoutError:
-            return f"/health does not answer within {self._timeout:g} s"
         return f"/health answers {page.status}" if page.status >= 500 else None

@@ -40,7 +40,7 @@ def test_least_latency_is_normalised_among_what_was_measured() -> None:
 
 
 def test_gpu_usage_and_matches() -> None:
-    assert scores("gpu-usage", Measured(kv_usage=0.25), Measured(kv_usage=1.0)) == [75, 0]
+    assert scores("gpu-usage", Measured(kv_usage=0.25), Measured(kv_usage=1.0), Measured()) == [75, 0, 50]
     assert scores("kvcache-aware", Measured(matched=1 / 3), Measured(matched=1.0)) == [33, 100]
     many = [Measured(matched=share / 10) for share in range(8)]
     assert scores("prefix-cache", *many) == [0, 0, 0, 30, 40, 50, 60, 70], "the five best"
@@ -51,6 +51,7 @@ def test_filters() -> None:
     assert [FILTERS["least-request"](Measured(waiting=count), ASKED) for count in (9, 10)] == [True, False]
     has, lacks = Measured(models=frozenset({"a"})), Measured(models=frozenset({"b"}))
     assert [FILTERS["lora-affinity"](one, Asked(model="a")) for one in (has, lacks)] == [True, False]
+    assert FILTERS["lora-affinity"](lacks, Asked()), "the engine's own model is asked for"
     assert choose([Measured(waiting=10)], ASKED, ["least-request"], {"gpu-usage": 1}, random.Random(0)) is None
 
 
@@ -83,7 +84,7 @@ def test_a_cold_prompt_finds_somebody_although_no_score_names_anybody() -> None:
             st.integers(0, 50),
             st.integers(0, 50),
             st.integers(0, 20),
-            st.floats(0, 1),
+            st.none() | st.floats(0, 1),
             st.none() | st.floats(0, 100),
             st.none() | st.floats(0, 1),
             st.floats(0, 1),

@@ -9,8 +9,9 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.router.admission.settings import AdmissionConfig
-from ems.router.choosing.kthena import Profile
-from ems.router.kthena.router_file import Schedulers, read
+from ems.router.choosing.kthena import Asked, Profile
+from ems.router.kthena.router_file import Schedulers
+from ems.router.kthena.router_file import read as read_file
 from tests.router.fakes import FakeEngine, running, until
 
 FILE = """
@@ -18,6 +19,7 @@ scheduler:
   pluginConfig:
     - name: least-request
       args: {maxWaitingRequests: 7}
+    - {name: least-latency, args: {TTFTTPOTWeightFactor: 0.25}}
     - name: prefix-cache
       args: {blockSizeToHash: 64, maxBlocksToMatch: 128}
   plugins:
@@ -38,13 +40,15 @@ models:
 def test_plugins_weights_and_arguments_are_read_as_they_stand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "routerConfiguration.yaml"
     path.write_text(FILE)
-    schedulers, file = Schedulers(), read(path)
+    schedulers, file = Schedulers(), read_file(path)
     schedulers.use(file)
 
-    assert schedulers.of("m") == Profile(("least-request",), {"least-request": 2, "prefix-cache": 0}, 7)
-    assert schedulers.of("m2") == Profile((), {"random": 1}, 10)
-    for said in ("lora-affinity is not served", "gpu-usage is not served", "of-my-own is unknown"):
-        assert said in caplog.text
+    weights = {"least-request": 2, "gpu-usage": 1, "prefix-cache": 0}
+    asked = Asked(max_waiting=7, latency_weight=0.25)
+    assert schedulers.of("m") == Profile(("least-request", "lora-affinity"), weights, asked)
+    assert schedulers.of("m2") == Profile((), {"random": 1})
+    assert schedulers.read == {b"/metrics", b"/v1/models"}
+    assert [one.getMessage() for one in caplog.records] == ["The plugin of-my-own is unknown and left out"] * 2
     tokens = file.admitted(AdmissionConfig()).tokens
     assert tokens is not None
     assert (tokens.issuer, tokens.audiences, tokens.key_set) == ("https://issuer", ("a",), "https://issuer/keys")
@@ -54,9 +58,27 @@ def test_without_a_scheduler_the_routers_own_way_counts(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("")
     schedulers = Schedulers()
-    schedulers.use(read(path))
+    schedulers.use(read_file(path))
 
     assert schedulers.of("m") is None
+    assert not schedulers.read
+
+
+@pytest.mark.parametrize(
+    ("scores", "read"),
+    [
+        ("{name: gpu-usage, weight: 1}", {b"/metrics"}),
+        ("{name: least-request, weight: 1}", {b"/metrics"}),
+        ("{name: gpu-usage}, {name: prefix-cache, weight: 1}, {name: kvcache-aware, weight: 1}", set()),
+    ],
+)
+def test_engines_are_read_when_a_plugin_that_counts_goes_by_them(tmp_path: Path, scores: str, read: set[bytes]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"models: {{m: {{plugins: {{Score: {{enabled: [{scores}]}}}}}}}}")
+    schedulers = Schedulers()
+    schedulers.use(read_file(path))
+
+    assert schedulers.read == read
 
 
 @pytest.mark.parametrize(
@@ -65,6 +87,10 @@ def test_without_a_scheduler_the_routers_own_way_counts(tmp_path: Path) -> None:
         ("scheduler: {plugins: {filter: {}}}", "unknown field `filter` - at `$.scheduler.plugins`"),
         ("scheduler: {plugins: {Score: {enabled: [{weight: 1}]}}}", "missing required field `name`"),
         ("scheduler: {pluginConfig: [{name: least-request, args: {maxWaitingRequests: -1}}]}", "Expected `int` >= 0"),
+        (
+            "scheduler: {pluginConfig: [{name: least-latency, args: {TTFTTPOTWeightFactor: 2}}]}",
+            "Expected `float` <= 1",
+        ),
         ("schedular: {}", "unknown field `schedular`"),
         ("- 1", "Expected `object`, got `array`"),
     ],
@@ -74,7 +100,7 @@ def test_what_is_wrong_in_it_is_said(tmp_path: Path, text: str, said: str) -> No
     path.write_text(text)
 
     with pytest.raises(ConfigError) as refused:
-        read(path)
+        read_file(path)
     assert said in str(refused.value)
     assert str(path) in str(refused.value)
 

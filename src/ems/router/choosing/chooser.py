@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from math import lcm
 from typing import Final, NamedTuple
 
-from ems.router.choosing.kthena import Asked, Measured, Profile, choose
+from ems.router.choosing.kthena import Profile, choose
 from ems.router.choosing.prefix_index import PIECE_BYTES, PIECE_TOKENS, Place, PrefixIndex
 from ems.router.choosing.prompt import Prompt
 from ems.router.choosing.sessions import Sessions
@@ -174,16 +174,16 @@ class Chooser:
         return best
 
     def choose_by(
-        self, profile: Profile, role: Role, usable: Sequence[Instance], prompt: Prompt, now: float
+        self, profile: Profile, model: str, role: Role, usable: Sequence[Instance], prompt: Prompt, now: float
     ) -> Score | None:
         """Return the instance that Kthena's plugins take, of those that are not doubted if there are any."""
         trusted = [one for one in usable if not one.breaker.doubted]
         scores = self.considered = self.scores(role, trusted or usable, prompt, now)
         measured = [
-            Measured(one.instance.running, one.instance.running, matched=1 - one.uncached / max(prompt.tokens, 1))
+            one.instance.figures.measured(one.instance.running, 1 - one.uncached / max(prompt.tokens, 1), now)
             for one in scores
         ]
-        asked = Asked(max_waiting=profile.max_waiting)
+        asked = profile.asked._replace(model=model)
         place = choose(measured, asked, profile.filters, profile.weights, self._draw)
         return None if place is None else scores[place]
 

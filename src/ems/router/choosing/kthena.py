@@ -20,7 +20,12 @@ TOP_MATCHES: Final = 5
 """Instances with the longest matches that ``prefix-cache`` gives a score."""
 
 UNMEASURED: Final = 50
-"""What ``least-latency`` gives an instance whose latencies are not known."""
+"""What ``least-latency`` and, unlike Kthena's, ``gpu-usage`` give an instance that did not say what they go by."""
+
+METRICS: Final = b"/metrics"
+
+READ: Final = {"least-request": METRICS, "least-latency": METRICS, "gpu-usage": METRICS, "lora-affinity": b"/v1/models"}
+"""The page of engines that a plugin goes by."""
 
 
 class Measured(NamedTuple):
@@ -30,7 +35,7 @@ class Measured(NamedTuple):
     """Requests that the router has sent there and that have not ended."""
     running: int = 0
     waiting: int = 0
-    kv_usage: float = 0.0
+    kv_usage: float | None = None
     """0 to 1."""
     ttft: float | None = None
     tpot: float | None = None
@@ -50,11 +55,19 @@ class Asked(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Which plugins choose: filters, scores with their weights, and ``maxWaitingRequests``."""
+    """Which plugins choose: filters, scores with their weights, and arguments."""
 
     filters: tuple[str, ...]
     weights: Mapping[str, int]
-    max_waiting: int = 10
+    asked: Asked = Asked()
+    """Of no model."""
+
+    @property
+    def read(self) -> frozenset[bytes]:
+        """The pages of engines that these plugins go by."""
+        return frozenset(
+            READ[name] for name in (*self.filters, *filter(self.weights.get, self.weights)) if name in READ
+        )
 
 
 Scores = list[int]
@@ -86,7 +99,7 @@ def _normal(values: Sequence[float | None]) -> list[float | None]:
 
 
 def gpu_usage(instances: Sequence[Measured], _: Asked, __: random.Random) -> Scores:
-    return [int((1 - one.kv_usage) * 100) for one in instances]
+    return [UNMEASURED if one.kv_usage is None else int((1 - one.kv_usage) * 100) for one in instances]
 
 
 def prefix_cache(instances: Sequence[Measured], _: Asked, __: random.Random) -> Scores:
@@ -107,7 +120,7 @@ def short_queue(one: Measured, asked: Asked) -> bool:
 
 
 def has_adapter(one: Measured, asked: Asked) -> bool:
-    return asked.model in one.models
+    return not asked.model or asked.model in one.models
 
 
 SCORES: Final[Mapping[str, Callable[[Sequence[Measured], Asked, random.Random], Scores]]] = {

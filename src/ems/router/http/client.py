@@ -88,14 +88,27 @@ class Upstream:
             raise UpstreamBroken("It closed the connection without an answer")
 
     async def page(
-        self, method: str, address: Address, target: bytes, fields: bytes, body: bytes | None = None, *, limit: int
+        self,
+        method: str,
+        address: Address,
+        target: bytes,
+        fields: bytes,
+        body: bytes | None = None,
+        *,
+        limit: int,
+        within: float | None = None,
     ) -> Page:
         """Send a request and return its whole answer.
 
-        :raises UpstreamBroken: as :meth:`send`; or the answer is larger than ``limit`` bytes.
+        :raises UpstreamBroken: as :meth:`send`; or the answer is larger than ``limit`` bytes, or takes longer than
+            ``within`` seconds.
         """
         collector = _Collector(limit)
-        await self.send(address, request_of(method, address, target, fields, body), collector)
+        try:
+            async with asyncio.timeout(within):
+                await self.send(address, request_of(method, address, target, fields, body), collector)
+        except TimeoutError:
+            raise UpstreamBroken(f"{target.decode('latin-1')} does not answer within {within:g} s") from None
         return collector.page()
 
     def _keeps(self, address: Address) -> Connection | None:

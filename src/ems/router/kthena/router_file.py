@@ -19,11 +19,8 @@ from ems.errors import ConfigError
 from ems.router.admission import files
 from ems.router.admission.bearer import TokenSettings
 from ems.router.admission.settings import AdmissionConfig
-from ems.router.choosing.kthena import FILTERS, SCORES, Profile
+from ems.router.choosing.kthena import FILTERS, SCORES, Asked, Profile
 from ems.router.kthena.manifests import load_yaml
-
-UNMEASURED = frozenset(("gpu-usage", "least-latency", "lora-affinity"))
-"""Plugins that need figures of engines which the router does not read."""
 
 log = logging.getLogger("ems.router")
 
@@ -66,17 +63,22 @@ class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
         args = {one.name: one.args for one in self.plugin_config}
         filters = tuple(one if isinstance(one, str) else one.name for one in self.plugins.filter.enabled)
         scores = [Plugin(one) if isinstance(one, str) else one for one in self.plugins.score.enabled]
-        known = set(FILTERS) | set(SCORES)
-        for name in (*filters, *(one.name for one in scores)):
-            if name not in known or name in UNMEASURED:
-                log.warning("The plugin %s is %s and left out", name, "not served" if name in UNMEASURED else "unknown")
-        weights = {one.name: max(one.weight, 0) for one in scores if one.name in SCORES and one.name not in UNMEASURED}
+        unknown = [
+            *(name for name in filters if name not in FILTERS),
+            *(one.name for one in scores if one.name not in SCORES),
+        ]
+        for name in unknown:
+            log.warning("The plugin %s is unknown and left out", name)
+        weights = {one.name: max(one.weight, 0) for one in scores if one.name in SCORES}
         if len(weights) > 1:
             weights.pop("random", None)
-        waiting = msgspec.convert(
-            args.get("least-request", {}).get("maxWaitingRequests", 10), Annotated[int, Meta(ge=0)]
+        waiting = args.get("least-request", {}).get("maxWaitingRequests", 10)
+        share = args.get("least-latency", {}).get("TTFTTPOTWeightFactor", 0.5)
+        asked = Asked(
+            max_waiting=msgspec.convert(waiting, Annotated[int, Meta(ge=0)]),
+            latency_weight=msgspec.convert(share, Annotated[float, Meta(ge=0, le=1)]),
         )
-        return Profile(tuple(name for name in filters if name in FILTERS and name not in UNMEASURED), weights, waiting)
+        return Profile(tuple(name for name in filters if name in FILTERS), weights, asked)
 
 
 class Auth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -123,10 +125,14 @@ class Schedulers:
     def __init__(self) -> None:
         self._default: Profile | None = None
         self._of: dict[str, Profile] = {}
+        self.read: frozenset[bytes] = frozenset()
+        """The pages of engines that profiles go by."""
 
     def use(self, file: RouterFile) -> None:
         self._default = None if file.scheduler is None else file.scheduler.profile()
         self._of = {model: scheduler.profile() for model, scheduler in file.models.items()}
+        profiles = (*self._of.values(), *((self._default,) if self._default is not None else ()))
+        self.read = frozenset(path for profile in profiles for path in profile.read)
 
     def of(self, model: str) -> Profile | None:
         return self._of.get(model, self._default)
