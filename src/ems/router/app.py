@@ -19,7 +19,7 @@ from ems.router.fleet import Fleet, Role
 from ems.router.http.client import Upstream
 from ems.router.http.message import Request
 from ems.router.kthena.api_server import ClusterSource
-from ems.router.kthena.folder import FolderSource
+from ems.router.kthena.folder import Folder
 from ems.router.kthena.router_file import Schedulers
 from ems.router.kthena.router_file import read as read_router_file
 from ems.router.kthena.served import Served
@@ -97,12 +97,8 @@ class Router:
         requests = RequestCollector(self.observer.series, self.observer.active, lambda: gate.exceeded)
         self._metrics = (RouterCollector(self.fleet, self.counters), requests)
         self.served: Served | None = None
-        self._source: FolderSource | ClusterSource | None = None
-        if config.manifests is not None:
-            self._source = FolderSource(config.manifests)
-        elif config.cluster is not None:
-            self._source = ClusterSource(config.cluster)
-        if self._source is not None:
+        self._cluster = None if config.cluster is None else ClusterSource(config.cluster)
+        if config.manifests is not None or config.cluster is not None:
             self.served = Served(self._parts)
         self._tasks: list[asyncio.Task[None]] = []
         self._subscribed = contextlib.AsyncExitStack()
@@ -113,9 +109,11 @@ class Router:
         for role, addresses in ((Role.PREFILL, self.config.prefills), (Role.DECODE, self.config.decodes)):
             for address in addresses:
                 self.fleet.add(role, address, now, trusted=True)
-        if self._source is not None and self.served is not None:
-            self._source.start(self.served, now)
-            self._tasks.append(asyncio.create_task(self._source.run(self.served)))
+        if self.served is not None and self.config.manifests is not None:
+            folder = Folder(self.config.manifests, self.served)
+            self.admission.watch(self.config.manifests, folder.load, files=folder.files)
+        if self.served is not None and self._cluster is not None:
+            self._tasks.append(asyncio.create_task(self._cluster.run(self.served)))
         await self._upstream.__aenter__()
         await self.admission.__aenter__()
         self._tasks.append(asyncio.create_task(self._prober.run()))
@@ -137,9 +135,10 @@ class Router:
         self.observer.close()
 
     def reload(self) -> None:
-        """Look now for what has changed in manifests or on an API server."""
-        if self._source is not None:
-            self._source.wake()
+        """Look now for what has changed in files or on an API server."""
+        self.admission.look(anyway=True)
+        if self._cluster is not None:
+            self._cluster.wake()
 
     def admit(self, request: Request) -> int:
         page = self._find(request)

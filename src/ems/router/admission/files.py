@@ -1,4 +1,4 @@
-"""Files that are read again when they change: API keys, key sets, limits, certificates.
+"""Files that are read again when they change: API keys, key sets, certificates, manifests.
 
 What always holds: a file that is gone or makes no sense changes nothing, and is said once; one with secrets that others
 may read is refused.  A look costs a few microseconds, so it is made in the event loop; the file is read there too: it
@@ -7,10 +7,11 @@ is small and on a local disk.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ems.errors import ConfigError
@@ -19,8 +20,6 @@ POLL_SECONDS = 1.0
 MAX_BYTES = 16 << 20
 
 log = logging.getLogger("ems.router")
-
-_Stamp = tuple[int, int, int] | None
 
 
 def read(path: Path, *, what: str, secret: bool = False) -> bytes:
@@ -44,18 +43,20 @@ def read(path: Path, *, what: str, secret: bool = False) -> bytes:
 
 
 class WatchedFile:
-    """Calls ``load`` when the file is another one than at the last look."""
+    """Calls ``load`` when the file, or one of those that ``files`` lists, is another one than at the last look."""
 
-    def __init__(self, path: Path, load: Callable[[], None]) -> None:
+    def __init__(self, path: Path, load: Callable[[], None], files: Callable[[], Iterable[Path]] | None = None) -> None:
         self._path = path
         self._load = load
+        self._files = files or (lambda: (path,))
         self._seen = self._stamp()
 
-    def look(self) -> None:
+    def look(self, *, anyway: bool = False) -> None:
+        """Look at the file, or ``anyway`` read it again."""
         stamp = self._stamp()
-        if stamp == self._seen:
+        if stamp == self._seen and not anyway:
             return
-        self._seen = stamp
+        self._seen = stamp  # before reading: what changes meanwhile is read once more
         try:
             self._load()
         except ConfigError as error:
@@ -63,9 +64,10 @@ class WatchedFile:
         else:
             log.info("Read %s again", self._path)
 
-    def _stamp(self) -> _Stamp:
-        try:
-            facts = self._path.stat()
-        except OSError:
-            return None
-        return facts.st_ino, facts.st_size, facts.st_mtime_ns
+    def _stamp(self) -> list[tuple[str, int, int, int]]:
+        stamps = []
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                facts = path.stat()
+                stamps.append((path.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+        return stamps

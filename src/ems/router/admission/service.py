@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +20,8 @@ from ems.router.admission.keys import KeyFile, Keys
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.shared_limits import RedisLimits
 from ems.router.headers import Forwarding
+
+Listing = Callable[[], Iterable[Path]]
 
 _URLS = ("https://", "http://")
 
@@ -71,9 +73,11 @@ class Admission:
         if self._redis is not None:
             await self._redis.__aexit__()
 
-    def watch(self, path: Path, load: Callable[[], None], *, loaded: bool = False) -> None:
-        """Read a file, unless that was done, and again whenever it changes."""
-        watched = WatchedFile(path, load)
+    def watch(
+        self, path: Path, load: Callable[[], None], *, loaded: bool = False, files: Listing | None = None
+    ) -> None:
+        """Read a file, or all of some, unless that was done, and again whenever it changes."""
+        watched = WatchedFile(path, load, files)
         if not loaded:
             load()
         self._watched.append(watched)
@@ -81,8 +85,12 @@ class Admission:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(files.POLL_SECONDS)
-            for watched in self._watched:
-                watched.look()
+            self.look()
+
+    def look(self, *, anyway: bool = False) -> None:
+        """Look at all files, or ``anyway`` read them again."""
+        for watched in self._watched:
+            watched.look(anyway=anyway)
 
     def _load_keys(self, path: Path) -> None:
         data = files.read(path, what="the file of API keys", secret=True)

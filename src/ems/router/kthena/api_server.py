@@ -27,7 +27,6 @@ from ems.router.kthena.served import Served
 PAGE: Final = 500
 WATCH_SECONDS: Final = 290
 CALL_SECONDS: Final = 30.0
-FIRST_LIST_SECONDS: Final = 60.0
 LONGEST_PAUSE: Final = 30.0
 MAX_LINE: Final = 4 << 20
 
@@ -48,9 +47,6 @@ class ClusterSource:
         self._changed = asyncio.Event()
         self._relist: dict[str, asyncio.Event] = {resource: asyncio.Event() for resource in RESOURCES}
         self._said: frozenset[str] = frozenset()
-
-    def start(self, served: Served, now: float) -> None:
-        """Nothing is waited for: an API server that is away must not keep the router from starting."""
 
     def wake(self) -> None:
         for event in self._relist.values():

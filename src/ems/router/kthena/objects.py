@@ -7,8 +7,10 @@ there.  Unknown fields of a specification are refused; of a ``Pod``, which other
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import datetime
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -16,7 +18,7 @@ import re2
 from msgspec import Meta
 
 from ems.errors import ConfigError
-from ems.router.admission.limits import RateLimit, Tokens, Unit
+from ems.router.admission.limits import RateLimit
 from ems.router.handoff.kinds import HandoffKind
 
 NETWORKING: Final = "networking.serving.volcano.sh/v1alpha1"
@@ -30,6 +32,9 @@ _NAME: Final = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 
 Name = Annotated[str, Meta(pattern=_NAME)]
 Labels = dict[str, str]
+
+Asked = Callable[[str], str]
+"""Gives a request's header by its name in lower case; one that is not there is empty."""
 
 
 class ObjectName(NamedTuple):
@@ -148,6 +153,21 @@ class ModelServerSpec(Spec, frozen=True, kw_only=True):
         return HandoffKind.SGLANG if self.inference_engine == "SGLang" else HandoffKind.NIXL
 
 
+@lru_cache(4096)
+def pattern_of(regex: str) -> Any:
+    """The compiled expression, in the syntax of RE2 as in Kthena; its time is linear in the text.
+
+    :raises ValueError: it is none.
+    """
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(regex, options)
+    except re2.error as error:
+        reason = b" ".join(error.args).decode("utf-8", "replace")
+        raise ValueError(f"{regex[:80]!r} is no regular expression of RE2: {reason}") from None
+
+
 class StringMatch(Spec, frozen=True, kw_only=True):
     """How a text must look; of several ways ``exact`` counts before ``prefix`` and ``prefix`` before ``regex``."""
 
@@ -161,23 +181,12 @@ class StringMatch(Spec, frozen=True, kw_only=True):
         if self.regex is not None:
             pattern_of(self.regex)
 
-
-def pattern_of(regex: str) -> Any:
-    """The compiled expression, in the syntax of RE2 as in Kthena; its time is linear in the text.
-
-    :raises ValueError: it is none.
-    """
-    options = re2.Options()
-    options.log_errors = False
-    try:
-        return re2.compile(regex, options)
-    except re2.error as error:
-        raise ValueError(f"{regex[:80]!r} is no regular expression of RE2: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    reason = error.args[0] if error.args else ""
-    return reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
+    def matches(self, text: str) -> bool:
+        if self.exact is not None:
+            return text == self.exact
+        if self.prefix is not None:
+            return text.startswith(self.prefix)
+        return self.regex is not None and pattern_of(self.regex).search(text) is not None
 
 
 class BodyMatch(Spec, frozen=True, kw_only=True):
@@ -192,6 +201,13 @@ class ModelMatch(Spec, frozen=True, kw_only=True):
     headers: dict[str, StringMatch] = {}
     uri: StringMatch | None = None
     body: BodyMatch | None = None
+
+    def takes(self, model: str, path: str, asked: Asked) -> bool:
+        if self.body is not None and self.body.model and self.body.model != model:
+            return False
+        if not all(match.matches(asked(name.lower())) for name, match in self.headers.items()):
+            return False
+        return self.uri is None or self.uri.matches(path)
 
 
 class TargetModel(Spec, frozen=True, kw_only=True):
@@ -232,23 +248,12 @@ class GlobalLimit(Spec, frozen=True, kw_only=True):
     redis: Redis
 
 
-class RouteLimit(Spec, frozen=True, kw_only=True):
-    """``rateLimit`` of a route."""
+class RouteLimit(RateLimit, frozen=True, kw_only=True):
+    """``rateLimit`` of a route, which may also limit nothing."""
 
-    input_tokens_per_unit: Tokens | None = None
-    output_tokens_per_unit: Tokens | None = None
-    unit: Unit = Unit.SECOND
     global_: GlobalLimit | None = msgspec.field(default=None, name="global")
 
-    @property
-    def limit(self) -> RateLimit | None:
-        if self.input_tokens_per_unit is None and self.output_tokens_per_unit is None:
-            return None
-        return RateLimit(
-            input_tokens_per_unit=self.input_tokens_per_unit,
-            output_tokens_per_unit=self.output_tokens_per_unit,
-            unit=self.unit,
-        )
+    def __post_init__(self) -> None: ...
 
 
 class ModelRouteSpec(Spec, frozen=True, kw_only=True):
@@ -265,27 +270,28 @@ class ModelRouteSpec(Spec, frozen=True, kw_only=True):
             raise ValueError("a ModelRoute needs modelName, loraAdapters or both")
 
 
-class _Object(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+class _Object(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     api_version: str
     kind: str
     metadata: Metadata
-    status: Any = None
 
     @property
     def key(self) -> ObjectName:
         return ObjectName(self.metadata.namespace, self.metadata.name)
 
 
-class ModelServer(_Object, frozen=True, kw_only=True):
+class ModelServer(_Object, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A ``ModelServer`` object."""
 
     spec: ModelServerSpec
+    status: Any = None
 
 
-class ModelRoute(_Object, frozen=True, kw_only=True):
+class ModelRoute(_Object, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A ``ModelRoute`` object."""
 
     spec: ModelRouteSpec
+    status: Any = None
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -302,17 +308,15 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     conditions: tuple[Condition, ...] = ()
 
 
-class Pod(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class Pod(_Object, frozen=True, kw_only=True):
     """A pod: an instance, once a ``ModelServer`` selects it."""
 
-    api_version: str
-    kind: str
-    metadata: Metadata
     status: PodStatus = PodStatus()
 
-    @property
-    def key(self) -> ObjectName:
-        return ObjectName(self.metadata.namespace, self.metadata.name)
+    def __post_init__(self) -> None:
+        port = self.metadata.annotations.get(PORT_ANNOTATION, "1")
+        if not (port.isascii() and port.isdigit() and 1 <= int(port[:9]) <= 65535):
+            raise ValueError(f"{PORT_ANNOTATION} is {port[:20]!r}, expected a port from 1 to 65535")
 
     @property
     def ready(self) -> bool:
@@ -324,21 +328,14 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def port(self) -> int | None:
-        """Its own port, if it has one.
-
-        :raises ConfigError: the annotation is no port.
-        """
+        """Its own port, if it has one."""
         text = self.metadata.annotations.get(PORT_ANNOTATION)
-        if text is None:
-            return None
-        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65535):
-            raise ConfigError(f"Pod {self.key}: {PORT_ANNOTATION} is {text[:20]!r}, expected a port from 1 to 65535")
-        return int(text)
+        return None if text is None else int(text)
 
 
 Object = ModelServer | ModelRoute | Pod
 
-KINDS: Final[dict[tuple[str, str], type[ModelServer | ModelRoute | Pod]]] = {
+KINDS: Final[dict[tuple[str, str], type[Object]]] = {
     (NETWORKING, "ModelServer"): ModelServer,
     (NETWORKING, "ModelRoute"): ModelRoute,
     ("v1", "Pod"): Pod,
@@ -368,12 +365,9 @@ def decode(document: object, *, source: str) -> Object | None:
             raise ConfigError(f"{source}: a document has no kind or no apiVersion")
         return None
     try:
-        decoded = msgspec.convert(document, wanted)
-        if isinstance(decoded, Pod):
-            _ = decoded.port
-    except (msgspec.ValidationError, ConfigError, RecursionError) as error:
+        return msgspec.convert(document, wanted)
+    except (msgspec.ValidationError, RecursionError) as error:
         metadata = document.get("metadata")
         name = metadata.get("name") if isinstance(metadata, dict) else None
         what = f"{kind} {name}" if isinstance(name, str) else f"a {kind} without a name"
         raise ConfigError(f"{source}: {what}: {_placed(str(error))}") from None
-    return decoded
