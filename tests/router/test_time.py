@@ -178,7 +178,7 @@ def test_the_time_for_prefill_is_kept_and_then_decode_goes_on_alone() -> None:
     async def answer(address: Address, target: str) -> FakeAnswer:
         if target == "/health":
             return FakeAnswer((0, b""))
-        return await forever() if address == PREFILL else FakeAnswer((1, b"data: [DONE]\n\n"))
+        return FakeAnswer((1e6, b"")) if address == PREFILL else FakeAnswer((1, b"data: [DONE]\n\n"))
 
     async def main() -> None:
         upstream = FakeUpstream(answer)
@@ -231,7 +231,7 @@ def test_a_dead_instance_is_probed_at_growing_intervals_until_it_is_back() -> No
 
 def test_a_health_page_that_hangs_counts_as_ill() -> None:
     async def answer(address: Address, target: str) -> FakeAnswer:
-        return await forever()
+        return FakeAnswer((1e6, b""))
 
     async def main() -> None:
         upstream = FakeUpstream(answer)

@@ -25,7 +25,7 @@ from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.handoff.kinds import HandoffKind, decode_body, params_of, prefill_body
 from ems.router.handoff.recompute import CannotContinue, Generated
-from ems.router.http.client import Upstream, UpstreamBroken, request_of
+from ems.router.http.client import Upstream, UpstreamBroken, UpstreamLate, request_of
 from ems.router.http.message import Request
 from ems.router.kthena.router_file import Schedulers
 from ems.router.metrics import Counters
@@ -216,14 +216,18 @@ class Exchange:
     async def _prefill(self, instance: Instance) -> Step | None:
         dispatch = self._dispatch
         try:
-            async with asyncio.timeout_at(self._prefill_until):
-                fields, body = self._fields(to_prefill=True), prefill_body(self._request, self._parts.handoff)
-                answer = await self._parts.upstream.page(
-                    "POST", instance.address, self._client.target, fields, body, limit=_ANSWER_LIMIT
-                )
+            answer = await self._parts.upstream.page(
+                "POST",
+                instance.address,
+                self._client.target,
+                self._fields(to_prefill=True),
+                prefill_body(self._request, self._parts.handoff),
+                limit=_ANSWER_LIMIT,
+                within=self._prefill_until - self._loop.time(),
+            )
             if 200 <= answer.status < 300 and self._parts.handoff.passes_params:
                 self._params = params_of(answer.body)
-        except TimeoutError:
+        except UpstreamLate:
             self._failed(instance, "the time for prefill is over")
             return dispatch.prefill_timed_out(self._loop.time())
         except (UpstreamBroken, ValueError) as error:

@@ -24,6 +24,7 @@ from ems.router.fleet import Role
 from ems.router.http.server import Server
 
 EXIT_CANNOT_LISTEN = 3
+_COLLECT_AFTER = 20_000  # objects, as many as some hundred running requests hold
 """Exit status when the port cannot be had; a supervisor should not just start the router again."""
 
 log = logging.getLogger("ems.router")
@@ -90,9 +91,10 @@ async def _run(config: RouterConfig, listener: socket.socket) -> None:
         loop.add_signal_handler(signal.SIGHUP, router.reload)
         server = Server(router, body_timeout=config.body_timeout)
         await server.start(listener, router.tls)
-        # What stands now stays: garbage collections need not look at it again for each few hundred requests.
+        # What stands now stays, and a request leaves no cycles: collections need not come every few requests.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_COLLECT_AFTER)
         host, port = listener.getsockname()[:2]
         _tell(f"Listening on {'http' if router.tls is None else 'https'}://{Address(host, port)}")
         _tell(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
@@ -32,6 +33,10 @@ class UpstreamBroken(EmsError, ConnectionError):
     """An instance cannot be reached, broke off, or does not speak HTTP; may pass."""
 
     transient = True
+
+
+class UpstreamLate(UpstreamBroken):
+    """An instance has not answered when the time for it was over."""
 
 
 class Receiver(Protocol):
@@ -96,19 +101,20 @@ class Upstream:
         body: bytes | None = None,
         *,
         limit: int,
-        within: float | None = None,
+        within: float = math.inf,
     ) -> Page:
         """Send a request and return its whole answer.
 
-        :raises UpstreamBroken: as :meth:`send`; or the answer is larger than ``limit`` bytes, or takes longer than
-            ``within`` seconds.
+        :raises UpstreamBroken: as :meth:`send`; or the answer is larger than ``limit`` bytes.
+        :raises UpstreamLate: it has not ended after ``within`` seconds; connecting may take longer.
         """
         collector = _Collector(limit)
+        timer = None if within == math.inf else asyncio.get_running_loop().call_later(within, collector.late)
         try:
-            async with asyncio.timeout(within):
-                await self.send(address, request_of(method, address, target, fields, body), collector)
-        except TimeoutError:
-            raise UpstreamBroken(f"{target.decode('latin-1')} does not answer within {within:g} s") from None
+            await self.send(address, request_of(method, address, target, fields, body), collector)
+        finally:
+            if timer is not None:
+                timer.cancel()
         return collector.page()
 
     def _keeps(self, address: Address) -> Connection | None:
@@ -313,8 +319,19 @@ class _Collector:
         self._pieces: list[bytes] = []
         self._status = 0
         self._headers: Headers = []
+        self._source: Connection | None = None
+        self._late = False
 
-    def comes_from(self, connection: Connection) -> None: ...
+    def comes_from(self, connection: Connection) -> None:
+        self._source = connection
+        if self._late:
+            raise _late()
+
+    def late(self) -> None:
+        """End the request; one that has no connection yet, when it gets it or the time for that is over."""
+        self._late = True
+        if self._source is not None:
+            self._source.fail(_late())
 
     def head(self, status: int, headers: Headers) -> None:
         self._status = status
@@ -330,6 +347,10 @@ class _Collector:
 
     def page(self) -> Page:
         return Page(self._status, self._headers, b"".join(self._pieces))
+
+
+def _late() -> UpstreamLate:
+    return UpstreamLate("It does not answer in time")
 
 
 def request_of(method: str, address: Address, target: bytes, fields: bytes, body: bytes | None = None) -> bytes:
