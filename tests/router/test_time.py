@@ -125,11 +125,6 @@ def router_of(upstream: FakeUpstream, **settings: Any) -> Router:
     return Router(RouterConfig(prefills=(PREFILL,), decodes=(DECODE,), **settings), upstream)
 
 
-async def forever() -> FakeAnswer:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
 def now() -> float:
     return asyncio.get_running_loop().time()
 
