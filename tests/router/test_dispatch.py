@@ -27,20 +27,19 @@ def fleet_of(prefills: int, decodes: int) -> Fleet:
 
 
 def dispatch(
-    fleet: Fleet, *, max_retries: int = 3, retry_delay: float = 0.001, prefill_above: int = 0
+    fleet: Fleet, *, max_retries: int = 3, retry_delay: float = 0.001, prefill_above: int = 0, together: bool = False
 ) -> tuple[Dispatch, Counters]:
     counters = Counters()
-    course = Dispatch(
-        fleet, Chooser(), counters, REQUEST, REQUEST.prompt(), Policy(max_retries, retry_delay, prefill_above)
-    )
+    policy = Policy(max_retries, retry_delay, prefill_above, together=together)
+    course = Dispatch(fleet, Chooser(), counters, REQUEST, REQUEST.prompt(), policy)
     return course, counters
 
 
-def tries(step: Step, role: Role) -> TypeGuard[Try]:
+def tries(step: Step | None, role: Role) -> TypeGuard[Try]:
     return isinstance(step, Try) and step.instance.role is role
 
 
-def where(step: Step) -> Instance:
+def where(step: Step | None) -> Instance:
     assert isinstance(step, Try)
     return step.instance
 
@@ -250,3 +249,134 @@ def test_every_course_ends_within_its_attempts_and_leaves_no_load(
         assert not sum(one.load + one.running for role in Role for one in fleet.listed(role))
         for instance in fleet.due_probes(now):
             instance.breaker.probe_failed(now)
+
+
+# ------------------------------------------------------------------------------------------------------------ together
+
+
+def test_a_pair_is_held_together_and_ends_each_for_itself() -> None:
+    fleet = fleet_of(1, 1)
+    [prefill], [decode] = fleet.listed(Role.PREFILL), fleet.listed(Role.DECODE)
+    course, counters = dispatch(fleet, together=True, prefill_above=REQUEST.prompt_tokens + 1)
+
+    assert Try(decode, 0.0, prefill=Try(prefill, 0.0)) == course.start(0.0)
+    assert (prefill.load, decode.load) == (REQUEST.prompt_tokens + REQUEST_OVERHEAD, REQUEST.decode_cost)
+    assert course.prefill_answered(200, 1.0) is None
+    assert (prefill.load, decode.load) == (0, REQUEST.decode_cost)
+
+    course.decode_started(200, 2.0)
+    course.close()
+
+    assert not prefill.load + decode.load
+    assert counters.prefills == {Prefill.DONE: 1}
+
+
+def test_either_ones_failure_leads_to_another_pair_and_blames_that_one_alone() -> None:
+    fleet = fleet_of(2, 2)
+    course, counters = dispatch(fleet, together=True, retry_delay=0.5)
+    first = course.start(0.0)
+    second = course.prefill_broke(0.0)
+    third = course.decode_broke(0.0)
+    fourth = course.prefill_answered(500, 0.0)
+    (p1, d1), (p2, d2) = ((where(one.prefill), one.instance) for one in (first, second) if pairs_up(one))
+
+    assert p1 is not p2
+    assert d1 is not d2
+    assert [one.delay for one in (first, second, third, fourth) if pairs_up(one)] == [0.0, 0.5, 1.0, 2.0]
+    assert sum(one.failures for one in (p1, p2)) == 2
+    assert (d1.failures, d2.failures) == (0, 1)
+    assert GiveUp(1, Role.PREFILL) == course.prefill_broke(0.0)
+    assert not sum(one.load for role in Role for one in fleet.listed(role))
+    assert (counters.retries[Role.PREFILL], counters.retries[Role.DECODE]) == (3, 3)
+
+
+def pairs_up(step: Step | None) -> TypeGuard[Try]:
+    return isinstance(step, Try) and step.prefill is not None
+
+
+def test_without_a_prefill_nothing_is_decoded_where_both_are_needed() -> None:
+    for prefills, decodes, missing in ((0, 1, Role.PREFILL), (1, 0, Role.DECODE)):
+        course, _ = dispatch(fleet_of(prefills, decodes), together=True)
+
+        assert GiveUp(1, missing) == course.start(0.0)
+
+
+def test_a_prefill_out_of_time_leaves_nothing_to_decode() -> None:
+    course, counters = dispatch(fleet_of(2, 1), together=True)
+    course.start(0.0)
+
+    assert GiveUp(1, Role.PREFILL) == course.prefill_timed_out(600.0)
+    assert counters.prefills[Prefill.TIMED_OUT] == 1
+
+
+def test_no_other_pair_is_tried_for_an_answer_that_has_begun() -> None:
+    fleet = fleet_of(2, 2)
+    course, _ = dispatch(fleet, together=True)
+    course.start(0.0)
+    course.decode_started(200, 1.0)
+
+    assert isinstance(course.prefill_broke(2.0), GiveUp)
+    assert not sum(one.load for role in Role for one in fleet.listed(role))
+
+
+def test_a_decode_that_says_it_failed_is_asked_for_its_health_not_put_aside() -> None:
+    fleet = fleet_of(1, 1)
+    [decode] = fleet.listed(Role.DECODE)
+    course, _ = dispatch(fleet, together=True)
+    course.start(0.0)
+    for _ in range(3):
+        assert pairs_up(course.decode_broke(0.0, answers=True))
+
+    assert decode.breaker.usable
+    assert decode.failures == 3
+
+
+def test_a_pair_is_of_one_group_even_where_another_group_decodes() -> None:
+    fleet = fleet_of(1, 2)
+    for role, groups in ((Role.PREFILL, "a"), (Role.DECODE, "ab")):
+        for instance, group in zip(fleet.listed(role), groups, strict=True):
+            fleet.belongs(role, instance.address, {"s": group})
+    course = Dispatch(
+        fleet, Chooser(), Counters(), REQUEST, REQUEST.prompt(), Policy(9, 0.0, server="s", together=True)
+    )
+    step = course.start(0.0)
+    while pairs_up(step):
+        assert step.instance.groups == {"s": "a"}
+        step = course.decode_broke(0.0)
+
+    assert step == GiveUp(1, Role.PREFILL)
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4), st.lists(st.integers(0, 6), min_size=40, max_size=40))
+def test_every_course_of_pairs_ends_within_its_attempts_and_leaves_no_load(
+    prefills: int, decodes: int, max_retries: int, ends: list[int]
+) -> None:
+    fleet = fleet_of(prefills, decodes)
+    story = iter(ends)
+    course, _ = dispatch(fleet, max_retries=max_retries, together=True)
+    step: Step | None = course.start(0.0)
+    attempts = 0
+    while pairs_up(step):
+        attempts += 1
+
+        assert sorted(one.running for role in Role for one in fleet.listed(role) if one.running) == [1, 1]
+        assert unsound(fleet) == []
+
+        end = next(story)
+        if end == 2:
+            assert course.prefill_answered(200, 0.0) is None
+            end = 4  # only decode is left
+        if end < 3:
+            step = course.prefill_broke(0.0) if end else course.prefill_answered(503, 0.0)
+        elif end == 3:
+            step = course.prefill_answered(400, 0.0)
+        elif end < 6:
+            step = course.decode_broke(0.0, answers=end == 5)
+        else:
+            course.decode_started(200, 0.0)
+            break
+    course.close()
+
+    assert attempts <= 1 + max_retries
+    assert unsound(fleet) == []
+    assert not sum(one.load + one.running for role in Role for one in fleet.listed(role))

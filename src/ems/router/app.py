@@ -50,6 +50,7 @@ _KINDS = {
     "invalid_body": "prompt_parsing",
     "rate_limit_exceeded": "rate_limit",
     "no_decode_server": "scheduling",
+    "no_prefill_server": "scheduling",
     "decode_timeout": "proxy",
 }
 """What Kthena's metrics and access log call a refusal; the others keep their codes."""

@@ -11,14 +11,18 @@ Prefill only accelerates: when it fails, decode goes on without it and computes 
 prefill that is the client's fault (4xx) ends the request, since decode would say the same.  Two statuses of that range
 are about the instance instead, and count like server errors: 408 (it timed out) and 429 (it is overloaded).
 
-What always holds: a request has a hold on at most one instance at a time, :meth:`Dispatch.close` releases it whatever
-happened, and there are at most ``1 + max_retries`` attempts in each role.
+Engines that meet by themselves (``together``) are tried in pairs, of one group: either one's failure before the first
+byte leads to another pair, and without a prefill nothing is decoded.
+
+What always holds: a request has a hold on at most one instance of each role, and on one alone unless they are tried
+together; :meth:`Dispatch.close` releases it whatever happened; there are at most ``1 + max_retries`` attempts in each
+role.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from ems.router.choosing.chooser import Chooser, Score
@@ -42,6 +46,8 @@ class Try:
     delay: float
     considered: Sequence[Score] = field(default=(), compare=False)
     """What else might have been chosen; the instance's own score is among them."""
+    prefill: Try | None = None
+    """The attempt to be made at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,10 @@ class PassOn:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No decode instance can take the request; one may be back after ``retry_after`` whole seconds."""
+    """No instance of a role can take the request; one may be back after ``retry_after`` whole seconds."""
 
     retry_after: int
+    role: Role = Role.DECODE
 
 
 Step = Try | PassOn | GiveUp
@@ -73,6 +80,8 @@ class Policy(NamedTuple):
     """Whether tokens are generated; what only reads a prompt is done by one instance."""
     profile: Profile | None = None
     """Kthena's plugins that choose; None is the router's own way."""
+    together: bool = False
+    """Whether prefill and decode have to be asked at once."""
 
 
 class Dispatch:
@@ -96,7 +105,8 @@ class Dispatch:
         self._group = ""
         """The group of the prefill that was done, whose decodes take its hand-off."""
         self._prefilled = False
-        self._hold: Hold | None = None
+        self._holds: dict[Role, Hold] = {}
+        self._started = False
         self._tried: dict[Role, list[Instance]] = {Role.PREFILL: [], Role.DECODE: []}
         self._began = 0.0
 
@@ -104,7 +114,8 @@ class Dispatch:
         self._began = now
         if not self._fleet.serves(Role.DECODE, self._policy.server):
             return GiveUp(self._fleet.retry_after(Role.DECODE, now))
-        if not self._policy.generates or not self._fleet.listed(Role.PREFILL, self._policy.server):
+        alone = not self._policy.generates or not self._fleet.listed(Role.PREFILL, self._policy.server)
+        if alone or self._policy.together:
             return self._decode(now)
         if self._policy.prefill_above:
             best = self._chooser.choose(Role.DECODE, self._usable(Role.DECODE), self._prompt, now)
@@ -119,19 +130,20 @@ class Dispatch:
         self._request = request
         self._prompt = prompt
         self._group = ""
-        self._prefilled = False
+        self._prefilled = self._started = False
         self._tried = {role: [] for role in Role}
         return self.start(now)
 
-    def prefill_answered(self, status: int, now: float) -> Step:
-        instance = self._let_go()
+    def prefill_answered(self, status: int, now: float) -> Step | None:
+        """Return the next step; None while the decode that was asked together with it goes on."""
+        instance = self._let_go(Role.PREFILL)
         if 200 <= status < 300:
             self._fleet.succeeded(instance)
             self._prefilled = True
             self._group = instance.groups.get(self._policy.server, "")
             self._counters.prefills[Prefill.DONE] += 1
             self._counters.prefill_time.observe(now - self._began)
-            return self._decode(now)
+            return None if self._policy.together else self._decode(now)
         if status < 400 or status >= 500 or status in _ABOUT_THE_INSTANCE:
             self._fleet.suspect(instance, now)
             return self._prefill(now, again=False)
@@ -140,15 +152,17 @@ class Dispatch:
         return PassOn()
 
     def prefill_broke(self, now: float) -> Step:
-        self._fleet.failed(self._let_go(), now)
+        self._fleet.failed(self._let_go(Role.PREFILL), now)
         return self._prefill(now, again=True)
 
     def prefill_timed_out(self, now: float) -> Step:
-        self._fleet.failed(self._let_go(), now)
+        self._fleet.failed(self._let_go(Role.PREFILL), now)
         self._counters.prefills[Prefill.TIMED_OUT] += 1
-        return self._decode(now)
+        return GiveUp(1, Role.PREFILL) if self._policy.together else self._decode(now)
 
     def _prefill(self, now: float, *, again: bool) -> Step:
+        if self._policy.together:
+            return self._decode(now)
         taken = self._take(Role.PREFILL, now, again=again)
         if taken is None:
             self._counters.prefills[Prefill.SKIPPED] += 1
@@ -156,25 +170,45 @@ class Dispatch:
 
     def decode_started(self, status: int, now: float) -> None:
         """Note the first byte from the decode instance: from here on there is no other attempt."""
-        assert self._hold is not None
-        instance = self._hold.instance
-        self._hold.computed()
+        self._started = True
+        hold = self._holds[Role.DECODE]
+        instance = hold.instance
+        hold.computed()
         self._counters.first_byte.observe(now - self._began)
         if status >= 500:
             self._fleet.suspect(instance, now)
         else:
             self._fleet.succeeded(instance)
 
-    def decode_broke(self, now: float) -> Step:
-        self._fleet.failed(self._let_go(), now)
+    def decode_broke(self, now: float, *, answers: bool = False) -> Step:
+        """Go on elsewhere; ``answers``: it said that it cannot."""
+        instance = self._let_go(Role.DECODE)
+        if answers:
+            self._fleet.suspect(instance, now)
+        else:
+            self._fleet.failed(instance, now)
         return self._decode(now)
 
     def decode_cut(self, now: float) -> None:
-        self._fleet.failed(self._let_go(), now)
+        self._fleet.failed(self._let_go(Role.DECODE), now)
 
     def _decode(self, now: float) -> Step:
+        if self._policy.together:
+            return self._pair(now)
         taken = self._take(Role.DECODE, now, again=True)
         return taken or GiveUp(self._fleet.retry_after(Role.DECODE, now))
+
+    def _pair(self, now: float) -> Step:
+        self.close()
+        prefill = None if self._started else self._take(Role.PREFILL, now, again=True)
+        if prefill is None:
+            return GiveUp(self._fleet.retry_after(Role.PREFILL, now), Role.PREFILL)
+        self._group = prefill.instance.groups.get(self._policy.server, "")
+        self._prefilled = True
+        decode = self._take(Role.DECODE, now, again=True)
+        if decode is None:
+            return GiveUp(self._fleet.retry_after(Role.DECODE, now))
+        return replace(decode, prefill=prefill)
 
     @property
     def prefilled(self) -> bool:
@@ -183,13 +217,13 @@ class Dispatch:
 
     def close(self) -> None:
         """Release what is still held; harmless at any time, and more than once."""
-        if self._hold is not None:
-            self._hold.release()
-            self._hold = None
+        for hold in self._holds.values():
+            hold.release()
+        self._holds.clear()
 
     def _take(self, role: Role, now: float, *, again: bool) -> Try | None:
         """Hold the instance to be tried next, after a delay; None when there is none, or no attempt left."""
-        assert self._hold is None
+        assert role not in self._holds
         tried = self._tried[role]
         retries = len(tried)
         if retries > self._policy.max_retries:
@@ -208,10 +242,10 @@ class Dispatch:
         instance, considered = score.instance, self._chooser.considered
         tried.append(instance)
         if role is Role.PREFILL:
-            self._hold = self._fleet.hold(instance, score.uncached + REQUEST_OVERHEAD, score.uncached)
+            self._holds[role] = self._fleet.hold(instance, score.uncached + REQUEST_OVERHEAD, score.uncached)
         else:
             queued = 0 if self._prefilled else score.uncached
-            self._hold = self._fleet.hold(instance, self._request.decode_cost, queued)
+            self._holds[role] = self._fleet.hold(instance, self._request.decode_cost, queued)
         self._chooser.sent(instance, self._prompt, now)
         if not retries:
             return Try(instance, 0.0, considered)
@@ -227,12 +261,11 @@ class Dispatch:
         if role is Role.DECODE:
             beside = [one for one in usable if one.groups[server] == self._group or not self._group]
             self._prefilled = self._prefilled and bool(beside)  # elsewhere the prompt is computed anew
-            return beside or usable
+            return beside if beside or self._policy.together else usable
         decoding = {one.groups[server] for one in self._fleet.usable(Role.DECODE, server)}
         return [one for one in usable if one.groups[server] in decoding]
 
-    def _let_go(self) -> Instance:
-        assert self._hold is not None
-        instance = self._hold.instance
-        self.close()
-        return instance
+    def _let_go(self, role: Role) -> Instance:
+        hold = self._holds.pop(role)
+        hold.release()
+        return hold.instance

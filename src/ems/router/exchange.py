@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Raw
 
@@ -23,9 +25,9 @@ from ems.router.choosing.prompt import Prompt
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
-from ems.router.handoff.kinds import HandoffKind, decode_body, params_of, prefill_body
+from ems.router.handoff.kinds import ROOM_BITS, Bootstrap, HandoffKind, decode_body, params_of, prefill_body
 from ems.router.handoff.recompute import CannotContinue, Generated
-from ems.router.http.client import Upstream, UpstreamBroken, UpstreamLate, request_of
+from ems.router.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
 from ems.router.http.message import Request
 from ems.router.kthena.router_file import Schedulers
 from ems.router.metrics import Counters
@@ -101,6 +103,7 @@ class Exchange:
         self._generated: Generated | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._params: Raw | None = None
+        self._bootstrap: Bootstrap | None = None
 
     async def run(self) -> None:
         """Serve the request.
@@ -185,6 +188,7 @@ class Exchange:
                 self._parts.server,
                 self._client.path not in READS_ONLY,
                 self._parts.schedulers.of(self._record.model),
+                self._parts.handoff is HandoffKind.SGLANG and self._client.path not in READS_ONLY,
             ),
         )
         try:
@@ -202,29 +206,69 @@ class Exchange:
             self._dispatch.close()
 
     async def _take(self, step: Step) -> Step | None:
+        if isinstance(step, Try) and step.delay:
+            await asyncio.sleep(min(step.delay, max(self._deadline - self._loop.time(), 0.0)))
+        now = self._loop.time()
+        if now >= self._deadline:
+            raise _too_late()
         if isinstance(step, Try):
-            if step.delay:
-                await asyncio.sleep(min(step.delay, max(self._deadline - self._loop.time(), 0.0)))
-            if self._loop.time() >= self._deadline:
-                raise _too_late()
-            self._record.hops.append(Hop(step.instance, step.considered, self._loop.time()))
-            return await (self._prefill if step.instance.role is Role.PREFILL else self._decode)(step.instance)
+            hop, beside = Hop(step.instance, step.considered, now), step.prefill
+            if beside is not None:
+                prefill = Hop(beside.instance, beside.considered, now)
+                self._record.hops += (prefill, hop)
+                return await self._both(prefill, hop)
+            self._record.hops.append(hop)
+            if step.instance.role is Role.PREFILL:
+                return await self._prefill(hop, self._ask(step.instance))
+            return await self._decode(step.instance)
         assert isinstance(step, GiveUp)
-        later = {"retry-after": str(step.retry_after)}
-        raise Refusal(503, "No decode server is available; try again later", code="no_decode_server", headers=later)
+        message, later = f"No {step.role} server is available; try again later", {"retry-after": str(step.retry_after)}
+        raise Refusal(503, message, code=f"no_{step.role}_server", headers=later)
 
-    async def _prefill(self, instance: Instance) -> Step | None:
-        dispatch = self._dispatch
+    async def _both(self, prefill: Hop, decode: Hop) -> Step | None:
+        """Ask engines that meet by themselves; what fails first, before the answer begins, ends the attempt of both.
+
+        :raises Refusal: the prefill failed, and a part of the answer is with the client.
+        """
+        address = prefill.instance.address
+        self._bootstrap = Bootstrap(address.host, prefill.instance.bootstrap_port, secrets.randbits(ROOM_BITS))
+        asking = asyncio.create_task(self._ask(prefill.instance))
+        decoding = asyncio.create_task(self._decode(decode.instance))
         try:
-            answer = await self._parts.upstream.page(
-                "POST",
-                instance.address,
-                self._client.target,
-                self._fields(to_prefill=True),
-                prefill_body(self._request, self._parts.handoff),
-                limit=_ANSWER_LIMIT,
-                within=self._prefill_until - self._loop.time(),
-            )
+            await asyncio.wait((asking, decoding), return_when=asyncio.FIRST_COMPLETED)
+            relay = self._relay
+            if decoding.done() or self._reply.ended or relay is None:
+                return await decoding
+            step = await self._prefill(prefill, asking)
+            if step is not None and relay.begun:
+                message = "The prefill server failed amid the answer; send the request again"
+                raise Refusal(502, message, code="upstream_broken")
+            if step is not None or self._reply.ended:
+                return step
+            relay.doubted = False
+            return await decoding
+        finally:
+            if not decoding.done() and self._relay is not None and self._relay.source is not None:
+                self._relay.source.abort()  # from here on nothing of it reaches the client
+            asking.cancel()
+            decoding.cancel()
+            await asyncio.gather(asking, decoding, return_exceptions=True)
+
+    def _ask(self, instance: Instance) -> Coroutine[Any, Any, Page]:
+        return self._parts.upstream.page(
+            "POST",
+            instance.address,
+            self._client.target,
+            self._fields(to_prefill=True),
+            prefill_body(self._request, self._parts.handoff, self._bootstrap),
+            limit=_ANSWER_LIMIT,
+            within=self._prefill_until - self._loop.time(),
+        )
+
+    async def _prefill(self, hop: Hop, answering: Awaitable[Page]) -> Step | None:
+        dispatch, instance = self._dispatch, hop.instance
+        try:
+            answer = await answering
             if 200 <= answer.status < 300 and self._parts.handoff.passes_params:
                 self._params = params_of(answer.body)
         except UpstreamLate:
@@ -234,7 +278,7 @@ class Exchange:
             self._failed(instance, str(error))
             return dispatch.prefill_broke(self._loop.time())
         step = dispatch.prefill_answered(answer.status, self._loop.time())
-        self._record.hops[-1].answered(answer.status, self._loop.time())
+        hop.answered(answer.status, self._loop.time())
         if isinstance(step, PassOn):
             if self._reply.status is not None:
                 raise Refusal(503, "The answer cannot be continued; send the request again", code="recomputed")
@@ -253,13 +297,14 @@ class Exchange:
             self._generated = Generated(chat=self._client.path.endswith("/chat/completions"))
         previous = self._relay
         relay = self._relay = Relay(self._reply, self._begins, self._loop, self._generated)
+        relay.doubted = self._bootstrap is not None
         if previous is not None:
             relay.meter = previous.meter
         if self._timer is None:
             self._look()
         fields, body = (
             self._fields(to_prefill=False),
-            decode_body(self._request, self._params if self._dispatch.prefilled else None),
+            decode_body(self._request, self._params if self._dispatch.prefilled else None, self._bootstrap),
         )
         request = request_of("POST", instance.address, self._client.target, fields, body)
         try:
@@ -270,7 +315,7 @@ class Exchange:
             now = self._loop.time()
             if not relay.begun:
                 self._failed(instance, str(error))
-                return self._dispatch.decode_broke(now)
+                return self._dispatch.decode_broke(now, answers=relay.refused)
             self._failed(instance, f"it broke off amid an answer: {error}")
             self._dispatch.decode_cut(now)
             self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")

@@ -27,6 +27,7 @@ class Instance:
 
     __slots__ = (
         "address",
+        "bootstrap_port",
         "breaker",
         "draining",
         "failures",
@@ -57,6 +58,8 @@ class Instance:
         """The model servers that it is an instance of, and its group in each; empty where there are none."""
         self.figures = Figures()
         """What the engine says of itself, as far as it is asked."""
+        self.bootstrap_port = 0
+        """Where the decodes of an SGLang prefill meet it."""
         self.draining = False
         self.turn = 0
         """Grows with each request sent here; the smallest one has waited longest."""
@@ -128,9 +131,10 @@ class Fleet:
     def leaving(self) -> list[Instance]:
         return list(self._leaving.values())
 
-    def belongs(self, role: Role, address: Address, groups: Mapping[str, str]) -> None:
+    def belongs(self, role: Role, address: Address, groups: Mapping[str, str], bootstrap_port: int = 0) -> None:
         """Set which model servers a listed instance is of, and its group in each."""
-        self._listed[role][address].groups = groups
+        instance = self._listed[role][address]
+        instance.groups, instance.bootstrap_port = groups, bootstrap_port
 
     def usable(self, role: Role, server: str = "") -> list[Instance]:
         """Return those that may get requests, of one model server or of all."""

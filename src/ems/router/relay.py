@@ -28,7 +28,7 @@ class Relay:
 
     __slots__ = (
         "_begins", "_collected", "_last", "_loop", "_reply", "_returned", "_status", "_takes_events",
-        "begun", "generated", "meter", "moved", "source",
+        "begun", "doubted", "generated", "meter", "moved", "refused", "source",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +53,10 @@ class Relay:
         """Whether the client has got something of it, after which there is no other attempt."""
         self.moved = loop.time()
         """When the instance last sent something."""
+        self.doubted = False
+        """Whether its prefill still runs, which may be what the instance fails by."""
+        self.refused = False
+        """Whether it answered that it failed, and another may be asked."""
 
     @property
     def recomputes(self) -> bool:
@@ -65,6 +69,9 @@ class Relay:
     def head(self, status: int, received: Headers) -> None:
         self._status = status
         self.moved = self._loop.time()
+        if self.doubted and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self.refused = True
+            raise UpstreamBroken(f"It answers {status} while its prefill runs")
         returned = self._returned = headers.returned(received, self._reply.request_id)
         events = returned.is_event_stream and not returned.is_encoded
         if self._reply.status is not None and not (events and status == HTTPStatus.OK):

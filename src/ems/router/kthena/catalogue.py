@@ -22,6 +22,7 @@ class Member(NamedTuple):
     role: Role
     address: Address
     group: str
+    bootstrap_port: int
 
 
 class Serving(NamedTuple):
@@ -100,7 +101,7 @@ def _members(spec: ModelServerSpec, pods: list[Pod]) -> tuple[Member, ...]:
             address = Address.of(pod.status.pod_ip, pod.port or spec.workload_port.port)
         except ConfigError as error:
             raise ConfigError(f"Pod {pod.key}: status.podIP: {error}") from None
-        found.setdefault((role, address), Member(role, address, group))
+        found.setdefault((role, address), Member(role, address, group, pod.bootstrap_port))
     return tuple(found.values())
 
 

@@ -19,12 +19,15 @@ from msgspec import Meta
 
 from ems.errors import ConfigError
 from ems.router.admission.limits import RateLimit
-from ems.router.handoff.kinds import HandoffKind
+from ems.router.handoff.kinds import BOOTSTRAP_PORT, HandoffKind
 
 NETWORKING: Final = "networking.serving.volcano.sh/v1alpha1"
 
 PORT_ANNOTATION: Final = "ems.router/port"
 """Of a ``Pod``: its own port instead of its ``ModelServer``'s, for several instances at one address."""
+
+BOOTSTRAP_ANNOTATION: Final = "ems.router/bootstrap-port"
+"""Of a ``Pod``: where the bootstrap server of an SGLang prefill listens, if not at SGLang's default."""
 
 _UNITS: Final = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 _PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?)(ns|us|µs|ms|s|m|h)")
@@ -140,10 +143,6 @@ class ModelServerSpec(Spec, frozen=True, kw_only=True):
     workload_port: WorkloadPort
     traffic_policy: TrafficPolicy = TrafficPolicy()
     kv_connector: KvConnector | None = None
-
-    def __post_init__(self) -> None:
-        if self.handoff is HandoffKind.SGLANG and self.workload_selector.pd_group is not None:
-            raise ValueError("SGLang's own hand-off is not spoken yet: leave out pdGroup, or name a kvConnector")
 
     @property
     def handoff(self) -> HandoffKind:
@@ -314,9 +313,10 @@ class Pod(_Object, frozen=True, kw_only=True):
     status: PodStatus = PodStatus()
 
     def __post_init__(self) -> None:
-        port = self.metadata.annotations.get(PORT_ANNOTATION, "1")
-        if not (port.isascii() and port.isdigit() and 1 <= int(port[:9]) <= 65535):
-            raise ValueError(f"{PORT_ANNOTATION} is {port[:20]!r}, expected a port from 1 to 65535")
+        for name in (PORT_ANNOTATION, BOOTSTRAP_ANNOTATION):
+            port = self.metadata.annotations.get(name, "1")
+            if not (port.isascii() and port.isdigit() and 1 <= int(port[:9]) <= 65535):
+                raise ValueError(f"{name} is {port[:20]!r}, expected a port from 1 to 65535")
 
     @property
     def ready(self) -> bool:
@@ -331,6 +331,11 @@ class Pod(_Object, frozen=True, kw_only=True):
         """Its own port, if it has one."""
         text = self.metadata.annotations.get(PORT_ANNOTATION)
         return None if text is None else int(text)
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where SGLang's decodes meet it."""
+        return int(self.metadata.annotations.get(BOOTSTRAP_ANNOTATION, BOOTSTRAP_PORT))
 
 
 Object = ModelServer | ModelRoute | Pod

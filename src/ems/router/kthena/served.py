@@ -51,15 +51,16 @@ class Served:
                     f"ModelServer {key}: spec.workloadPort.protocol is {wants}, the router does not: {how}"
                 )
         fleet = self._parts.fleet
-        wanted: dict[tuple[Role, Address], dict[str, str]] = {}
+        wanted: dict[tuple[Role, Address], tuple[dict[str, str], int]] = {}
         for key, serving in catalogue.servings.items():
             for member in serving.members:
-                wanted.setdefault((member.role, member.address), {})[str(key)] = member.group
+                groups, _ = wanted.setdefault((member.role, member.address), ({}, member.bootstrap_port))
+                groups[str(key)] = member.group
         for role, address in self._listed - wanted.keys():
             fleet.remove(role, address)
-        for (role, address), groups in wanted.items():
+        for (role, address), (groups, bootstrap_port) in wanted.items():
             fleet.add(role, address, now, trusted=trusted)
-            fleet.belongs(role, address, groups)
+            fleet.belongs(role, address, groups, bootstrap_port)
         self._listed = set(wanted)
         self._parts.prober.wake()
         self._of = {key: (serving, self._parts_of(key, serving)) for key, serving in catalogue.servings.items()}
@@ -83,7 +84,9 @@ class Served:
                 "retry_delay": parse_duration(policy.retry.retry_interval),
             }
         own: RouterConfig = msgspec.structs.replace(config, **changed)
-        return dataclasses.replace(self._parts, config=own, server=str(key), handoff=serving.spec.handoff)
+        paired = serving.spec.workload_selector.pd_group is not None
+        handoff = serving.spec.handoff if paired else self._parts.handoff
+        return dataclasses.replace(self._parts, config=own, server=str(key), handoff=handoff)
 
     def route(self, request: CompletionRequest, client: Request) -> tuple[Parts, CompletionRequest]:
         """Return what serves a request, and the request as instances get it.

@@ -69,7 +69,9 @@ class Series:
         if record.first_byte and record.status < 400:
             self.first_token.observe(record.first_byte - record.arrived)
             if record.prefill_done:
-                self.handoff.observe(record.first_byte - record.prefill_done)
+                self.handoff.observe(
+                    max(record.first_byte - record.prefill_done, 0.0)
+                )  # asked together, either may be first
         if record.entered:
             self.entered += 1
             self.queued.observe(record.queued)
