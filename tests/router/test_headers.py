@@ -10,6 +10,19 @@ def test_headers_that_connection_names_stop_here() -> None:
     assert headers.returned(given, b"r").headers == [(b"x-three", b"3"), (b"x-request-id", b"r")]
 
 
+def test_each_connection_header_names_some() -> None:
+    given = [(b"connection", b"x-one"), (b"connection", b"x-two"), (b"x-one", b"1"), (b"x-two", b"2")]
+
+    assert headers.sent(given, b"r", to_prefill=False) == b"x-request-id: r\r\n"
+    assert headers.returned(given, b"r").headers == [(b"x-request-id", b"r")]
+
+
+def test_an_answer_whose_length_is_named_away_has_none() -> None:
+    given = [(b"Connection", b"Content-Length"), (b"Content-Length", b"2"), (b"Content-Type", b"text/plain")]
+
+    assert not headers.returned(given, b"r").is_sized, "it is framed by the router then"
+
+
 def test_returned_headers_keep_case_order_and_repetition() -> None:
     given = [(b"Set-Cookie", b"a=1"), (b"X-Y", b"z"), (b"Set-Cookie", b"b=2"), (b"Transfer-Encoding", b"chunked")]
 

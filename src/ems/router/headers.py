@@ -47,9 +47,9 @@ def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool, forwarding
     dropped = _NOT_TO_PREFILL if to_prefill else _NOT_SENT
     if forwarding.withheld:
         dropped = dropped | forwarding.withheld
-    connection = find(headers, b"connection")
-    if connection is not None:
-        dropped = dropped | _tokens(connection)
+    named = _named(headers)
+    if named:
+        dropped = dropped | named
     lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in dropped]
     lines.append(b"x-request-id: %b\r\n%b" % (request_id, forwarding.added))
     return b"".join(lines)
@@ -76,14 +76,13 @@ def returned(headers: RawHeaders, request_id: bytes) -> Returned:
         present[name] = pair[1]
         if name not in _NOT_RETURNED:
             kept.append(pair)
-    connection = present.get(b"connection")
-    if connection is not None:
-        named = _tokens(connection)
+    named = _named(headers)
+    if named:
         kept = [pair for pair in kept if pair[0].lower() not in named]
     kept.append((b"x-request-id", request_id))
     kind = present.get(b"content-type")
     streams = kind is not None and kind.lower().startswith(b"text/event-stream")
-    sized = b"content-length" in present
+    sized = b"content-length" in present and b"content-length" not in named
     if streams and sized:
         kept = [pair for pair in kept if pair[0].lower() != b"content-length"]
         sized = False
@@ -93,5 +92,7 @@ def returned(headers: RawHeaders, request_id: bytes) -> Returned:
     return Returned(kept, streams, coding not in (b"", b"identity"), kind, sized)
 
 
-def _tokens(value: bytes) -> frozenset[bytes]:
-    return frozenset(token.strip().lower() for token in value.split(b","))
+def _named(headers: RawHeaders) -> set[bytes]:
+    """What ``Connection`` names, however often it is there."""
+    values = [value for name, value in headers if name.lower() == b"connection"]
+    return {token.strip().lower() for value in values for token in value.split(b",")}

@@ -112,8 +112,9 @@ async def test_what_comes_unasked_ends_the_connection_and_is_nobodys_answer(more
         b"HTTP/1.1 101 X\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000,
         b"HTTP/1.1 200 OK\r\ncontent-length: 101\r\n\r\n" + b"z" * 101,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: " + b"y" * (1 << 20),
     ],
-    ids=["two lengths", "unequal lengths", "another protocol", "head without end", "too large"],
+    ids=["two lengths", "unequal lengths", "another protocol", "head without end", "too large", "trailer without end"],
 )
 async def test_an_answer_that_cannot_be_trusted_is_none(answer: bytes) -> None:
     engine = Engine(answer)

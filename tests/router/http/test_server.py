@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ems.router.http.server import HEAD_LIMIT
+from ems.router.http.server import HEAD_LIMIT, Connection, Server
 from tests.router.fakes import ANSWER, FakeEngine, Running, dead_address, running, until
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from ems.router.http.message import Request
+    from ems.router.reply import Refusal, Reply
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 POST = HEAD + b"content-length: 2\r\n\r\n{}"
@@ -131,6 +134,67 @@ async def test_a_client_that_asks_is_told_to_send_its_body() -> None:
 async def test_a_head_without_end_is_refused() -> None:
     async with running(decodes=[dead_address()]) as router:
         assert (await said(router, HEAD + b"x: " + b"y" * HEAD_LIMIT)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_trailer_without_end_is_refused() -> None:
+    async with running(decodes=[dead_address()]) as router:
+        chunks = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: " + b"y" * (1 << 20)
+
+        assert (await said(router, HEAD + chunks)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_what_is_no_http_spoils_nothing_that_came_before() -> None:
+    async with FakeEngine() as decode, running(decodes=[decode.address]) as router:
+        answer = await said(router, POST + POST + POST + b"?\r\n\r\n")
+
+        assert answer.count(b"HTTP/1.1 200 OK\r\n") == 3
+        assert answer.count(b"connection: close") == 1, "the last answer says that it is the last"
+
+
+class _Pipe(asyncio.Transport):
+    """Keeps what is written; never closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class _Site:
+    """Answers each request with its path."""
+
+    def admit(self, _: Request) -> int:
+        return 0
+
+    async def serve(self, request: Request, reply: Reply, _: Refusal | None) -> None:
+        reply.whole(200, request.path.encode())
+
+
+async def test_a_request_waits_until_the_answers_before_it_are_taken() -> None:
+    pipe = _Pipe()
+    connection = Connection(Server(_Site(), body_timeout=1.0))
+    connection.connection_made(pipe)
+    connection.pause_writing()
+    connection.data_received(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET /2 HTTP/1.1\r\nhost: x\r\n\r\n")
+    await asyncio.sleep(0)
+
+    assert not pipe.written, "what nobody takes is not piled up"
+
+    connection.resume_writing()
+    await until(lambda: pipe.written.endswith(b"/2"))
+    connection.connection_lost(None)
+
+    assert pipe.written.count(b"HTTP/1.1 200 OK") == 2
+    assert pipe.written.index(b"/1") < pipe.written.index(b"/2")
 
 
 async def test_an_offer_of_another_protocol_is_passed_over() -> None:

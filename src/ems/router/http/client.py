@@ -22,7 +22,7 @@ from ems.router.config import Address
 from ems.router.http.message import Headers
 
 HEAD_LIMIT: Final = 64 << 10
-"""Largest head of an answer in bytes."""
+"""Largest head of an answer in bytes, and largest trailer."""
 # Engines behind uvicorn close idle connections after 5 s; ours must not be in use by then.
 _KEEP_ALIVE_SECONDS = 4.0
 
@@ -242,6 +242,7 @@ class Connection(asyncio.Protocol):
             self.abort()  # nobody asked
             return
         self._heard = True
+        self._head_size += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -249,10 +250,8 @@ class Connection(asyncio.Protocol):
                 log.exception("An answer failed by a defect of the router")
             self.fail(UpstreamBroken(str(error.__context__ or f"It does not speak HTTP/1.1: {error}")))
             return
-        if not self._in_body and self._receiver is not None:
-            self._head_size += len(data)
-            if self._head_size > HEAD_LIMIT:
-                self.fail(UpstreamBroken(f"The head of its answer is larger than {HEAD_LIMIT} bytes"))
+        if self._head_size > HEAD_LIMIT and self._receiver is not None:
+            self.fail(UpstreamBroken(f"The head of its answer, or its trailer, is larger than {HEAD_LIMIT} bytes"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
@@ -293,6 +292,7 @@ class Connection(asyncio.Protocol):
         self._receiver.head(status, self._headers)
 
     def on_body(self, piece: bytes) -> None:
+        self._head_size = 0
         if self._receiver is not None:
             self._receiver.piece(piece)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ems.router.reply import Refusal
+
+HEADERS_LIMIT: Final = 256
+"""Most headers of a request."""
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, in their order."""
@@ -36,8 +41,11 @@ class Request:
 def check(request: Request) -> None:
     """Refuse what the parser lets pass and two readers could read differently.
 
-    :raises Refusal: with status 400, 417 or 501.
+    :raises Refusal: with status 400, 417, 431 or 501.
     """
+    if len(request.headers) > HEADERS_LIMIT:
+        message = f"The request has more than {HEADERS_LIMIT} headers"
+        raise Refusal(431, message, code="head_too_large")
     hosts = 0
     for name, value in request.headers:
         if name == b"host":

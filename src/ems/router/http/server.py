@@ -23,9 +23,7 @@ from ems.router.http.message import Headers, Request, check, too_large
 from ems.router.reply import Refusal, Reply
 
 HEAD_LIMIT: Final = 64 << 10
-"""Largest head of a request in bytes."""
-HEADERS_LIMIT: Final = 256
-"""Most headers of a request."""
+"""Largest head of a request in bytes, and largest trailer."""
 _AHEAD_LIMIT = 256 << 10  # read of a client's next requests while one is served; more would hide that it left
 _HEAD_SECONDS = 30.0
 _LINGER_SECONDS = 2.0  # how long the rest of a refused body is read, so that the client gets to see the answer
@@ -138,6 +136,8 @@ class Connection(asyncio.Protocol):
         self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._blocked = False
+        """Whether the client does not take what is sent: nothing more is served until it does."""
 
     # ------------------------------------------------------------------------------------------- the event loop's calls
 
@@ -161,17 +161,22 @@ class Connection(asyncio.Protocol):
         self._server.forget(self)
 
     def pause_writing(self) -> None:
+        self._blocked = True
         if self._reply is not None:
             self._reply.block()
 
     def resume_writing(self) -> None:
+        self._blocked = False
         if self._reply is not None:
             self._reply.unblock()
+        if self._waiting:
+            self._next()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
             return
-        if self._task is not None:
+        self._head_size += len(data)
+        if self._task is not None or self._waiting:
             self._ahead += len(data)
             if self._ahead > _AHEAD_LIMIT and not self._transport.is_closing():
                 self._transport.pause_reading()
@@ -180,14 +185,13 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._malformed(error)
             return
-        if self._request is not None:
+        if self._begun and self._head_size > HEAD_LIMIT:
+            message = f"The request's head, or its trailer, has more than {HEAD_LIMIT} bytes"
+            self._refuse_head(Refusal(431, message, code="head_too_large"))
+        elif self._request is not None:
             self._await_body(self._request)
-        elif self._begun:
-            self._head_size += len(data)
-            if self._head_size > HEAD_LIMIT or len(self._headers) > HEADERS_LIMIT:
-                self._refuse_head(Refusal(431, "The request's head is too large", code="head_too_large"))
-            elif self._task is None:
-                self._expect_by(self._loop.time() + _HEAD_SECONDS)
+        elif self._begun and self._task is None:
+            self._expect_by(self._loop.time() + _HEAD_SECONDS)
 
     def _feed(self, data: bytes) -> None:
         while True:
@@ -218,7 +222,6 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
-        self._head_size = 0
         self._begun = True
         self._deadline = None
 
@@ -258,6 +261,7 @@ class Connection(asyncio.Protocol):
             self._refusal = refusal
 
     def on_body(self, piece: bytes) -> None:
+        self._head_size = 0
         if self._refusal is not None:
             return
         self._body_size += len(piece)
@@ -274,17 +278,17 @@ class Connection(asyncio.Protocol):
         assert request is not None
         self._request = self._refusal = None
         self._begun = False
+        self._head_size = 0
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
+        self._waiting.append((request, refusal))
         if self._task is None:
-            self._serve(request, refusal)
-        else:
-            self._waiting.append((request, refusal))
+            self._next()
 
     # ---------------------------------------------------------------------------------------------------------- serving
 
     def _await_body(self, request: Request) -> None:
-        if self._task is not None:
+        if self._task is not None or self._waiting:
             return  # its turn has not come
         if self._refusal is not None:
             self._refuse_body(request, self._refusal)
@@ -295,7 +299,8 @@ class Connection(asyncio.Protocol):
 
     def _serve(self, request: Request, refusal: Refusal | None) -> None:
         self._deadline = None
-        self._keeps_alive = request.keeps_alive and not self._server.draining
+        last = self._server.draining or (self._lingering and not self._waiting)
+        self._keeps_alive = request.keeps_alive and not last
         reply = self._reply = Reply(self, request, self._server.date(), keeps_alive=self._keeps_alive)
         task = self._task = self._loop.create_task(self._server.site.serve(request, reply, refusal))
         task.add_done_callback(self._served)
@@ -307,12 +312,12 @@ class Connection(asyncio.Protocol):
             log.error("A request's task failed by a defect of the router", exc_info=task.exception())
         if not reply.ended:  # it cannot be completed, which the client must see
             self._transport.abort() if reply.unframed else self._transport.close()
+        elif self._waiting and self._keeps_alive and not self._server.draining:
+            self._next()
         elif self._lingering:
             self._linger()
         elif not self._keeps_alive or self._server.draining:
             self._close()
-        elif self._waiting:
-            self._serve(*self._waiting.popleft())
         elif not self._transport.is_closing():
             self._ahead = 0
             self._transport.resume_reading()
@@ -321,6 +326,13 @@ class Connection(asyncio.Protocol):
             else:
                 self._expect_by(self._loop.time() + _KEEP_ALIVE_SECONDS)
 
+    def _next(self) -> None:
+        """Serve the request that has waited longest, once the client has taken the answers before."""
+        if self._blocked:
+            self._expect_by(self._loop.time() + _KEEP_ALIVE_SECONDS)
+        elif self._task is None:
+            self._serve(*self._waiting.popleft())
+
     def _refuse_body(self, request: Request, refusal: Refusal) -> None:
         """Answer before the body is there; the connection is of no more use then."""
         self._lingering = True
@@ -328,8 +340,7 @@ class Connection(asyncio.Protocol):
         self._serve(request, refusal)
 
     def _refuse_head(self, refusal: Refusal) -> None:
-        if self._task is not None:  # others are answered first; this one sees its connection close
-            self._keeps_alive = False
+        if self._task is not None or self._waiting:  # they are answered first; this one sees its connection close
             self._lingering = True
             return
         self._refuse_body(Request("", b"/", [], "1.1", keeps_alive=False), refusal)
@@ -394,10 +405,10 @@ class Connection(asyncio.Protocol):
         if unsent and unsent != self._unsent:  # an answer that is still read
             self._unsent = unsent
             self._expect_by(now + _KEEP_ALIVE_SECONDS)
-        elif self._request is not None and not self._lingering:
+        elif self._request is not None and not self._lingering and not self._waiting:
             refusal = Refusal(408, "The request body did not arrive in time", code="body_timeout")
             self._refuse_body(self._request, refusal)
-        elif self._begun and not self._lingering:
+        elif self._begun and not self._lingering and not self._waiting:
             self._refuse_head(Refusal(408, "The request's head did not arrive in time", code="head_timeout"))
         else:
             self._transport.abort() if unsent else self._transport.close()
