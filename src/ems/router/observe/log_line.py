@@ -84,7 +84,7 @@ def _ms(seconds: float) -> float:
 
 
 def _stamp(wall: float) -> str:
-    return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+    return datetime.fromtimestamp(wall, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def _word(text: str) -> str:
