@@ -7,10 +7,11 @@ import pytest
 
 from ems.router.admission.bearer import Tokens
 from ems.router.admission.gate import Asked, Gate, Ticket
-from ems.router.admission.keys import ANYBODY, ApiKey, KeyFile, Keys, Principal, digest_of, new_key
+from ems.router.admission.keys import ANYBODY, ApiKey, KeyFile, Keys, Principal
 from ems.router.admission.limits import Kind, RateLimit, Unit
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.reply import Refusal
+from tests.router.admission.api_keys import digest_of, new_key
 from tests.router.admission.test_bearer import OTHER, checker, key_set, signed
 from tests.router.fakes import until
 
@@ -76,7 +77,7 @@ async def test_tokens_and_keys_go_together_and_a_new_key_is_asked_for_once() -> 
     source = Source(tokens)
     key = new_key()
     keys = Keys(KeyFile(keys=(ApiKey(id="a", sha256=digest_of(key)),)))
-    here = Gate(AdmissionConfig(), keys=keys, tokens=tokens, key_source=source)
+    here = Gate(AdmissionConfig(), keys=keys, tokens=tokens, renew_keys=source.renew)
     ends = 4 * 10**9
 
     assert (await here.identify([(b"x-api-key", key.encode())])).user == "a"

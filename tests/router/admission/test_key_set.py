@@ -11,7 +11,7 @@ from aiohttp import web
 from ems.errors import ConfigError
 from ems.router.admission import key_set
 from ems.router.admission.bearer import TokenRefused
-from ems.router.admission.key_set import KeySetFile, KeySetUrl
+from ems.router.admission.key_set import KeySetUrl
 from tests.router.admission.test_bearer import KEY, OTHER, checker, signed
 
 PUBLIC = {"keys": [OTHER.as_dict(private=False)]}
@@ -82,13 +82,11 @@ async def test_a_new_key_is_asked_for_again_after_a_while(monkeypatch: pytest.Mo
 async def test_keys_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "jwks.json"
     tokens = checker()
-    source = KeySetFile(path, tokens)
     with pytest.raises(ConfigError):
-        source.load()
+        key_set.load(path, tokens)
     path.write_bytes(msgspec.json.encode(PUBLIC))
-    source.load()
+    key_set.load(path, tokens)
 
     assert tokens.recognise(signed(OTHER), 0.0).user == "alice"
     with pytest.raises(TokenRefused):
         tokens.recognise(signed(KEY), 0.0)
-    assert not await source.renew()

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from ems.errors import ConfigError
-from ems.router.admission.keys import ApiKey, KeyFile, Keys, Principal, digest_of, new_key
+from ems.router.admission.keys import ApiKey, KeyFile, Keys, Principal
+from tests.router.admission.api_keys import digest_of, new_key
 
 
 def test_recognises_a_key_by_its_hash() -> None:

@@ -22,17 +22,8 @@ from ems.errors import ConfigError, EmsError
 from ems.router.admission.keys import EVERY_MODEL, Principal
 
 ALGORITHMS: Final = (
-    "RS256",
-    "RS384",
-    "RS512",
-    "PS256",
-    "PS384",
-    "PS512",
-    "ES256",
-    "ES384",
-    "ES512",
-    "Ed25519",
-    "EdDSA",
+    *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
+    *("ES256", "ES384", "ES512", "Ed25519", "EdDSA"),
 )
 SKEW_SECONDS: Final = 60
 """How far an issuer's clock may be ahead."""

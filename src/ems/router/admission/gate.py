@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ipaddress
 import time
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
 from ems.router import headers
@@ -31,12 +32,6 @@ class SharedLimits(Protocol):
     """Buckets that several routers have in common; see :class:`~ems.router.admission.limits.Limits`."""
 
     async def take(self, limited: list[Limited], tokens: int) -> Taken | Exceeded: ...
-
-
-class KeySource(Protocol):
-    """Where the issuer's keys come from; asking again is bounded in time and how often it is done."""
-
-    async def renew(self) -> bool: ...
 
 
 class Asked(NamedTuple):
@@ -70,16 +65,16 @@ class Ticket:
 
     def done(self, output_tokens: int) -> None:
         """The request was answered with so many tokens."""
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            used = self.input_tokens + OUTPUT_WEIGHT * output_tokens
-            gate.end(self._place, self._taken, used=used, output_tokens=output_tokens)
+        self._end(output_tokens)
 
     def failed(self) -> None:
         """The request was not answered, or its client left before: it costs nothing."""
+        self._end(None)
+
+    def _end(self, output_tokens: int | None) -> None:
         gate, self._gate = self._gate, None
         if gate is not None:
-            gate.end(self._place, self._taken, used=None, output_tokens=0)
+            gate.end(self._place, self._taken, self.input_tokens, output_tokens)
 
 
 class Gate:
@@ -91,7 +86,7 @@ class Gate:
         *,
         keys: Keys | None = None,
         tokens: Tokens | None = None,
-        key_source: KeySource | None = None,
+        renew_keys: Callable[[], Awaitable[bool]] | None = None,
         shared: SharedLimits | None = None,
     ) -> None:
         self.config = config
@@ -108,7 +103,8 @@ class Gate:
         """Refusals by model and kind of limit."""
         self.cancelled = 0
         """Requests whose client left, or whose time was over, while they waited."""
-        self._key_source = key_source
+        self._renew_keys = renew_keys
+        """Asks the issuer for its keys again; how long that takes and how often it is done is bounded."""
         self._shared = shared
         self._waiting: dict[Place, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -123,13 +119,8 @@ class Gate:
 
         :raises Refusal: 401.
         """
-        if self.keys is None and self.tokens is None:
-            return
-        credential = _credential(fields)
-        if credential is None:
-            raise _no_credential()
-        if credential.count(b".") != 2 and (self.keys is None or self.keys.recognise(credential, time.time()) is None):
-            raise _unknown_key()
+        if self.keys is not None or self.tokens is not None:
+            self._key_or_token(fields)
 
     async def identify(self, fields: headers.RawHeaders) -> Principal:
         """Who sends a request.
@@ -138,27 +129,32 @@ class Gate:
         """
         if self.keys is None and self.tokens is None:
             return ANYBODY
-        credential = _credential(fields)
-        if credential is None:
-            raise _no_credential()
-        if self.keys is not None:
-            principal = self.keys.recognise(credential, time.time())
-            if principal is not None:
-                return principal
-        if self.tokens is None or credential.count(b".") != 2:
-            raise _unknown_key()
+        found = self._key_or_token(fields)
+        if isinstance(found, Principal):
+            return found
+        assert self.tokens is not None
         try:
-            return await self._bearer(self.tokens, credential)
+            try:
+                return self.tokens.recognise(found, time.time())
+            except KeyUnknown:
+                if self._renew_keys is None or not await self._renew_keys():
+                    raise
+                return self.tokens.recognise(found, time.time())
         except TokenRefused as error:
             raise _unauthorised(f"The token opens nothing here: {error}", "invalid_token") from None
 
-    async def _bearer(self, tokens: Tokens, credential: bytes) -> Principal:
-        try:
-            return tokens.recognise(credential, time.time())
-        except KeyUnknown:
-            if self._key_source is None or not await self._key_source.renew():
-                raise
-            return tokens.recognise(credential, time.time())
+    def _key_or_token(self, fields: headers.RawHeaders) -> Principal | bytes:
+        """Who has the API key of a request, or else what may be a token.
+
+        :raises Refusal: 401.
+        """
+        credential = _credential(fields)
+        if credential is None:
+            raise _unauthorised("Send an API key or a token as 'Authorization: Bearer ...'", "missing_credentials")
+        principal = None if self.keys is None else self.keys.recognise(credential, time.time())
+        if principal is None and (self.tokens is None or credential.count(b".") != 2):
+            raise _unauthorised("The API key is not known, or has expired", "invalid_api_key")
+        return principal or credential
 
     async def administrator(self, fields: headers.RawHeaders, peer: str) -> None:
         """Let pass who may change and explain the router: by an administering key, or, without keys, from this host.
@@ -181,7 +177,10 @@ class Gate:
         if not principal.may_use(asked.model):
             message = f"The model {asked.model[:200]!r} is not for this key"
             raise Refusal(403, message, code="model_not_allowed", param="model")
-        taken = await self._take(principal, asked) if self._limited(principal, asked) else None
+        limited = [*self._always, *asked.limited]
+        if principal.limit is not None:
+            limited.append((principal.scope, principal.limit))
+        taken = await self._take(limited, asked) if limited else None
         if not self.queue.capacity:
             return Ticket(self, principal, asked.input_tokens, None, taken)
         now = asyncio.get_running_loop().time()
@@ -200,28 +199,25 @@ class Gate:
                 await self._wait(place)
                 ticket.queued = asyncio.get_running_loop().time() - now
         except BaseException:
-            self.end(place, taken, used=None, output_tokens=0)
+            self.end(place, taken)
             raise
         return ticket
 
-    def end(self, place: Place | None, taken: Taken | None, *, used: int | None, output_tokens: int) -> None:
-        """Give back what a request had."""
+    def end(
+        self, place: Place | None, taken: Taken | None, input_tokens: int = 0, output_tokens: int | None = None
+    ) -> None:
+        """Give back what a request had; it costs nothing without ``output_tokens``, those of an answer."""
         now = asyncio.get_running_loop().time()
         if taken is not None:
-            if used is None:
+            if output_tokens is None:
                 taken.give_back(now)
             else:
                 taken.settle(output_tokens, now)
         if place is not None:
+            used = None if output_tokens is None else input_tokens + OUTPUT_WEIGHT * output_tokens
             self._let_run(self.queue.leave(place, now, used))
 
-    def _limited(self, principal: Principal, asked: Asked) -> bool:
-        return bool(asked.limited or self._always or principal.limit is not None)
-
-    async def _take(self, principal: Principal, asked: Asked) -> Taken:
-        limited = [*self._always, *asked.limited]
-        if principal.limit is not None:
-            limited.append((principal.scope, principal.limit))
+    async def _take(self, limited: list[Limited], asked: Asked) -> Taken:
         if self._shared is not None:
             taken = await self._shared.take(limited, asked.input_tokens)
         else:
@@ -287,14 +283,6 @@ def is_loopback(peer: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(peer).is_loopback
     return False
-
-
-def _no_credential() -> Refusal:
-    return _unauthorised("Send an API key or a token as 'Authorization: Bearer ...'", "missing_credentials")
-
-
-def _unknown_key() -> Refusal:
-    return _unauthorised("The API key is not known, or has expired", "invalid_api_key")
 
 
 def _unauthorised(message: str, code: str) -> Refusal:

@@ -24,18 +24,9 @@ _MAX_BYTES = 1 << 20
 log = logging.getLogger("ems.router")
 
 
-class KeySetFile:
-    """A JWKS in a file; :meth:`load` is called again when it changes."""
-
-    def __init__(self, path: Path, tokens: Tokens) -> None:
-        self._path = path
-        self._tokens = tokens
-
-    def load(self) -> None:
-        self._tokens.use(read_key_set(files.read(self._path, what="the key set")))
-
-    async def renew(self) -> bool:
-        return False
+def load(path: Path, tokens: Tokens) -> None:
+    """Take the keys of a JWKS in a file."""
+    tokens.use(read_key_set(files.read(path, what="the key set")))
 
 
 class KeySetUrl:

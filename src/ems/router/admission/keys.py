@@ -21,7 +21,6 @@ from ems.errors import ConfigError
 from ems.router.admission.limits import RateLimit
 
 FORMAT: Final = 1
-PREFIX: Final = "ems-"
 EVERY_MODEL: Final = "*"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 
@@ -112,11 +111,3 @@ def _principal(key: ApiKey) -> Principal:
 
 
 _NOBODY: Final = (ApiKey(id="nobody", sha256=secrets.token_hex(32), expires=0.0), Principal(""))
-
-
-def new_key() -> str:
-    return PREFIX + secrets.token_urlsafe(32)
-
-
-def digest_of(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()

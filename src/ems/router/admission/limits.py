@@ -11,9 +11,9 @@ given back at most once; a limit that is removed limits nothing from then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -107,33 +107,36 @@ class Bucket:
         return max(1, math.ceil(missing * self.seconds / self.limit - TOLERANCE))
 
 
-class Taken(Protocol):
-    """What a request took, to be settled or given back; only the first of these counts."""
+class Taken:
+    """What a request took of its buckets, to be settled or given back; only the first of these counts."""
+
+    __slots__ = ("_buckets", "_move", "_tokens")
+
+    def __init__(
+        self, buckets: Sequence[tuple[Name, Any]], tokens: int, move: Callable[[list[Any], int, float], None]
+    ) -> None:
+        """Buckets by their names, the prompt's tokens, and what puts tokens into some of the buckets."""
+        self._buckets = buckets
+        self._tokens = tokens
+        self._move = move
 
     def settle(self, output_tokens: int, now: float) -> None:
         """Take the answer's tokens; the prompt's stay taken."""
-
-    def give_back(self, now: float) -> None: ...
-
-
-class _Taken:
-    __slots__ = ("_buckets", "_tokens")
-
-    def __init__(self, buckets: list[tuple[Name, Bucket]], tokens: int) -> None:
-        self._buckets = buckets
-        self._tokens = tokens
-
-    def settle(self, output_tokens: int, now: float) -> None:
-        for name, bucket in self._buckets:
-            if name[1] is Kind.OUTPUT:
-                bucket.move(-output_tokens, now)
-        self._buckets = []
+        self._end(Kind.OUTPUT, -output_tokens, now)
 
     def give_back(self, now: float) -> None:
-        for name, bucket in self._buckets:
-            if name[1] is Kind.INPUT:
-                bucket.move(self._tokens, now)
-        self._buckets = []
+        self._end(Kind.INPUT, self._tokens, now)
+
+    def _end(self, kind: Kind, tokens: int, now: float) -> None:
+        moved = [bucket for name, bucket in self._buckets if name[1] is kind]
+        self._buckets = ()
+        if moved and tokens:
+            self._move(moved, tokens, now)
+
+
+def _move(buckets: list[Bucket], tokens: int, now: float) -> None:
+    for bucket in buckets:
+        bucket.move(tokens, now)
 
 
 Limited = tuple[str, RateLimit]
@@ -158,10 +161,8 @@ class Limits:
             if bucket.left + TOLERANCE < wanted:
                 return Exceeded(*name, bucket.wait(wanted))
             found.append((name, bucket))
-        for name, bucket in found:
-            if name[1] is Kind.INPUT:
-                bucket.move(-tokens, now)
-        return _Taken(found, tokens)
+        _move([bucket for name, bucket in found if name[1] is Kind.INPUT], -tokens, now)
+        return Taken(found, tokens, _move)
 
     def left(self, now: float) -> dict[Name, float]:
         for bucket in self._buckets.values():

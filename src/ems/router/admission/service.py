@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
 from ems.errors import ConfigError
-from ems.router.admission import files
+from ems.router.admission import files, key_set
 from ems.router.admission.bearer import Tokens
 from ems.router.admission.files import WatchedFile
 from ems.router.admission.gate import CREDENTIALS, Gate
-from ems.router.admission.key_set import KeySetFile, KeySetUrl
+from ems.router.admission.key_set import KeySetUrl
 from ems.router.admission.keys import KeyFile, Keys
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.shared_limits import RedisLimits
@@ -38,22 +39,21 @@ class Admission:
         self._url: KeySetUrl | None = None
         self._redis = None if config.limits_redis is None else RedisLimits(config.limits_redis)
         tokens = None if config.tokens is None else Tokens(config.tokens)
-        source: KeySetFile | KeySetUrl | None = None
         if config.tokens is not None and tokens is not None:
             if config.tokens.key_set.startswith(_URLS):
-                source = self._url = KeySetUrl(config.tokens.key_set, tokens)
+                self._url = KeySetUrl(config.tokens.key_set, tokens)
             else:
                 path = Path(config.tokens.key_set)
-                source = KeySetFile(path, tokens)
-                self.watch(path, source.load)
-        self.gate = Gate(config, tokens=tokens, key_source=source, shared=self._redis)
+                self.watch(path, partial(key_set.load, path, tokens))
+        renew_keys = None if self._url is None else self._url.renew
+        self.gate = Gate(config, tokens=tokens, renew_keys=renew_keys, shared=self._redis)
         if config.api_keys is not None:
             keys = Path(config.api_keys)
-            self.watch(keys, lambda: self._load_keys(keys))
+            self.watch(keys, partial(self._load_keys, keys))
         self.forwarding = Forwarding(frozenset(), b"")
         if config.engine_key is not None:
             engine_key = Path(config.engine_key)
-            self.watch(engine_key, lambda: self._load_engine_key(engine_key))
+            self.watch(engine_key, partial(self._load_engine_key, engine_key))
         elif config.authenticates and not config.forward_credentials:
             self.forwarding = Forwarding(frozenset(CREDENTIALS), b"")
 

@@ -57,25 +57,6 @@ log = logging.getLogger("ems.router")
 _Bucket = tuple[Name, int, int]
 
 
-class _Taken:
-    def __init__(self, limits: RedisLimits, buckets: list[_Bucket], tokens: int) -> None:
-        self._limits = limits
-        self._buckets = buckets
-        self._tokens = tokens
-
-    def settle(self, output_tokens: int, now: float) -> None:  # noqa: ARG002  Redis has its own clock
-        self._move(Kind.OUTPUT, -output_tokens)
-
-    def give_back(self, now: float) -> None:  # noqa: ARG002
-        self._move(Kind.INPUT, self._tokens)
-
-    def _move(self, kind: Kind, tokens: int) -> None:
-        moved = [one for one in self._buckets if one[0][1] is kind]
-        self._buckets = []
-        if moved and tokens:
-            self._limits.move(moved, tokens)
-
-
 class RedisLimits:
     """Buckets in one Redis; an asynchronous context manager that owns the connections."""
 
@@ -110,7 +91,7 @@ class RedisLimits:
             return self._own.take(limited, tokens, loop.time())
         buckets = list(buckets_of(limited))
         asked = [(bucket, tokens, -tokens) if bucket[0][1] is Kind.INPUT else (bucket, 1, 0) for bucket in buckets]
-        taken = _Taken(self, buckets, tokens)
+        taken = Taken([(bucket[0], bucket) for bucket in buckets], tokens, self._move)
         asking = self._start(self._ask(asked))
         try:
             lacking = await asyncio.shield(asking)
@@ -123,7 +104,7 @@ class RedisLimits:
             return Exceeded(*buckets[lacking[0] - 1][0], lacking[1])
         return taken
 
-    def move(self, buckets: list[_Bucket], tokens: int) -> None:
+    def _move(self, buckets: list[_Bucket], tokens: int, _: float) -> None:
         self._start(self._ask([(bucket, float("-inf"), tokens) for bucket in buckets]))
 
     def _start(self, work: Coroutine[Any, Any, tuple[int, int] | None]) -> asyncio.Task[tuple[int, int] | None]:
@@ -155,6 +136,6 @@ class RedisLimits:
         return int(number), int(wait)
 
 
-def _give_back_unused(done: asyncio.Task[tuple[int, int] | None], taken: _Taken, now: float) -> None:
+def _give_back_unused(done: asyncio.Task[tuple[int, int] | None], taken: Taken, now: float) -> None:
     if not done.cancelled() and (lacking := done.result()) is not None and not lacking[0]:
         taken.give_back(now)
