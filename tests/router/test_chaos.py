@@ -11,9 +11,12 @@ import aiohttp
 
 from ems.router.fleet import Role
 from tests.router.fakes import RawEngine, Running, running
+from tests.router.kthena.manifests import ROUTE, SGLANG, documents, pod
 from tests.router.soundness import unsound
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
     from tests.router.fakes import Script
@@ -66,7 +69,7 @@ async def ask(router: Running, dice: random.Random, turn: asyncio.Semaphore) -> 
         async with (
             turn,
             asyncio.timeout(patience),
-            router.client.post(router.url("/v1/completions"), json={}) as response,
+            router.client.post(router.url("/v1/completions"), json={"model": "kimi-k25"}) as response,
         ):
             body = await response.read()
     except TimeoutError:
@@ -125,3 +128,21 @@ async def test_whatever_happens_every_request_has_a_clear_end_and_nothing_stays_
         assert {"answer", "stream", "left"} < set(ends), "the test should see many ends"
         assert router.router.fleet.leaving() == []
         assert not [one for one in caplog.records if (one.name, one.levelname) == ("ems.router", "ERROR")]
+
+
+async def test_pairs_that_meet_by_themselves_have_clear_ends_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dice = random.Random(20261125)
+    async with RawEngine(moody(dice)) as one, RawEngine(moody(dice)) as two, RawEngine(moody(dice)) as three:
+        pods = [pod(f"p{place}", "prefill", engine.address.port) for place, engine in enumerate((one, two))]
+        pods += [pod(f"d{place}", "decode", engine.address.port) for place, engine in enumerate((one, two, three))]
+        (tmp_path / "all.yaml").write_text(documents(SGLANG, ROUTE, *pods))
+        async with running(manifests=tmp_path) as router:
+            turn = asyncio.Semaphore(16)
+            ends = await asyncio.gather(*(ask(router, dice, turn) for _ in range(400)))
+            await router.idle()
+
+    assert {"answer", "stream", "left"} < set(ends), "the test should see many ends"
+    assert not [one for one in caplog.records if (one.name, one.levelname) == ("ems.router", "ERROR")]
+    assert not [one for one in caplog.records if one.name == "asyncio"]

@@ -23,7 +23,7 @@ from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
 from ems.router.choosing.prompt import Prompt
 from ems.router.config import RouterConfig
-from ems.router.dispatch import Dispatch, GiveUp, PassOn, Policy, Step, Try
+from ems.router.dispatch import Dispatch, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.handoff.kinds import ROOM_BITS, Bootstrap, HandoffKind, decode_body, params_of, prefill_body
 from ems.router.handoff.recompute import CannotContinue, Generated
@@ -221,7 +221,8 @@ class Exchange:
             if step.instance.role is Role.PREFILL:
                 return await self._prefill(hop, self._ask(step.instance))
             return await self._decode(step.instance)
-        assert isinstance(step, GiveUp)
+        if isinstance(step, PassOn):  # of a request to go on with an answer
+            raise Refusal(503, "The answer cannot be continued; send the request again", code="recomputed")
         message, later = f"No {step.role} server is available; try again later", {"retry-after": str(step.retry_after)}
         raise Refusal(503, message, code=f"no_{step.role}_server", headers=later)
 
@@ -279,9 +280,7 @@ class Exchange:
             return dispatch.prefill_broke(self._loop.time())
         step = dispatch.prefill_answered(answer.status, self._loop.time())
         hop.answered(answer.status, self._loop.time())
-        if isinstance(step, PassOn):
-            if self._reply.status is not None:
-                raise Refusal(503, "The answer cannot be continued; send the request again", code="recomputed")
+        if isinstance(step, PassOn) and self._reply.status is None:
             returned = headers.returned(answer.headers, self._reply.request_id).headers
             kept = [pair for pair in returned if pair[0].lower() != b"content-length"]
             self._reply.head(answer.status, [*kept, (b"content-length", b"%d" % len(answer.body))], sized=True)

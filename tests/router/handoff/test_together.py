@@ -17,9 +17,8 @@ from ems.router.fleet import Role
 from ems.router.kthena.manifests import read
 from ems.router.metrics import Prefill
 from tests.router.fakes import ANSWER, FakeEngine, Handler, Running, completion, dead_address, running, status, until
-from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod
+from tests.router.kthena.manifests import ROUTE, SGLANG, documents, pod
 
-SGLANG = SERVER.replace("vLLM", "SGLang").replace("  kvConnector:\n    type: nixl\n", "")
 BODY = {"model": "kimi-k25", "prompt": "hello", "max_tokens": 5}
 
 
@@ -191,10 +190,11 @@ async def test_an_answer_is_complete_whether_or_not_its_prefill_says_so(tmp_path
         await asyncio.wait_for(prefill.abandoned.wait(), 20)
 
 
-async def test_a_prefill_that_fails_after_the_first_byte_is_an_error_event(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [500, 422])
+async def test_a_prefill_that_fails_after_the_first_byte_is_an_error_event(tmp_path: Path, code: int) -> None:
     begun = asyncio.Event()
 
-    async with FakeEngine(after(begun, status(500))) as prefill, FakeEngine(streaming(asyncio.Event())) as decode:
+    async with FakeEngine(after(begun, status(code))) as prefill, FakeEngine(streaming(asyncio.Event())) as decode:
         async with serving(tmp_path, [prefill], [decode]) as router:
             async with router.client.post(router.url("/v1/completions"), json={**BODY, "stream": True}) as response:
                 event = await response.content.readuntil(b"\n\n")

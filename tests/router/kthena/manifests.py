@@ -28,6 +28,8 @@ spec:
     timeout: 10s
 """
 
+SGLANG = SERVER.replace("vLLM", "SGLang").replace("  kvConnector:\n    type: nixl\n", "")
+
 ROUTE = """
 apiVersion: networking.serving.volcano.sh/v1alpha1
 kind: ModelRoute
