@@ -19,6 +19,7 @@ from ems.router.fleet import Fleet, Role
 from ems.router.http.client import Upstream
 from ems.router.http.message import Request
 from ems.router.kthena.api_server import ClusterSource
+from ems.router.kthena.config_dump import PREFIX, config_dump
 from ems.router.kthena.folder import Folder
 from ems.router.kthena.router_file import Schedulers
 from ems.router.kthena.router_file import read as read_router_file
@@ -170,9 +171,18 @@ class Router:
         assert self.served is not None
         reply.json(200, {"object": "list", "data": self.served.models()})
 
+    def _dump(self, request: Request, reply: Reply) -> None:
+        path, now = request.path.removeprefix(PREFIX), asyncio.get_running_loop().time()
+        found = None if self.served is None else config_dump(self.served.catalogue, self.fleet, path, now)
+        if found is None:
+            raise Refusal(404, f"There is no {request.path} here", code="not_found")
+        reply.json(200, found)
+
     def _find(self, request: Request) -> Page:
-        path = "/debug/requests/ID" if request.path.startswith("/debug/requests/") else request.path
-        methods = self._pages.get(path)
+        methods = self._pages.get(request.path)
+        if methods is None:
+            below = (path for path in self._pages if path.endswith("/") and request.path.startswith(path))
+            methods = self._pages.get(next(below, ""))
         if methods is None:
             raise Refusal(404, f"There is no {request.path} here", code="not_found")
         page = methods.get(request.method)
@@ -222,7 +232,8 @@ class Router:
             "/instances/add": {"POST": Page(administrators(pages.add, open_without_keys=True))},
             "/instances/remove": {"POST": Page(administrators(pages.remove, open_without_keys=True))},
             "/debug/requests": {"GET": Page(administrators(pages.decisions, open_without_keys=False))},
-            "/debug/requests/ID": {"GET": Page(administrators(pages.decision, open_without_keys=False))},
+            "/debug/requests/": {"GET": Page(administrators(pages.decision, open_without_keys=False))},
+            PREFIX: {"GET": Page(administrators(self._dump, open_without_keys=False))},
         }
 
     def _routed(self, request: Request, completion: CompletionRequest) -> tuple[Parts, CompletionRequest]:

@@ -22,7 +22,7 @@ class Member(NamedTuple):
     role: Role
     address: Address
     group: str
-    bootstrap_port: int
+    pod: Pod
 
 
 class Serving(NamedTuple):
@@ -40,15 +40,15 @@ class Catalogue:
 
     def __init__(self, objects: Iterable[Object] = (), before: Catalogue | None = None) -> None:
         objects = tuple(objects)
-        self._routes = {one.key: one for one in objects if isinstance(one, ModelRoute)}
-        for key, route in self._routes.items():
-            old = before._routes.get(key) if before is not None else None  # noqa: SLF001  another one of the same kind
+        self.model_routes = {one.key: one for one in objects if isinstance(one, ModelRoute)}
+        for key, route in self.model_routes.items():
+            old = before.model_routes.get(key) if before is not None else None
             if old is not None and old.spec.model_name != route.spec.model_name:
                 raise ConfigError(
                     f"ModelRoute {key}: spec.modelName is {route.spec.model_name!r} and was {old.spec.model_name!r}: "
                     "it cannot change, give the route another name"
                 )
-        self.routes = Routes(self._routes.values())
+        self.routes = Routes(self.model_routes.values())
         pods: dict[str, list[Pod]] = {}
         for pod in sorted((one for one in objects if isinstance(one, Pod) and one.ready), key=lambda pod: pod.key):
             pods.setdefault(pod.metadata.namespace, []).append(pod)
@@ -60,17 +60,17 @@ class Catalogue:
 
     def shared_limits(self) -> list[ObjectName]:
         """Routes whose limits are to count for several routers together."""
-        limits = ((key, route.spec.rate_limit) for key, route in self._routes.items())
+        limits = ((key, route.spec.rate_limit) for key, route in self.model_routes.items())
         return [key for key, limit in limits if limit is not None and limit.global_ is not None]
 
     def notes(self) -> list[str]:
         """Sentences on what is probably not meant."""
         said = [
             f"ModelRoute {key} has parentRefs and is left out: this router is no gateway"
-            for key, route in self._routes.items()
+            for key, route in self.model_routes.items()
             if route.spec.parent_refs
         ]
-        for key, route in self._routes.items():
+        for key, route in self.model_routes.items():
             names = {target.model_server_name for rule in route.spec.rules for target in rule.target_models}
             wanted = {ObjectName(key.namespace, str(name)) for name in names}
             missing = sorted(wanted - self.servings.keys())
@@ -101,7 +101,7 @@ def _members(spec: ModelServerSpec, pods: list[Pod]) -> tuple[Member, ...]:
             address = Address.of(pod.status.pod_ip, pod.port or spec.workload_port.port)
         except ConfigError as error:
             raise ConfigError(f"Pod {pod.key}: status.podIP: {error}") from None
-        found.setdefault((role, address), Member(role, address, group, pod.bootstrap_port))
+        found.setdefault((role, address), Member(role, address, group, pod))
     return tuple(found.values())
 
 

@@ -54,7 +54,7 @@ class Served:
         wanted: dict[tuple[Role, Address], tuple[dict[str, str], int]] = {}
         for key, serving in catalogue.servings.items():
             for member in serving.members:
-                groups, _ = wanted.setdefault((member.role, member.address), ({}, member.bootstrap_port))
+                groups, _ = wanted.setdefault((member.role, member.address), ({}, member.pod.bootstrap_port))
                 groups[str(key)] = member.group
         for role, address in self._listed - wanted.keys():
             fleet.remove(role, address)
