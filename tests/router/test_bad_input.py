@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from ems.router.request import MOST_OF_A_NAME
 from tests.router.fakes import FakeEngine, Running, dead_address, running, status
 
 
@@ -57,6 +58,33 @@ async def test_what_only_the_engine_can_judge_is_judged_by_it(body: bytes) -> No
         response = await router.post(data=body)
 
         assert (404, verdict) == (response.status, await response.read())
+
+
+async def test_a_model_whose_name_is_no_text_is_for_the_engine_to_refuse() -> None:
+    async with FakeEngine(status(400)) as decode, running(decodes=[decode.address]) as router:
+        assert (await router.post(data=b'{"model":"\xff"}')).status == 400
+        assert decode.seen
+
+
+async def test_a_model_whose_name_is_too_long_to_be_kept_is_a_404() -> None:
+    async with FakeEngine() as decode, running(decodes=[decode.address]) as router:
+        assert (await router.post(json={"model": "m" * MOST_OF_A_NAME})).status == 200
+
+        response = await router.post(json={"model": "m" * (MOST_OF_A_NAME + 1)})
+
+        assert response.status == 404
+        assert json.loads(await response.read())["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("given", [b"\xe9", b"x" * 129, b"a\tb", b""])
+async def test_a_request_id_that_cannot_be_kept_is_replaced(given: bytes) -> None:
+    async with FakeEngine() as decode, running(decodes=[decode.address]) as router:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n"
+
+        answer = await raw(router, head + b"x-request-id: " + given + b"\r\n\r\n{}")
+
+        assert b"x-request-id: " + decode.seen[0].headers["X-Request-Id"].encode() + b"\r\n" in answer
+        assert len(decode.seen[0].headers["X-Request-Id"]) == 32
 
 
 async def test_a_body_over_the_limit_is_a_413() -> None:

@@ -21,6 +21,11 @@ from ems.router.request import DEFAULT_OUTPUT, IMAGE_TOKENS, OUTPUT_CAP, REQUEST
         ({"messages": [{"role": "user", "content": "x" * 1000}]}, 258),
         ({"prompt": None}, 1),
         ({"prompt": 7}, 0),
+        ({"messages": "x", "prompt": "x" * 398}, 100),
+        ({"prompt": "", "input": "x" * 398}, 100),
+        ({"prompt": "x" * 398, "tools": ["x" * 396]}, 200),
+        ({"prompt": ";base64," + "x" * 390}, 100),
+        ({"messages": [{"content": 'url": "data:image/png;base64,' + "x" * 355}]}, 100),
     ],
 )
 def test_the_prompts_tokens_are_estimated_from_its_size(fields: dict[str, Any], tokens: int) -> None:

@@ -7,6 +7,7 @@ instance, since clients have no business with addresses behind the router; those
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from ems.errors import EmsError
 EVENT_END = b"data: [DONE]\n\n"
 
 _STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in HTTPStatus}
+_ID: Final = re.compile(rb"[ -~]{1,128}")
 _BODILESS: Final = frozenset((HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED))
 
 _encode = msgspec.json.Encoder().encode
@@ -88,7 +90,9 @@ class Reply:
         self._keeps_alive = keeps_alive
         self._chunked = False
         self._source: Source | None = None
-        self.request_id = _find(asked.headers, b"x-request-id") or secrets.token_hex(16).encode()
+        given = _find(asked.headers, b"x-request-id")
+        self.request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(16).encode()
+        """The client's, if it can be kept and logged as it is."""
         self.status: int | None = None
         self.ended = False
         self.unframed = False

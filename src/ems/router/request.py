@@ -29,6 +29,9 @@ REQUEST_OVERHEAD: Final = 64
 IMAGE_TOKENS: Final = 1024
 """Tokens assumed for an inlined image, audio or video, whatever its size in base64."""
 
+MOST_OF_A_NAME: Final = 256
+"""Characters of a model's name, as in Kthena; names are kept for logs and metrics."""
+
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Raw])
 _text = msgspec.json.Decoder(str)
@@ -39,7 +42,11 @@ _encode = msgspec.json.Encoder().encode
 _NULL = b"null"
 _BEFORE_THE_PROMPT = ("model", "cache_salt", "tools")
 """Fields that change the KV of everything behind them."""
-_INLINE_MEDIA = b";base64,"
+_PROMPTS = ("messages", "prompt", "input")
+"""Where prompts stand; each endpoint takes one and passes over the others, so the largest counts."""
+_RENDERED = ("tools", "instructions", "documents")
+"""Fields that become part of the prompt."""
+_MEDIA = re.compile(rb'url"\s*:\s*"data:[^"]{0,128}?;base64,')
 _IDS = re.compile(rb"\[\s*\d")
 _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prompt
 
@@ -52,8 +59,10 @@ class CompletionRequest:
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
         self.fields = fields
-        self._text = bytes(fields.get("messages") or fields.get("prompt") or fields.get("input") or b"")
-        self.prompt_tokens = _prompt_tokens(self._text)
+        self._text = max((bytes(fields.get(name, b"")) for name in _PROMPTS), key=len)
+        self.prompt_tokens = (
+            _prompt_tokens(self._text) + sum(len(bytes(fields.get(name, b""))) for name in _RENDERED) // 4
+        )
         self.output_tokens = _output_tokens(fields)
         self.single = _is_single(fields)
         """Whether it is for one sequence."""
@@ -75,7 +84,7 @@ class CompletionRequest:
         """The model that is asked for; empty where none is named."""
         try:
             return _text.decode(self.fields.get("model", b'""'))
-        except msgspec.DecodeError:
+        except ValueError:
             return ""
 
     def renamed(self, model: str) -> CompletionRequest:
@@ -109,15 +118,19 @@ class CompletionRequest:
 def parse(body: bytes) -> CompletionRequest:
     """Read a client's body.
 
-    :raises Refusal: with status 400: not JSON, or not an object.
+    :raises Refusal: 400: not JSON, or not an object; 404: no model has such a name.
     """
     try:
-        return CompletionRequest(body, _fields.decode(body))
+        request = CompletionRequest(body, _fields.decode(body))
     except msgspec.ValidationError:
         raise Refusal(400, "The request body must be a JSON object", code="invalid_body") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise Refusal(400, f"The request body is not valid JSON: {reason}", code="invalid_json") from None
+    if len(request.model) > MOST_OF_A_NAME:
+        message = f"The model's name has more than {MOST_OF_A_NAME} characters: there is none of that name"
+        raise Refusal(404, message, code="model_not_found", param="model")
+    return request
 
 
 def _is_single(fields: dict[str, Raw]) -> bool:
@@ -147,13 +160,12 @@ def _prompt_tokens(text: bytes) -> int:
 def _inline_media(text: bytes) -> tuple[int, int]:
     """Return how many bytes are inlined media, and how many pieces those are; each ends with its JSON string."""
     size = pieces = 0
-    start = text.find(_INLINE_MEDIA)
-    while start >= 0:
-        end = text.find(b'"', start)
-        end = len(text) if end < 0 else end
-        size += end - start
+    at = _MEDIA.search(text)
+    while at is not None:
+        end = text.find(b'"', at.end())
+        size += end - at.end()
         pieces += 1
-        start = text.find(_INLINE_MEDIA, end)
+        at = _MEDIA.search(text, end)
     return size, pieces
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import msgspec
@@ -98,10 +99,28 @@ def test_models_come_from_a_claim(claim: Any, models: tuple[str, ...]) -> None:
     assert checker("models").recognise(signed(models=claim), 0.0).models == models
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b'{"keys": 1}', b'{"keys": [{"kty": "none"}]}', b"null"])
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"keys": 1}', b'{"keys": [{"kty": "none"}]}', b"null", b"[" * 10000])
 def test_refuses_what_is_no_key_set(text: bytes) -> None:
     with pytest.raises(ConfigError):
         read_key_set(text)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        b'{"alg": "\\ud800"}',
+        jws.serialize_compact({"alg": "ES256", "kid": "k1"}, b"[" * 9000, KEY, algorithms=["ES256"]).encode(),
+        signed(exp=10**400),
+    ],
+    ids=["half a character", "deep", "for ever"],
+)
+def test_what_is_wrong_with_a_token_is_said_in_ascii(token: bytes) -> None:
+    if b"." not in token:
+        token = base64.urlsafe_b64encode(token).rstrip(b"=") + b".e30.e30"
+    with pytest.raises(TokenRefused) as refused:
+        checker().recognise(token, 0.0)
+
+    assert str(refused.value).isascii()
 
 
 def test_a_name_can_be_written_into_logs() -> None:

@@ -66,3 +66,4 @@ def test_a_client_writes_no_line_of_its_own() -> None:
     one = record(model='x"\n[now] "POST', request_id="a b\r\n", user="\u2028")
     for format in (Format.TEXT, Format.JSON):  # noqa: A001
         assert line_of(one, format, 0.0).count(b"\n") == 1
+    assert line_of(one, Format.TEXT, 0.0).isascii()

@@ -62,7 +62,7 @@ def read_key_set(data: bytes) -> KeySet:
     try:
         decoded = msgspec.json.decode(data)
         keys: KeySet = KeySet.import_key_set(decoded)
-    except (msgspec.DecodeError, JoseError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (JoseError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"The key set is no JWKS: {error}") from None
     return keys
 
@@ -111,14 +111,15 @@ class Tokens:
         try:
             claims = jwt.decode(token, self._keys, algorithms=ALGORITHMS).claims
             jwt.JWTClaimsRegistry(now=int(wall), leeway=SKEW_SECONDS, **self._claims).validate(claims)
+            ends = float(claims["exp"])
         except InvalidKeyIdError:
             raise KeyUnknown("the token names a key that the issuer does not have") from None
-        except (JoseError, ValueError, TypeError) as error:
-            raise TokenRefused(f"the token is refused: {error}") from None
+        except (JoseError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise TokenRefused("the token is refused: " + str(error).encode("ascii", "replace").decode()) from None
         models: tuple[str, ...] = (EVERY_MODEL,)
         if self._settings.models_claim is not None:
             named = claims.get(self._settings.models_claim, ())
             listed = named.split() if isinstance(named, str) else named
             models = tuple(str(name) for name in listed) if isinstance(listed, (list, tuple)) else ()
         user = claims["sub"].encode(errors="replace").decode()
-        return float(claims["exp"]), Principal(user, models, scope=f"user/{user}")
+        return ends, Principal(user, models, scope=f"user/{user}")

@@ -25,6 +25,9 @@ from ems.router.reply import Refusal
 OUTPUT_WEIGHT = 2
 """What a token of an answer counts for in the queue, beside 1 for one of a prompt: Kthena's weights."""
 
+MOST_EXCEEDED = 1024
+"""Models whose refusals are counted by name."""
+
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key")
 
 
@@ -224,6 +227,8 @@ class Gate:
             taken = self.limits.take(limited, asked.input_tokens, asyncio.get_running_loop().time())
         if isinstance(taken, Exceeded):
             key = asked.model, taken.kind
+            if key not in self.exceeded and len(self.exceeded) >= MOST_EXCEEDED:  # clients name models as they like
+                key = "", taken.kind
             self.exceeded[key] = self.exceeded.get(key, 0) + 1
             kind = "input" if taken.kind is Kind.INPUT else "output"
             later = {"retry-after": str(taken.retry_after)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -93,4 +94,4 @@ def _word(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    return _encode(text).decode()
+    return json.dumps(text)
