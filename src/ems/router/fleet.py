@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ems.router.breaker import Breaker
@@ -22,47 +23,31 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+@dataclass(slots=True, eq=False)
 class Instance:
     """One engine in one role.  Changed by its fleet only."""
 
-    __slots__ = (
-        "address",
-        "bootstrap_port",
-        "breaker",
-        "draining",
-        "failures",
-        "figures",
-        "groups",
-        "load",
-        "queued",
-        "role",
-        "running",
-        "served",
-        "turn",
-    )
-
-    def __init__(self, role: Role, address: Address, breaker: Breaker) -> None:
-        self.role = role
-        self.address = address
-        self.breaker = breaker
-        self.load = 0
-        """Estimated tokens of the requests that run here."""
-        self.queued = 0
-        """Estimated tokens of prompts that still have to be computed here."""
-        self.running = 0
-        self.served = 0
-        """Requests ever sent here."""
-        self.failures = 0
-        """Failures ever seen here."""
-        self.groups: Mapping[str, str] = {}
-        """The model servers that it is an instance of, and its group in each; empty where there are none."""
-        self.figures = Figures()
-        """What the engine says of itself, as far as it is asked."""
-        self.bootstrap_port = 0
-        """Where the decodes of an SGLang prefill meet it."""
-        self.draining = False
-        self.turn = 0
-        """Grows with each request sent here; the smallest one has waited longest."""
+    role: Role
+    address: Address
+    breaker: Breaker
+    load: int = 0
+    """Estimated tokens of the requests that run here."""
+    queued: int = 0
+    """Estimated tokens of prompts that still have to be computed here."""
+    running: int = 0
+    served: int = 0
+    """Requests ever sent here."""
+    failures: int = 0
+    """Failures ever seen here."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """The model servers that it is an instance of, and its group in each; empty where there are none."""
+    figures: Figures = field(default_factory=Figures)
+    """What the engine says of itself, as far as it is asked."""
+    bootstrap_port: int = 0
+    """Where the decodes of an SGLang prefill meet it."""
+    draining: bool = False
+    turn: int = 0
+    """Grows with each request sent here; the smallest one has waited longest."""
 
 
 class Hold:

@@ -49,7 +49,7 @@ class Place:
     tokens: int
     """What it is expected to use, weighted."""
     deadline: float
-    """When it has waited long enough."""
+    """When it has waited long enough; not before that of a request that came earlier."""
     priority: int = 0
     session: str = ""
     state: State = State.NEW
@@ -76,7 +76,6 @@ class Queue:
         self.capacity = capacity
         self.size = size
         self.running = 0
-        self.waiting = 0
         self._growth = math.log(2) / half_life
         self._boost_seconds = boost_seconds
         self._base = 0.0
@@ -86,7 +85,8 @@ class Queue:
         self._heads: list[tuple[int, bool, float, int, _Lane]] = []
         """A heap with one true entry for each lane that is not empty, and old ones that are skipped."""
         self._entries: dict[_Lane, int] = {}
-        self._deadlines: list[tuple[float, int, Place]] = []
+        self._waiting: OrderedDict[Place, None] = OrderedDict()
+        """In the order in which they came, which is that of their deadlines."""
         self._order = 0
         self._boosts = 0
 
@@ -141,17 +141,17 @@ class Queue:
     def expire(self, now: float) -> list[Place]:
         """Take out who has waited for too long."""
         late = []
-        while self._deadlines and (self._deadlines[0][2].state is not State.WAITING or self._deadlines[0][0] <= now):
-            place = heapq.heappop(self._deadlines)[2]
-            if place.state is State.WAITING:
-                self._remove(place)
-                late.append(place)
+        while (due := self.next_deadline()) is not None and due <= now:
+            late.append(next(iter(self._waiting)))
+            self._remove(late[-1])
         return late
 
     def next_deadline(self) -> float | None:
-        while self._deadlines and self._deadlines[0][2].state is not State.WAITING:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return next(iter(self._waiting)).deadline if self._waiting else None
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
 
     def use_of(self, user: str, now: float) -> float:
         """Weighted tokens that a user used lately."""
@@ -181,13 +181,12 @@ class Queue:
         user = self._user(place.user)
         user.waiting += 1
         user.lanes.add(lane)
-        self.waiting += 1
-        heapq.heappush(self._deadlines, (place.deadline, place.order, place))
+        self._waiting[place] = None
         self._enter(lane)
 
     def _remove(self, place: Place) -> None:
         place.state = State.GONE
-        self.waiting -= 1
+        del self._waiting[place]
         user = self._users[place.user]
         user.waiting -= 1
         lane = _lane(place)
@@ -201,9 +200,6 @@ class Queue:
         elif len(queue) > 2 * user.waiting + 64:
             queue[:] = [entry for entry in queue if entry[2].state is State.WAITING]
             heapq.heapify(queue)
-        if len(self._deadlines) > 2 * self.waiting + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state is State.WAITING]
-            heapq.heapify(self._deadlines)
 
     def _next(self) -> Place:
         """The request whose turn it is; it stays where it is."""

@@ -45,12 +45,12 @@ class ClusterSource:
         self._draw = draw or random.Random()
         self._mirror = Mirror()
         self._changed = asyncio.Event()
-        self._relist: dict[str, asyncio.Event] = {resource: asyncio.Event() for resource in RESOURCES}
+        self._asked = asyncio.Event()
         self._said: frozenset[str] = frozenset()
 
     def wake(self) -> None:
-        for event in self._relist.values():
-            event.set()
+        """List all anew now."""
+        self._asked.set()
 
     async def run(self, served: Served) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_SECONDS, sock_read=WATCH_SECONDS + CALL_SECONDS)
@@ -59,12 +59,19 @@ class ClusterSource:
             aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=MAX_LINE) as session,
             asyncio.TaskGroup() as tasks,
         ):
-            for resource in RESOURCES:
-                tasks.create_task(self._follow(session, resource))
+            tasks.create_task(self._keep(served))
             while True:
-                await self._changed.wait()
-                self._changed.clear()
-                self._apply(served)
+                following = [tasks.create_task(self._follow(session, resource)) for resource in RESOURCES]
+                await self._asked.wait()
+                self._asked.clear()
+                for one in following:
+                    one.cancel()
+
+    async def _keep(self, served: Served) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            self._apply(served)
 
     def _apply(self, served: Served) -> None:
         problems = self._mirror.problems
@@ -83,8 +90,7 @@ class ClusterSource:
         pause = 0.0
         while True:
             try:
-                if version is None or self._relist[resource].is_set():
-                    self._relist[resource].clear()
+                if version is None:
                     version = await self._list(session, resource)
                     pause = 0.0
                 version = await self._watch(session, resource, version)
@@ -121,7 +127,7 @@ class ClusterSource:
         self._changed.set()
         return version
 
-    async def _watch(self, session: aiohttp.ClientSession, resource: str, version: str) -> str | None:
+    async def _watch(self, session: aiohttp.ClientSession, resource: str, version: str) -> str:
         """Follow the changes since ``version``; return how far they were followed when the server ends the watch."""
         query = {
             "watch": "1",
@@ -129,26 +135,12 @@ class ClusterSource:
             "resourceVersion": version,
             "timeoutSeconds": str(WATCH_SECONDS),
         }
-        asked = asyncio.create_task(self._relist[resource].wait())
-        try:
-            async with self._get(session, resource, query) as answer:
-                self._check(answer)
-                while True:
-                    reading = asyncio.create_task(answer.content.readline())
-                    try:
-                        await asyncio.wait((reading, asked), return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        if not reading.done():
-                            reading.cancel()
-                    if asked.done():
-                        return None
-                    line = reading.result()
-                    if not line.strip():
-                        return version
-                    version = self._mirror.event(resource, msgspec.json.decode(line)) or version
-                    self._changed.set()
-        finally:
-            asked.cancel()
+        async with self._get(session, resource, query) as answer:
+            self._check(answer)
+            while line := (await answer.content.readline()).strip():
+                version = self._mirror.event(resource, msgspec.json.decode(line)) or version
+                self._changed.set()
+        return version
 
     def _get(self, session: aiohttp.ClientSession, resource: str, query: dict[str, str]) -> Any:
         group, _ = RESOURCES[resource]
