@@ -61,7 +61,7 @@ async def test_healthcheck_counts_instances_and_requests() -> None:
 async def test_health_and_readiness_follow_the_decode_instances_and_liveness_does_not() -> None:
     async with FakeEngine() as decode, running([dead_address()], [decode.address]) as router:
         await until(router.router.fleet.ready)
-        for path in ("/health", "/readyz", "/livez"):
+        for path in ("/health", "/readyz", "/livez", "/healthz"):
             assert (await router.get(path)).status == 200
         await until(lambda: not router.router.fleet.serves(Role.PREFILL))
         lines = (await (await router.get("/readyz")).text()).splitlines()
@@ -73,7 +73,8 @@ async def test_health_and_readiness_follow_the_decode_instances_and_liveness_doe
     async with running(decodes=[dead_address()]) as router:
         await until(lambda: not router.router.fleet.serves(Role.DECODE))
 
-        assert tuple([(await router.get(p)).status for p in ("/health", "/readyz", "/livez")]) == (503, 503, 200)
+        found = [(await router.get(path)).status for path in ("/health", "/readyz", "/livez", "/healthz")]
+        assert found == [503, 503, 200, 200]
         async with router.client.head(router.url("/livez")) as head:
             assert head.status == 200
 

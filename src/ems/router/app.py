@@ -225,7 +225,7 @@ class Router:
             "/reset_prefix_cache": {"POST": Page(administrators(pages.reset_prefix_cache, open_without_keys=True))},
             "/healthcheck": readable(pages.healthcheck),
             "/health": readable(pages.health),
-            "/livez": readable(pages.livez),
+            **dict.fromkeys(("/livez", "/healthz"), readable(pages.livez)),
             "/readyz": readable(pages.readyz),
             "/metrics": readable(metrics),
             "/version": readable(lambda reply: reply.json(200, {"version": __version__})),

@@ -167,6 +167,25 @@ async def test_an_object_that_is_wrong_counts_as_it_was(tmp_path: Path, caplog: 
     assert caplog.text.count("ModelRoute kimi-k25: spec: a ModelRoute needs modelName, loraAdapters or both") == 1
 
 
+async def test_a_server_that_wants_another_protocol_is_left_out_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secured = SERVER.replace("port: 7100", "port: 7100\n    protocol: https").replace(
+        "name: kimi-k25-pd", "name: other", 1
+    )
+    async with FakeApiServer() as api:
+        api.put("modelservers", loaded(SERVER))
+        api.put("modelservers", loaded(secured))
+        api.put("pods", decode_pod("a", 1))
+        async with following(api, tmp_path) as router:
+            await until(lambda: ports(router) == [1])
+            api.put("pods", decode_pod("b", 2))
+            await until(lambda: ports(router) == [1, 2])
+            assert {tuple(one.groups) for one in router.instances()} == {("dev/kimi-k25-pd",)}
+
+    assert caplog.text.count("ModelServer dev/other: spec.workloadPort.protocol is https, the router does not") == 1
+
+
 async def test_a_token_that_is_replaced_is_read_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "token").write_text("token-1\n")
     async with FakeApiServer() as api:

@@ -13,7 +13,7 @@ from ems.router.fleet import Role
 from ems.router.handoff.kinds import HandoffKind
 from ems.router.kthena.catalogue import Catalogue
 from ems.router.kthena.manifests import read
-from ems.router.kthena.objects import ModelRoute, ModelServer, ObjectName, Pod, parse_duration
+from ems.router.kthena.objects import ModelRoute, ModelServer, ObjectName, Pod, TrafficPolicy, parse_duration
 from tests.router.kthena.manifests import ROUTE, SERVER, SERVING, documents, pod
 
 
@@ -127,6 +127,18 @@ def test_other_kinds_are_ignored_with_one_line_a_file() -> None:
 
     assert [one.kind for one in manifests.objects] == ["ModelServer", "ModelRoute"]
     assert manifests.ignored == ("a.yaml: ignored what does not concern the router: 1 ConfigMap, 1 ModelServing",)
+
+
+def test_a_field_without_a_value_is_not_there() -> None:
+    written = SERVER.replace("trafficPolicy:\n    timeout: 10s", "trafficPolicy:").replace("type: nixl", "type:")
+    empty = pod("p", "decode", 1).replace("spec:", "spec: null\n#").replace("  annotations:", "  annotations:\n  #")
+    server, one = read({"a": documents(written, empty)}).objects
+
+    assert isinstance(server, ModelServer)
+    assert isinstance(one, Pod)
+    assert server.spec.traffic_policy == TrafficPolicy()
+    assert server.spec.handoff is HandoffKind.HTTP
+    assert one.port is None
 
 
 def test_a_list_as_kubectl_prints_it_is_its_items() -> None:

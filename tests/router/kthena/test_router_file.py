@@ -22,6 +22,7 @@ scheduler:
     - {name: least-latency, args: {TTFTTPOTWeightFactor: 0.25}}
     - name: prefix-cache
       args: {blockSizeToHash: 64, maxBlocksToMatch: 128}
+    - {name: random, args: }
   plugins:
     Filter: {enabled: [least-request, lora-affinity], disabled: []}
     Score:

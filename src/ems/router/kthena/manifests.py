@@ -1,6 +1,6 @@
 """Objects out of YAML: several documents a file, and lists as ``kubectl get -o yaml`` prints them.
 
-Texts that look like dates stay texts, as Kubernetes reads them.
+Texts that look like dates stay texts, and a field without a value is not there, as Kubernetes reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]  # libyaml's where it is there
-    """Safe, and without dates."""
+    """Safe, without dates; a field without a value is not there, as for Kubernetes."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        return {name: value for name, value in found.items() if value is not None}
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -40,19 +40,22 @@ class Served:
     def apply(self, catalogue: Catalogue, now: float, *, trusted: bool = False) -> None:
         """Let requests from now on go by this catalogue; ``trusted`` instances get some before their first probe.
 
-        :raises ConfigError: the router does not speak to engines as a server wants it; nothing has changed then.
+        :raises ConfigError: the router does not speak to engines as a file wants it; nothing has changed then.  What
+            wants it in a cluster, where others write too, is left out alone.
         """
         secured = self._parts.config.tls.engine_tls
-        for key, serving in catalogue.servings.items():
-            wants = serving.spec.workload_port.protocol
-            if (wants == "https") is not secured:
-                how = "with --engine-tls it speaks https" if secured else "it speaks https with --engine-tls only"
-                raise ConfigError(
-                    f"ModelServer {key}: spec.workloadPort.protocol is {wants}, the router does not: {how}"
-                )
+        how = "with --engine-tls it speaks https" if secured else "it speaks https with --engine-tls only"
+        wrong = {
+            key: f"ModelServer {key}: spec.workloadPort.protocol is {wants}, the router does not: {how}"
+            for key, serving in catalogue.servings.items()
+            if ((wants := serving.spec.workload_port.protocol) == "https") is not secured
+        }
+        if wrong and self._parts.config.cluster is None:
+            raise ConfigError(next(iter(wrong.values())))
+        servings = {key: serving for key, serving in catalogue.servings.items() if key not in wrong}
         fleet = self._parts.fleet
         wanted: dict[tuple[Role, Address], tuple[dict[str, str], int]] = {}
-        for key, serving in catalogue.servings.items():
+        for key, serving in servings.items():
             for member in serving.members:
                 groups, _ = wanted.setdefault((member.role, member.address), ({}, member.pod.bootstrap_port))
                 groups[str(key)] = member.group
@@ -63,9 +66,9 @@ class Served:
             fleet.belongs(role, address, groups, bootstrap_port)
         self._listed = set(wanted)
         self._parts.prober.wake()
-        self._of = {key: (serving, self._parts_of(key, serving)) for key, serving in catalogue.servings.items()}
+        self._of = {key: (serving, self._parts_of(key, serving)) for key, serving in servings.items()}
         self.catalogue = catalogue
-        notes = set(catalogue.notes())
+        notes = {*catalogue.notes(), *wrong.values()}
         if self._parts.config.admission.limits_redis is None:
             notes.update(
                 f"ModelRoute {key} shares its rateLimit by Redis, which takes --limits-redis: it is not shared"
