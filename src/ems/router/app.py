@@ -31,7 +31,7 @@ from ems.router.observe.record import Record
 from ems.router.pages import Pages
 from ems.router.prober import Prober
 from ems.router.reply import Refusal, Reply
-from ems.router.request import CompletionRequest, parse
+from ems.router.request import parse
 from ems.router.scraper import Scraper
 from ems.version import __version__
 
@@ -61,6 +61,8 @@ class Page(NamedTuple):
     """What answers requests for one path with one method; an awaitable answer ends the request when it is done."""
 
     serve: Serve
+    guard: Callable[[Request], Awaitable[None]] | None = None
+    """Refuses requests of those whom the page is not for."""
     body_limit: int = 1 << 20
 
 
@@ -151,7 +153,10 @@ class Router:
     async def serve(self, request: Request, reply: Reply, refusal: Refusal | None) -> None:
         try:
             if refusal is None:
-                answered = self._find(request).serve(request, reply)
+                page = self._find(request)
+                if page.guard is not None:
+                    await page.guard(request)
+                answered = page.serve(request, reply)
                 if answered is not None:
                     await answered
             else:
@@ -199,51 +204,34 @@ class Router:
             body = b"".join(generate_latest(collector) for collector in self._metrics)
             reply.whole(200, body, kind=CONTENT_TYPE)
 
-        def known(serve: Serve) -> Serve:
-            """For whoever may send requests."""
+        async def known(request: Request) -> None:
+            await self.admission.gate.identify(request.headers)
 
-            async def page(request: Request, reply: Reply) -> None:
-                await self.admission.gate.identify(request.headers)
-                await _finish(serve(request, reply))
+        async def administrators(request: Request) -> None:
+            await self.admission.gate.administrator(request.headers, request.peer)
 
-            return page
+        async def operators(request: Request) -> None:
+            """Administrators; everybody as long as there are no keys."""
+            if self.config.admission.authenticates:
+                await administrators(request)
 
-        def administrators(serve: Serve, *, open_without_keys: bool) -> Serve:
-            """For administrators; with ``open_without_keys`` for everybody as long as there are no keys."""
-
-            async def page(request: Request, reply: Reply) -> None:
-                if self.config.admission.authenticates or not open_without_keys:
-                    await self.admission.gate.administrator(request.headers, request.peer)
-                await _finish(serve(request, reply))
-
-            return page
-
-        completions = Page(self._complete, self.config.max_body_bytes)
+        completions = Page(self._complete, body_limit=self.config.max_body_bytes)
         return {
             **{path: {"POST": completions} for path in COMPLETIONS},
-            "/v1/models": {"GET": Page(known(pages.models if self.served is None else self._models))},
-            "/reset_prefix_cache": {"POST": Page(administrators(pages.reset_prefix_cache, open_without_keys=True))},
+            "/v1/models": {"GET": Page(pages.models if self.served is None else self._models, guard=known)},
+            "/reset_prefix_cache": {"POST": Page(pages.reset_prefix_cache, guard=operators)},
             "/healthcheck": readable(pages.healthcheck),
             "/health": readable(pages.health),
             **dict.fromkeys(("/livez", "/healthz"), readable(pages.livez)),
             "/readyz": readable(pages.readyz),
             "/metrics": readable(metrics),
             "/version": readable(lambda reply: reply.json(200, {"version": __version__})),
-            "/instances/add": {"POST": Page(administrators(pages.add, open_without_keys=True))},
-            "/instances/remove": {"POST": Page(administrators(pages.remove, open_without_keys=True))},
-            "/debug/requests": {"GET": Page(administrators(pages.decisions, open_without_keys=False))},
-            "/debug/requests/": {"GET": Page(administrators(pages.decision, open_without_keys=False))},
-            PREFIX: {"GET": Page(administrators(self._dump, open_without_keys=False))},
+            "/instances/add": {"POST": Page(pages.add, guard=operators)},
+            "/instances/remove": {"POST": Page(pages.remove, guard=operators)},
+            "/debug/requests": {"GET": Page(pages.decisions, guard=administrators)},
+            "/debug/requests/": {"GET": Page(pages.decision, guard=administrators)},
+            PREFIX: {"GET": Page(self._dump, guard=administrators)},
         }
-
-    def _routed(self, request: Request, completion: CompletionRequest) -> tuple[Parts, CompletionRequest]:
-        """Return which instances serve a request, by which settings, and the request as they get it.
-
-        :raises Refusal: nobody serves it.
-        """
-        if self.served is None:
-            return self._parts, completion
-        return self.served.route(completion, request)
 
     async def _complete(self, request: Request, reply: Reply) -> None:
         counters = self.counters
@@ -256,7 +244,9 @@ class Router:
             completion = parse(request.body)
             record.model = completion.model
             record.input_tokens = completion.prompt_tokens
-            parts, completion = self._routed(request, completion)
+            parts = self._parts
+            if self.served is not None:
+                parts, completion = self.served.route(completion, request)
             await Exchange(parts, request, completion, reply, record).run()
         except Refusal as refusal:
             status = refusal.status
@@ -285,8 +275,3 @@ class Router:
         record.fails(_KINDS.get(refusal.code, refusal.code), refusal.message)
         record.status = refusal.status
         self.observer.finished(record, record.arrived)
-
-
-async def _finish(answered: Awaitable[None] | None) -> None:
-    if answered is not None:
-        await answered
