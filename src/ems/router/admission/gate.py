@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ems.router import headers
@@ -50,21 +51,16 @@ class Asked(NamedTuple):
     """Limits of its route."""
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A request that was let in; exactly one of :meth:`done` and :meth:`failed` counts, the first one."""
 
-    __slots__ = ("_gate", "_place", "_taken", "input_tokens", "queued", "user")
-
-    def __init__(
-        self, gate: Gate, principal: Principal, input_tokens: int, place: Place | None, taken: Taken | None
-    ) -> None:
-        self._gate: Gate | None = gate
-        self._place = place
-        self._taken = taken
-        self.input_tokens = input_tokens
-        self.user = principal.user
-        self.queued = 0.0
-        """Seconds in the queue."""
+    _gate: Gate | None
+    _place: Place | None
+    _taken: Taken | None
+    input_tokens: int
+    queued: float = 0.0
+    """Seconds in the queue."""
 
     def done(self, output_tokens: int) -> None:
         """The request was answered with so many tokens."""
@@ -185,7 +181,7 @@ class Gate:
             limited.append((principal.scope, principal.limit))
         taken = await self._take(limited, asked) if limited else None
         if not self.queue.capacity:
-            return Ticket(self, principal, asked.input_tokens, None, taken)
+            return Ticket(self, None, taken, asked.input_tokens)
         now = asyncio.get_running_loop().time()
         place = Place(
             user=principal.user,
@@ -197,7 +193,7 @@ class Gate:
         try:
             for victim in self.queue.offer(place, now):
                 self._turn_away(victim, _crowded(victim, self.queue))
-            ticket = Ticket(self, principal, asked.input_tokens, place, taken)
+            ticket = Ticket(self, place, taken, asked.input_tokens)
             if place.state is not State.RUNNING:
                 await self._wait(place)
                 ticket.queued = asyncio.get_running_loop().time() - now

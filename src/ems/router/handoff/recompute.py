@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-class _Delta(msgspec.Struct, frozen=True):
+class _Part(msgspec.Struct, frozen=True):
     content: str | None = None
     tool_calls: Any = None
     function_call: Any = None
@@ -39,23 +39,23 @@ class _Delta(msgspec.Struct, frozen=True):
         return bool(self.tool_calls or self.function_call or self.reasoning or self.reasoning_content or self.refusal)
 
 
-_NO_DELTA: Final = _Delta()
-
-
 class _Choice(msgspec.Struct, frozen=True):
     text: str | None = None
-    delta: _Delta = _NO_DELTA
+    delta: _Part | None = None
+    message: _Part | None = None
+    stop_reason: Any = None
 
 
 class _Event(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
-    id: str = ""
+    id: str | None = None
 
 
 class CannotContinue(ValueError):
     """What was generated so far cannot be put into a prompt."""
 
 
+_NOTHING: Final = _Choice()
 _read_event = msgspec.json.Decoder(_Event).decode
 
 
@@ -106,22 +106,17 @@ class Generated:
         self._read()
         passed = []
         for event in data.split(b"\n\n"):
-            value = _event(event)
-            if value is None:
-                passed.append(event)
-                continue
-            choice = _choice(value)
-            self._note(choice)
-            if choice.get("stop_reason") == "recomputed":
+            choice = self._note(event)
+            if choice is not None and choice.stop_reason == "recomputed":
                 self.broken_off = True
-                if not self._text_of(choice):
-                    passed.append(b"")
-                    break
-                choice["stop_reason"] = choice["finish_reason"] = None
-                passed.append(b"data: " + _encode(value))
+                if _text_of(choice):
+                    value = _decode(event.removeprefix(b"data: "))
+                    value["choices"][0].update(stop_reason=None, finish_reason=None)
+                    passed.append(b"data: " + _encode(value))
                 passed.append(b"")
                 break
-            passed.append(b"data: " + self._joined(value) if self.legs > 1 else event)
+            joins = choice is not None and self.legs > 1
+            passed.append(b"data: " + self._joined(_decode(event.removeprefix(b"data: "))) if joins else event)
         return b"\n\n".join(passed)
 
     def _joined(self, value: dict[str, Any]) -> bytes:
@@ -135,21 +130,29 @@ class Generated:
         """Keep the text of the pieces alone; of many answers at once the events would be much to keep."""
         pieces, self._pieces = self._pieces, []
         for event in b"".join(pieces).split(b"\n\n"):
-            if not event.startswith(b"data: {"):
-                continue
-            try:
-                value = _read_event(event[6:])
-            except msgspec.DecodeError:  # whatever it is, it cannot be put into a prompt
-                self._plain = False
-                continue
-            self._id = self._id or value.id
-            for choice in value.choices[:1]:
-                text = choice.text or choice.delta.content
-                if text:
-                    self._texts.append(text)
-                    self.tokens += 1
-                if choice.delta is not _NO_DELTA and choice.delta.is_more:
-                    self._plain = False
+            self._note(event)
+
+    def _note(self, event: bytes) -> _Choice | None:
+        """Take in what an event brings; None where that is nothing."""
+        if not event.startswith(b"data: {"):
+            return None
+        try:
+            value = _read_event(event.removeprefix(b"data: "))
+        except msgspec.DecodeError:  # whatever it is, it cannot be put into a prompt
+            self._plain = False
+            return None
+        self._id = self._id or value.id or ""
+        return self._choice(value)
+
+    def _choice(self, value: _Event) -> _Choice:
+        choice = value.choices[0] if value.choices else _NOTHING
+        if text := _text_of(choice):
+            self._texts.append(text)
+            self.tokens += 1
+        part = choice.delta or choice.message
+        if part is not None and part.is_more:
+            self._plain = False
+        return choice
 
     # ---------------------------------------------------------------------------------------------------- whole answers
 
@@ -157,15 +160,17 @@ class Generated:
         """Take a whole answer; return it as the client gets it, nothing when its engine has given up."""
         if _MARK not in body and self.legs == 1:
             return body
-        value = _decode(body)
-        choice = _choice(value)
-        usage = value.get("usage") or {}
         before = "".join(self._texts)
-        self._note(choice)
+        said = self._choice(_read_event(body))
+        if said is _NOTHING:
+            return body
+        value = _decode(body)
+        usage = value.get("usage") or {}
         self.tokens = self._before + int(usage.get("completion_tokens", 0))
-        if choice.get("stop_reason") == "recomputed":
+        if said.stop_reason == "recomputed":
             self.broken_off = True
             return b""
+        choice = value["choices"][0]
         if self._chat:
             choice["message"]["content"] = before + (choice["message"].get("content") or "")
         else:
@@ -208,35 +213,10 @@ class Generated:
         self._before = self.tokens
         return fields
 
-    def _note(self, choice: dict[str, Any]) -> None:
-        text = self._text_of(choice)
-        if text:
-            self._texts.append(text)
-            self.tokens += 1
-        part = choice.get("delta") or choice.get("message") or {}
-        if any(part.get(name) for name in ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal")):
-            self._plain = False
 
-    def _text_of(self, choice: dict[str, Any]) -> str:
-        if self._chat:
-            part = choice.get("delta") or choice.get("message") or {}
-            return part.get("content") or ""
-        return choice.get("text") or ""
-
-
-def _event(event: bytes) -> dict[str, Any] | None:
-    if not event.startswith(b"data: {"):
-        return None
-    try:
-        value = _decode(event[6:])
-    except msgspec.DecodeError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _choice(value: dict[str, Any]) -> dict[str, Any]:
-    choices = value.get("choices")
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+def _text_of(choice: _Choice) -> str:
+    part = choice.delta or choice.message
+    return choice.text or (part.content if part is not None else None) or ""
 
 
 def _correct(usage: dict[str, Any], before: int) -> None:
