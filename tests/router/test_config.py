@@ -6,6 +6,7 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.router.config import Address, RouterConfig, pair
+from ems.router.observe.settings import ObserveConfig
 
 ONE = Address("h", 1)
 TWO = Address("h", 2)
@@ -34,7 +35,7 @@ def test_lists_that_do_not_fit_are_refused(hosts: list[str], ports: list[int], s
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"decodes": ()}, "No decode instance"),
+        ({"decodes": ()}, "No decode instance .* or --manifests, --kubeconfig or --in-cluster$"),
         ({"decodes": (ONE, TWO, ONE)}, "decode instance h:1 was given twice"),
         ({"prefills": (ONE, ONE)}, "prefill instance h:1 was given twice"),
         ({"port": -1}, "--port -1"),
@@ -56,3 +57,19 @@ def test_what_cannot_work_is_refused_by_the_flags_name(settings: dict[str, Any],
 
 def test_one_engine_may_have_both_roles() -> None:
     assert RouterConfig(prefills=(ONE,), decodes=(ONE,)).prefills == (ONE,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"decisions": -1}, "--debug-requests -1"),
+        ({"access_log_output": "access.log"}, "--access-log-output .*: give --access-log text or json$"),
+        (
+            {"otlp_traces_endpoint": "collector:4318"},
+            "--otlp-traces-endpoint 'collector:4318' is no URL: expected http",
+        ),
+    ],
+)
+def test_what_would_be_written_nowhere_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ObserveConfig(**settings)

@@ -155,7 +155,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ways = "--decoder-hosts, --manifests, --kubeconfig and --in-cluster"
             raise ConfigError(f"What is served was given twice: expected one of {ways}")
         if not any(given[1:]) and not self.decodes:
-            raise ConfigError("No decode instance was given: expected at least one of --decoder-hosts, --decoder-ports")
+            ways = "--decoder-hosts with --decoder-ports, or --manifests, --kubeconfig or --in-cluster"
+            raise ConfigError(f"No decode instance was given: expected {ways}")
         for role, addresses in (("prefill", self.prefills), ("decode", self.decodes)):
             twice = {str(address) for address in addresses if addresses.count(address) > 1}
             if twice:

@@ -96,6 +96,14 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
     for settings in wrong:
         with pytest.raises(ConfigError):
             TlsConfig(**settings)
+    unused: tuple[dict[str, Any], ...] = (
+        {"engine_authority": "x"},
+        {"engine_certificate": "x", "engine_key": "x"},
+        {"engine_insecure": True},
+    )
+    for settings in unused:  # engines would be spoken to in the clear
+        with pytest.raises(ConfigError, match=r"give --engine-tls$"):
+            TlsConfig(**settings)
     for key in (other, hidden, str(tmp_path / "none")):
         with pytest.raises(ConfigError, match="Cannot use the certificate"):
             for_clients(TlsConfig(certificate=certificate, key=key))

@@ -17,7 +17,7 @@ from ems.errors import ConfigError
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files in PEM form.
 
-    :raises ConfigError: a certificate without its key, or the other way round.
+    :raises ConfigError: a certificate without its key, or the other way round; files for a side that speaks no TLS.
     """
 
     certificate: str | None = None
@@ -42,6 +42,10 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError("TLS to engines takes both: give --engine-tls-cert and --engine-tls-key")
         if self.client_authority is not None and self.certificate is None:
             raise ConfigError("--tls-client-ca asks clients for certificates, which takes --tls-cert and --tls-key")
+        if not self.engine_tls and (self.engine_authority or self.engine_certificate or self.engine_insecure):
+            raise ConfigError(
+                "--engine-tls-ca, -cert, -key and -insecure say how engines are spoken to by TLS: give --engine-tls"
+            )
 
     @property
     def watched(self) -> list[Path]:

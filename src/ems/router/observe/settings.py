@@ -34,3 +34,10 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if not 0 <= self.decisions <= MOST_DECISIONS:
             raise ConfigError(f"--debug-requests {self.decisions} is out of range: expected 0 to {MOST_DECISIONS}")
+        if self.access_log is Format.OFF and self.access_log_output != "stdout":
+            raise ConfigError(
+                "--access-log-output says where lines go, but none are written: give --access-log text or json"
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-traces-endpoint {endpoint!r} is no URL: expected http://HOST:4318/v1/traces")
