@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from typing import TYPE_CHECKING, Any, Self
 
 from ems.router.app import Router
@@ -12,6 +11,7 @@ from ems.router.fleet import Role
 from ems.router.http.client import Connection, Receiver, Upstream, UpstreamBroken
 from ems.router.http.message import Request
 from ems.router.reply import Reply
+from tests.router.network import VirtualLoop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -20,27 +20,6 @@ if TYPE_CHECKING:
 
 PREFILL = Address("prefill", 1)
 DECODE = Address("decode", 1)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never waits."""
-
-    _ready: Any
-    _scheduled: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-
-    def time(self) -> float:
-        return self._now
-
-    def _run_once(self) -> None:
-        while self._scheduled and self._scheduled[0]._cancelled:
-            heapq.heappop(self._scheduled)._scheduled = False
-        if not self._ready and self._scheduled:
-            self._now = max(self._now, self._scheduled[0]._when)
-        super()._run_once()  # type: ignore[misc]
 
 
 class FakeAnswer(Connection):

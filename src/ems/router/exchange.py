@@ -299,6 +299,8 @@ class Exchange:
         relay.doubted = self._bootstrap is not None
         if previous is not None:
             relay.meter = previous.meter
+        if self._generated is not None:
+            self._generated.begin()
         if self._timer is None:
             self._look()
         fields, body = (
@@ -309,8 +311,11 @@ class Exchange:
         try:
             await self._parts.upstream.send(instance.address, request, relay)
         except TimeoutError:
-            self._fell_silent(relay)
+            if not relay.recomputes:
+                self._fell_silent(relay)
         except UpstreamBroken as error:
+            if relay.recomputes:
+                return self._go_on(relay)
             now = self._loop.time()
             if not relay.begun:
                 self._failed(instance, str(error))
@@ -318,6 +323,9 @@ class Exchange:
             self._failed(instance, f"it broke off amid an answer: {error}")
             self._dispatch.decode_cut(now)
             self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")
+        finally:  # the connection may serve others from here on
+            relay.source = None
+            self._reply.comes_from(None)
         return self._go_on(relay) if relay.recomputes else None
 
     def _begins(self, status: int) -> None:

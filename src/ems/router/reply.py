@@ -128,15 +128,21 @@ class Reply:
 
     def end(self) -> None:
         self.ended = True
-        self._source = None
+        self.comes_from(None)
         if self._chunked and not self._mute:
             self._write(b"0\r\n\r\n")
 
-    def comes_from(self, source: Source) -> None:
-        """Name where the pieces come from now, to be paused while the client does not take them."""
-        self._source = source
+    def comes_from(self, source: Source | None) -> None:
+        """Name where the pieces come from now, to be paused while the client does not take them.
+
+        What they came from before goes on, since it may serve others.
+        """
+        before, self._source = self._source, source
         if self.blocked:
-            source.pause()
+            if before is not None:
+                before.resume()
+            if source is not None:
+                source.pause()
 
     def block(self) -> None:
         self.blocked = True

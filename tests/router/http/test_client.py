@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ems.router.config import Address
-from ems.router.http.client import Page, Upstream, UpstreamBroken
+from ems.router.http.client import Connection, Page, Receiver, Upstream, UpstreamBroken, request_of
+from ems.router.http.message import Headers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ class Engine:
         self.moves = list(moves)
         self.connections = 0
         self.requests = 0
+        self.closes = False
         self.address = Address("127.0.0.1", 1)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,7 +39,7 @@ class Engine:
                     return
                 writer.write(move)
                 await writer.drain()
-                if b"\r\n\r\n" not in move:
+                if self.closes or b"\r\n\r\n" not in move:
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -121,6 +123,21 @@ async def test_an_answer_that_cannot_be_trusted_is_none(answer: bytes) -> None:
     async with talking(engine) as upstream:
         with pytest.raises(UpstreamBroken):
             await get(upstream, engine)
+
+
+async def test_an_answer_without_a_length_that_its_receiver_refuses_at_the_end_is_broken() -> None:
+    class Picky(Receiver):
+        def comes_from(self, connection: Connection) -> None: ...
+        def head(self, status: int, headers: Headers) -> None: ...
+        def piece(self, data: bytes) -> None: ...
+        def end(self) -> None:
+            raise UpstreamBroken("not all of it")
+
+    engine = Engine(b"HTTP/1.1 200 OK\r\n\r\n{")
+    async with talking(engine) as upstream:
+        engine.closes = True
+        with pytest.raises(UpstreamBroken, match="not all of it"):
+            await upstream.send(engine.address, request_of("GET", engine.address, b"/", b""), Picky())
 
 
 async def test_an_interim_answer_is_passed_over() -> None:

@@ -78,6 +78,11 @@ class Generated:
         """Whether the engine that answers now has given up."""
         self.legs = 1
 
+    def begin(self) -> None:
+        """Another engine answers; of one before it that broke off nothing is left but what was passed on."""
+        self.broken_off = False
+        self._tail = b""
+
     # ---------------------------------------------------------------------------------------------------------- streams
 
     def feed(self, data: bytes) -> bytes:
@@ -208,8 +213,7 @@ class Generated:
         except (KeyError, msgspec.DecodeError) as error:
             raise CannotContinue(str(error)) from error
         self.legs += 1
-        self.broken_off = False
-        self._tail = b""
+        self.begin()
         self._before = self.tokens
         return fields
 

@@ -260,7 +260,10 @@ class Connection(asyncio.Protocol):
         if done is None or done.done():
             return
         if self._in_body and self._until_close and error is None:
-            self._end()
+            try:
+                self._end()
+            except UpstreamBroken as broken:
+                done.set_exception(broken)
         elif self._used and not self._heard:
             done.set_result(False)
         else:

@@ -311,7 +311,7 @@ class Connection(asyncio.Protocol):
         if not task.cancelled() and task.exception() is not None:
             log.error("A request's task failed by a defect of the router", exc_info=task.exception())
         if not reply.ended:  # it cannot be completed, which the client must see
-            self._transport.abort() if reply.unframed else self._transport.close()
+            self._transport.abort() if reply.unframed else self._close()
         elif self._waiting and self._keeps_alive and not self._server.draining:
             self._next()
         elif self._lingering:
