@@ -8,6 +8,25 @@ import pytest
 from ems.errors import ConfigError
 from ems.router.admission import files
 from ems.router.admission.files import WatchedFile
+from ems.router.admission.service import Admission
+from ems.router.admission.settings import AdmissionConfig
+from tests.router.fakes import until
+
+
+async def test_a_defect_does_not_end_the_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "POLL_SECONDS", 0.001)
+    path = tmp_path / "file"
+    read: list[str] = []
+
+    def load() -> None:
+        read.append(path.read_text())
+        raise ZeroDivisionError
+
+    async with Admission(AdmissionConfig()) as admission:
+        admission.watch(path, load, loaded=True)
+        for text in ("1", "22"):
+            path.write_text(text)
+            await until(lambda text=text: text in read)  # type: ignore[misc]
 
 
 def test_secrets_that_others_may_read_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ems.errors import ConfigError
 from ems.router.config import ClusterAccess
 from ems.router.kthena.credentials import of_kubeconfig, of_pod
 from ems.router.kthena.mirror import Mirror, WatchExpired
-from ems.router.kthena.objects import ModelRoute, ObjectName
+from ems.router.kthena.objects import PORT_ANNOTATION, ModelRoute, ObjectName
 from tests.router.admission.certificates import Authority
 from tests.router.fakes import FakeEngine, Running, prefilled, running, until
 from tests.router.kthena.api import FakeApiServer
@@ -163,6 +163,13 @@ async def test_an_object_that_is_wrong_counts_as_it_was(tmp_path: Path, caplog: 
             await until(lambda: "spec.workloadPort.port: Expected `int` >= 1" in caplog.text)
             api.put("pods", decode_pod("b", 2))
             await until(lambda: ports(router) == [1, 2])
+
+            wrong = decode_pod("d", 4)
+            wrong["metadata"]["annotations"][PORT_ANNOTATION] = "0" * 8 + "100000"
+            api.put("pods", wrong)
+            await until(lambda: "expected a port from 1 to 65535" in caplog.text)
+            api.put("pods", decode_pod("c", 3))
+            await until(lambda: ports(router) == [1, 2, 3])
 
     assert caplog.text.count("ModelRoute kimi-k25: spec: a ModelRoute needs modelName, loraAdapters or both") == 1
 

@@ -105,12 +105,18 @@ def test_what_is_wrong_in_a_model_route_is_named(written: str, instead: str, sai
     assert said in message
 
 
+BOMB = "".join(f"a{at}: &a{at} [*a{at - 1}, *a{at - 1}]\n" for at in range(1, 41))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("a: [", "a.yaml is no YAML: "),
         ("- 1", "a.yaml: a document is no object"),
         ("a: 1", "a.yaml: a document has no kind or no apiVersion"),
+        ("apiVersion: v1\na: &a0 [0, 0]\n" + BOMB + "kind: *a40", "a.yaml is no YAML: its aliases repeat too much"),
+        ("a: &a {b: *a}", "a.yaml is no YAML: its aliases repeat too much"),
+        ("a: !!bool x", "a.yaml is no YAML: "),
         ("a: &a [*a]\nb: !!python/object:os.system {}", "a.yaml is no YAML: "),
         (SERVER.replace("v1alpha1", "v1"), "a.yaml: ModelServer has apiVersion"),
         (documents(SERVER, SERVER), "a.yaml: ModelServer dev/kimi-k25-pd is there twice: it also stands in a.yaml"),

@@ -199,11 +199,21 @@ async def test_a_mistake_at_the_start_keeps_the_router_from_starting(tmp_path: P
     (tmp_path / "a.yaml").write_text("kind: Other")
     for path, said in (
         (tmp_path, "a document has no kind or no apiVersion"),
-        (tmp_path / "b", "There are no manifests"),
+        (tmp_path / "b", "Cannot read the manifest .*: No such file or directory"),
     ):
         with pytest.raises(ConfigError, match=said):
             async with Router(RouterConfig(manifests=path)):
                 raise AssertionError
+
+
+async def test_a_folder_that_cannot_be_listed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(ConfigError, match="Cannot read the manifest"):
+        async with Router(RouterConfig(manifests=tmp_path)):
+            raise AssertionError
 
 
 async def test_the_time_of_a_request_ends_it_in_prefill_and_in_decode(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from ems.router.admission.shared_limits import RedisLimits
 from ems.router.headers import Forwarding
 
 Listing = Callable[[], Iterable[Path]]
+
+log = logging.getLogger("ems.router")
 
 _URLS = ("https://", "http://")
 
@@ -85,7 +88,10 @@ class Admission:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(files.POLL_SECONDS)
-            self.look()
+            try:
+                self.look()
+            except Exception:  # the root of the task: a defect must not end the looking
+                log.exception("Looking for what has changed failed by a defect of the router")
 
     def look(self, *, anyway: bool = False) -> None:
         """Look at all files, or ``anyway`` read them again."""

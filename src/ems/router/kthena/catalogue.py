@@ -97,10 +97,7 @@ def _members(spec: ModelServerSpec, pods: list[Pod]) -> tuple[Member, ...]:
                 if not _has(labels, pairs.prefill_labels):
                     continue
                 role = Role.PREFILL
-        try:
-            address = Address.of(pod.status.pod_ip, pod.port or spec.workload_port.port)
-        except ConfigError as error:
-            raise ConfigError(f"Pod {pod.key}: status.podIP: {error}") from None
+        address = Address.of(pod.status.pod_ip, pod.port or spec.workload_port.port)
         found.setdefault((role, address), Member(role, address, group, pod))
     return tuple(found.values())
 

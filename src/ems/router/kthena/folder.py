@@ -31,10 +31,13 @@ class Folder:
         self._said: tuple[str, ...] = ()
 
     def files(self) -> list[Path]:
-        if not self._path.is_dir():
-            return [self._path] if self._path.exists() else []
-        found = (path for path in self._path.iterdir() if path.suffix in _SUFFIXES)
-        return sorted(path for path in found if not path.name.startswith("."))
+        try:
+            found = list(self._path.iterdir()) if self._path.is_dir() else None
+        except OSError:
+            found = None
+        if found is None:  # a file, or what cannot be read, as reading it will say
+            return [self._path]
+        return sorted(path for path in found if path.suffix in _SUFFIXES and not path.name.startswith("."))
 
     def load(self) -> None:
         """Serve what the files say.

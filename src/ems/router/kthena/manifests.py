@@ -12,17 +12,33 @@ from typing import Any, NamedTuple
 import yaml
 
 from ems.errors import ConfigError
+from ems.router.admission import files
 from ems.router.kthena.objects import Object, ObjectName, decode
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]  # libyaml's where it is there
-    """Safe, without dates; a field without a value is not there, as for Kubernetes."""
+    """Safe, without dates and aliases that make much of little; a field without a value is not there, as in Kubernetes."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep)
         return {name: value for name, value in found.items() if value is not None}
+
+    def construct_document(self, node: Any) -> Any:
+        if _size(node, {}) > files.MAX_BYTES:
+            raise yaml.YAMLError("its aliases repeat too much: write out what they stand for")
+        return super().construct_document(node)
+
+
+def _size(node: Any, known: dict[int, int]) -> int:
+    """Characters of a node's values with each alias written out; too many where it stands within itself."""
+    if id(node) not in known:
+        known[id(node)] = files.MAX_BYTES + 1
+        below = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        size = max(1, len(below)) if isinstance(below, str) else 1 + sum(_size(one, known) for one in below)
+        known[id(node)] = size
+    return known[id(node)]
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -46,7 +62,7 @@ def load_yaml(text: str, *, source: str) -> list[object]:
     """
     try:
         return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError) as error:
         raise ConfigError(f"{source} is no YAML: {' '.join(str(error).split())}") from None
 
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from ems.errors import ConfigError
 from ems.router.admission.limits import RateLimit
+from ems.router.config import Address
 from ems.router.handoff.kinds import BOOTSTRAP_PORT, HandoffKind
 
 NETWORKING: Final = "networking.serving.volcano.sh/v1alpha1"
@@ -315,8 +316,12 @@ class Pod(_Object, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in (PORT_ANNOTATION, BOOTSTRAP_ANNOTATION):
             port = self.metadata.annotations.get(name, "1")
-            if not (port.isascii() and port.isdigit() and 1 <= int(port[:9]) <= 65535):
+            if not (re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535):
                 raise ValueError(f"{name} is {port[:20]!r}, expected a port from 1 to 65535")
+        try:
+            Address.of(self.status.pod_ip or "localhost", 1)
+        except ConfigError as error:
+            raise ValueError(f"status.podIP: {error}") from None
 
     @property
     def ready(self) -> bool:
