@@ -19,7 +19,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]  # libyaml's where it is there
-    """Safe, without dates and aliases that make much of little; a field without a value is not there, as in Kubernetes."""
+    """Safe, without dates and aliases that make much of little; what has no value is not there, as in Kubernetes."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep)
