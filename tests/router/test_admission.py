@@ -126,7 +126,10 @@ async def test_limits_hold_and_what_fails_costs_nothing() -> None:
         assert int(refused.headers["Retry-After"]) > 0
         assert (await refused.json())["error"]["code"] == "rate_limit_exceeded"
         page = await (await router.get("/metrics")).text()
-        assert 'kthena_router_rate_limit_exceeded_total{limit_type="input_tokens",model="m",path=""} 1.0' in page
+        assert (
+            'kthena_router_rate_limit_exceeded_total{limit_type="input_tokens",model="m",path="/v1/completions"} 1.0'
+            in page
+        )
 
 
 async def test_places_are_given_in_turn_and_none_is_lost() -> None:
@@ -180,7 +183,7 @@ async def test_each_request_is_a_line_of_the_access_log(tmp_path: Path) -> None:
 
     assert [(line["request_id"], line["status_code"]) for line in lines] == [("one", 200), ("two", 400)]
     assert lines[0]["selected_pod"] == str(decode.address)
-    assert lines[1]["error"]["type"] == "prompt_parsing"
+    assert lines[1]["error"]["type"] == "request_parsing"
 
 
 async def test_both_sides_may_speak_tls(tmp_path: Path) -> None:

@@ -47,12 +47,10 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", *sort
 """Endpoints whose requests are given to engines, and counted, limited and logged."""
 
 _KINDS = {
-    "invalid_json": "prompt_parsing",
-    "invalid_body": "prompt_parsing",
-    "rate_limit_exceeded": "rate_limit",
-    "no_decode_server": "scheduling",
-    "no_prefill_server": "scheduling",
-    "decode_timeout": "proxy",
+    **dict.fromkeys(("invalid_json", "invalid_body", "model_not_found"), "request_parsing"),
+    **dict.fromkeys(("model_server_not_found", "no_decode_server", "no_prefill_server"), "pod_discovery"),
+    **dict.fromkeys(("overloaded", "too_many_waiting"), "scheduling"),
+    **dict.fromkeys(("decode_timeout", "request_timeout"), "proxy"),
 }
 """What Kthena's metrics and access log call a refusal; the others keep their codes."""
 
@@ -97,8 +95,7 @@ class Router:
             self.observer,
             schedulers,
         )
-        gate = self.admission.gate
-        requests = RequestCollector(self.observer.series, self.observer.active, lambda: gate.exceeded)
+        requests = RequestCollector(self.observer.series, self.observer.active)
         self._metrics = (RouterCollector(self.fleet, self.counters), requests)
         self.served: Served | None = None
         self._cluster = None if config.cluster is None else ClusterSource(config.cluster)
@@ -250,7 +247,7 @@ class Router:
             await Exchange(parts, request, completion, reply, record).run()
         except Refusal as refusal:
             status = refusal.status
-            record.fails(_KINDS.get(refusal.code, refusal.code), refusal.message)
+            record.fails(refusal.kind or _KINDS.get(refusal.code, refusal.code), refusal.message)
             raise
         except ClientLeft:
             counters.disconnects += 1
@@ -272,6 +269,6 @@ class Router:
     def _turned_away(self, request: Request, reply: Reply, refusal: Refusal) -> None:
         """Note a request whose body nobody looked at."""
         record = self._record(request, reply)
-        record.fails(_KINDS.get(refusal.code, refusal.code), refusal.message)
+        record.fails(refusal.kind or _KINDS.get(refusal.code, refusal.code), refusal.message)
         record.status = refusal.status
         self.observer.finished(record, record.arrived)

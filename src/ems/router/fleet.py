@@ -45,9 +45,16 @@ class Instance:
     """What the engine says of itself, as far as it is asked."""
     bootstrap_port: int = 0
     """Where the decodes of an SGLang prefill meet it."""
+    pod: str = ""
+    """What its pod is called, if it is one."""
     draining: bool = False
     turn: int = 0
     """Grows with each request sent here; the smallest one has waited longest."""
+
+    @property
+    def name(self) -> str:
+        """Its pod's name, or its address."""
+        return self.pod or str(self.address)
 
 
 class Hold:
@@ -116,10 +123,12 @@ class Fleet:
     def leaving(self) -> list[Instance]:
         return list(self._leaving.values())
 
-    def belongs(self, role: Role, address: Address, groups: Mapping[str, str], bootstrap_port: int = 0) -> None:
-        """Set which model servers a listed instance is of, and its group in each."""
+    def belongs(
+        self, role: Role, address: Address, groups: Mapping[str, str], bootstrap_port: int = 0, pod: str = ""
+    ) -> None:
+        """Set which model servers a listed instance is of, its group in each, and what its pod is called."""
         instance = self._listed[role][address]
-        instance.groups, instance.bootstrap_port = groups, bootstrap_port
+        instance.groups, instance.bootstrap_port, instance.pod = groups, bootstrap_port, pod
 
     def usable(self, role: Role, server: str = "") -> list[Instance]:
         """Return those that may get requests, of one model server or of all."""

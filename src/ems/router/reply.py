@@ -29,11 +29,19 @@ _encode = msgspec.json.Encoder().encode
 class Refusal(EmsError):
     """The router answers a request itself, with an error.
 
-    ``status`` is the HTTP status, ``code`` a word for programs, ``headers`` what the status calls for.
+    ``status`` is the HTTP status, ``code`` a word for programs, ``headers`` what the status calls for; ``kind`` is
+    what metrics and logs call it, where ``code`` does not say it.
     """
 
     def __init__(
-        self, status: int, message: str, *, code: str, param: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        kind: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -41,6 +49,7 @@ class Refusal(EmsError):
         self.code = code
         self.param = param
         self.headers = headers or {}
+        self.kind = kind
 
 
 class Outlet(Protocol):

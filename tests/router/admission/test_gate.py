@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ems.router.admission.bearer import Tokens
-from ems.router.admission.gate import MOST_EXCEEDED, Asked, Gate, Ticket
+from ems.router.admission.gate import Asked, Gate, Ticket
 from ems.router.admission.keys import ANYBODY, ApiKey, KeyFile, Keys, Principal
 from ems.router.admission.limits import Kind, RateLimit, Unit
 from ems.router.admission.settings import AdmissionConfig
@@ -92,21 +92,11 @@ async def test_a_model_that_is_not_for_the_key_is_refused() -> None:
     assert (await refused(gate().enter(Principal("u", ("a",)), Asked("b")), 403)).param == "model"
 
 
-async def test_refusals_are_counted_by_a_bounded_number_of_names() -> None:
-    here = gate()
-    for number in range(3 * MOST_EXCEEDED):
-        await refused(here.enter(ANYBODY, Asked(f"m{number}", 800, limited=(("route/m", MINUTE),))), 429)
-
-    assert len(here.exceeded) == MOST_EXCEEDED + 1
-    assert sum(here.exceeded.values()) == 3 * MOST_EXCEEDED
-
-
 async def test_limits_say_when_to_come_again_and_failures_cost_nothing() -> None:
     here = gate()
     asked = Asked("m", 80, limited=(("route/m", MINUTE),))
     first = await here.enter(ANYBODY, asked)
     assert (await refused(here.enter(ANYBODY, asked), 429)).headers == {"retry-after": "36"}
-    assert here.exceeded == {("m", Kind.INPUT): 1}
     first.failed()
     first.done(1000)
     (await here.enter(ANYBODY, asked)).done(200)

@@ -22,7 +22,18 @@ from ems.router.config import Address, RouterConfig
 from ems.router.fleet import Role
 from ems.router.kthena.catalogue import Catalogue
 from ems.router.kthena.manifests import read
-from tests.router.fakes import FakeEngine, RawEngine, Running, completion, dead_address, prefilled, running, until
+from ems.router.observe.settings import Format, ObserveConfig
+from tests.router.fakes import (
+    FakeEngine,
+    RawEngine,
+    Running,
+    completion,
+    dead_address,
+    prefilled,
+    running,
+    status,
+    until,
+)
 from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod
 
 BODY = {"model": "kimi-k25", "prompt": "hello"}
@@ -273,6 +284,34 @@ async def test_https_is_spoken_by_a_router_that_speaks_it_to_all(tmp_path: Path)
     async with running(manifests=tmp_path, tls=TlsConfig(engine_tls=True)) as router:
         assert router.router.served is not None
         assert len(router.router.served.catalogue.servings) == 1
+
+
+async def test_requests_are_counted_and_logged_as_by_kthena(tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    one = documents(ROUTE.replace("  rules:", "  rateLimit: {inputTokensPerUnit: 50, unit: month}\n  rules:"), SERVER)
+    empty = documents(ROUTE.replace("kimi-k25", "empty"), SERVER.replace("kimi-k25-pd", "empty-pd"))
+    observe = ObserveConfig(access_log=Format.JSON, access_log_output=str(log))
+    async with FakeEngine(prefilled) as prefill, FakeEngine(status(500)) as decode:
+        pods = [pod("p-0", "prefill", prefill.address.port), pod("d-0", "decode", decode.address.port)]
+        (tmp_path / "all.yaml").write_text(documents(one, empty, *pods))
+        async with running(manifests=tmp_path / "all.yaml", observe=observe) as router:
+            for body in (BODY, {**BODY, "prompt": "a" * 400}, {**BODY, "model": "empty"}, {"model": ""}):
+                await router.post(json=body)
+            page = await (await router.get("/metrics")).text()
+    lines = [json.loads(line) for line in log.read_bytes().splitlines()]
+
+    assert (lines[0]["prefill_pod"], lines[0]["selected_pod"]) == ("p-0", "d-0")
+    assert [line.get("error", {}).get("type") for line in lines] == [
+        None, "input_rate_limit", "pod_discovery", "request_parsing",
+    ]  # fmt: skip
+    assert [line["model_name"] for line in lines] == ["kimi-k25", "kimi-k25", "empty", ""]
+    assert all(isinstance(value, int) for line in lines for name, value in line.items() if name.startswith("duration_"))
+    where = 'backend_name="dev/kimi-k25-pd",backend_type="model_server",error_type="request_failed",model="kimi-k25"'
+    assert f"kthena_router_requests_total{{{where}" in page
+    nowhere = 'backend_name="none",backend_type="none",error_type="pod_discovery",model="empty",model_route="none"'
+    assert f"kthena_router_requests_total{{{nowhere}" in page
+    limited = 'limit_type="input_tokens",model="kimi-k25",path="/v1/completions"'
+    assert f"kthena_router_rate_limit_exceeded_total{{{limited}}} 1.0" in page
 
 
 async def test_the_limit_of_a_route_limits_and_ends_with_it(tmp_path: Path) -> None:

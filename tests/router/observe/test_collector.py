@@ -5,19 +5,17 @@ from collections.abc import Iterable
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ems.router.admission.limits import Kind
 from ems.router.observe.collector import RequestCollector
 from ems.router.observe.record import Record
 from ems.router.observe.series import MOST_MODELS, AllSeries
 from tests.router.observe.records import chosen, record, refused
 
 
-def page(records: Iterable[Record], active: Iterable[Record] = (), **exceeded: int) -> dict[str, float]:
+def page(records: Iterable[Record], active: Iterable[Record] = ()) -> dict[str, float]:
     series = AllSeries()
     for one in records:
         series.finished(one)
-    counts = {(model, Kind.INPUT): count for model, count in exceeded.items()}
-    text = generate_latest(RequestCollector(series, active, lambda: counts)).decode()
+    text = generate_latest(RequestCollector(series, active)).decode()
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -60,7 +58,8 @@ def test_times_of_our_own() -> None:
 
 def test_what_is_going_on() -> None:
     waiting = refused(model="m")
-    samples = page([record()], [chosen(), waiting], m=3, other=1)
+    over = [refused(error_type=f"{kind}_rate_limit") for kind in ("input", "input", "output")]
+    samples = page([record(), *over, refused(model="other", error_type="input_rate_limit")], [chosen(), waiting])
 
     assert samples["kthena_router_active_requests{}"] == 2
     assert samples["kthena_router_active_downstream_requests{model=m}"] == 2
@@ -68,8 +67,10 @@ def test_what_is_going_on() -> None:
     assert samples["kthena_router_fairness_queue_inflight{model=m}"] == 1
     upstream = f"{WHERE},model_route=default/r,model_server=default/s,upstream_model=m"
     assert samples[f"kthena_router_active_upstream_requests{{{upstream}}}"] == 1
-    assert samples["kthena_router_rate_limit_exceeded_total{limit_type=input_tokens,model=m}"] == 3
-    assert samples["kthena_router_rate_limit_exceeded_total{limit_type=input_tokens,model=unknown}"] == 1
+    exceeded = "kthena_router_rate_limit_exceeded_total{limit_type=%s,model=%s,path=/v1/completions}"
+    assert samples[exceeded % ("input_tokens", "m")] == 2
+    assert samples[exceeded % ("output_tokens", "m")] == 1
+    assert samples[exceeded % ("input_tokens", "unknown")] == 1
 
 
 def test_clients_cannot_make_up_labels() -> None:

@@ -26,7 +26,6 @@ from ems.router.reply import Refusal
 OUTPUT_WEIGHT = 2
 """What a token of an answer counts for in the queue, beside 1 for one of a prompt: Kthena's weights."""
 
-MOST_EXCEEDED = 1024
 """Models whose refusals are counted by name."""
 
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key")
@@ -98,8 +97,6 @@ class Gate:
             half_life=config.fair_half_life,
             boost_seconds=config.session_boost,
         )
-        self.exceeded: dict[tuple[str, Kind], int] = {}
-        """Refusals by model and kind of limit."""
         self.cancelled = 0
         """Requests whose client left, or whose time was over, while they waited."""
         self._renew_keys = renew_keys
@@ -222,13 +219,9 @@ class Gate:
         else:
             taken = self.limits.take(limited, asked.input_tokens, asyncio.get_running_loop().time())
         if isinstance(taken, Exceeded):
-            key = asked.model, taken.kind
-            if key not in self.exceeded and len(self.exceeded) >= MOST_EXCEEDED:  # clients name models as they like
-                key = "", taken.kind
-            self.exceeded[key] = self.exceeded.get(key, 0) + 1
-            kind = "input" if taken.kind is Kind.INPUT else "output"
-            later = {"retry-after": str(taken.retry_after)}
-            raise Refusal(429, f"{kind} token rate limit exceeded", code="rate_limit_exceeded", headers=later)
+            which = "input" if taken.kind is Kind.INPUT else "output"
+            later, said = {"retry-after": str(taken.retry_after)}, f"{which} token rate limit exceeded"
+            raise Refusal(429, said, code="rate_limit_exceeded", headers=later, kind=f"{which}_rate_limit")
         return taken
 
     async def _wait(self, place: Place) -> None:

@@ -19,7 +19,7 @@ from ems.router.exchange import Parts
 from ems.router.fleet import Role
 from ems.router.http.message import Request
 from ems.router.kthena.catalogue import Catalogue, Serving
-from ems.router.kthena.objects import ObjectName, parse_duration
+from ems.router.kthena.objects import ObjectName, Pod, parse_duration
 from ems.router.reply import Refusal
 from ems.router.request import CompletionRequest
 
@@ -54,16 +54,16 @@ class Served:
             raise ConfigError(next(iter(wrong.values())))
         servings = {key: serving for key, serving in catalogue.servings.items() if key not in wrong}
         fleet = self._parts.fleet
-        wanted: dict[tuple[Role, Address], tuple[dict[str, str], int]] = {}
+        wanted: dict[tuple[Role, Address], tuple[dict[str, str], Pod]] = {}
         for key, serving in servings.items():
             for member in serving.members:
-                groups, _ = wanted.setdefault((member.role, member.address), ({}, member.pod.bootstrap_port))
+                groups, _ = wanted.setdefault((member.role, member.address), ({}, member.pod))
                 groups[str(key)] = member.group
         for role, address in self._listed - wanted.keys():
             fleet.remove(role, address)
-        for (role, address), (groups, bootstrap_port) in wanted.items():
+        for (role, address), (groups, pod) in wanted.items():
             fleet.add(role, address, now, trusted=trusted)
-            fleet.belongs(role, address, groups, bootstrap_port)
+            fleet.belongs(role, address, groups, pod.bootstrap_port, pod.metadata.name)
         self._listed = set(wanted)
         self._parts.prober.wake()
         self._of = {key: (serving, self._parts_of(key, serving)) for key, serving in servings.items()}
@@ -106,6 +106,7 @@ class Served:
         target = self.catalogue.routes.match(model, client.path, asked, self._draw)
         if target is None:
             raise Refusal(404, "route not found", code="route_not_found", param="model")
+        self._parts.observer.series.models.add(model)
         found = self._of.get(target.server)
         if found is None:
             raise Refusal(404, f"can't find model server {target.server}", code="model_server_not_found", param="model")

@@ -7,16 +7,15 @@ for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ems.router.admission.limits import Kind
 from ems.router.metrics import family
 from ems.router.observe.record import Record
-from ems.router.observe.series import UNKNOWN, AllSeries, Labels
+from ems.router.observe.series import NONE, UNKNOWN, AllSeries, Labels
 
 _BACKEND: Final = ("model_route", "backend_type", "backend_name", "upstream_model")
 _MODEL: Final = ("model",)
@@ -32,6 +31,12 @@ _Sums = tuple[tuple[str, str, tuple[str, ...], Mapping[str, tuple[str, ...]]], .
 _COUNTS: Final[_Sums] = (
     ("kthena_router_requests", "Requests by how they ended", Labels._fields, {"requests": ()}),
     ("kthena_router_tokens", "Tokens of prompts (estimated) and of answers", _OF_TOKENS, _TOKENS),
+    (
+        "kthena_router_rate_limit_exceeded",
+        "Requests refused by a limit of tokens",
+        ("model", "path", "limit_type"),
+        {"over_input": ("input_tokens",), "over_output": ("output_tokens",)},
+    ),
     ("kthena_router_fairness_queue_dequeue", "Requests that were given a place", _USER, {"entered": _ALL}),
     ("kthena_router_fairness_queue_cancelled", "Requests that left the queue without one", _USER, {"cancelled": _ALL}),
     (
@@ -61,12 +66,9 @@ _TIMES: Final[_Sums] = (
 class RequestCollector(Collector):
     """Turns series into metric families."""
 
-    def __init__(
-        self, series: AllSeries, active: Iterable[Record], exceeded: Callable[[], dict[tuple[str, Kind], int]] = dict
-    ) -> None:
+    def __init__(self, series: AllSeries, active: Iterable[Record]) -> None:
         self._series = series
         self._active = active
-        self._exceeded = exceeded
 
     def collect(self) -> Iterator[Metric]:
         for name, text, labels, attributes in _COUNTS:
@@ -75,11 +77,6 @@ class RequestCollector(Collector):
             yield family("histogram", name, text, labels, self._summed(labels, attributes))
         for name, text, labels, now in self._now():
             yield family("gauge", f"kthena_router_{name}", text, labels, now)
-        refused: Counter[tuple[str, ...]] = Counter()
-        for (model, limit), count in self._exceeded().items():
-            refused[self._name(model), limit, ""] += count
-        text, labels = "Requests refused by a limit of tokens", ("model", "limit_type", "path")
-        yield family("counter", "kthena_router_rate_limit_exceeded", text, labels, refused)
 
     def _summed(self, labels: tuple[str, ...], attributes: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
         sums: dict[tuple[str, ...], Any] = {}
@@ -97,7 +94,10 @@ class RequestCollector(Collector):
         being = Counter((model,) for model, _ in active)
         yield "active_downstream_requests", "Requests being served", _MODEL, being
         sent = [one for _, one in active if one.hops]
-        there = Counter((one.server, one.route, one.backend_type, one.backend, one.upstream_model) for one in sent)
+        there = Counter(
+            (one.server or NONE, one.route or NONE, one.backend_type, one.backend or NONE, one.upstream_model or NONE)
+            for one in sent
+        )
         yield "active_upstream_requests", "Requests that an engine works on", ("model_server", *_BACKEND), there
         waiting = Counter((model, *_ALL) for model, one in active if not one.entered)
         yield "fairness_queue_size", "Requests that wait for a place", _USER, waiting

@@ -12,18 +12,20 @@ from ems.router.observe.record import Record
 from ems.router.observe.settings import Format
 
 _encode = msgspec.json.Encoder().encode
+_PHASES = ("request_processing", "upstream_processing", "response_processing")
 _WORDS = (
     *("model_name", "model_route", "model_server", "selected_pod", "request_id", "backend_type", "backend_name"),
     *("upstream_model", "upstream_status_code", "upstream_attempts", "error_origin"),
 )
 """Fields that the text has as the JSON has them."""
+_ALWAYS = frozenset(("status_code", "model_name", *(f"duration_{part}" for part in ("total", *_PHASES))))
 _WAITS = (("queue", "queue"), ("ttft", "time_to_first_token"))
 
 
 def line_of(record: Record, format: Format, wall: float) -> bytes:  # noqa: A002  what else would it be called
     """The line of a request that ended ``wall`` seconds after 1970.
 
-    Names and order are Kthena's, up to ``duration_response_processing``; durations are milliseconds.
+    Names and order are Kthena's, up to ``duration_response_processing``; times are milliseconds, durations whole ones.
     """
     ended, arrived, sent = record.ended, record.arrived, record.sent
     answered = record.first_byte or ended
@@ -48,10 +50,10 @@ def line_of(record: Record, format: Format, wall: float) -> bytes:  # noqa: A002
         "error_origin": _origin(record) if error else "",
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
-        "duration_total": _ms(ended - arrived),
-        "duration_request_processing": _ms(sent - arrived),
-        "duration_upstream_processing": _ms(answered - sent),
-        "duration_response_processing": _ms(ended - answered),
+        "duration_total": round((ended - arrived) * 1000),
+        "duration_request_processing": round((sent - arrived) * 1000),
+        "duration_upstream_processing": round((answered - sent) * 1000),
+        "duration_response_processing": round((ended - answered) * 1000),
         "prefill_pod": record.prefill,
         "user": record.user,
         "queue": _ms(record.queued),
@@ -59,7 +61,7 @@ def line_of(record: Record, format: Format, wall: float) -> bytes:  # noqa: A002
     }
     if format is Format.TEXT:
         return _text(fields).encode(errors="replace")
-    return _encode({name: value for name, value in fields.items() if value or name == "status_code"}) + b"\n"
+    return _encode({name: value for name, value in fields.items() if value or name in _ALWAYS}) + b"\n"
 
 
 def _text(fields: dict[str, Any]) -> str:
@@ -68,9 +70,10 @@ def _text(fields: dict[str, Any]) -> str:
     if error:
         parts.append(f"error={error['type']}:{_quoted(error['message'])}")
     parts += [f"{name}={_word(str(fields[name]))}" for name in _WORDS if fields[name]]
-    parts.append(f"tokens={fields['input_tokens']}/{fields['output_tokens']}")
-    before, there, after = (fields[f"duration_{part}_processing"] for part in ("request", "upstream", "response"))
-    parts.append(f"timings={fields['duration_total']:g}ms({before:g}+{there:g}+{after:g})")
+    if fields["input_tokens"] or fields["output_tokens"]:
+        parts.append(f"tokens={fields['input_tokens']}/{fields['output_tokens']}")
+    before, there, after = (fields[f"duration_{part}"] for part in _PHASES)
+    parts.append(f"timings={fields['duration_total']}ms({before}+{there}+{after})")
     parts += [f"{name}={_word(fields[name])}" for name in ("prefill_pod", "user") if fields[name]]
     parts += [f"{name}={fields[key]:g}ms" for name, key in _WAITS if fields[key]]
     return " ".join(parts) + "\n"

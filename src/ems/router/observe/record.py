@@ -66,7 +66,7 @@ class Record:
     backend: str = ""
     upstream_model: str = ""
     prefill: str = ""
-    """The address of the instance that computed the prompt; empty when none was asked."""
+    """The name of the instance that computed the prompt; empty when none was asked."""
     decode: str = ""
     attempts: int = 0
     answered_status: int = 0
@@ -98,11 +98,11 @@ class Record:
         self.attempts = len(self.hops)
         for hop in self.hops:
             if hop.instance.role is Role.PREFILL:
-                self.prefill = str(hop.instance.address)
+                self.prefill = hop.instance.name
                 self.prefill_sent = hop.sent
                 self.prefill_done = hop.answered_at if 200 <= hop.status < 300 else NEVER
             else:
-                self.decode = str(hop.instance.address)
+                self.decode = hop.instance.name
                 self.decode_sent = hop.sent
             self.answered_status = hop.status
         if self.hops:

@@ -1,7 +1,8 @@
 """Numbers out of records: what is counted and timed, by the labels of Kthena's metrics.
 
 One look-up finds everything that a request adds to.  What always holds: the number of series is bounded, since only a
-model that an engine has answered for has a name of its own, and at most ``MOST_MODELS`` do.
+model that a route names, or that an engine has answered for, has a name of its own, and at most ``MOST_MODELS`` of the
+latter do.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from ems.router.observe.record import DONE, FAILED, Record
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 RATIOS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 UNKNOWN: Final = "unknown"
+NONE: Final = "none"
+"""What Kthena writes where there is no route, or no instance was asked."""
 MOST_MODELS: Final = 256
 MOST_SERIES: Final = 16384
+_LIMITS: Final = ("input_rate_limit", "output_rate_limit")
+"""One kind in metrics, and told apart in the log, as in Kthena."""
 
 
 class Labels(NamedTuple):
@@ -45,6 +50,8 @@ class Series:
     output_tokens: int = 0
     entered: int = 0
     cancelled: int = 0
+    over_input: int = 0
+    over_output: int = 0
     affinity_hits: int = 0
     affinity_misses: int = 0
     duration: Histogram = field(default_factory=_seconds)
@@ -59,6 +66,9 @@ class Series:
         self.requests += 1
         self.input_tokens += record.input_tokens
         self.output_tokens += record.output_tokens
+        if record.error_type in _LIMITS:
+            self.over_input += record.error_type == _LIMITS[0]
+            self.over_output += record.error_type == _LIMITS[1]
         self.duration.observe(record.ended - record.arrived)
         if record.prefill_done:
             self.prefill.observe(record.prefill_done - record.prefill_sent)
@@ -88,7 +98,7 @@ class AllSeries:
     def __init__(self) -> None:
         self.by_labels: dict[Labels, Series] = {}
         self.models: set[str] = set()
-        """Models that an engine answered for."""
+        """Models that a route names or an engine answered for."""
 
     def model_of(self, record: Record) -> str:
         model = record.model
@@ -101,15 +111,16 @@ class AllSeries:
 
     def finished(self, record: Record) -> None:
         status, model = record.status, self.model_of(record)
+        kind = "rate_limit" if record.error_type in _LIMITS else record.error_type
         labels = Labels(
             model,
             record.path,
             str(status),
-            record.error_type or (DONE if status < 400 else FAILED),
-            record.route,
+            kind or (DONE if status < 400 else FAILED),
+            record.route or NONE,
             record.backend_type,
-            record.backend,
-            "" if model is UNKNOWN else record.upstream_model,
+            record.backend or NONE,
+            NONE if model is UNKNOWN else record.upstream_model or NONE,
         )
         series = self.by_labels.get(labels)
         if series is None:
