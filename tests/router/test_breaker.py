@@ -28,6 +28,15 @@ def test_a_trusted_instance_may_be_used_before_its_first_probe_another_may_not()
     assert Breaker(5.0, trusted=False).due(5.0)
 
 
+def test_that_a_new_instance_does_not_answer_is_news_once() -> None:
+    breaker = Breaker(0.0, trusted=False)
+    said = []
+    for now in (0.0, 1.0, 3.0):
+        breaker.probe_started()
+        said.append(breaker.probe_failed(now))
+    assert said == [True, False, False]
+
+
 def test_failures_in_a_row_put_an_instance_aside() -> None:
     breaker = proven()
 

@@ -98,12 +98,12 @@ class Breaker:
         return True
 
     def probe_failed(self, now: float) -> bool:
-        """Record that the instance is not healthy; return whether this puts it aside."""
+        """Record that the instance is not healthy; return whether that is new: it was usable, or never asked before."""
         self.probing = False
-        was_usable = self.usable
-        if was_usable or self.probe_at is None:
+        new = self.usable or self.cooldown == COOLDOWN
+        if self.usable or self.probe_at is None:
             self._put_aside(now)
-        return was_usable
+        return new
 
     def _put_aside(self, now: float) -> None:
         self.usable = False

@@ -49,7 +49,7 @@ class Prober:
             failure = "it could not be probed"
         if failure is None:
             if instance.breaker.probe_passed():
-                log.info("The %s instance %s is healthy again and gets requests", instance.role, instance.address)
+                log.info("The %s instance %s is healthy and gets requests", instance.role, instance.address)
         elif self._fleet.probe_failed(instance, asyncio.get_running_loop().time()):
             log.warning("The %s instance %s is put aside: %s", instance.role, instance.address, failure)
         self.wake()

@@ -48,6 +48,13 @@ def test_refuses_keys_that_are_not_one_each(keys: list[tuple[str, str]]) -> None
         KeyFile(keys=tuple(ApiKey(id=name, sha256=digest_of(key)) for name, key in keys))
 
 
+def test_a_hash_with_what_sha256sum_prints_behind_it_is_explained() -> None:
+    with pytest.raises(
+        ConfigError, match="sha256 is no hash: expected the 64 digits that sha256sum prints, and nothing"
+    ):
+        ApiKey(id="a", sha256=digest_of("key") + "  -")
+
+
 @pytest.mark.parametrize("text", [b'{"format": 2}', b'{"keys": [{"id": "a", "sha256": "x"}]}', b'{"users": []}'])
 def test_refuses_what_is_no_file_of_keys(text: bytes) -> None:
     with pytest.raises((ConfigError, msgspec.ValidationError)):

@@ -63,7 +63,9 @@ def read_key_set(data: bytes) -> KeySet:
         decoded = msgspec.json.decode(data)
         keys: KeySet = KeySet.import_key_set(decoded)
     except (JoseError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"The key set is no JWKS: {error}") from None
+        raise ConfigError(
+            f'The key set is no JWKS, expected {{"keys": [...]}} with at least one key: {error}'
+        ) from None
     return keys
 
 

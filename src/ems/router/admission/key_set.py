@@ -26,7 +26,10 @@ log = logging.getLogger("ems.router")
 
 def load(path: Path, tokens: Tokens) -> None:
     """Take the keys of a JWKS in a file."""
-    tokens.use(read_key_set(files.read(path, what="the key set")))
+    try:
+        tokens.use(read_key_set(files.read(path, what="the key set")))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 class KeySetUrl:

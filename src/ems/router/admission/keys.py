@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 
@@ -29,7 +29,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One key: its name in logs, its hash, whose it is, and what it allows."""
 
     id: str
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: str
     user: str = ""
     """Who shares the queue fairly with others, and a limit with keys of the same user; the key's id when empty."""
     models: tuple[str, ...] = (EVERY_MODEL,)
@@ -41,6 +41,10 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whether it opens the pages that change or explain the router."""
     expires: float | None = None
     """Seconds since 1970."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ConfigError("sha256 is no hash: expected the 64 digits that sha256sum prints, and nothing else")
 
 
 class Principal(msgspec.Struct, frozen=True):
