@@ -11,7 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ems.router.fleet import Role
+from ems.router.admission.gate import Gate
+from ems.router.admission.limits import Taken
+from ems.router.fleet import Fleet, Hold, Role
+from ems.router.observe.observer import Observer
 from tests.router.histories import PORTS, Ask, Change, Fate, History, Leave, Manifests, Read, Step, Turn, Wait, live
 
 CLIENTS = st.integers(0, 2)
@@ -111,3 +114,32 @@ GIVEN_UP = Fate(gives_up=1)
 def test_whatever_happens_each_request_has_its_own_answer_and_nothing_stays_behind(history: History) -> None:
     with tempfile.TemporaryDirectory() as folder:
         live(history, Path(folder))
+
+
+BUSY = (
+    Ask(),
+    Ask(1, decode=(Fate("stall"),)),
+    Wait(1),
+    Leave(1),
+    Ask(2, decode=(Fate("error"),)),
+    Ask(0, stream=True),
+    Ask(0),
+    Wait(1),
+)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [(Fleet, "release"), (Hold, "computed"), (Gate, "end"), (Taken, "give_back"), (Observer, "finished")],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+def test_what_is_not_given_back_is_noticed(
+    broken: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(BUSY, max_running=2, limit=20_000)
+    live(history, tmp_path)
+
+    monkeypatch.setattr(broken, name, lambda *_, **__: None)
+
+    with pytest.raises(AssertionError):
+        live(history, tmp_path)
