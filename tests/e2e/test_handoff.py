@@ -9,6 +9,7 @@ import sys
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from tests.e2e.fleet import CHAT, Fleet, external_hits, running_router
 from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
+
+SEEDS = count(2000)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["steps-overlap", "step-by-step"])
@@ -133,6 +136,27 @@ def test_the_prefill_keeps_blocks_until_they_are_stored_and_both_sides_say_so(fl
 
     assert "Delaying free of 4 blocks for request" in fleet.prefill.log.read_text()
     assert "KV cache transfer for request" in fleet.decode.log.read_text()
+
+
+def test_a_pool_that_dies_under_load_costs_no_answer_and_is_used_again(fleet: Fleet, reference: Reference) -> None:
+    """What is killed amid hand-offs is a cache: decodes compute by themselves, and load again once the node is back."""
+    prompts = [random_prompt(640 + number, 6 * BLOCK + number) for number in range(8)]
+    expected = reference.texts(prompts)
+    with ThreadPoolExecutor(8) as threads:
+        before = fleet.node.counters["pages_committed"]
+        texts = [threads.submit(complete, fleet.url, prompt) for prompt in prompts]
+        wait_for(lambda: fleet.node.counters["pages_committed"] > before, "the first hand-off has begun")
+        fleet.node.kill()
+        assert [text.result(ANSWER_SECONDS) for text in texts] == expected
+    fleet.node.start()
+
+    def hands_over() -> bool:
+        fresh = random_prompt(next(SEEDS), 3 * BLOCK)
+        hits = external_hits(fleet.decode)
+        assert complete(fleet.url, fresh) == reference.text(fresh)
+        return external_hits(fleet.decode) > hits
+
+    wait_for(hands_over, "prefill and decode use the pool again")
 
 
 def test_an_error_of_the_engine_comes_through_with_status_and_body(fleet: Fleet) -> None:
