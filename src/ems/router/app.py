@@ -16,6 +16,7 @@ from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
 from ems.router.exchange import READS_ONLY, ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
+from ems.router.handoff.kinds import of_client
 from ems.router.http.client import Upstream
 from ems.router.http.message import Request
 from ems.router.kthena.api_server import ClusterSource
@@ -238,7 +239,7 @@ class Router:
         try:
             record.principal = await self.admission.gate.identify(request.headers)
             record.user = record.principal.user
-            completion = parse(request.body)
+            completion = of_client(parse(request.body))
             record.model = completion.model
             record.input_tokens = completion.prompt_tokens
             parts = self._parts

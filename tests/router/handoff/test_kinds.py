@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from ems.router.handoff.first_token import SHAPES_ANSWERS
-from ems.router.handoff.kinds import Bootstrap, HandoffKind, decode_body, params_of, prefill_body
+from ems.router.handoff.kinds import Bootstrap, HandoffKind, decode_body, of_client, params_of, prefill_body
 from ems.router.reply import Refusal
 from ems.router.request import parse
 from tests.router.fakes import HANDOFF, FakeEngine, prefilled, running
@@ -280,3 +280,29 @@ async def test_a_model_servers_connector_says_what_its_engines_get(
     assert asked.json.get("kv_transfer_params") == (PREFILL_PARAMS if asks else None)
     assert answered.json.get("kv_transfer_params") == (HANDOFF if asks else None)
     assert asks or answered.body == body
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 22, "remote_block_ids": [1]}, None),
+        ({"do_remote_prefill": True, "ems_explain": True}, {"ems_explain": True}),
+        ({"ems_explain": True, "lmcache.tag": "x"}, {"ems_explain": True, "lmcache.tag": "x"}),
+        ({}, None),
+        ([1], None),
+        (None, None),
+    ],
+)
+async def test_a_client_does_not_say_where_an_engine_fetches_kv(given: object, kept: object) -> None:
+    body = {"prompt": "a", "kv_transfer_params": given}
+    async with FakeEngine() as decode, running([], [decode.address]) as router:
+        assert (await router.post(data=json.dumps(body).encode())).status == 200
+
+    assert decode.seen[0].json.get("kv_transfer_params") == kept
+    assert decode.seen[0].json["prompt"] == "a"
+
+
+def test_what_a_client_may_say_reaches_the_engine_as_its_very_bytes() -> None:
+    request = parse(b'{ "prompt":"a", "kv_transfer_params": {"ems_explain" :true} }')
+
+    assert of_client(request) is request

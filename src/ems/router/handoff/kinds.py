@@ -33,6 +33,10 @@ BOOTSTRAP_PORT: Final = 8998
 ROOM_BITS: Final = 62
 """Of the number of a request's first sequence; those of its others follow, and SGLang's numbers have 63."""
 
+CLIENTS_PARAMS: Final = ("ems_", "lmcache.")
+"""How names begin of what a client may say in ``kv_transfer_params``.  The others name hosts, ports and blocks, with which
+an engine would fetch what is not this client's, from wherever the client likes."""
+
 _encode = msgspec.json.Encoder().encode
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _NULL = b"null"
@@ -68,6 +72,24 @@ class Bootstrap(NamedTuple):
         host = f"[{self.host}]" if ":" in self.host else self.host
         values = {"bootstrap_host": host, "bootstrap_port": self.port, "bootstrap_room": self.room}
         return {name: Raw(_encode(value)) for name, value in values.items()}
+
+
+def of_client(request: CompletionRequest) -> CompletionRequest:
+    """Return a client's request without what only the router may say in ``kv_transfer_params``."""
+    given = request.fields.get(KV_TRANSFER_PARAMS)
+    if given is None:
+        return request
+    try:
+        params = _fields.decode(given)
+    except (ValueError, RecursionError):  # no object
+        params = {}
+    kept = {name: value for name, value in params.items() if name.startswith(CLIENTS_PARAMS)}
+    if params and kept.keys() == params.keys():
+        return request
+    fields = {name: value for name, value in request.fields.items() if name != KV_TRANSFER_PARAMS}
+    if kept:
+        fields[KV_TRANSFER_PARAMS] = Raw(_encode(kept))
+    return CompletionRequest.of(fields)
 
 
 def prefill_body(request: CompletionRequest, kind: HandoffKind, bootstrap: Bootstrap | None = None) -> bytes:
