@@ -34,8 +34,11 @@ ROOM_BITS: Final = 62
 """Of the number of a request's first sequence; those of its others follow, and SGLang's numbers have 63."""
 
 CLIENTS_PARAMS: Final = ("ems_", "lmcache.")
-"""How names begin of what a client may say in ``kv_transfer_params``.  The others name hosts, ports and blocks, with which
-an engine would fetch what is not this client's, from wherever the client likes."""
+"""How names begin of what a client may say in ``kv_transfer_params``.
+
+The others name hosts, ports and blocks, with which an engine would fetch what is not this client's, from wherever the
+client likes.
+"""
 
 _encode = msgspec.json.Encoder().encode
 _fields = msgspec.json.Decoder(dict[str, Raw])
