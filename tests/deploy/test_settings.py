@@ -25,6 +25,7 @@ from ems.doctor.gathering import read_cluster
 from ems.pool.http.app import build_app as build_http
 from ems.pool.tenants import store
 from ems.pool.tiers.settings import parse_tier
+from ems.router.kthena.mirror import RESOURCES
 from tests.deploy.rendered import DEPLOY, KUBERNETES, OVERLAYS, SCRIPTS, config_map, named, node_of, pods
 from tests.deploy.test_pods import SECRETS
 
@@ -160,6 +161,22 @@ def test_engines_name_a_connector_that_ems_serves() -> None:
             if one.startswith("--kv-transfer-config")
         )
         assert json.loads(said) == {"kv_connector": "EmsStoreConnector", "kv_role": "kv_both"}
+
+
+def test_the_router_is_called_with_flags_that_it_has_and_may_list_what_it_watches() -> None:
+    folder = "examples/router"
+    (pod,) = pods(folder)
+    (container,) = pod["spec"]["containers"]
+    verb, arguments = parse(container["args"])
+    assert verb.__name__ == "router"
+    assert arguments["in_cluster"] is True
+    assert arguments["drain_timeout"] < pod["spec"]["terminationGracePeriodSeconds"]
+    assert arguments["port"] == container["ports"][0]["containerPort"]
+    role = named(folder, "Role", "ems-router")
+    allowed = {(group, one) for rule in role["rules"] for group in rule["apiGroups"] for one in rule["resources"]}
+    watched = {(version.rpartition("/")[0], one) for one, (version, _) in RESOURCES.items()}
+    assert allowed == watched
+    assert all(rule["verbs"] == ["list", "watch"] for rule in role["rules"])
 
 
 @pytest.fixture(scope="module")
