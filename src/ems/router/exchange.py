@@ -34,11 +34,9 @@ from ems.router.metrics import Counters
 from ems.router.observe.observer import Observer
 from ems.router.observe.record import UNRESOLVED, Hop, Record
 from ems.router.prober import Prober
-from ems.router.relay import Relay
+from ems.router.relay import ANSWER_LIMIT, Relay
 from ems.router.reply import Refusal, Reply
 from ems.router.request import CompletionRequest
-
-_ANSWER_LIMIT = 64 << 20  # of a prefill, whose one token may come with the prompt's log-probabilities
 
 _TRACE: Final = frozenset((b"traceparent", b"tracestate"))
 
@@ -262,7 +260,7 @@ class Exchange:
             self._client.target,
             self._fields(to_prefill=True),
             prefill_body(self._request, self._parts.handoff, self._bootstrap),
-            limit=_ANSWER_LIMIT,
+            limit=ANSWER_LIMIT,
             within=self._prefill_until - self._loop.time(),
         )
 

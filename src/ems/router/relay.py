@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Final
 
 from ems.router import headers
 from ems.router.handoff.recompute import Generated
@@ -20,6 +21,12 @@ from ems.router.observe.usage import Meter
 from ems.router.reply import Reply, error_events
 
 
+ANSWER_LIMIT: Final = 64 << 20
+"""Bytes of an answer that is read as a whole; one of a prefill may have the log-probabilities of its prompt."""
+EVENT_LIMIT: Final = 4 << 20
+"""Bytes of one event of a stream whose engine may give it up."""
+
+
 class Relay:
     """One attempt to answer, or to go on with an answer; ``begins`` is told the status just before something goes out.
 
@@ -27,7 +34,7 @@ class Relay:
     """
 
     __slots__ = (
-        "_begins", "_collected", "_last", "_loop", "_reply", "_returned", "_status", "_takes_events",
+        "_begins", "_collected", "_last", "_loop", "_reply", "_returned", "_size", "_status", "_takes_events",
         "begun", "doubted", "generated", "meter", "moved", "refused", "source",
     )  # fmt: skip
 
@@ -46,6 +53,7 @@ class Relay:
         self._takes_events = reply.status is not None
         self._last = b""
         self._collected: list[bytes] | None = None
+        self._size = 0
         self.generated = generated
         self.meter = Meter()
         self.source: Connection | None = None
@@ -89,8 +97,13 @@ class Relay:
         if self.generated is not None:
             if self._collected is not None:
                 self._collected.append(data)
+                self._size += len(data)
+                if self._size > ANSWER_LIMIT:
+                    raise UpstreamBroken(f"Its answer is larger than {ANSWER_LIMIT} bytes")
                 return
             data = self.generated.feed(data)
+            if self.generated.held > EVENT_LIMIT:
+                raise UpstreamBroken(f"An event of its answer is larger than {EVENT_LIMIT} bytes")
             if not data:
                 return
         if not self.begun:

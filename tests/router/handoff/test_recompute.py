@@ -193,3 +193,27 @@ async def test_what_cannot_be_continued_ends_with_an_error_event() -> None:
     assert texts(body.partition(b'data: {"error"')[0]) == ["one", " two"]
     assert b'"code":"recomputed"' in body
     assert body.endswith(DONE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"), [("application/json", b'{"choices":[{"text":"'), ("text/event-stream", b"data: ")]
+)
+async def test_what_is_held_of_an_answer_is_bounded(kind: str, start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.router.relay.ANSWER_LIMIT", 1000)
+    monkeypatch.setattr("ems.router.relay.EVENT_LIMIT", 1000)
+
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": kind})
+        await response.prepare(request)
+        await response.write(start + b"x" * 4000)
+        return response
+
+    async with (
+        FakeEngine(prefilled) as prefill,
+        FakeEngine(answer) as decode,
+        running([prefill.address], [decode.address], max_retries=0) as router,
+    ):
+        response = await router.post("/v1/completions", json={"model": "m", "prompt": "a"})
+
+        assert response.status == 503
+        assert "No decode server" in (await response.json())["error"]["message"]

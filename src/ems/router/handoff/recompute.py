@@ -102,6 +102,11 @@ class Generated:
             self._read()
         return data
 
+    @property
+    def held(self) -> int:
+        """Bytes of an event whose end has not come."""
+        return len(self._tail)
+
     def rest(self) -> bytes:
         """What is left when the stream ends amid an event."""
         rest, self._tail = self._tail, b""
