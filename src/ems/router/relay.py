@@ -20,7 +20,6 @@ from ems.router.http.message import Headers
 from ems.router.observe.usage import Meter
 from ems.router.reply import Reply, error_events
 
-
 ANSWER_LIMIT: Final = 64 << 20
 """Bytes of an answer that is read as a whole; one of a prefill may have the log-probabilities of its prompt."""
 EVENT_LIMIT: Final = 4 << 20
