@@ -129,6 +129,35 @@ async def test_a_prefill_that_takes_too_long_is_left() -> None:
 # -------------------------------------------------------------------------------------------------------------- decode
 
 
+@pytest.mark.parametrize("code", [429, 502, 503])
+async def test_a_decode_that_is_busy_is_replaced_and_the_last_ones_answer_is_the_answer(code: int) -> None:
+    busy = status(code, b"busy")
+    async with (
+        FakeEngine(prefilled) as prefill,
+        FakeEngine(busy) as one,
+        FakeEngine(busy) as other,
+        running([prefill.address], [one.address, other.address]) as router,
+    ):
+        response = await router.post()
+        assert (response.status, await response.read()) == (code, b"busy")
+        other.answer = completion
+        assert [(await router.post()).status for _ in range(3)] == [200, 200, 200]
+        await router.idle()
+    assert len(prefill.seen) == 4
+
+
+@pytest.mark.parametrize("code", [400, 404, 500, 504])
+async def test_an_error_that_would_be_the_same_elsewhere_is_the_answer(code: int) -> None:
+    async with (
+        FakeEngine(status(code, b"no")) as one,
+        FakeEngine(status(code, b"no")) as other,
+        running([], [one.address, other.address]) as router,
+    ):
+        response = await router.post()
+        assert (response.status, await response.read()) == (code, b"no")
+    assert len(one.seen) + len(other.seen) == 1
+
+
 async def test_an_unreachable_decode_is_replaced_by_another() -> None:
     async with FakeEngine(prefilled) as prefill, FakeEngine() as well:
         async with running([prefill.address], [dead_address(), well.address]) as router:

@@ -189,6 +189,14 @@ class Dispatch:
             self._fleet.failed(instance, now)
         return self._decode(now)
 
+    @property
+    def spare(self) -> bool:
+        """Whether there is an attempt left and a decode instance that was not tried."""
+        tried, policy = self._tried[Role.DECODE], self._policy
+        if policy.together or len(tried) > policy.max_retries:
+            return False
+        return any(one not in tried for one in self._fleet.usable(Role.DECODE, policy.server))
+
     def decode_cut(self, now: float) -> None:
         self._fleet.failed(self._let_go(Role.DECODE), now)
 

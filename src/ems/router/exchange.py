@@ -295,6 +295,7 @@ class Exchange:
         previous = self._relay
         relay = self._relay = Relay(self._reply, self._begins, self._loop, self._generated)
         relay.doubted = self._bootstrap is not None
+        relay.spare = self._reply.status is None and self._dispatch.spare
         if previous is not None:
             relay.meter = previous.meter
         if self._generated is not None:

@@ -22,6 +22,8 @@ from ems.router.reply import Reply, error_events
 
 ANSWER_LIMIT: Final = 64 << 20
 """Bytes of an answer that is read as a whole; one of a prefill may have the log-probabilities of its prompt."""
+BUSY: Final = frozenset((HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE))
+"""What an instance, or a proxy before it, answers when it cannot take a request that others may take."""
 EVENT_LIMIT: Final = 4 << 20
 """Bytes of one event of a stream whose engine may give it up."""
 
@@ -34,7 +36,7 @@ class Relay:
 
     __slots__ = (
         "_begins", "_collected", "_last", "_loop", "_reply", "_returned", "_size", "_status", "_takes_events",
-        "begun", "doubted", "generated", "meter", "moved", "refused", "source",
+        "begun", "doubted", "generated", "meter", "moved", "refused", "source", "spare",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +64,8 @@ class Relay:
         """When the instance last sent something."""
         self.doubted = False
         """Whether its prefill still runs, which may be what the instance fails by."""
+        self.spare = False
+        """Whether another instance can be asked instead of one that is busy or going away."""
         self.refused = False
         """Whether it answered that it failed, and another may be asked."""
 
@@ -76,9 +80,9 @@ class Relay:
     def head(self, status: int, received: Headers) -> None:
         self._status = status
         self.moved = self._loop.time()
-        if self.doubted and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if (self.doubted and status >= HTTPStatus.INTERNAL_SERVER_ERROR) or (self.spare and status in BUSY):
             self.refused = True
-            raise UpstreamBroken(f"It answers {status} while its prefill runs")
+            raise UpstreamBroken(f"It answers {status}")
         returned = self._returned = headers.returned(received, self._reply.request_id)
         events = returned.is_event_stream and not returned.is_encoded
         if self._reply.status is not None and not (events and status == HTTPStatus.OK):
