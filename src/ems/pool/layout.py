@@ -25,7 +25,7 @@ import struct
 import zlib
 from enum import IntEnum, IntFlag
 from mmap import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,6 +47,8 @@ _CARVING_OFFSET = 76
 _VERSION = struct.Struct("<8sI")
 _REF = struct.Struct("<III")
 REF_BYTES = _REF.size
+pack_ref, unpack_ref = _REF.pack, _REF.unpack
+"""What :meth:`PageRef.pack` and :meth:`PageRef.unpack` do, of plain numbers."""
 _HEADER = struct.Struct("<II16s16sQIII")
 INSTANCE_BYTES = 8
 """Bytes of the random number by which a client knows its own promises again on another connection."""
@@ -56,6 +58,7 @@ _WHOLE = 0x2144DF1C
 """The CRC-32 of anything that ends with its own CRC-32, as a header does."""
 
 Buffer = memoryview | bytearray | mmap
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class SlotState(IntEnum):
@@ -282,6 +285,13 @@ def pack_header(header: Header) -> bytes:
     return raw + _WORD.pack(zlib.crc32(raw))
 
 
+def pack_headers(headers: Array) -> bytes:
+    """:func:`pack_header` of many, which are :data:`HEADER`; their checksums are those of what is in them."""
+    without = np.ndarray(len(headers), f"V{_HEADER.size}", headers.tobytes(), strides=HEADER_BYTES).tolist()
+    headers["check"] = np.fromiter(map(zlib.crc32, without), np.uint32, len(headers))
+    return headers.tobytes()
+
+
 def unpack_header(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> Header:
     return Header._make(_HEADER.unpack_from(buffer, offset))
 
@@ -291,7 +301,7 @@ def header_is_sound(buffer: memoryview | bytes | bytearray | mmap, offset: int) 
     return bool(zlib.crc32(raw[: _HEADER.size]) == _WORD.unpack_from(raw, _HEADER.size)[0])
 
 
-def headers_are_sound(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+def headers_are_sound(headers: Array) -> npt.NDArray[np.bool_]:
     """:func:`header_is_sound` of many, which are :data:`HEADER`."""
     raw = np.frombuffer(headers.tobytes(), f"V{HEADER_BYTES}").tolist()
     return np.fromiter((zlib.crc32(one) == _WHOLE for one in raw), np.bool_, len(raw))

@@ -5,7 +5,7 @@ Data types only: what happens to them is decided in :mod:`ems.pool.core`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -109,6 +109,6 @@ class Page:
             page = page.parent
 
 
-def packed_refs(pages: list[Page]) -> bytes:
+def packed_refs(pages: Sequence[Page]) -> bytes:
     """Where ``pages`` lie, in the form that travels."""
     return b"".join([page.ref for page in pages])

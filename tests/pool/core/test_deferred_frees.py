@@ -15,8 +15,7 @@ def with_slots(count: int) -> tuple[SlotAllocator, list[bytes]]:
     slots = SlotAllocator([segment_for(4, PAGE)])
     slots.touch(0, segment_for(4, PAGE))
     slots.assign(slots.segments[0], 0, PAGE)
-    taken = [slots.take(0) for _ in range(count)]
-    return slots, [ref.pack() for ref in taken if ref is not None]
+    return slots, slots.take(0, count)
 
 
 def test_slots_wait_until_their_writer_stops() -> None:
@@ -54,7 +53,7 @@ def test_what_waits_goes_with_its_memory_and_its_headers_say_so_no_more() -> Non
     deferred.defer(ONE, refs[:1], 1.0)
     deferred.quarantine(refs[1])
     assert not deferred.fills(0)
-    slots.give_back(PageRef.unpack(refs[2]))
+    slots.give_back(refs[2])
     assert deferred.fills(0)
     deferred.drop_segment(0)
     assert (deferred.resting, deferred.quarantined, slots.segments[0].used) == (0, 0, 0)

@@ -81,7 +81,7 @@ def test_a_commit_takes_all_that_it_names_or_nothing() -> None:
     with pytest.raises(StaleReference, match="reserve again"):
         reservations.take(8, 1, None)
     assert list(reservations.waiting(namespace)) == pages
-    assert reservations.take(7, 1, [2, 0]) == (namespace, [0, 2], [pages[0], pages[2]])
-    assert reservations.take(7, 1, None) == (namespace, [1, 3], [pages[1], pages[3]])
+    assert reservations.take(7, 1, [2, 0]) == (namespace, [pages[0], pages[2]])
+    assert reservations.take(7, 1, None) == (namespace, [pages[1], pages[3]])
     assert (len(reservations), reservations.of(7)) == (0, [])
     assert wrong_reservations(reservations, [namespace]) == ["a page is being written that no reservation holds"]

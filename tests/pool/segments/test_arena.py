@@ -81,9 +81,8 @@ def test_a_segment_describes_itself(arena: Arena) -> None:
 def test_a_header_says_writing_before_it_says_present(arena: Arena) -> None:
     arena.headers.describe(assigned(0, 8192))
     assert header(arena, 0, 3) == (SlotState.FREE, 0, bytes(16), 0)
-    ref = PageRef(0, 3, 7).pack()
-    page = Page(b"k" * 16, ref)
-    arena.headers.begin_writing([page], ref, 8192, UNKNOWN)
+    page = Page(b"k" * 16, PageRef(0, 3, 7).pack())
+    arena.headers.begin_writing([page], 8192, UNKNOWN)
     assert header(arena, 0, 3) == (SlotState.WRITING, 7, b"k" * 16, 8192)
     arena.headers.publish([page], 8192)
     assert header(arena, 0, 3) == (SlotState.PRESENT, 7, b"k" * 16, 8192)
@@ -95,9 +94,8 @@ def test_no_old_header_vouches_for_bytes_of_a_new_page(arena: Arena) -> None:
     arena.headers.describe(assigned(0, 1024))
     last = small.slot_count - 1
     assert header_offset(last) > large.data_offset, "the old header must lie where new pages will"
-    ref = PageRef(0, last, 7).pack()
-    page = Page(b"k" * 16, ref)
-    arena.headers.begin_writing([page], ref, 1024, UNKNOWN)
+    page = Page(b"k" * 16, PageRef(0, last, 7).pack())
+    arena.headers.begin_writing([page], 1024, UNKNOWN)
     arena.headers.publish([page], 1024)
     arena.headers.describe(assigned(0, 256 << 10, "b"))
     assert header(arena, 0, last) == (SlotState.FREE, 0, bytes(16), 0)

@@ -401,9 +401,8 @@ def test_generations_go_on(home: Path) -> None:
     found = PageRef.unpack(next(iter(again.core.namespaces[0].index)).ref)
     assert found == before
     again.core.namespaces[0].index.discard(again.core.namespaces[0].index.get(chain("x", 1)[0]))  # type: ignore[arg-type]
-    again.core.slots.give_back(found)
-    ref = again.core.slots.take(0)
-    assert ref is not None
+    again.core.slots.give_back(found.pack())
+    ref = PageRef.unpack(*again.core.slots.take(0, 1))
     assert ref[:2] == before[:2]
     assert ref.generation == before.generation + 1
     again.arena.close(keep=False)

@@ -67,7 +67,7 @@ class Bench:
             pass
 
     def _free(self, one: Page) -> None:
-        self.node.core.slots.give_back(PageRef.unpack(one.ref))
+        self.node.core.slots.give_back(one.ref)
 
     def present(self, keys: list[bytes]) -> int:
         return len(self.node.core.reading.lookup(9, self.namespace, keys, lease=False).pages)

@@ -426,7 +426,7 @@ async def test_a_page_whose_header_is_damaged_does_not_get_into_a_tier(
     ref = PageRef.unpack(reserved.granted[0].ref)
     bytes_of_it = one.memory(reserved.granted[0])
     bytes_of_it[:] = page(keys[0])
-    done = one.node.storing.commit(1, reserved.reservation, [0], {0: crc32c(bytes_of_it)})
+    done = one.node.storing.commit(1, reserved.reservation, [0], [crc32c(bytes_of_it)])
     one.tier_manager.committed(one.namespace, done.pages)
     bytes_of_it[5] ^= 1
     header = memoryview(map_segment(one.node.arena, ref.segment))[header_offset(ref.slot) :]

@@ -78,7 +78,7 @@ class DeferredFrees:
         free = [ref for refs in waiting.values() for ref in refs.difference(still)]
         self._keep(writer, {segment: refs.intersection(still) for segment, refs in waiting.items()})
         for ref in free:
-            self._slots.give_back(PageRef.unpack(ref))
+            self._slots.give_back(ref)
         return len(free)
 
     def _keep(self, writer: Writer, waiting: dict[int, set[bytes]]) -> None:
@@ -101,7 +101,7 @@ class DeferredFrees:
             self._keep(writer, waiting)
         for ref in gone:
             # Should the node end before the memory is replaced, the next one has to wait for the writers again.
-            self._slots.give_back(PageRef.unpack(ref), told=False)
+            self._slots.give_back(ref, told=False)
 
     def _quarantined_in(self, segment: int) -> list[bytes]:
         return [ref for ref in self._quarantined if PageRef.unpack(ref).segment == segment]

@@ -59,7 +59,8 @@ class Index:
         else:
             page.ref = ref
         self.pages[key] = page
-        self._walk = min(max(self._walk, 0) + WALK_EACH, MAX_WALK)
+        if self._walk < MAX_WALK:
+            self._walk = min(max(self._walk, 0) + WALK_EACH, MAX_WALK)
         if page.parent is None and before != NO_PARENT:
             self._hang(page, before)
         return page

@@ -164,7 +164,7 @@ class PoolCore:
         self.settle()
         ns, begin = self.namespaces[number], refs_begin(segment)
         for page in self.reservations.drop_segment(ns, begin):
-            self.slots.give_back(PageRef.unpack(self.drop_unwritten(ns, page)))
+            self.slots.give_back(self.drop_unwritten(ns, page))
         lost = [page for page in ns.index if page.ref.startswith(begin)]
         for page in lost:
             self.leases.break_off(page)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ems.pool.core.eviction import evict, evict_segment, oldest_segment, segments_of
 from ems.pool.core.shares import SegmentUsage, Shares
-from ems.pool.layout import PageRef, carve
+from ems.pool.layout import carve
 from ems.pool.pages import Assigned, Outcome, Page
 from ems.pool.reasons.eviction_log import NOBODY
 from ems.pool.reasons.words import Reason
@@ -50,18 +50,23 @@ class Reclaimer:
         self.shares = Shares()
         self.evicted = 0
 
-    def take(self, namespace: NamespacePages, now: float, assigned: list[Assigned]) -> PageRef | Outcome:
-        """A slot for a new page of ``namespace``, or why there is none; segments carved for it join ``assigned``."""
-        ref = self._slots.take(namespace.number)
-        if ref is not None:
-            return ref
-        if self._slots.untouched(namespace.number) and self._unassigned(namespace) is None:
-            return Outcome.NOT_TOUCHED
-        self._make(namespace, now, assigned)
-        ref = self._slots.take(namespace.number)
-        if ref is not None:
-            return ref
-        return Outcome.NOT_TOUCHED if self._slots.untouched(namespace.number) else Outcome.NO_SPACE
+    def take(
+        self, namespace: NamespacePages, count: int, now: float, assigned: list[Assigned]
+    ) -> tuple[list[bytes], Outcome | None]:
+        """Slots for ``count`` new pages of ``namespace``, packed references, or some of them and why there are no more.
+
+        Segments carved for that join ``assigned``.
+        """
+        taken = self._slots.take(namespace.number, count)
+        while len(taken) < count:
+            if self._slots.untouched(namespace.number) and self._unassigned(namespace) is None:
+                return taken, Outcome.NOT_TOUCHED
+            self._make(namespace, now, assigned)
+            more = self._slots.take(namespace.number, count - len(taken))
+            if not more:
+                return taken, Outcome.NOT_TOUCHED if self._slots.untouched(namespace.number) else Outcome.NO_SPACE
+            taken += more
+        return taken, None
 
     def must_trim(self, namespace: NamespacePages) -> bool:
         """Whether ``namespace`` is above the high watermark with no segment to grow by, or not done with trimming."""
@@ -160,7 +165,7 @@ class Reclaimer:
 
     def let_go(self, namespace: NamespacePages, code: int, winner: int, page: Page) -> None:
         """``page`` was taken out of the index by the reason ``code``, for ``winner``: its slot is free."""
-        self._slots.give_back(PageRef.unpack(page.ref))
+        self._slots.give_back(page.ref)
         self._eviction_log.note(namespace.number, page.key, code, winner)
         if self._changes.recording():
             self._changes.removed(namespace.name, page.key)

@@ -114,30 +114,28 @@ class Reservations:
                 break
         return over
 
-    def take(
-        self, client_id: int, number: int, positions: Sequence[int] | None
-    ) -> tuple[NamespacePages, list[int], list[Page]]:
-        """The pages at ``positions`` (all, when None) are written: their namespace, the positions in order, the pages.
+    def take(self, client_id: int, number: int, positions: Sequence[int] | None) -> tuple[NamespacePages, list[Page]]:
+        """The pages at ``positions`` (all, when None) are written: their namespace, the pages in order.
 
         Raises StaleReference: the reservation is not ``client_id``'s or is gone, or has not all of these pages; nothing
         is taken then.
         """
         held = self.get(client_id, number)
         wanted = self.written(client_id, number, positions)
-        written = [held.waiting.pop(position) for position in wanted]
+        written = list(map(held.waiting.pop, wanted))
         self._count(held, -len(written))
         if not held.waiting:
             self._forget(client_id, number)
-        return held.namespace, wanted, written
+        return held.namespace, written
 
     def written(self, client_id: int, number: int, positions: Sequence[int] | None) -> list[int]:
         """The ``positions`` (all, when None) in their order.  Raises StaleReference: as :meth:`take` does."""
         held = self.get(client_id, number)
-        wanted = sorted(held.waiting if positions is None else set(positions))
-        unknown = [position for position in wanted if position not in held.waiting]
+        wanted = set(held.waiting if positions is None else positions)
+        unknown = wanted - held.waiting.keys()
         if unknown:
-            raise StaleReference(f"reservation {number} has no page {unknown[0]} to commit")
-        return wanted
+            raise StaleReference(f"reservation {number} has no page {min(unknown)} to commit")
+        return sorted(wanted)
 
     def take_back(self, client_id: int, number: int, most: int | None = None) -> list[Page]:
         """The last ``most`` pages (all, when None) that were not committed; the reservation ends with the last of them.

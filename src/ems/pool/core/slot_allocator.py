@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ems.pool.layout import Geometry, PageRef, carve
+from ems.pool.layout import Geometry, carve, pack_ref, unpack_ref
 
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -185,31 +185,39 @@ class SlotAllocator:
             self._offered[segment.namespace] += reach - segment.offered
             segment.offered = reach
 
-    def take(self, namespace: int) -> PageRef | None:
-        """A slot for a new page of ``namespace``, the one freed last first."""
-        stack = self._free.get(namespace)
-        if not stack:
-            return None
-        entry = stack.pop()
-        segment, slot = self.segments[entry >> _SLOT_BITS], entry & _SLOT_MASK
-        generation = (segment.generations[slot] + 1) & _GENERATION_MASK
-        segment.generations[slot] = generation
-        segment.used += 1
-        return PageRef(segment.number, slot, generation)
+    def take(self, namespace: int, count: int) -> list[bytes]:
+        """Slots for ``count`` new pages of ``namespace``, packed references; fewer where there are no more.
 
-    def give_back(self, ref: PageRef, *, told: bool = True) -> None:
+        Those that were freed last, in the order in which they lie: headers side by side are written in one go.
+        """
+        stack = self._free.get(namespace)
+        if not stack or not count:
+            return []
+        entries = sorted(stack[-count:])
+        del stack[-count:]
+        taken = []
+        for entry in entries:
+            number, slot = entry >> _SLOT_BITS, entry & _SLOT_MASK
+            segment = self.segments[number]
+            segment.used += 1
+            generation = segment.generations[slot] = (segment.generations[slot] + 1) & _GENERATION_MASK
+            taken.append(pack_ref(number, slot, generation))
+        return taken
+
+    def give_back(self, ref: bytes, *, told: bool = True) -> None:
         """The slot of ``ref`` is free again; its header is to say so, unless it goes before the slot is used."""
-        segment = self.segments[ref.segment]
-        if segment.namespace is None or segment.generations[ref.slot] != ref.generation:
-            raise ValueError(f"slot {ref.slot} of segment {ref.segment} was given back twice")
+        number, slot, generation = unpack_ref(ref)
+        segment = self.segments[number]
+        if segment.namespace is None or segment.generations[slot] != generation:
+            raise ValueError(f"slot {slot} of segment {number} was given back twice")
         segment.used -= 1
         if told:
-            self._freed.add((ref.segment, ref.slot))
-        entry = ref.segment << _SLOT_BITS | ref.slot
+            self._freed.add((number, slot))
+        entry = number << _SLOT_BITS | slot
         if segment.closing:
             segment.offered -= 1
             self._offered[segment.namespace] -= 1
-            self._closed[ref.segment].append(entry)
+            self._closed[number].append(entry)
             return
         self._free[segment.namespace].append(entry)
 

@@ -16,7 +16,6 @@ import msgspec
 
 from ems.errors import PoolRefused
 from ems.pool.core.reservations import Reservation
-from ems.pool.layout import PageRef
 from ems.pool.pages import Assigned, Outcome, Page
 from ems.pool.reasons.words import Reason
 
@@ -56,10 +55,9 @@ class Reserved(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """Answer to a commit: the pages in the order of their blocks, their positions, and where they belong."""
+    """Answer to a commit: the pages in the order of their blocks, and where they belong."""
 
     pages: list[Page]
-    positions: list[int]
     namespace: str
     page_size: int
 
@@ -107,32 +105,42 @@ class Writing:
         waiting: dict[int, Page] = {}
         outcomes = bytearray(len(keys))
         assigned: list[Assigned] = []
-        refusal = Outcome.NO_SPACE if state.draining else begun.refusal
-        before, most = parent, self._may_reserve(client_id, ns)
-        with self._spared(ns, parent, keys):
+        known = [page for page in map(ns.index.get, keys) if page is not None]
+        with self._spared([*filter(None, [ns.index.get(parent)]), *known]):
+            absent = len(set(keys)) - len(set(known))
+            refs, refusal = self._take(client_id, ns, absent, assigned, begun)
+            left, before = iter(refs), parent
             for position, key in enumerate(keys):
-                known = ns.index.get(key)
-                if known is not None:
-                    outcomes[position] = Outcome.PRESENT if known.present else Outcome.WRITING
-                else:
+                page = ns.index.get(key)  # again: a key that is named twice is known by now
+                if page is not None:
+                    outcomes[position] = Outcome.PRESENT if page.present else Outcome.WRITING
+                elif (ref := next(left, None)) is not None:
+                    page = waiting[begun.count + position] = ns.index.insert(key, ref, before)
+                    tail = tails[position] if tails else None
+                    if tail is not None:
+                        ns.index.list_tail(page, tail)
+                elif refusal is not None:
                     # What follows a block that found no room is of no use without it, and would look in vain again.
-                    if len(waiting) >= most:
-                        refusal = refusal or Outcome.OVER_SHARE
-                    ref = refusal or state.reclaimer.take(ns, state.now, assigned)
-                    if isinstance(ref, Outcome):
-                        outcomes[position] = refusal = ref
-                    else:
-                        page = waiting[begun.count + position] = ns.index.insert(key, ref.pack(), before)
-                        ns.writing += 1
-                        tail = tails[position] if tails else None
-                        if tail is not None:
-                            ns.index.list_tail(page, tail)
+                    outcomes[position] = refusal
                 before = key
+            ns.writing += len(waiting)
             if state.reclaimer.must_trim(ns):
                 state.reclaimer.trim(ns)
         self._count_refusals(ns, keys, outcomes)
         granted, number = list(waiting.values()), self._wait_for(client_id, ns, begun.reservation, waiting)
         return Reserved(number, bytes(outcomes), granted, assigned, ns.page_size)
+
+    def _take(
+        self, client_id: int, namespace: NamespacePages, count: int, assigned: list[Assigned], begun: Begun
+    ) -> tuple[list[bytes], Outcome | None]:
+        """Slots for ``count`` pages, or for some of them and why there are no more."""
+        state = self._state
+        refusal = Outcome.NO_SPACE if state.draining else begun.refusal
+        if refusal is not None or not count:
+            return [], refusal
+        most = max(min(count, self._may_reserve(client_id, namespace)), 0)
+        refs, refusal = state.reclaimer.take(namespace, int(most), state.now, assigned)
+        return refs, refusal or (Outcome.OVER_SHARE if most < count else None)
 
     def _wait_for(self, client_id: int, namespace: NamespacePages, number: int, pages: dict[int, Page]) -> int:
         """Reserve ``pages``, by position, as part of reservation ``number`` if there is one; its number."""
@@ -164,9 +172,8 @@ class Writing:
         return left // page
 
     @contextlib.contextmanager
-    def _spared(self, namespace: NamespacePages, parent: bytes, keys: list[bytes]) -> Iterator[None]:
+    def _spared(self, pages: list[Page]) -> Iterator[None]:
         """Pages of a reservation, and its prefix, do not make room for each other."""
-        pages = [page for page in map(namespace.index.get, (parent, *keys)) if page is not None]
         for page in pages:
             page.leases += 1
         yield
@@ -179,7 +186,7 @@ class Writing:
         Raises StaleReference: the reservation is not ``client_id``'s or is gone, or has not all of these pages to
         commit; nothing is published then.
         """
-        ns, wanted, published = self._state.reservations.take(client_id, reservation, positions)
+        ns, published = self._state.reservations.take(client_id, reservation, positions)
         ns.index.publish(published)
         for page in published:
             page.used = self._state.now
@@ -187,7 +194,7 @@ class Writing:
         if self._state.changes.recording():
             self._state.changes.stored(ns.name, [page.key for page in published])
         self._state.counters.pages_committed += len(published)
-        return Committed(published, wanted, ns.name, ns.page_size)
+        return Committed(published, ns.name, ns.page_size)
 
     def refresh(self, pages: Sequence[Page], namespace: str) -> None:
         """What hangs on ``pages`` was stored after them: they are used as recently."""
@@ -203,7 +210,7 @@ class Writing:
         """
         namespace = self._state.reservations.get(client_id, reservation).namespace
         for page in self._state.reservations.take_back(client_id, reservation, most):
-            self._state.slots.give_back(PageRef.unpack(self._state.drop_unwritten(namespace, page)))
+            self._state.slots.give_back(self._state.drop_unwritten(namespace, page))
         return reservation in self._state.reservations.all
 
     def expire(self) -> None:

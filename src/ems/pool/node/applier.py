@@ -5,13 +5,12 @@ What always holds: it is done before the brain goes on, so its answer goes out a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
 
 from ems.pool.names import tenant_of
-from ems.pool.pages import packed_refs
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
@@ -57,9 +56,9 @@ class Applier:
             self._arena.headers.describe(assigned)
 
     def mark_writing(self, pages: list[Page], page_size: int, client_id: int) -> None:
-        self._arena.headers.begin_writing(pages, packed_refs(pages), page_size, self._writer(client_id))
+        self._arena.headers.begin_writing(pages, page_size, self._writer(client_id))
 
-    def publish(self, done: Committed, checksums: list[int] | None, flags: PageFlag) -> None:
+    def publish(self, done: Committed, checksums: Sequence[int] | None, flags: PageFlag) -> None:
         self._arena.headers.publish(done.pages, done.page_size, checksums, flags)
         for page in done.pages:
             if page.tail is not None:

@@ -121,16 +121,24 @@ class Forecast:
 
     def add(self, pages: list[Page]) -> None:
         see, mask, recall = self._history.see, self._history.mask & 0xFF, self._memory.get
-        for page in reversed(pages):
-            page.uses = min(max(recall(page.key), page.uses) + 1, MOST_USES)
+        runs: list[list[Page]] = []
+        last = None
         for page in pages:  # a prefix first: what hangs on a page takes after it
-            group = self._current[kind_of_new(page)]
-            page.place = group
+            uses = recall(page.key) or page.uses
+            page.uses = uses + 1 if uses < MOST_USES else MOST_USES
+            group = page.place = self._current[kind_of_new(page)]
             if not page.key[-1] & mask:
                 see(page.key, group.kind)
-        for page in reversed(pages):
-            group = page.place
-            group.add(page)
+            if group is last:
+                above = runs[-1][-1]
+                page.newer, above.older = above, page
+                runs[-1].append(page)
+            else:
+                runs.append([page])
+                last = group
+        for run in reversed(runs):
+            group = run[0].place
+            group.put(run[0], run[-1], len(run))
             if not group.listed:
                 self._list(group)
         self._count += len(pages)

@@ -15,6 +15,7 @@ is never used again goes first.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import Counter, OrderedDict
 
@@ -23,7 +24,8 @@ import numpy.typing as npt
 
 MOST_USES = 63
 """Uses that are told apart."""
-_USE_BITS = 6
+_PLACE_AND_TAG = struct.Struct("<IH").unpack_from
+"""What of a key says where its uses are kept, and of which the upper ten bits are kept with them."""
 EPOCHS_OF_CAPACITY = 8
 """Epochs in which as many pages are touched as the capacity holds."""
 OLDEST = 32 * EPOCHS_OF_CAPACITY
@@ -69,16 +71,14 @@ class UseMemory:
         return len(self._table)
 
     def put(self, key: bytes, uses: int) -> None:
-        self._table[int.from_bytes(key[:6]) % len(self._table)] = self._tag(key) | min(uses, MOST_USES)
+        place, tag = _PLACE_AND_TAG(key)
+        self._table[place % len(self._table)] = tag & ~MOST_USES | min(uses, MOST_USES)
 
     def get(self, key: bytes) -> int:
         """Uses of the page of ``key`` when it left; 0 when that is not known."""
-        entry = self._table[int.from_bytes(key[:6]) % len(self._table)]
-        return entry & MOST_USES if entry & ~MOST_USES == self._tag(key) else 0
-
-    @staticmethod
-    def _tag(key: bytes) -> int:
-        return (key[6] << 2 | key[7] & 3) << _USE_BITS
+        place, tag = _PLACE_AND_TAG(key)
+        entry = self._table[place % len(self._table)]
+        return entry & MOST_USES if (entry ^ tag) <= MOST_USES else 0
 
 
 class ReuseHistory:

@@ -7,11 +7,16 @@ says; no stamp and no carving is given twice, nor one that was not announced bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import (
+    HEADER,
     HEADER_BYTES,
+    Array,
     Description,
     Header,
     PageFlag,
@@ -23,11 +28,11 @@ from ems.pool.layout import (
     header_offset,
     pack_description,
     pack_header,
+    pack_headers,
     slot_offset,
     unpack_header,
-    unpack_refs,
 )
-from ems.pool.pages import Assigned, Page
+from ems.pool.pages import Assigned, Page, packed_refs
 from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.segments.segment_file import SegmentFile
 
@@ -68,50 +73,48 @@ class Headers:
         )
         file.write(0, description)
 
-    def begin_writing(self, pages: Iterable[Page], refs: bytes, length: int, writer: Writer) -> None:
-        """Write the headers of ``pages`` of ``length`` bytes at packed ``refs``, before ``writer`` learns of them.
+    def begin_writing(self, pages: Sequence[Page], length: int, writer: Writer) -> None:
+        """Write the headers of ``pages`` of ``length`` bytes, before ``writer`` learns of them.
 
         A node that comes after this one reads there who may still be writing.
         """
-        packed, namespace = writer.pack(), writer.pid_namespace
-        self._write_headers(
-            (ref, Header(SlotState.WRITING, ref.generation, page.key, packed, 0, length, namespace))
-            for page, ref in zip(pages, unpack_refs(refs), strict=True)
-        )
-
-    def _write_headers(self, headers: Iterable[tuple[PageRef, Header]]) -> None:
-        """Write headers in their order; those of slots side by side in one go."""
-        segment = first = -1
-        run: list[bytes] = []
-        for ref, header in headers:
-            if run and (ref.segment != segment or ref.slot != first + len(run)):
-                self._files[segment].write(header_offset(first), b"".join(run))
-                run = []
-            if not run:
-                segment, first = ref.segment, ref.slot
-            run.append(pack_header(header))
-        if run:
-            self._files[segment].write(header_offset(first), b"".join(run))
+        headers = np.zeros(len(pages), HEADER)
+        headers["state"], headers["length"] = SlotState.WRITING, length
+        # While a slot is being written these say by whom.
+        headers["parent"], headers["checksum"] = np.void(writer.pack()), writer.pid_namespace
+        self._write_headers(pages, headers)
 
     def publish(
         self, pages: Sequence[Page], length: int, checksums: Sequence[int] | None = None, flags: int = 0
     ) -> None:
         """Say in their headers that ``pages`` of ``length`` bytes, in the order of their blocks, are whole."""
-        if checksums is not None:
-            flags |= PageFlag.CHECKSUMMED
+        if not pages:
+            return
         # The first is the most recently used: a prefix is worth more than what hangs on it.
         stamp = self.stamp = self.stamp + len(pages)
         self._cover(stamp, self.carving)
+        headers = np.zeros(len(pages), HEADER)
+        headers["state"], headers["length"] = SlotState.PRESENT, length
+        above = [page.parent.key if page.parent is not None else NO_PARENT for page in pages]
+        headers["parent"] = np.frombuffer(b"".join(above), headers["parent"].dtype)
+        headers["stamp"] = np.arange(stamp - 1, stamp - 1 - len(pages), -1)
+        if checksums is not None:
+            headers["checksum"] = checksums
+            flags |= PageFlag.CHECKSUMMED
+        headers["flags"] = flags
+        self._write_headers(pages, headers)
 
-        def present() -> Iterator[tuple[PageRef, Header]]:
-            for position, page in enumerate(pages):
-                ref = PageRef.unpack(page.ref)
-                parent = page.parent.key if page.parent is not None else NO_PARENT
-                checksum = checksums[position] if checksums is not None else 0
-                place = stamp - 1 - position
-                yield ref, Header(SlotState.PRESENT, ref.generation, page.key, parent, place, length, checksum, flags)
-
-        self._write_headers(present())
+    def _write_headers(self, pages: Sequence[Page], headers: Array) -> None:
+        """Write the headers of ``pages`` in their order, with their keys and places; those side by side in one go."""
+        refs = np.frombuffer(packed_refs(pages), "<u4").reshape(-1, len(PageRef._fields))
+        headers["generation"] = refs[:, 2]
+        headers["key"] = np.frombuffer(b"".join([page.key for page in pages]), headers["key"].dtype)
+        raw = pack_headers(headers)
+        places = refs[:, 0].astype(np.int64) << 32 | refs[:, 1]
+        begins = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(pages)]
+        for begin, end in pairwise(begins):
+            segment, slot = divmod(int(places[begin]), 1 << 32)
+            self._files[segment].write(header_offset(slot), raw[begin * HEADER_BYTES : end * HEADER_BYTES])
 
     def forget(self, slots: Iterable[tuple[int, int]]) -> None:
         """Say in the headers of ``slots`` (segment, number) that they are free.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from ems.pool.keys import KEY_BYTES
 from ems.pool.layout import (
     HEADER,
     HEADERS_OFFSET,
+    Array,
     PageFlag,
     PageRef,
     SlotState,
@@ -40,8 +41,6 @@ SAMPLE = 16
 """Of so many pages that were stored in this life of the node one is checked when pages are sampled."""
 _NO_CHECKSUM = -1
 """Of a page whose header is damaged or names another length: no bytes have it."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Verify(StrEnum):

@@ -337,16 +337,19 @@ class RequestHandler:
     def _commit(self, client_id: int, request: messages.Commit, _now: float) -> Steps[messages.Done]:
         core = self._core
         positions = core.reservations.written(client_id, request.reservation, request.positions)
-        checksums: dict[int, int] | None = None
+        checksums: list[int] | None = None
         if request.checksums and request.positions is not None:
-            sums = np.frombuffer(request.checksums, dtype="<u4").tolist()
-            checksums = dict(zip(request.positions, sums, strict=True))
+            checksums = np.frombuffer(request.checksums, dtype="<u4").tolist()
+            if request.positions != positions:
+                told = dict(zip(request.positions, checksums, strict=True))
+                checksums = [told[position] for position in positions]
         pages: list[Page] = []
         for start in range(0, max(len(positions), 1), STEP):
             if start:
                 yield
-            part = positions[start : start + STEP]
-            done = self._storing.commit(client_id, request.reservation, part, checksums)
+            part = slice(start, start + STEP)
+            sums = None if checksums is None else checksums[part]
+            done = self._storing.commit(client_id, request.reservation, positions[part], sums)
             self._below.committed(core.find_namespace(done.namespace), done.pages, request.cluster_write)
             pages += done.pages
         self.measured.saved_bytes.observe(len(pages) * done.page_size)

@@ -6,7 +6,7 @@ before a page of it is marked; a page is marked before its writer learns of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
@@ -47,7 +47,7 @@ class Applier(Protocol):
     def mark_writing(self, pages: list[Page], page_size: int, client_id: int) -> None:
         """Say in the headers of ``pages`` that they are being written; before their writer learns of them."""
 
-    def publish(self, done: Committed, checksums: list[int] | None, flags: PageFlag) -> None:
+    def publish(self, done: Committed, checksums: Sequence[int] | None, flags: PageFlag) -> None:
         """Say in the headers of committed pages that they are whole, and keep the tokens of those that are not full."""
 
     def verify_page(self, ref: PageRef, key: bytes, length: int) -> Steps[bool]:
@@ -104,13 +104,12 @@ class Storing:
         client_id: int,
         reservation: int,
         positions: list[int] | None = None,
-        checksums: Mapping[int, int] | None = None,
+        checksums: Sequence[int] | None = None,
         flags: PageFlag = _NO_FLAG,
     ) -> Committed:
-        """Publish the pages at ``positions`` (all, when None), whose ``checksums`` are by position."""
+        """Publish the pages at rising ``positions`` (all, when None), whose ``checksums`` come in this order."""
         done = self._core.writing.commit(client_id, reservation, positions)
-        told = None if checksums is None else [checksums[one] for one in done.positions]
-        self._applier.publish(done, told, flags)
+        self._applier.publish(done, checksums, flags)
         return done
 
     def clear(self) -> None:
