@@ -416,7 +416,7 @@ class TestDeathInTheMiddle:
             result = cc.get_result(cc.async_save(range(24), [1, 2, 3, 4, 5, 6], [4] * 6, OPTION))
             assert 2 <= result.success <= 3
         assert cc.transfers is not None
-        assert cc.transfers._client._promised._slots == {}
+        assert cc.transfers._client._promised._held == {}
 
     @pytest.mark.parametrize(("reservation", "held"), [(1 << 20, 1), (1, 2)])
     def test_the_engine_dies_while_it_saves(

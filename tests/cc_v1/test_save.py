@@ -16,7 +16,7 @@ from ems.errors import NoSpace, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Hits, Namespace, Reservation
 from ems.pool.client.pool_client import CommittedAhead, ReservedAhead
 from ems.pool.keys import NO_PARENT
-from ems.pool.layout import PageRef
+from ems.pool.layout import Array, PageRef
 from ems.pool.pages import Outcome
 from ems.transfers.device import CpuDevice
 from ems.transfers.rows import TokenRows
@@ -35,8 +35,8 @@ class Segments:
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(1 << 16))
 
-    def page(self, ref: PageRef, size: int) -> memoryview:
-        return self.memory[ref.slot * size : (ref.slot + 1) * size]
+    def places(self, refs: Array, size: int) -> tuple[Array, list[memoryview]]:
+        return np.frombuffer(self.memory, np.uint8).ctypes.data + refs[:, 1].astype(np.int64) * size, [self.memory]
 
 
 class Pool:
@@ -72,8 +72,8 @@ class Pool:
         outcomes = list(self.answers.pop(0)) if self.answers else [GRANTED] * len(keys)
         assert len(outcomes) == len(keys)
         self.reserved.append((parent, list(keys)))
-        granted = {i: PageRef(0, i, 1) for i, outcome in enumerate(outcomes) if outcome == GRANTED}
-        return Reservation(self.epoch, 7 if granted else 0, bytes(outcomes), granted)
+        refs = b"".join(PageRef(0, i, 1).pack() for i, outcome in enumerate(outcomes) if outcome == GRANTED)
+        return Reservation(self.epoch, 7 if refs else 0, bytes(outcomes), refs)
 
     def segments(self, epoch: int) -> Segments:
         if epoch != self.epoch:

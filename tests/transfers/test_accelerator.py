@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ems.transfers.device import device_of
+from ems.transfers.plan import Slots
 from ems.transfers.rows import BlockRows, PageBlocks
 
 pytestmark = pytest.mark.accelerator
@@ -29,10 +30,10 @@ def test_blocks_go_to_pages_and_back(values: int, pinned: bool) -> None:
     if pinned:
         load.pin(memory)
     save.wait_for(save.mark())
-    save.copy(rows.plan(parts, pages, out=True))
+    save.copy(rows.plan(parts, Slots.of(pages), out=True))
     save.synchronise()
     load.wait_for(load.mark())
-    load.copy(BlockRows(others, shards=2).plan(parts[::-1], pages[::-1], out=False))
+    load.copy(BlockRows(others, shards=2).plan(parts[::-1], Slots.of(pages[::-1]), out=False))
     load.synchronise()
     assert all(torch.equal(new, old) for new, old in zip(others, tensors, strict=True))
     load.unpin(memory)

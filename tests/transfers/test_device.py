@@ -17,7 +17,7 @@ from ems.errors import ConfigError
 from ems.transfers import device as module
 from ems.transfers.device import CpuDevice, Device, batch_of, device_of
 from ems.transfers.pins import SegmentPins
-from ems.transfers.plan import CopyPlan
+from ems.transfers.plan import CopyPlan, Slots
 from ems.transfers.rows import BlockRows, PageBlocks
 from tests.transfers.drivers import DrivenDevice, Driver, StreamBackend
 
@@ -45,8 +45,8 @@ def test_blocks_go_out_and_come_in(device: Device, tensors: list[torch.Tensor]) 
     rows = BlockRows(tensors, shards=2)
     pages = [memoryview(bytearray(rows.page_bytes)) for _ in range(2)]
     before = [tensor.clone() for tensor in tensors]
-    device.copy(rows.plan([PageBlocks([5]), PageBlocks([6], 1)], pages, out=True))
-    device.copy(rows.plan([PageBlocks([1], 1), PageBlocks([2])], pages, out=False))
+    device.copy(rows.plan([PageBlocks([5]), PageBlocks([6], 1)], Slots.of(pages), out=True))
+    device.copy(rows.plan([PageBlocks([1], 1), PageBlocks([2])], Slots.of(pages), out=False))
     device.synchronise()
     for new, old in zip(tensors, before, strict=True):
         assert torch.equal(new[1, 1], old[5, 0])
@@ -60,7 +60,7 @@ def test_tensors_of_engines_in_inference_mode_are_filled() -> None:
         tensors = [torch.zeros(4, 1, 8, dtype=torch.int8)]
     for device in (device_of(tensors), DrivenDevice(tensors)):
         page = memoryview(bytearray(range(8)))
-        device.copy(BlockRows(tensors).plan([PageBlocks([2])], [page], out=False))
+        device.copy(BlockRows(tensors).plan([PageBlocks([2])], Slots.of([page]), out=False))
         device.synchronise()
         assert tensors[0][2].flatten().tolist() == list(range(8))
         with torch.inference_mode():
@@ -118,7 +118,7 @@ def test_only_a_plan_whose_memory_is_pinned_is_called_so(tensors: list[torch.Ten
         device.pin(segment)
 
     def told(*pages: memoryview) -> bool:
-        device.copy(rows.plan([PageBlocks([block]) for block in range(len(pages))], pages, out=False))
+        device.copy(rows.plan([PageBlocks([block]) for block in range(len(pages))], Slots.of(pages), out=False))
         return driver.pinned
 
     assert told(segments[0][:size], segments[1][3 * size :])
@@ -164,7 +164,7 @@ class TestCallsOfTheEngine:
 
     def made(self, *, out: bool, size: int = 8) -> CopyPlan:
         rows = BlockRows([torch.zeros(4, 1, size, dtype=torch.int8)])
-        return rows.plan([PageBlocks([1])], [memoryview(bytearray(size))], out=out)
+        return rows.plan([PageBlocks([1])], Slots.of([memoryview(bytearray(size))]), out=out)
 
     @pytest.mark.parametrize(
         ("kind", "out", "size", "pinned", "expected"),
@@ -264,6 +264,6 @@ def test_rows_that_are_gone_are_not_mistaken_for_new_ones() -> None:
     for value in range(20):
         rows = BlockRows([torch.full((2, 4), value, dtype=torch.int8)])
         page = memoryview(bytearray(4))
-        device.copy(rows.plan([PageBlocks([0])], [page], out=True))
+        device.copy(rows.plan([PageBlocks([0])], Slots.of([page]), out=True))
         assert bytes(page) == bytes([value] * 4)
         del rows

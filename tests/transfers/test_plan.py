@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ems.errors import ConfigError
 from ems.pool.layout import crc32c
 from ems.transfers.checksums import PageSums
-from ems.transfers.plan import CopyPlan, TokenSpan, runs
+from ems.transfers.plan import CopyPlan, Slots, TokenSpan, runs
 from ems.transfers.rows import BlockRows, PageBlocks, TokenRows
 from ems.transfers.streaming import HostCopies
 
@@ -67,7 +67,7 @@ def test_blocks_go_to_pages_and_back(
     parts = [PageBlocks([block], shard, place) for (block, shard), place in zip(named, places, strict=True)]
     pages = [bytearray(rows.page_bytes) for _ in named]
     views = [memoryview(page) for page in pages]
-    carry_out(rows.plan(parts, views, out=True))
+    carry_out(rows.plan(parts, Slots.of(views), out=True))
 
     heads = 4 // shards
     for (block, shard), place, page in zip(named, places, pages, strict=True):
@@ -78,7 +78,7 @@ def test_blocks_go_to_pages_and_back(
 
     other = [torch.zeros_like(tensor) for tensor in tensors]
     assert all(new.stride() == old.stride() for new, old in zip(other, tensors, strict=True))
-    carry_out(BlockRows(other, shards=shards, page_blocks=page_blocks).plan(parts, views, out=False))
+    carry_out(BlockRows(other, shards=shards, page_blocks=page_blocks).plan(parts, Slots.of(views), out=False))
     untouched = set(itertools.product(range(blocks), range(shards))) - set(named)
     for new, old in zip(other, tensors, strict=True):
         for block, shard in named:
@@ -101,11 +101,11 @@ def test_steps_fill_page_after_page_and_their_checksums_are_those_of_the_pages(
     places = data.draw(st.permutations(range(6)))[:count]
     pages = [memory[place * pitch : place * pitch + size] for place in places]
     blocks = [data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=page_blocks)) for _ in pages]
-    plan = rows.plan(list(map(PageBlocks, blocks)), pages, out=True)
+    plan = rows.plan(list(map(PageBlocks, blocks)), Slots.of(pages), out=True)
     carry_out(plan)
     expected = [bytes(page) for page in pages]
     memory[:] = bytes(len(memory))
-    sums = PageSums(pages)
+    sums = PageSums(Slots.of(pages))
     most, largest = data.draw(st.integers(1, 6 * size)), int(plan.sizes.max())
     summed = data.draw(st.booleans())
     for step in plan.in_steps(most, in_order=summed):
@@ -126,10 +126,10 @@ def test_a_copy_that_fills_several_pages_counts_for_all_of_them(blocks: list[int
     rows = BlockRows([strided((6, 1, 3, 2), (0, 1, 2, 3))])
     memory = memoryview(bytearray(4 * rows.page_bytes))
     pages = [memory[at : at + rows.page_bytes] for at in range(0, len(memory), rows.page_bytes)]
-    plan = rows.plan([PageBlocks([block]) for block in blocks], pages, out=True)
+    plan = rows.plan([PageBlocks([block]) for block in blocks], Slots.of(pages), out=True)
     assert len(plan.sizes) < len(blocks)
     for most in (1, rows.page_bytes, 1 << 20):
-        sums = PageSums(pages)
+        sums = PageSums(Slots.of(pages))
         for step in plan.in_steps(most, in_order=True):
             HostCopies().copy(step.plan, sums)
             sums.whole = step.whole
@@ -142,7 +142,7 @@ def test_one_layer_alone_is_copied() -> None:
     tensors = [strided((4, 2, 3, 2), (0, 1, 2, 3), seed) for seed in range(3)]
     rows = BlockRows(tensors)
     page = bytearray(rows.page_bytes)
-    carry_out(rows.plan([PageBlocks([2])], [memoryview(page)], out=True, tensors=slice(1, 2)))
+    carry_out(rows.plan([PageBlocks([2])], Slots.of([memoryview(page)]), out=True, tensors=slice(1, 2)))
     size = rows.page_bytes // 3
     assert page[size : 2 * size] == tensors[1][2].view(torch.uint8).numpy().tobytes()
     assert not any(page[:size])
@@ -153,9 +153,9 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     tensors = [strided((8, 1, 3, 2), (0, 1, 2, 3), seed) for seed in range(2)]
     rows = BlockRows(tensors, page_blocks=4)
     page = memoryview(bytearray(rows.page_bytes))
-    following = rows.plan([PageBlocks([4, 5, 6, 7])], [page], out=True)
+    following = rows.plan([PageBlocks([4, 5, 6, 7])], Slots.of([page]), out=True)
     assert following.sizes.tolist() == [rows.page_bytes // 2] * 2
-    apart = rows.plan([PageBlocks([4, 6, 5, 7])], [page], out=True)
+    apart = rows.plan([PageBlocks([4, 6, 5, 7])], Slots.of([page]), out=True)
     assert len(apart.sizes) == 8
 
 
@@ -166,9 +166,9 @@ def test_nothing_outside_of_the_tensors_and_pages_is_named(row: tuple[int, int],
     rows = BlockRows([torch.zeros(4, 2, 3)], shards=2, page_blocks=2)
     page = memoryview(bytearray(rows.page_bytes))
     with pytest.raises(IndexError, match="there are 0 to"):
-        rows.plan([PageBlocks([row[0]], row[1], place)], [page], out=False)
+        rows.plan([PageBlocks([row[0]], row[1], place)], Slots.of([page]), out=False)
     with pytest.raises(IndexError, match="smaller than"):
-        rows.plan([PageBlocks([0])], [page[1:]], out=False)
+        rows.plan([PageBlocks([0])], Slots.of([page[1:]]), out=False)
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
@@ -192,14 +192,14 @@ def test_tokens_go_to_pages_and_back(slots: list[int], order: tuple[int, ...], d
     numbers = np.array(slots)
     span = TokenSpan(numbers // 4, numbers % 4)
     page = bytearray(rows.page_bytes)
-    carry_out(rows.plan([span], [memoryview(page)], out=True))
+    carry_out(rows.plan([span], Slots.of([memoryview(page)]), out=True))
     flat = [tensor for layer in caches for tensor in layer]
     for part, tensor in zip(rows.parts, flat, strict=True):
         raw = tensor[span.blocks, span.positions].contiguous().view(torch.uint8).numpy().tobytes()
         assert page[part.start : part.start + len(raw)] == raw
 
     other = [[torch.zeros_like(tensor) for tensor in layer] for layer in caches]
-    carry_out(TokenRows(other).plan([span], [memoryview(page)], out=False))
+    carry_out(TokenRows(other).plan([span], Slots.of([memoryview(page)]), out=False))
     for new, old in zip([tensor for layer in other for tensor in layer], flat, strict=True):
         chosen = torch.zeros(8, 4, dtype=torch.bool)
         chosen[span.blocks, span.positions] = True
@@ -215,7 +215,7 @@ def test_tokens_that_follow_each_other_are_one_copy_a_tensor() -> None:
         TokenSpan(np.array([3, 3]), np.array([0, 1])),
         TokenSpan(np.array([3, 3]), np.array([3, 2])),
     ]
-    assert rows.plan(spans, pages, out=True).sizes.tolist() == [96, 48, 24, 24] * 2
+    assert rows.plan(spans, Slots.of(pages), out=True).sizes.tolist() == [96, 48, 24, 24] * 2
 
 
 def test_token_pages_begin_on_even_addresses() -> None:
@@ -229,7 +229,7 @@ def test_no_token_outside_of_the_tensors_is_named(block: int, position: int) -> 
     rows = TokenRows([[torch.zeros(8, 4, 2, 3)]])
     page = memoryview(bytearray(rows.page_bytes))
     with pytest.raises(IndexError, match="there are 0 to"):
-        rows.plan([TokenSpan(np.array([block]), np.array([position]))], [page], out=True)
+        rows.plan([TokenSpan(np.array([block]), np.array([position]))], Slots.of([page]), out=True)
     five = TokenSpan(np.zeros(5, np.int64), np.array([0, 1, 2, 3, 0]))
     with pytest.raises(IndexError, match="room for 4 tokens"):
-        rows.plan([five], [page], out=True)
+        rows.plan([five], Slots.of([page]), out=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ems.pool.layout import crc32c
 from ems.transfers import streaming
 from ems.transfers.checksums import NOTHING, PageSums
-from ems.transfers.plan import CopyPlan, Numbers, numbers
+from ems.transfers.plan import CopyPlan, Numbers, Slots, numbers
 from ems.transfers.streaming import LANES, LINE, HostCopies, copy_all, copy_summed
 
 ROOM = 2 * LINE
@@ -82,7 +82,7 @@ def test_pages_that_were_filled_in_part_or_without_sums_are_looked_at(
     targets, lengths = numbers([start, start + 100]), numbers([100, 50])
     engine = numbers([source.ctypes.data, source.ctypes.data + 100])
     plan = CopyPlan(engine, targets, lengths, True, pages, numbers([start, start + 100, start + 200]), numbers([0, 1]))
-    sums = PageSums(pages)
+    sums = PageSums(Slots.of(pages))
     copies.copy(plan, sums)
     sums.whole = 2
     assert bytes(memory) == source.tobytes()[:150] + (b"old" * 100)[150:]

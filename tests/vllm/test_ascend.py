@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
 
 from ems.errors import ConfigError
 from ems.transfers.device import CpuDevice
+from ems.transfers.plan import Slots
 from ems.transfers.rows import PageBlocks
 from ems.vllm.model import LocalPlane, describe, local_planes
 from ems.vllm.pages import PlaneRows, plane_rows
@@ -140,7 +141,7 @@ def test_each_part_of_a_latent_state_is_one_copy_a_block(parts: list[tuple[int, 
     }
     rows = rows_of(caches, 1, Portion())
     page = memoryview(bytearray(rows.namespace.page_size))
-    plan = rows.rows.plan([PageBlocks([2])], [page], out=True)
+    plan = rows.rows.plan([PageBlocks([2])], Slots.of([page]), out=True)
     CpuDevice().copy(plan)
 
     everything = [tensor for name in NAMES for tensor in caches[name]]
@@ -153,7 +154,7 @@ def test_heads_of_a_shard_are_one_copy_a_block() -> None:
     pair = {name: (part(4, 128), part(4, 96)) for name in NAMES}
     whole = rows_of(pair, 4, Portion())
     page = memoryview(bytearray(whole.namespace.page_size))
-    plan = whole.rows.plan([PageBlocks([1])], [page], out=True)
+    plan = whole.rows.plan([PageBlocks([1])], Slots.of([page]), out=True)
     CpuDevice().copy(plan)
 
     assert len(plan.sizes) == 4
@@ -166,12 +167,12 @@ def test_ranks_with_other_heads_store_and_load_the_same_pages() -> None:
     pair = {name: (part(4, 128), part(4, 96)) for name in NAMES}
     alone = rows_of(pair, 4, Portion(0, 2), shards=2)
     pages = [memoryview(bytearray(alone.namespace.page_size)) for _ in range(2)]
-    CpuDevice().copy(alone.rows.plan([PageBlocks([1], shard) for shard in range(2)], pages, out=True))
+    CpuDevice().copy(alone.rows.plan([PageBlocks([1], shard) for shard in range(2)], Slots.of(pages), out=True))
 
     half = {name: tuple(torch.zeros_like(tensor[:, :, :2]) for tensor in pair[name]) for name in NAMES}
     second = rows_of(half, 2, Portion(1, 1), shards=2)
     assert second.namespace.page_size == alone.namespace.page_size
-    CpuDevice().copy(second.rows.plan([PageBlocks([0])], pages[1:], out=False))
+    CpuDevice().copy(second.rows.plan([PageBlocks([0])], Slots.of(pages[1:]), out=False))
     for name in NAMES:
         for loaded, stored in zip(half[name], pair[name], strict=True):
             assert torch.equal(loaded[0], stored[1, :, 2:])

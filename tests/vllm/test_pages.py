@@ -11,6 +11,7 @@ from ems.errors import ConfigError
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import REF_BYTES
 from ems.transfers.device import CpuDevice
+from ems.transfers.plan import Slots
 from ems.transfers.rows import PageBlocks, PartsOfPages
 from ems.vllm.layers import LayerOrder
 from ems.vllm.model import LocalPlane
@@ -35,7 +36,7 @@ def values(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def page(rows: PlaneRows, block: int, shard: int) -> bytes:
     place = bytearray(rows.namespace.page_size)
-    CpuDevice().copy(rows.rows.plan([PageBlocks([block], shard)], [memoryview(place)], out=True))
+    CpuDevice().copy(rows.rows.plan([PageBlocks([block], shard)], Slots.of([memoryview(place)]), out=True))
     return bytes(place)
 
 
@@ -57,7 +58,7 @@ def test_every_layout_has_the_same_pages(order: tuple[int, ...], dtype: torch.dt
         assert page(rows, block, shard) == expected.view(torch.uint8).numpy().tobytes()
 
     other = memoryview(bytearray(page(rows, 3, 1)))
-    CpuDevice().copy(rows.rows.plan([PageBlocks([1], 1)], [other], out=False))
+    CpuDevice().copy(rows.rows.plan([PageBlocks([1], 1)], Slots.of([other]), out=False))
     for layer, name in enumerate(NAMES):
         assert torch.equal(tensors[name][1, 1].view(torch.uint8), whole[layer, 3, 1].view(torch.uint8))
         assert torch.equal(tensors[name][1, 0].view(torch.uint8), whole[layer, 1, 0].view(torch.uint8))
@@ -204,10 +205,10 @@ def test_blocks_of_two_sizes_have_the_same_pages(order: TokenOrder) -> None:
 
     (small, _), (large, target) = engine(32), engine(128)
     pages = [memoryview(bytearray(small.rows.page_bytes)) for _ in range(2)]
-    CpuDevice().copy(small.rows.plan([PageBlocks(range(8), shard) for shard in range(2)], pages, out=True))
+    CpuDevice().copy(small.rows.plan([PageBlocks(range(8), shard) for shard in range(2)], Slots.of(pages), out=True))
     before = target.clone()
     target.zero_()
-    CpuDevice().copy(large.rows.plan([PageBlocks(range(2), shard) for shard in range(2)], pages, out=False))
+    CpuDevice().copy(large.rows.plan([PageBlocks(range(2), shard) for shard in range(2)], Slots.of(pages), out=False))
     assert torch.equal(target, before)
 
 

@@ -36,6 +36,7 @@ from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
+from ems.pool.layout import refs_array
 from ems.pool.names import own_name
 from ems.pool.node.launcher import ensure_node
 from ems.pool.processes import process_lives
@@ -233,7 +234,7 @@ class Bench:
     def _copy_to_slots(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes]) -> float:
         """Seconds of the plain copies alone: the slots are promised before and given back after."""
         reserved = self._client.reserve(namespace, NO_PARENT, keys)
-        if len(reserved.granted) != len(keys):
+        if len(reserved.positions) != len(keys):
             raise NoSpace(_TOO_SMALL)
         segments = self._client.segments(reserved.epoch)
         pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
@@ -259,13 +260,14 @@ class Bench:
             reserved, part = client.end_reserve(ahead), ahead.keys
             if following := keys[first + batch : first + 2 * batch]:
                 ahead = client.begin_reserve(namespace, NO_PARENT, following)
-            if len(reserved.granted) != len(part):
+            if len(reserved.positions) != len(part):
                 raise NoSpace(_TOO_SMALL)
-            segments = client.segments(reserved.epoch)
-            pages = [segments.page(ref, namespace.page_size) for ref in reserved.granted.values()]
-            sums = PageSums(pages)
+            size, refs = namespace.page_size, refs_array(reserved.packed_refs)
+            starts, memory = client.segments(reserved.epoch).places(refs, size)
+            slots = Slots(starts, size, memory)
+            sums = PageSums(slots)
             blocks = range(first, first + len(part))
-            for step in engine.plan(blocks, Slots.of(pages), out=True).in_steps(STEP_BYTES, in_order=True):
+            for step in engine.plan(blocks, slots, out=True).in_steps(STEP_BYTES, in_order=True):
                 self._copies.copy(step.plan, sums)
                 sums.whole = step.whole
             if commit is not None:
@@ -298,8 +300,7 @@ class Bench:
         namespace = self._namespace(256)
         chain = [bytes([1]) + number.to_bytes(KEY_BYTES - 1, "little") for number in range(keys)]
         reserved = self._client.reserve(namespace, NO_PARENT, chain)
-        if reserved.granted:
-            self._client.commit(reserved)
+        self._client.commit(reserved)
         joined = b"".join(chain)
         taken = []
         for _ in range(repeats):

@@ -23,6 +23,7 @@ from ems.pool.client.pool_client import CommittedAhead, PoolClient, ReservedAhea
 from ems.pool.pages import Outcome
 from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.checksums import PageSums
+from ems.transfers.plan import Slots
 
 if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device
@@ -109,18 +110,19 @@ class Transfers:
         self, reader: PageReader, pages: LeasedPages, batch: range, blocks: Blocks, first: int, future: CcFuture
     ) -> int:
         """Where the first page of ``batch`` is that was not loaded; ``first`` is the position of the first block."""
-        spans, places = [], []
+        spans = []
         for at in batch:
-            position, page = first + at, reader.page(pages.ref(at))
+            position = first + at
             if pages.key(at) != self.names.whole(blocks.hashes[position]):
+                page = reader.page(pages.ref(at))
                 (tokens,) = TOKEN_COUNT.unpack_from(page, len(page) - TOKEN_COUNT.size)
                 if not blocks.offsets[position] <= tokens < blocks.block_size:
                     break
             spans.append(blocks.span(position))
-            places.append(page)
-        if not places:
+        if not spans:
             return batch.start
-        plan = self.rows.plan(spans, places, out=False)
+        starts = pages.starts[batch.start : batch.start + len(spans)]
+        plan = self.rows.plan(spans, Slots(starts, self.namespace.page_size, pages.segments), out=False)
         good = batch.start
         for step in plan.in_steps(self.device.step_bytes):
             with future.copying() as allowed:
@@ -229,11 +231,12 @@ class Transfers:
 
         Returns how many leading ones are stored then, and the outcome that stopped it.  All others are given back.
         """
-        outcomes = [Outcome(outcome) for outcome in reservation.outcomes]
+        outcomes = reservation.outcomes
         leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
+        wanted = reservation.positions[reservation.positions < leading].tolist()
         try:
-            written = self._copy(reservation, [i for i in reservation.granted if i < leading], blocks, start, future)
-            stored = next((i for i in reservation.granted if i < leading and i not in written), leading)
+            written = self._copy(reservation, wanted, blocks, start, future)
+            stored = next((i for i in wanted if i not in written), leading)
             if written:
                 patience, checksums = max(future.remaining(), COMMIT_SECONDS), list(written.values())
                 commit = self._client.begin_commit(
@@ -244,12 +247,12 @@ class Transfers:
         except BaseException:
             self._give_back(reservation)
             raise
-        if len(written) < len(reservation.granted):
+        if len(written) < len(reservation.positions):
             self._give_back(reservation)
         self._settle(commits, future, 1 if written else 0)
         if not written:
             future.advance(start + stored)
-        return stored, outcomes[leading] if stored == leading < len(outcomes) else None
+        return stored, Outcome(outcomes[leading]) if stored == leading < len(outcomes) else None
 
     def _copy(
         self, reservation: Reservation, wanted: Sequence[int], blocks: Blocks, start: int, future: CcFuture
@@ -260,12 +263,14 @@ class Transfers:
         for begin in range(0, len(wanted), step):
             batch = wanted[begin : begin + step]
             segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
-            pages = [segments.page(reservation.granted[i], self.namespace.page_size) for i in batch]
-            plan = self.rows.plan([blocks.span(start + i) for i in batch], pages, out=True)
-            for i, page in zip(batch, pages, strict=True):
+            size = self.namespace.page_size
+            starts, memory = segments.places(reservation.refs(batch), size)
+            slots = Slots(starts, size, memory)
+            plan = self.rows.plan([blocks.span(start + i) for i in batch], slots, out=True)
+            for at, i in enumerate(batch):
                 if not blocks.whole(start + i):
-                    TOKEN_COUNT.pack_into(page, len(page) - TOKEN_COUNT.size, blocks.offsets[start + i])
-            sums = PageSums(pages)
+                    TOKEN_COUNT.pack_into(slots.page(at), size - TOKEN_COUNT.size, blocks.offsets[start + i])
+            sums = PageSums(slots)
             for part in plan.in_steps(self.device.step_bytes, in_order=self.device.sums):
                 with future.copying() as allowed:
                     if not allowed:

@@ -55,6 +55,10 @@ class Slots(NamedTuple):
         starts = numbers(map(ctypes.addressof, map(ctypes.c_char.from_buffer, pages)))
         return cls(starts, min(map(len, pages), default=0), pages)
 
+    def page(self, at: int) -> memoryview:
+        """The bytes of one; only while somebody keeps these slots."""
+        return memoryview((ctypes.c_ubyte * self.size).from_address(int(self.starts[at]))).cast("B")
+
 
 class Rows(NamedTuple):
     """Rows to be copied; the n-th is ``(major[n], minor[n])`` in the engine and ``place[n]`` in the page ``owners[n]``.

@@ -118,11 +118,9 @@ class BlockRows:
             pieces.append(own)
         self._table = PieceTable(pieces)
 
-    def plan(
-        self, parts: Sequence[PageBlocks], pages: Sequence[memoryview], *, out: bool, tensors: slice = ALL
-    ) -> CopyPlan:
-        """Copies between each of ``parts`` and the page with the same position in ``pages``; raises as below."""
-        return self.plan_many(PartsOfPages.of(parts), Slots.of(pages), out=out, tensors=tensors)
+    def plan(self, parts: Sequence[PageBlocks], slots: Slots, *, out: bool, tensors: slice = ALL) -> CopyPlan:
+        """:meth:`plan_many` of a few."""
+        return self.plan_many(PartsOfPages.of(parts), slots, out=out, tensors=tensors)
 
     def plan_many(self, parts: PartsOfPages, slots: Slots, *, out: bool, tensors: slice = ALL) -> CopyPlan:
         """Copies between each of ``parts`` and the slot with the same position in ``slots``.
@@ -200,8 +198,8 @@ class TokenRows:
         self._dense = all(len(own) == 1 and own[0].size == own[0].minor_stride for own in pieces)
         """Whether tokens that follow each other in a block do so in memory, in all tensors."""
 
-    def plan(self, spans: Sequence[TokenSpan], pages: Sequence[memoryview], *, out: bool) -> CopyPlan:
-        """Copies between the tokens of each of ``spans`` and the beginnings of a page's parts.
+    def plan(self, spans: Sequence[TokenSpan], slots: Slots, *, out: bool) -> CopyPlan:
+        """Copies between the tokens of each of ``spans`` and the beginnings of the parts of a page in ``slots``.
 
         Raises:
             IndexError: there is no such token.
@@ -212,7 +210,6 @@ class TokenRows:
         places = np.concatenate([np.arange(count) for count in counts])
         _check_rows(blocks, self.num_blocks, "blocks")
         _check_rows(positions, self.block_size, "positions in a block")
-        slots = Slots.of(pages)
         if max(counts) > self.block_size or slots.size < self.page_bytes:
             raise IndexError(f"a page has room for {self.block_size} tokens in {self.page_bytes} bytes")
         kept = np.ones(len(blocks), bool)

@@ -25,7 +25,7 @@ from ems.pool.pages import Outcome
 from ems.transfers.checksums import PageSums
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane
-from ems.transfers.plan import ALL, CopyPlan
+from ems.transfers.plan import ALL, CopyPlan, Slots
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import PlaneRows, StoredPage
 from ems.vllm.requests import Save
@@ -244,18 +244,18 @@ class Saver:
         if self._failing:
             self._failing = False
             self._logger.info("EMS stores blocks again")
-        if reserved.granted:
+        if reserved.packed_refs:
             job.reservation = reserved
             self._clear_partial(job, reserved)
         # Memory of a node that has just started is still being touched; it may be by the time the step is over.
-        job.again = not reserved.granted and Outcome.NOT_TOUCHED in reserved.outcomes
+        job.again = not reserved.packed_refs and Outcome.NOT_TOUCHED in reserved.outcomes
 
     def _clear_partial(self, job: SaveJob, reserved: Reservation) -> None:
         """Of a page that is not written whole the rest would be what somebody else, perhaps another tenant, left."""
         namespace, rows = job.plane.namespace, job.plane.rows
-        for position, ref in reserved.granted.items():
+        for position in reserved.positions.tolist():
             if len(job.pages[position].part.blocks) < rows.page_blocks:
-                page = self._client.segments(reserved.epoch).page(ref, namespace.page_size)
+                page = self._client.segments(reserved.epoch).page(reserved.granted[position], namespace.page_size)
                 np.frombuffer(page, np.uint8)[:] = 0
 
     # Whole blocks
@@ -273,17 +273,18 @@ class Saver:
         segments = self._client.segments(reserved.epoch)
         namespace, rows = job.plane.namespace, job.plane.rows
         written: list[int] = []
-        positions = list(reserved.granted)
+        positions = reserved.positions.tolist()
         count = max(self._device.batch_bytes // rows.page_bytes, 1)
         for start in range(0, len(positions), count):
             batch = positions[start : start + count]
             if self._client.epoch != reserved.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
-            places = [segments.page(reserved.granted[position], namespace.page_size) for position in batch]
+            starts, memory = segments.places(reserved.refs(batch), namespace.page_size)
+            slots = Slots(starts, namespace.page_size, memory)
             parts = [job.pages[position].part for position in batch]
-            sums = PageSums(places)
+            sums = PageSums(slots)
             summed = self._device.sums and tensors == ALL
-            plan = rows.plan(parts, places, out=True, tensors=tensors)
+            plan = rows.plan(parts, slots, out=True, tensors=tensors)
             for step in plan.in_steps(self._device.step_bytes, in_order=summed):
                 if not job.copy(self._device, step.plan, sums):
                     break
@@ -312,7 +313,7 @@ class Saver:
             blocks = sum(len(page.part.blocks) for page in leading)
             stored = len(written) * job.plane.rows.page_bytes
             self._lane.ended(SaveResult(job.save.request_id, stored, job.seconds, blocks))
-        if len(written) < len(reserved.granted):
+        if len(written) < len(reserved.positions):
             self._give_back(reserved)
 
     # Layer by layer
@@ -331,13 +332,13 @@ class Saver:
         reserved = job.reservation
         if reserved is None or job.cancelled:
             return
-        if len(self._copy(job, reserved, tensors)) < len(reserved.granted):
+        if len(self._copy(job, reserved, tensors)) < len(reserved.positions):
             # Called off: a page that lacks a layer is none.
             self._give_up(job)
 
     def _publish(self, job: SaveJob) -> None:
         if job.reservation is not None:
-            self._commit(job, job.reservation, [] if job.cancelled else list(job.reservation.granted))
+            self._commit(job, job.reservation, [] if job.cancelled else job.reservation.positions.tolist())
 
     def _give_back(self, reserved: Reservation) -> None:
         try:

@@ -256,7 +256,7 @@ def test_a_node_hears_what_its_version_has_words_for(tmp_path: Path, version: in
         client = PoolClient(tmp_path / "s", local_only=True, cluster_write="never")
         client.lookup(Namespace("a", PAGE), KEYS)
         client.lookup_tail(Namespace("a", PAGE), Tail(bytes(16), bytes(4)))
-        client.commit(Reservation(client.epoch, 1, b"", {0: PageRef(0, 0, 1)}), cluster_write="on_save")
+        client.commit(Reservation(client.epoch, 1, b"\0", PageRef(0, 0, 1).pack()), cluster_write="on_save")
         client.close()
     said = [coding.decode_request(one[4:]) for one in heard[2:]]
     assert [getattr(one, "local_only", None) for one in said] == [version == 2, version == 2, None]

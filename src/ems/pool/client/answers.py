@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from ems.pool.layout import PageRef, unpack_refs
+import msgspec
+import numpy as np
+
+from ems.pool.layout import Array, PageRef, refs_array, unpack_refs
+from ems.pool.pages import Outcome
 from ems.pool.protocol.messages import ChangeRun
 from ems.pool.reasons.words import Reason
 
@@ -77,13 +83,28 @@ class PoolChanges(msgspec.Struct, frozen=True):
     runs: tuple[ChangeRun, ...]
 
 
-class Reservation(msgspec.Struct, frozen=True):
-    """Slots promised to a writer: ``granted`` maps the position of a key to its slot, ``outcomes`` has all keys."""
+@dataclass(frozen=True)
+class Reservation:
+    """Slots promised to a writer: ``outcomes`` has all keys, ``packed_refs`` the slots of those that were granted."""
 
     epoch: int
     number: int
     outcomes: bytes
-    granted: dict[int, PageRef]
+    packed_refs: bytes
+
+    @cached_property
+    def positions(self) -> Array:
+        """Of the keys that were granted, in their order."""
+        return np.flatnonzero(np.frombuffer(self.outcomes, np.uint8) == Outcome.GRANTED)
+
+    @cached_property
+    def granted(self) -> dict[int, PageRef]:
+        """Their slots by their positions."""
+        return dict(zip(self.positions.tolist(), unpack_refs(self.packed_refs), strict=True))
+
+    def refs(self, positions: Sequence[int]) -> Array:
+        """The slots at ``positions`` that were granted, rows of a :class:`PageRef`."""
+        return refs_array(self.packed_refs)[np.searchsorted(self.positions, positions)]
 
 
 class Announcement(msgspec.Struct, frozen=True):

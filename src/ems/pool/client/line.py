@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from ems.errors import (
     EmsError,
@@ -37,8 +38,9 @@ from ems.errors import (
 from ems.pool.client.answers import Namespace
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.retry import ConnectionEnded, Retry
-from ems.pool.layout import MAGIC, PageRef, generation_of, slot_offset
+from ems.pool.layout import MAGIC, Array, PageRef, generation_of, slot_offset
 from ems.pool.protocol import coding, messages
+from ems.pool.segments.reader import by_segment
 
 CALL_SECONDS = 5.0
 """Deadline of a call that names none."""
@@ -101,6 +103,19 @@ class SegmentMap:
 
     def mapped(self) -> list[memoryview]:
         return list(self._maps.values())
+
+    def places(self, refs: Array, size: int) -> tuple[Array, list[memoryview]]:
+        """Addresses of slots, rows of a :class:`PageRef`, for who was promised them, and the memory that they lie in.
+
+        ``size`` is that of the pages of their namespace.  Raises StaleReference: as :meth:`page` does.
+        """
+        starts, segments = np.zeros(len(refs), np.int64), []
+        for _, segment, mine, headers, begins in by_segment(refs, size, self.segment):
+            starts[mine] = np.where(headers["generation"] == refs[mine, 2], begins, 0)
+            segments.append(segment)
+        if not starts.all():
+            raise StaleReference("slots that were promised are not any more, reserve again")
+        return starts, segments
 
     def page(self, ref: PageRef, size: int) -> memoryview:
         """A page's slot, for who was promised it; ``size`` is that of the pages of its namespace.

@@ -32,9 +32,9 @@ from ems.pool.client.line import Connection, Line, Pins, SegmentMap, Sent, Turn
 from ems.pool.client.promised import PromisedSlots
 from ems.pool.client.retry import ConnectionEnded
 from ems.pool.keys import KEY_BYTES, Tail
-from ems.pool.layout import unpack_refs
+from ems.pool.layout import REF_BYTES
 from ems.pool.names import check_facts, qualified
-from ems.pool.pages import ClusterWrite
+from ems.pool.pages import ClusterWrite, Outcome
 from ems.pool.processes import peer_of
 from ems.pool.protocol import limits, messages
 from ems.pool.protocol.acts import Acts
@@ -341,13 +341,11 @@ class PoolClient(Line):
         return messages.Reserve(number, parent, b"".join(keys), _fitting(tails))
 
     def _reserved(self, epoch: int, keys: int, answer: messages.Granted) -> Reservation:
-        positions = [position for position, outcome in enumerate(answer.outcomes) if outcome == 0]
-        refs = unpack_refs(answer.refs)
-        if len(positions) != len(refs) or len(answer.outcomes) != keys:
+        granted = answer.outcomes.count(Outcome.GRANTED)
+        if len(answer.refs) != granted * REF_BYTES or len(answer.outcomes) != keys:
             self.drop()
             raise ProtocolError("the node's answer to a reservation does not match the request")
-        granted = dict(zip(positions, refs, strict=True))
-        reservation = Reservation(epoch, answer.reservation, answer.outcomes, granted)
+        reservation = Reservation(epoch, answer.reservation, answer.outcomes, answer.refs)
         self._promised.promised(reservation)
         return reservation
 
@@ -373,7 +371,7 @@ class PoolClient(Line):
         ``positions`` or of the keys; a page without one cannot be checked when it is loaded.
         Raises StaleReference: the reservation ended with its connection; nothing was published.
         """
-        if reservation.granted:
+        if reservation.packed_refs:
             self.end_commit(self.begin_commit(reservation, positions, timeout, checksums, cluster_write), timeout)
 
     def begin_commit(
@@ -390,7 +388,7 @@ class PoolClient(Line):
         """
         raw = struct.pack(f"<{len(checksums)}I", *checksums)
         if raw and positions is None:
-            positions = sorted(reservation.granted)
+            positions = reservation.positions.tolist()
         request = messages.Commit(reservation.number, positions, raw, cluster_write or self._cluster_write)
         sent: Sent[messages.Done] | None = None
         try:
@@ -432,7 +430,7 @@ class PoolClient(Line):
         when the connection was lost, too.  Until then, or until this process ends, nobody else gets the slots.
         Raises StaleReference: the reservation ended with its connection already.
         """
-        if reservation.granted:
+        if reservation.packed_refs:
             told = False
             try:
                 self.at(reservation.epoch)  # a node that is gone need not be reached for that

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterable
 
 from ems.pool.client.answers import Reservation
+from ems.pool.keys import cut
+from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.limits import MAX_KEYS
 
 
@@ -19,8 +21,8 @@ class PromisedSlots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slots: dict[tuple[int, int], dict[int, bytes]] = {}
-        """Packed references by position, of each reservation by its connection and number."""
+        self._held: dict[tuple[int, int], tuple[Reservation, set[int]]] = {}
+        """Each reservation by its connection and number, and at which positions no copy runs any more."""
         self._any = False
         self._ended = 0
         """How many copies ended of which the node was not told there and then."""
@@ -28,21 +30,19 @@ class PromisedSlots:
         """Connection and value of ``_ended`` that the node was told of; a client's first has nothing to tell."""
 
     def promised(self, reservation: Reservation) -> None:
-        if reservation.granted:
-            refs = {position: ref.pack() for position, ref in reservation.granted.items()}
+        if reservation.packed_refs:
             with self._lock:
-                self._slots[reservation.epoch, reservation.number] = refs
+                self._held[reservation.epoch, reservation.number] = reservation, set()
 
     def ended(self, reservation: Reservation, positions: Iterable[int] | None, *, told: bool) -> None:
         """No copy into the slots of ``positions`` (all, when None) runs any more; ``told``: the node knows that."""
         name = reservation.epoch, reservation.number
         with self._lock:
-            slots = self._slots.get(name)
-            if slots is not None:
-                for position in list(slots) if positions is None else positions:
-                    slots.pop(position, None)
-                if not slots:
-                    del self._slots[name]
+            _, over = self._held.get(name, (None, set[int]()))
+            granted = reservation.positions.tolist()
+            over.update(granted if positions is None else positions)
+            if over.issuperset(granted):
+                self._held.pop(name, None)
             self._ended += not told
 
     def asked(self) -> None:
@@ -64,7 +64,12 @@ class PromisedSlots:
             mark = epoch, self._ended
             if mark == self._told:
                 return None
-            refs = [ref for slots in self._slots.values() for ref in slots.values()]
+            refs = [
+                ref
+                for held, over in self._held.values()
+                for position, ref in zip(held.positions.tolist(), cut(held.packed_refs, REF_BYTES), strict=True)
+                if position not in over
+            ]
             return (b"".join(refs), mark) if len(refs) <= MAX_KEYS else None
 
     def was_told(self, mark: tuple[int, int]) -> None:

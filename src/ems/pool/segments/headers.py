@@ -29,6 +29,7 @@ from ems.pool.layout import (
     pack_description,
     pack_header,
     pack_headers,
+    refs_array,
     slot_offset,
     unpack_header,
 )
@@ -106,7 +107,7 @@ class Headers:
 
     def _write_headers(self, pages: Sequence[Page], headers: Array) -> None:
         """Write the headers of ``pages`` in their order, with their keys and places; those side by side in one go."""
-        refs = np.frombuffer(packed_refs(pages), "<u4").reshape(-1, len(PageRef._fields))
+        refs = refs_array(packed_refs(pages))
         headers["generation"] = refs[:, 2]
         headers["key"] = np.frombuffer(b"".join([page.key for page in pages]), headers["key"].dtype)
         raw = pack_headers(headers)
