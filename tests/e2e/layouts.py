@@ -33,9 +33,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-_LATENT = msgspec.structs.replace(
-    OPTIONS, block_size=16, gpu_blocks=600, dtype="float32", arguments=("--attention-backend", "CPU_MLA")
-)
+_LATENT = msgspec.structs.replace(OPTIONS, block_size=16, gpu_blocks=600, arguments=("--attention-backend", "CPU_MLA"))
 """In bfloat16 some in a hundred short prompts have two texts with latent attention, one where they are computed and one
 where their beginning is kept: the same two with the engine's own cache as with a pool."""
 

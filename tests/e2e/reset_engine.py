@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from tests.e2e.engines import random_prompt
+from tests.e2e.engines import OPTIONS, random_prompt
 from tests.kit import async_scheduling  # noqa: F401 - steps overlap in all engines of this program
 from tests.kit.engine import ENVIRONMENT
 
@@ -27,7 +27,7 @@ def make_engine(model: str, socket: str | None, **more: Any) -> Any:
     transfer = {"kv_connector": "EmsStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return LLM(
         model=model,
-        dtype="bfloat16",
+        dtype=OPTIONS.dtype,
         enforce_eager=True,
         block_size=BLOCK,
         max_model_len=2048,

@@ -56,7 +56,7 @@ def test_the_model_notices_any_block_that_is_not_the_prompts(pair: Pair) -> None
         other[start : start + 64] = random_prompt(2 + start, 64)
         others.append(other)
 
-    texts = pair.reference.texts([prompt, *others], tokens=24)
+    texts = pair.reference.texts([prompt, *others], tokens=64)
 
     assert texts.count(texts[0]) == 1
 

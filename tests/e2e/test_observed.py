@@ -96,7 +96,7 @@ class Observed:
 def observed(model: Path, logs: Path) -> Iterator[Observed]:
     port, replay = free_port(), free_port()
     events = json.dumps({**EVENTS, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay}"})
-    with running_node("--size", "16MB") as node:
+    with running_node("--size", "32MB") as node:
         server = PreparedServer(
             model,
             log=logs / "observed.log",

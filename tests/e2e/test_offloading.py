@@ -41,12 +41,15 @@ pytestmark = pytest.mark.e2e
 MODELS: dict[Size, EngineOptions] = {
     "test": OPTIONS,
     "hybrid": OPTIONS,
-    "mla": msgspec.structs.replace(
-        OPTIONS, block_size=16, dtype="float32", arguments=("--attention-backend", "CPU_MLA")
-    ),
-    # vLLM hands out a state where a prompt ends, and every so many tokens; without prefix caching none at all.
+    "mla": msgspec.structs.replace(OPTIONS, block_size=16, arguments=("--attention-backend", "CPU_MLA")),
+    # vLLM hands out a state where a prompt ends, and every so many tokens; without prefix caching none at all.  Its
+    # kernel for CPUs takes bfloat16 only.
     "ssm": msgspec.structs.replace(
-        OPTIONS, block_size=64, prefix_caching=True, arguments=("--prefix-cache-retention-interval", "256")
+        OPTIONS,
+        block_size=64,
+        dtype="bfloat16",
+        prefix_caching=True,
+        arguments=("--prefix-cache-retention-interval", "256"),
     ),
 }
 OTHER_BLOCKS = {"test": 128, "mla": 64}

@@ -22,7 +22,7 @@ from tests.e2e.engines import (
     running_node,
 )
 from tests.e2e.fleet import CHAT, Fleet, external_hits, hand_off, running_router
-from tests.kit.engine import VllmServer
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.e2e
 def alone(bare_model: Path, logs: Path) -> Iterator[Fleet]:
     with running_node("--size", "64MB") as node:
         prefill, decode = (
-            VllmServer(
+            PreparedServer(
                 bare_model,
                 log=logs / f"peer-{role}.log",
                 kv_transfer_config={**hand_off(role), "engine_id": "0"},

@@ -206,7 +206,7 @@ def test_another_dtype_on_the_same_pool_never_hits(pair: Pair, model: Path, logs
         model,
         log=logs / "float32.log",
         kv_transfer_config=connector("kv_both"),
-        options=msgspec.structs.replace(OPTIONS, dtype="float32"),
+        options=msgspec.structs.replace(OPTIONS, dtype="bfloat16"),
         environment=pair.node.environment,
     )
 

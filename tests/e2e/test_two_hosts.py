@@ -33,6 +33,7 @@ from tests.e2e.fleet import external_hits
 from tests.kit.engine import VllmServer
 from tests.kit.hosts import Host, Hosts
 from tests.kit.mooncake import MooncakeMaster
+from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +94,7 @@ def start_member(
     if by_engine:
         extra = {"backend": "mooncake", "pool_size": SIZE}
         environment |= {"EMS_AUTOSTART": "1", "MOONCAKE_CONFIG_PATH": str(settings)}
-    engine = VllmServer(
+    engine = PreparedServer(
         model,
         log=logs / f"{name}.log",
         kv_transfer_config=connector("kv_both", tier_timeout_ms=15_000, **extra),
