@@ -125,9 +125,14 @@ async def test_limits_hold_and_what_fails_costs_nothing() -> None:
         assert refused.status == 429
         assert int(refused.headers["Retry-After"]) > 0
         assert (await refused.json())["error"]["code"] == "rate_limit_exceeded"
+        never = await router.post(json={"model": "m", "prompt": "x" * 3000})
+        assert (never.status, never.headers["x-should-retry"], "Retry-After" in never.headers) == (429, "false", False)
+        assert (await never.json())["error"]["message"].endswith(
+            "never fit into the limit of 100; send a shorter prompt"
+        )
         page = await (await router.get("/metrics")).text()
         assert (
-            'kthena_router_rate_limit_exceeded_total{limit_type="input_tokens",model="m",path="/v1/completions"} 1.0'
+            'kthena_router_rate_limit_exceeded_total{limit_type="input_tokens",model="m",path="/v1/completions"} 2.0'
             in page
         )
 

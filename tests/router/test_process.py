@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ems.router.config import Address
 
 SOURCE = Path(__file__).parents[2] / "src"
+STOPPING = "Stopping when the requests under way ({}) are done, in {} s at the latest.\n"
 
 
 class Process:
@@ -152,7 +153,7 @@ async def test_running_requests_finish_after_sigterm() -> None:
 
             assert await response.content.read() == b"data: [DONE]\n\n"
 
-        assert await router.ended() == (0, "")
+        assert await router.ended() == (0, STOPPING.format(1, 30))
 
 
 async def test_what_does_not_finish_in_time_is_told_so() -> None:
@@ -170,7 +171,7 @@ async def test_what_does_not_finish_in_time_is_told_so() -> None:
             assert b'"code":"shutting_down"' in rest
             assert rest.endswith(b"\n\ndata: [DONE]\n\n")
 
-        assert await router.ended() == (0, "")
+        assert await router.ended() == (0, STOPPING.format(1, 1))
         await asyncio.wait_for(decode.abandoned.wait(), 20)
 
 
@@ -185,7 +186,9 @@ async def test_a_second_signal_ends_at_once() -> None:
         router.process.send_signal(signal.SIGINT)
         router.process.send_signal(signal.SIGTERM)
 
-        assert (await router.ended())[0] == 0
+        code, said = await router.ended()
+        assert code == 0
+        assert said == STOPPING.format(1, 30)
 
 
 async def test_a_port_in_use_is_one_line_and_exit_status_3() -> None:

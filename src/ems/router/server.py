@@ -102,6 +102,10 @@ async def _run(config: RouterConfig, listener: socket.socket) -> None:
             f"{len(router.fleet.listed(Role.DECODE))} decode clients."
         )
         await stop.wait()
+        if count := router.counters.running:
+            _tell(
+                f"Stopping when the requests under way ({count}) are done, in {config.drain_timeout:g} s at the latest."
+            )
         server.drain()
         draining = asyncio.create_task(server.drained(config.drain_timeout))
         hurrying = asyncio.create_task(hurry.wait())

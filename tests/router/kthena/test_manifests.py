@@ -231,7 +231,11 @@ def test_what_is_probably_not_meant_is_noted() -> None:
     assert notes == [
         "ModelRoute dev/other has parentRefs and is left out: this router is no gateway",
         "ModelRoute dev/kimi-k25 names the ModelServer dev/kimi, which is not there",
-        "ModelServer dev/kimi-k25-pd selects no pod",
+        "ModelServer dev/kimi-k25-pd selects no pod: requests for it are refused until one is ready",
+    ]
+    prefill = Catalogue(read({"a.yaml": documents(SERVER, pod("p", "prefill", 1))}).objects).notes()
+    assert prefill == [
+        "ModelServer dev/kimi-k25-pd selects no pod that decodes: requests for it are refused until one is ready"
     ]
 
 

@@ -49,10 +49,18 @@ def test_plugins_weights_and_arguments_are_read_as_they_stand(tmp_path: Path, ca
     assert schedulers.of("m") == Profile(("least-request", "lora-affinity"), weights, asked)
     assert schedulers.of("m2") == Profile((), {"random": 1})
     assert schedulers.read == {b"/metrics", b"/v1/models"}
-    assert [one.getMessage() for one in caplog.records] == ["The plugin of-my-own is unknown and left out"] * 2
+    (said,) = (one.getMessage() for one in caplog.records)
+    assert said.startswith("The score of-my-own is unknown and left out: known are gpu-usage, ")
     tokens = file.admitted(AdmissionConfig()).tokens
     assert tokens is not None
     assert (tokens.issuer, tokens.audiences, tokens.key_set) == ("https://issuer", ("a",), "https://issuer/keys")
+
+
+def test_a_second_document_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"scheduler: {{}}\n---\n{FILE}")
+    with pytest.raises(ConfigError, match="has 2 YAML documents: expected one"):
+        read_file(path)
 
 
 def test_without_a_scheduler_the_routers_own_way_counts(tmp_path: Path) -> None:

@@ -221,6 +221,10 @@ class Gate:
         if isinstance(taken, Exceeded):
             which = "input" if taken.kind is Kind.INPUT else "output"
             later, said = {"retry-after": str(taken.retry_after)}, f"{which} token rate limit exceeded"
+            most = min(limit.input_tokens_per_unit or asked.input_tokens for _, limit in limited)
+            if taken.kind is Kind.INPUT and asked.input_tokens > most:
+                later = {"x-should-retry": "false"}  # as OpenAI's client libraries understand it
+                said += f": about {asked.input_tokens} tokens never fit into the limit of {most}; send a shorter prompt"
             raise Refusal(429, said, code="rate_limit_exceeded", headers=later, kind=f"{which}_rate_limit")
         return taken
 

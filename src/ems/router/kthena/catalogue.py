@@ -75,9 +75,11 @@ class Catalogue:
             wanted = {ObjectName(key.namespace, str(name)) for name in names}
             missing = sorted(wanted - self.servings.keys())
             said.extend(f"ModelRoute {key} names the ModelServer {name}, which is not there" for name in missing)
-        said.extend(
-            f"ModelServer {key} selects no pod" for key, serving in self.servings.items() if not serving.members
-        )
+        for key, serving in self.servings.items():
+            roles = {member.role for member in serving.members}
+            if Role.DECODE not in roles:
+                pod = "pod that decodes" if roles else "pod"
+                said.append(f"ModelServer {key} selects no {pod}: requests for it are refused until one is ready")
         return said
 
 

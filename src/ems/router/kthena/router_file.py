@@ -9,6 +9,7 @@ What always holds: a file that is wrong changes nothing of what runs.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,16 +60,27 @@ class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     plugins: Plugins = Plugins()
     plugin_config: tuple[PluginConfig, ...] = ()
 
+    @property
+    def filters(self) -> tuple[str, ...]:
+        return tuple(one if isinstance(one, str) else one.name for one in self.plugins.filter.enabled)
+
+    @property
+    def scores(self) -> tuple[Plugin, ...]:
+        return tuple(Plugin(one) if isinstance(one, str) else one for one in self.plugins.score.enabled)
+
+    def unknown(self) -> Iterator[str]:
+        """A line for each plugin that is left out."""
+        for kind, names, known in (
+            ("filter", self.filters, FILTERS),
+            ("score", [one.name for one in self.scores], SCORES),
+        ):
+            for name in names:
+                if name not in known:
+                    yield f"The {kind} {name} is unknown and left out: known are {', '.join(sorted(known))}"
+
     def profile(self) -> Profile:
         args = {one.name: one.args for one in self.plugin_config}
-        filters = tuple(one if isinstance(one, str) else one.name for one in self.plugins.filter.enabled)
-        scores = [Plugin(one) if isinstance(one, str) else one for one in self.plugins.score.enabled]
-        unknown = [
-            *(name for name in filters if name not in FILTERS),
-            *(one.name for one in scores if one.name not in SCORES),
-        ]
-        for name in unknown:
-            log.warning("The plugin %s is unknown and left out", name)
+        filters, scores = self.filters, self.scores
         weights = {one.name: max(one.weight, 0) for one in scores if one.name in SCORES}
         if len(weights) > 1:
             weights.pop("random", None)
@@ -96,6 +108,9 @@ class RouterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auth: Auth = Auth()
     models: dict[str, Scheduler] = {}
 
+    def schedulers(self) -> tuple[Scheduler, ...]:
+        return (*((self.scheduler,) if self.scheduler is not None else ()), *self.models.values())
+
     def admitted(self, settings: AdmissionConfig) -> AdmissionConfig:
         """Return who is let in when it is this file that says whose tokens count."""
         if not self.auth.issuer:
@@ -111,9 +126,12 @@ def read(path: Path) -> RouterFile:
     """
     text = files.read(path, what="the router's configuration").decode("utf-8", "replace")
     documents = load_yaml(text, source=str(path))
+    if len(documents) > 1:
+        raise ConfigError(f"{path} has {len(documents)} YAML documents: expected one")
     try:
         file = msgspec.convert(documents[0] if documents else {}, RouterFile)
-        Schedulers().use(file)
+        for scheduler in file.schedulers():
+            scheduler.profile()
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from None
     return file
@@ -129,6 +147,8 @@ class Schedulers:
         """The pages of engines that profiles go by."""
 
     def use(self, file: RouterFile) -> None:
+        for line in dict.fromkeys(line for scheduler in file.schedulers() for line in scheduler.unknown()):
+            log.warning("%s", line)
         self._default = None if file.scheduler is None else file.scheduler.profile()
         self._of = {model: scheduler.profile() for model, scheduler in file.models.items()}
         profiles = (*self._of.values(), *((self._default,) if self._default is not None else ()))
