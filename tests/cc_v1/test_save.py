@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from ctypes import addressof, c_char
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ems.errors import NoSpace, PoolTimeout, PoolUnavailable, StaleReference
 from ems.pool.client.answers import Hits, Namespace, Reservation
 from ems.pool.client.pool_client import CommittedAhead, ReservedAhead
 from ems.pool.keys import NO_PARENT
-from ems.pool.layout import Array, PageRef
+from ems.pool.layout import PageRef, unpack_refs
 from ems.pool.pages import Outcome
 from ems.transfers.device import CpuDevice
 from ems.transfers.rows import TokenRows
@@ -35,8 +36,9 @@ class Segments:
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(1 << 16))
 
-    def places(self, refs: Array, size: int) -> tuple[Array, list[memoryview]]:
-        return np.frombuffer(self.memory, np.uint8).ctypes.data + refs[:, 1].astype(np.int64) * size, [self.memory]
+    def places(self, packed_refs: bytes, size: int) -> tuple[list[int], list[memoryview]]:
+        begin = addressof(c_char.from_buffer(self.memory))
+        return [begin + ref.slot * size for ref in unpack_refs(packed_refs)], [self.memory]
 
 
 class Pool:

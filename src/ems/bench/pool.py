@@ -1,10 +1,10 @@
 """Bandwidth of saves and loads beside plain memcpy, and latency of lookups, through the real client and a real node.
 
-Pages come in batches of 32 MiB, as the blocks of one prompt do.  Each page size is measured in rounds, in which
-everything is done once, one after the other, so that all see the same machine; the median round is reported.  The
-limits are plain copies of whole pages: between private memory (which the kernel may back with huge pages), and between
-private memory and the very slots that a save and a load use (which on most hosts lie in pages of 4 KiB); shares are of
-the latter.
+Pages come in batches of 32 MiB, as the blocks of one prompt do, and are saved 256 at a time at most.  Each page size is
+measured in rounds, in which everything is done once, one after the other, so that all see the same machine; the median
+round is reported.  The limits are plain copies of whole pages: between private memory (which the kernel may back with
+huge pages), and between private memory and the very slots that a save and a load use (which on most hosts lie in pages
+of 4 KiB); shares are of the latter.
 
 A save is reserve, copy with checksum, commit, as the SDK makes it: a batch is reserved while the one before is copied,
 and its commit is answered later.  A load is lookup with lease, header check, copy, checksum, header check, release.
@@ -36,7 +36,6 @@ from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
-from ems.pool.layout import refs_array
 from ems.pool.names import own_name
 from ems.pool.node.launcher import ensure_node
 from ems.pool.processes import process_lives
@@ -55,6 +54,8 @@ WORKING_SET = 128 * MIB
 """Bytes moved in one round; far above the processor's caches."""
 BATCH = 32 * MIB
 """Bytes of one reservation, as a prompt of some thousand tokens leaves them."""
+BATCH_PAGES = 256
+"""Most pages of one reservation."""
 TOUCH_SECONDS = 120.0
 CLEAR_SECONDS = 30.0
 
@@ -255,6 +256,7 @@ class Bench:
 
     def _save(self, namespace: Namespace, engine: Engine, keys: Sequence[bytes], batch: int) -> None:
         client, commit = self._client, None
+        batch = min(batch, BATCH_PAGES)
         ahead = client.begin_reserve(namespace, NO_PARENT, keys[:batch])
         for first in range(0, len(keys), batch):
             reserved, part = client.end_reserve(ahead), ahead.keys
@@ -262,9 +264,8 @@ class Bench:
                 ahead = client.begin_reserve(namespace, NO_PARENT, following)
             if len(reserved.positions) != len(part):
                 raise NoSpace(_TOO_SMALL)
-            size, refs = namespace.page_size, refs_array(reserved.packed_refs)
-            starts, memory = client.segments(reserved.epoch).places(refs, size)
-            slots = Slots(starts, size, memory)
+            starts, memory = client.segments(reserved.epoch).places(reserved.packed_refs, namespace.page_size)
+            slots = Slots(numbers(starts), namespace.page_size, memory)
             sums = PageSums(slots)
             blocks = range(first, first + len(part))
             for step in engine.plan(blocks, slots, out=True).in_steps(STEP_BYTES, in_order=True):

@@ -23,7 +23,7 @@ from ems.pool.client.pool_client import CommittedAhead, PoolClient, ReservedAhea
 from ems.pool.pages import Outcome
 from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.checksums import PageSums
-from ems.transfers.plan import Slots
+from ems.transfers.plan import Slots, numbers
 
 if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device
@@ -36,6 +36,8 @@ TOKEN_COUNT = struct.Struct("<I")
 RESERVATION_BYTES = 32 << 20
 """Bytes of one reservation, of which the next is made ready meanwhile: others can read the first pages before the last
 are copied."""
+RESERVATION_PAGES = 256
+"""Most pages of one reservation: as many as a node does in one step, so that the first are copied soon."""
 COMMIT_SECONDS = 1.0
 """Time for a commit or abort when the deadline is over: the copies are done, it would be a pity."""
 TOUCH_PATIENCE = 1.0
@@ -216,7 +218,8 @@ class Transfers:
         """Where the next reservation ends: a block that lacks tokens is one of its own."""
         if not blocks.whole(start):
             return start + 1
-        limit = min(start + max(RESERVATION_BYTES // self.namespace.page_size, 1), len(blocks))
+        most = min(max(RESERVATION_BYTES // self.namespace.page_size, 1), RESERVATION_PAGES)
+        limit = min(start + most, len(blocks))
         return next((i for i in range(start, limit) if not blocks.whole(i)), limit)
 
     def _fill(
@@ -233,7 +236,7 @@ class Transfers:
         """
         outcomes = reservation.outcomes
         leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
-        wanted = reservation.positions[reservation.positions < leading].tolist()
+        wanted = [i for i in reservation.positions if i < leading]
         try:
             written = self._copy(reservation, wanted, blocks, start, future)
             stored = next((i for i in wanted if i not in written), leading)
@@ -265,7 +268,7 @@ class Transfers:
             segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
             size = self.namespace.page_size
             starts, memory = segments.places(reservation.refs(batch), size)
-            slots = Slots(starts, size, memory)
+            slots = Slots(numbers(starts), size, memory)
             plan = self.rows.plan([blocks.span(start + i) for i in batch], slots, out=True)
             for at, i in enumerate(batch):
                 if not blocks.whole(start + i):

@@ -47,9 +47,10 @@ _CARVING_OFFSET = 76
 _VERSION = struct.Struct("<8sI")
 _REF = struct.Struct("<III")
 REF_BYTES = _REF.size
-pack_ref, unpack_ref = _REF.pack, _REF.unpack
-"""What :meth:`PageRef.pack` and :meth:`PageRef.unpack` do, of plain numbers."""
+pack_ref, unpack_ref, iter_refs = _REF.pack, _REF.unpack, _REF.iter_unpack
+"""What :meth:`PageRef.pack`, :meth:`PageRef.unpack` and :func:`unpack_refs` do, of plain numbers."""
 _HEADER = struct.Struct("<II16s16sQIII")
+_CHECKED = struct.Struct(f"<{_HEADER.size}sI")
 INSTANCE_BYTES = 8
 """Bytes of the random number by which a client knows its own promises again on another connection."""
 _WRITER = struct.Struct("<II8s")
@@ -155,11 +156,6 @@ class PageRef(NamedTuple):
 
 def refs_begin(segment: int) -> bytes:
     return _WORD.pack(segment)
-
-
-def refs_array(raw: bytes) -> Array:
-    """Packed references as rows of segment, slot and generation."""
-    return np.frombuffer(raw, "<u4").reshape(-1, len(PageRef._fields))
 
 
 def unpack_refs(raw: bytes) -> list[PageRef]:
@@ -288,15 +284,13 @@ def generation_of(segment: Buffer, slot: int) -> int:
 
 def pack_header(header: Header) -> bytes:
     """A whole slot header with its checksum, :data:`HEADER_BYTES` long."""
-    raw = _HEADER.pack(*header)
-    return raw + _WORD.pack(zlib.crc32(raw))
+    return header_bytes(*header)
 
 
-def pack_headers(headers: Array) -> bytes:
-    """:func:`pack_header` of many, which are :data:`HEADER`; their checksums are those of what is in them."""
-    without = np.ndarray(len(headers), f"V{_HEADER.size}", headers.tobytes(), strides=HEADER_BYTES).tolist()
-    headers["check"] = np.fromiter(map(zlib.crc32, without), np.uint32, len(headers))
-    return headers.tobytes()
+def header_bytes(*fields: int | bytes) -> bytes:
+    """:func:`pack_header` of the fields of a :class:`Header`."""
+    raw = _HEADER.pack(*fields)
+    return _CHECKED.pack(raw, zlib.crc32(raw))
 
 
 def unpack_header(buffer: memoryview | bytes | bytearray | mmap, offset: int) -> Header:

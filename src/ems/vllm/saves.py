@@ -25,7 +25,7 @@ from ems.pool.pages import Outcome
 from ems.transfers.checksums import PageSums
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane
-from ems.transfers.plan import ALL, CopyPlan, Slots
+from ems.transfers.plan import ALL, CopyPlan, Slots, numbers
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import PlaneRows, StoredPage
 from ems.vllm.requests import Save
@@ -253,7 +253,7 @@ class Saver:
     def _clear_partial(self, job: SaveJob, reserved: Reservation) -> None:
         """Of a page that is not written whole the rest would be what somebody else, perhaps another tenant, left."""
         namespace, rows = job.plane.namespace, job.plane.rows
-        for position in reserved.positions.tolist():
+        for position in reserved.positions:
             if len(job.pages[position].part.blocks) < rows.page_blocks:
                 page = self._client.segments(reserved.epoch).page(reserved.granted[position], namespace.page_size)
                 np.frombuffer(page, np.uint8)[:] = 0
@@ -273,14 +273,14 @@ class Saver:
         segments = self._client.segments(reserved.epoch)
         namespace, rows = job.plane.namespace, job.plane.rows
         written: list[int] = []
-        positions = reserved.positions.tolist()
+        positions = reserved.positions
         count = max(self._device.batch_bytes // rows.page_bytes, 1)
         for start in range(0, len(positions), count):
             batch = positions[start : start + count]
             if self._client.epoch != reserved.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
             starts, memory = segments.places(reserved.refs(batch), namespace.page_size)
-            slots = Slots(starts, namespace.page_size, memory)
+            slots = Slots(numbers(starts), namespace.page_size, memory)
             parts = [job.pages[position].part for position in batch]
             sums = PageSums(slots)
             summed = self._device.sums and tensors == ALL
@@ -338,7 +338,7 @@ class Saver:
 
     def _publish(self, job: SaveJob) -> None:
         if job.reservation is not None:
-            self._commit(job, job.reservation, [] if job.cancelled else job.reservation.positions.tolist())
+            self._commit(job, job.reservation, [] if job.cancelled else job.reservation.positions)
 
     def _give_back(self, reserved: Reservation) -> None:
         try:

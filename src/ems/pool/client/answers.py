@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
-import numpy as np
 
-from ems.pool.layout import Array, PageRef, refs_array, unpack_refs
-from ems.pool.pages import Outcome
+from ems.pool.layout import PageRef, unpack_refs
 from ems.pool.protocol.messages import ChangeRun
 from ems.pool.reasons.words import Reason
 
@@ -93,18 +91,20 @@ class Reservation:
     packed_refs: bytes
 
     @cached_property
-    def positions(self) -> Array:
+    def positions(self) -> list[int]:
         """Of the keys that were granted, in their order."""
-        return np.flatnonzero(np.frombuffer(self.outcomes, np.uint8) == Outcome.GRANTED)
+        return [position for position, outcome in enumerate(self.outcomes) if outcome == 0]
 
     @cached_property
     def granted(self) -> dict[int, PageRef]:
         """Their slots by their positions."""
-        return dict(zip(self.positions.tolist(), unpack_refs(self.packed_refs), strict=True))
+        return dict(zip(self.positions, unpack_refs(self.packed_refs), strict=True))
 
-    def refs(self, positions: Sequence[int]) -> Array:
-        """The slots at ``positions`` that were granted, rows of a :class:`PageRef`."""
-        return refs_array(self.packed_refs)[np.searchsorted(self.positions, positions)]
+    def refs(self, positions: Sequence[int]) -> bytes:
+        """The slots at ``positions`` that were granted, in the form that travels."""
+        if positions == self.positions:
+            return self.packed_refs
+        return b"".join([self.granted[position].pack() for position in positions])
 
 
 class Announcement(msgspec.Struct, frozen=True):

@@ -19,10 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from ctypes import addressof, c_char
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
 from ems.errors import (
     EmsError,
@@ -38,9 +38,8 @@ from ems.errors import (
 from ems.pool.client.answers import Namespace
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.retry import ConnectionEnded, Retry
-from ems.pool.layout import MAGIC, Array, PageRef, generation_of, slot_offset
+from ems.pool.layout import MAGIC, PageRef, carve, generation_of, iter_refs, slot_offset
 from ems.pool.protocol import coding, messages
-from ems.pool.segments.reader import by_segment
 
 CALL_SECONDS = 5.0
 """Deadline of a call that names none."""
@@ -104,18 +103,24 @@ class SegmentMap:
     def mapped(self) -> list[memoryview]:
         return list(self._maps.values())
 
-    def places(self, refs: Array, size: int) -> tuple[Array, list[memoryview]]:
-        """Addresses of slots, rows of a :class:`PageRef`, for who was promised them, and the memory that they lie in.
+    def places(self, packed_refs: bytes, size: int) -> tuple[list[int], list[memoryview]]:
+        """The addresses of slots, for who was promised them, and the memory that they lie in.
 
         ``size`` is that of the pages of their namespace.  Raises StaleReference: as :meth:`page` does.
         """
-        starts, segments = np.zeros(len(refs), np.int64), []
-        for _, segment, mine, headers, begins in by_segment(refs, size, self.segment):
-            starts[mine] = np.where(headers["generation"] == refs[mine, 2], begins, 0)
-            segments.append(segment)
-        if not starts.all():
-            raise StaleReference("slots that were promised are not any more, reserve again")
-        return starts, segments
+        starts: list[int] = []
+        segments: dict[int, memoryview] = {}
+        number = -1
+        for segment, slot, generation in iter_refs(packed_refs):
+            if segment != number:
+                number = segment
+                mapped = segments[number] = self.segment(number)
+                geometry = carve(len(mapped), size)
+                first = addressof(c_char.from_buffer(mapped)) + geometry.data_offset
+            if generation_of(mapped, slot) != generation:
+                raise _lost(slot, number)
+            starts.append(first + slot * geometry.slot_stride)
+        return starts, list(segments.values())
 
     def page(self, ref: PageRef, size: int) -> memoryview:
         """A page's slot, for who was promised it; ``size`` is that of the pages of its namespace.
@@ -124,7 +129,7 @@ class SegmentMap:
         """
         segment = self.segment(ref.segment)
         if generation_of(segment, ref.slot) != ref.generation:
-            raise StaleReference(f"slot {ref.slot} of segment {ref.segment} is not promised any more, reserve again")
+            raise _lost(ref.slot, ref.segment)
         begin = slot_offset(len(segment), size, ref.slot)
         return segment[begin : begin + size]
 
@@ -454,6 +459,10 @@ class Line:
         """In a forked child: let go of the parent's connection, which goes on unharmed.  Takes no lock."""
         self._closed = True
         self.drop()
+
+
+def _lost(slot: int, segment: int) -> StaleReference:
+    return StaleReference(f"slot {slot} of segment {segment} is not promised any more, reserve again")
 
 
 def _map(number: int, size: int, descriptors: list[int]) -> memoryview:

@@ -388,7 +388,7 @@ class PoolClient(Line):
         """
         raw = struct.pack(f"<{len(checksums)}I", *checksums)
         if raw and positions is None:
-            positions = reservation.positions.tolist()
+            positions = reservation.positions
         request = messages.Commit(reservation.number, positions, raw, cluster_write or self._cluster_write)
         sent: Sent[messages.Done] | None = None
         try:

@@ -39,7 +39,7 @@ class PromisedSlots:
         name = reservation.epoch, reservation.number
         with self._lock:
             _, over = self._held.get(name, (None, set[int]()))
-            granted = reservation.positions.tolist()
+            granted = reservation.positions
             over.update(granted if positions is None else positions)
             if over.issuperset(granted):
                 self._held.pop(name, None)
@@ -67,7 +67,7 @@ class PromisedSlots:
             refs = [
                 ref
                 for held, over in self._held.values()
-                for position, ref in zip(held.positions.tolist(), cut(held.packed_refs, REF_BYTES), strict=True)
+                for position, ref in zip(held.positions, cut(held.packed_refs, REF_BYTES), strict=True)
                 if position not in over
             ]
             return (b"".join(refs), mark) if len(refs) <= MAX_KEYS else None

@@ -53,7 +53,7 @@ class Index:
 
     def insert(self, key: bytes, ref: bytes, before: bytes) -> Page:
         """Add a page that is about to be written at ``ref``, the one after the page of the key ``before``."""
-        page = self._missing.pop(key, None)
+        page = self._missing.pop(key, None) if self._missing else None
         if page is None:
             page = Page(key, ref)
         else:
@@ -112,7 +112,7 @@ class Index:
         return best, most, expected > most
 
     def _hang(self, page: Page, before: bytes) -> None:
-        parent = self._here_or_missing(before)
+        parent = self.pages.get(before) or self._here_or_missing(before)
         # Honest keys name their whole prefix and cannot form a ring; a page that others hang on can be made to.
         if parent is not page and (page.suffixes is None or not self._may_form_a_ring(page, parent)):
             page.hang_on(parent)
@@ -130,16 +130,18 @@ class Index:
         for page in pages:
             page.present = True
         self.policy.add(pages)
-        seen: set[Page] = set()
-        for page in pages:
-            if page.suffixes is None and page.parent is not None:
-                # Many that hang on the same prefix do not each go all the way up.
-                walk = islice(page.ancestors(), len(pages) + MAX_WALK - len(seen))
-                prefix = list(takewhile(lambda above: above not in seen, walk))
-                seen.update(prefix)
-                prefix = [above for above in reversed(prefix) if above.present]
-                if prefix:
-                    self.policy.refresh([*prefix, page])
+        tops = [page for before, page in zip([None, *pages], pages, strict=False) if page.parent is not before]
+        if not tops:
+            return
+        seen = set(pages)
+        for page in tops:
+            # Many that hang on the same prefix do not each go all the way up.
+            walk = islice(page.ancestors(), len(pages) + MAX_WALK - len(seen))
+            prefix = list(takewhile(lambda above: above not in seen, walk))
+            seen.update(prefix)
+            prefix = [above for above in reversed(prefix) if above.present]
+            if prefix:
+                self.policy.refresh(prefix)
 
     def discard(self, page: Page) -> None:
         """Forget a page that nobody reads; where others hang on it, that it is missing is remembered."""

@@ -8,15 +8,11 @@ says; no stamp and no carving is given twice, nor one that was not announced bef
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import pairwise
-
-import numpy as np
+from itertools import count, repeat
 
 from ems.pool.keys import NO_PARENT
 from ems.pool.layout import (
-    HEADER,
     HEADER_BYTES,
-    Array,
     Description,
     Header,
     PageFlag,
@@ -24,16 +20,16 @@ from ems.pool.layout import (
     SlotState,
     Writer,
     crc32c,
+    header_bytes,
     header_is_sound,
     header_offset,
     pack_description,
     pack_header,
-    pack_headers,
-    refs_array,
     slot_offset,
     unpack_header,
+    unpack_ref,
 )
-from ems.pool.pages import Assigned, Page, packed_refs
+from ems.pool.pages import Assigned, Page
 from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.segments.segment_file import SegmentFile
 
@@ -79,43 +75,43 @@ class Headers:
 
         A node that comes after this one reads there who may still be writing.
         """
-        headers = np.zeros(len(pages), HEADER)
-        headers["state"], headers["length"] = SlotState.WRITING, length
         # While a slot is being written these say by whom.
-        headers["parent"], headers["checksum"] = np.void(writer.pack()), writer.pid_namespace
-        self._write_headers(pages, headers)
+        told = repeat((writer.pack(), 0, writer.pid_namespace))
+        self._write_headers(SlotState.WRITING, pages, told, length, 0)
 
     def publish(
         self, pages: Sequence[Page], length: int, checksums: Sequence[int] | None = None, flags: int = 0
     ) -> None:
         """Say in their headers that ``pages`` of ``length`` bytes, in the order of their blocks, are whole."""
-        if not pages:
-            return
         # The first is the most recently used: a prefix is worth more than what hangs on it.
         stamp = self.stamp = self.stamp + len(pages)
         self._cover(stamp, self.carving)
-        headers = np.zeros(len(pages), HEADER)
-        headers["state"], headers["length"] = SlotState.PRESENT, length
-        above = [page.parent.key if page.parent is not None else NO_PARENT for page in pages]
-        headers["parent"] = np.frombuffer(b"".join(above), headers["parent"].dtype)
-        headers["stamp"] = np.arange(stamp - 1, stamp - 1 - len(pages), -1)
         if checksums is not None:
-            headers["checksum"] = checksums
             flags |= PageFlag.CHECKSUMMED
-        headers["flags"] = flags
-        self._write_headers(pages, headers)
+        parents = [page.parent.key if page.parent is not None else NO_PARENT for page in pages]
+        told = zip(parents, count(stamp - 1, -1), repeat(0) if checksums is None else checksums, strict=False)
+        self._write_headers(SlotState.PRESENT, pages, told, length, int(flags))
 
-    def _write_headers(self, pages: Sequence[Page], headers: Array) -> None:
-        """Write the headers of ``pages`` in their order, with their keys and places; those side by side in one go."""
-        refs = refs_array(packed_refs(pages))
-        headers["generation"] = refs[:, 2]
-        headers["key"] = np.frombuffer(b"".join([page.key for page in pages]), headers["key"].dtype)
-        raw = pack_headers(headers)
-        places = refs[:, 0].astype(np.int64) << 32 | refs[:, 1]
-        begins = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(pages)]
-        for begin, end in pairwise(begins):
-            segment, slot = divmod(int(places[begin]), 1 << 32)
-            self._files[segment].write(header_offset(slot), raw[begin * HEADER_BYTES : end * HEADER_BYTES])
+    def _write_headers(
+        self, state: SlotState, pages: Sequence[Page], told: Iterable[tuple[bytes, int, int]], length: int, flags: int
+    ) -> None:
+        """Write the headers of ``pages`` in their order, those of slots side by side in one go.
+
+        Of each parent, stamp and checksum are ``told``, or what stands in their place.
+        """
+        before, first = -1, 0
+        run: list[bytes] = []
+        number = int(state)
+        for page, (parent, stamp, checksum) in zip(pages, told, strict=False):
+            segment, slot, generation = unpack_ref(page.ref)
+            if run and (slot != first + len(run) or segment != before):
+                self._files[before].write(header_offset(first), b"".join(run))
+                run = []
+            if not run:
+                before, first = segment, slot
+            run.append(header_bytes(number, generation, page.key, parent, stamp, length, checksum, flags))
+        if run:
+            self._files[before].write(header_offset(first), b"".join(run))
 
     def forget(self, slots: Iterable[tuple[int, int]]) -> None:
         """Say in the headers of ``slots`` (segment, number) that they are free.

@@ -11,7 +11,7 @@ All headers of a load are looked at in one go: a long prompt has thousands, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -33,7 +33,6 @@ from ems.pool.layout import (
     crc32c,
     headers_are_sound,
     namespace_digest,
-    refs_array,
     slot_offset,
 )
 
@@ -96,24 +95,6 @@ class LeasedPages(NamedTuple):
         return self.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
 
 
-def by_segment(
-    refs: Array, page_size: int, mapped: Callable[[int], memoryview]
-) -> Iterator[tuple[int, memoryview, Array, Array, Array]]:
-    """The slots ``refs``, rows of a :class:`PageRef`, segment by segment.
-
-    Of each its number, its memory, and of its slots their rows, headers and addresses; slots that it has not are left
-    out.
-    """
-    for number in np.unique(refs[:, 0]).tolist():
-        segment = mapped(number)
-        geometry = carve(len(segment), page_size)
-        table = np.frombuffer(segment, RAW_HEADER, geometry.slot_count, HEADERS_OFFSET)
-        mine = np.flatnonzero((refs[:, 0] == number) & (refs[:, 1] < len(table)))
-        offsets = geometry.data_offset + refs[mine, 1].astype(np.int64) * geometry.slot_stride
-        headers = table[refs[mine, 1]].view(HEADER)
-        yield number, segment, mine, headers, table.ctypes.data - HEADERS_OFFSET + offsets
-
-
 class PageReader:
     """Pages of the namespace ``name``, of ``page_size`` bytes each, in memory that ``segment`` maps by number.
 
@@ -142,7 +123,7 @@ class PageReader:
 
         The first that does not was promised a moment ago: the node shall look at its header.
         """
-        refs = refs_array(packed_refs)
+        refs = np.frombuffer(packed_refs, "<u4").reshape(-1, len(PageRef._fields))
         headers, starts, segments = self._headers(refs)
         there = (
             (headers["state"] == int(SlotState.PRESENT))
@@ -169,9 +150,15 @@ class PageReader:
         """Headers of the slots ``refs``, zeros of those that the namespace has not; where slots begin, and in what."""
         headers, starts = np.zeros(len(refs), HEADER), np.zeros(len(refs), np.int64)
         segments = []
-        for number, segment, mine, found, begins in by_segment(refs, self._page_size, self._segment):
+        for number in np.unique(refs[:, 0]).tolist():
+            segment = self._segment(number)
+            geometry = carve(len(segment), self._page_size)
+            table = np.frombuffer(segment, RAW_HEADER, geometry.slot_count, HEADERS_OFFSET)
+            mine = np.flatnonzero((refs[:, 0] == number) & (refs[:, 1] < len(table)))
+            found = table[refs[mine, 1]].view(HEADER)
             if self._is_ours(number, segment):
-                headers[mine], starts[mine] = found, begins
+                headers[mine] = found
+                starts[mine] = table.ctypes.data - HEADERS_OFFSET + geometry.slot_offset(refs[mine, 1].astype(np.int64))
                 segments.append(segment)
         return headers, starts, segments
 
