@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help setup static check test explore test-ranks test-accelerator test-matrix demo clean
+.PHONY: help setup static check quick-pool quick-engines quick-others test explore test-ranks test-accelerator test-matrix demo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,8 +22,21 @@ static: setup  ## lint, format, types, layers
 	@$(BIN)/mypy
 	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
 
-check: static  ## the above and the quick tests, which start neither engines nor servers
-	@$(BIN)/pytest -m "not e2e and not process and not slow and not accelerator" --hypothesis-profile quick -n 2 --dist loadfile
+check: setup  ## the above and the quick tests, which start neither engines nor servers
+	@$(MAKE) -j 2 --output-sync=target static quick-pool quick-engines quick-others
+
+# Parts, each of which imports no more than it needs: PyTorch and vLLM take as long as a thousand tests.
+QUICK := $(BIN)/pytest -m "not e2e and not process and not slow and not accelerator" --hypothesis-profile quick
+ENGINES := tests/cc_v1 tests/transfers tests/vllm
+
+quick-pool: setup
+	@$(QUICK) tests/pool
+
+quick-engines: setup
+	@$(QUICK) $(ENGINES)
+
+quick-others: setup
+	@$(QUICK) $(addprefix --ignore=,tests/e2e tests/pool $(ENGINES))
 
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
 	@$(BIN)/pytest -m "not e2e and not accelerator" -n 2 --dist loadfile

@@ -9,7 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from tests.kit.examples import USUAL
+from tests.kit.node import NodeProcess
 from tests.kit.tiers.bench import SECRET
+
+NodeProcess.forked = True
 
 # Temporary folders may be on a disk, which nodes refuse unless they are told.
 os.environ.setdefault("EMS_ALLOW_DISK", "1")
@@ -20,13 +24,13 @@ os.environ.pop("COLUMNS", None)
 settings.register_profile(
     "ems",
     deadline=None,
-    max_examples=60,
+    max_examples=USUAL,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,
     print_blob=True,
 )
 # For the inner loop: `make check`.
-settings.register_profile("quick", settings.get_profile("ems"), max_examples=15)
+settings.register_profile("quick", settings.get_profile("ems"), max_examples=USUAL // 4)
 # Draws at random, and what it found before once more: `make explore`.
 settings.register_profile(
     "explore",

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.cc_v1.conftest import NEVER, OPTION
+from tests.kit.examples import examples
 from tests.kit.node import NodeProcess
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Model:
         return len(list(itertools.takewhile(lambda h: h in self.whole or h in self.begun, hashes)))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_pool_answers_like_the_model(node: NodeProcess, connect: Connect, data: st.DataObject) -> None:
     cc = connect(node, model_id="histories", health=NEVER)

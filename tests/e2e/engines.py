@@ -6,8 +6,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +23,7 @@ import pytest
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.processes import process_lives
 from tests.kit.engine import EngineOptions, VllmServer
+from tests.kit.prepared import PreparedProgram, start_node
 
 BLOCK = 32
 OPTIONS = EngineOptions(
@@ -121,13 +120,12 @@ class Node:
         self.directory = directory
         self.socket = directory / "node.sock"
         self._flags = flags
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: PreparedProgram | None = None
 
     def start(self) -> None:
         with self.directory.with_suffix(".err").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ems.cli", "node", "--dir", str(self.directory), "--no-http", *self._flags],
-                stderr=log,
+            self._process = start_node(
+                "--dir", str(self.directory), "--no-http", *self._flags, output=log, environment=os.environ
             )
         self.wait_listening()
 

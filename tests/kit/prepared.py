@@ -1,10 +1,11 @@
-"""Programs that compute with vLLM, forked from a process in which it is imported already.
+"""Programs that are forked from a process in which what they import is imported already.
 
-Three processes of a server import PyTorch and vLLM, which is most of the 30 seconds of processor time that its start
-takes; a fork has them.  The program is the one that the command would run, with its arguments and its environment, and
-what vLLM does when it starts is done by each server.  The one difference is that its own processes are forks as well,
-which is vLLM's way with accelerators; on a CPU it starts them anew.  What Python and PyTorch read of the environment
-when they start is that of the process that started the first of these programs.
+Three processes of a vLLM server import PyTorch and vLLM, which is most of the 30 seconds of processor time that its
+start takes, and imports are most of the start of a pool node; a fork has them.  The program is the one that the command
+would run, with its arguments and its environment, and what vLLM does when it starts is done by each server.  The one
+difference is that its own processes are forks as well, which is vLLM's way with accelerators; on a CPU it starts them
+anew.  What Python and PyTorch read of the environment when they start is that of the process that started the first of
+these programs.
 
 What always holds: a program has a session of its own, and dies with the thread that started the first program.
 
@@ -44,7 +45,7 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.multiproc_executor",
 )
-"""What all servers import, with all that these do.  None of them starts a thread or a parallel region of PyTorch."""
+"""What all servers of vLLM import, with all that these do; no thread or parallel region of PyTorch starts in it."""
 
 FRESH = ("PYTHON", "OMP_", "TORCH", "VLLM_LOGGING_")
 """Names of variables that are read when a process starts begin like this."""
@@ -66,7 +67,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class PreparedProgram:
-    """``python -m module *arguments``, forked; the part of :class:`subprocess.Popen` that is used of servers."""
+    """``python -m module *arguments``, a fork of ``parent``; the part of :class:`subprocess.Popen` that is used."""
 
     def __init__(
         self,
@@ -74,13 +75,12 @@ class PreparedProgram:
         arguments: Sequence[str],
         *,
         output: IO[bytes],
-        environment: Mapping[str, str] | None = None,
-        parent: Parent | None = None,
+        environment: Mapping[str, str],
+        parent: Parent,
     ) -> None:
-        whole = {**os.environ, **ENVIRONMENT, **(environment or {})}
         self.returncode: int | None = None
-        self.pid, self._status = (parent or _parent()).fork(
-            _Order(module, list(arguments), whole, str(Path.cwd())), output
+        self.pid, self._status = parent.fork(
+            _Order(module, list(arguments), dict(environment), str(Path.cwd())), output
         )
 
     def poll(self) -> int | None:
@@ -96,9 +96,15 @@ class PreparedProgram:
             self._status.close()
         return self.returncode
 
-    def terminate(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class PreparedServer(VllmServer):
@@ -106,16 +112,16 @@ class PreparedServer(VllmServer):
 
     def _launch(self, log: IO[bytes]) -> PreparedProgram:
         _python, _module, module, *arguments = self._command
-        return PreparedProgram(module, arguments, output=log, environment=self._environment)
+        return PreparedProgram(module, arguments, output=log, environment=self._environment, parent=vllm_parent())
 
 
 class Parent:
     """The process that has imported ``modules`` and forks programs."""
 
-    def __init__(self, modules: Sequence[str] = MODULES) -> None:
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket, self._turn = ours, threading.Lock()
-        self._environment = {**os.environ, **ENVIRONMENT}
+        self._environment = environment
         ours.settimeout(START_SECONDS)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
         with theirs:
@@ -155,14 +161,28 @@ class Parent:
         return pid, os.fdopen(status, "rb")
 
 
-_started: list[Parent] = []
+_started: dict[tuple[str, ...], Parent] = {}
 
 
-def _parent() -> Parent:
-    if not _started or not _started[-1].alive:
-        _started.append(Parent())
-        atexit.register(_started[-1].close)
-    return _started[-1]
+def parent_of(modules: tuple[str, ...], environment: Mapping[str, str]) -> Parent:
+    """The one that has imported ``modules``; when there is none yet, it begins in ``environment``."""
+    parent = _started.get(modules)
+    if parent is None or not parent.alive:
+        parent = _started[modules] = Parent(modules, environment)
+        atexit.register(parent.close)
+    return parent
+
+
+def vllm_parent() -> Parent:
+    return parent_of(MODULES, {**os.environ, **ENVIRONMENT})
+
+
+def start_node(
+    *arguments: str, output: IO[bytes], environment: Mapping[str, str], module: str = "ems.cli"
+) -> PreparedProgram:
+    """Fork ``ems node`` with ``arguments``; ``module`` is one that behaves like ``ems`` and does something besides."""
+    parent = parent_of(("ems.cli.node",), environment)
+    return PreparedProgram(module, ["node", *arguments], output=output, environment=environment, parent=parent)
 
 
 def _serve(control: socket.socket) -> _Order:
@@ -224,6 +244,7 @@ def main(descriptor: str, *modules: str) -> None:
     fork = multiprocessing.get_context("fork")
     setattr(multiprocessing, "get_context", lambda _method=None: fork)  # noqa: B010 - whoever asks for "spawn" too
     sys.argv = [order.module, *order.arguments]
+    sys.orig_argv[1:] = ["-m", *sys.argv]  # a node that is upgraded starts this again
     sys.path[0] = order.folder
     runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 

@@ -48,7 +48,7 @@ sys.stdin.read() or __import__("signal").pause()
 
 @pytest.fixture(scope="module")
 def parent() -> Iterator[Parent]:
-    parent = Parent(["json"])
+    parent = Parent(["json"], os.environ)
     yield parent
     parent.close()
 
@@ -65,7 +65,8 @@ def start(
     def start(module: str, *arguments: str) -> tuple[PreparedProgram, Path]:
         log = tmp_path / f"{len(started)}.log"
         with log.open("wb") as output:
-            program = PreparedProgram(module, arguments, output=output, environment={"EMS_WORD": "said"}, parent=parent)
+            environment = {**os.environ, "EMS_WORD": "said"}
+            program = PreparedProgram(module, arguments, output=output, environment=environment, parent=parent)
         started.append(program)
         return program, log
 
@@ -121,18 +122,20 @@ def test_who_waits_is_told_of_its_end(start: Callable[..., tuple[PreparedProgram
 
 
 def test_what_only_a_process_that_starts_anew_reads_is_refused(parent: Parent, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
     with (tmp_path / "log").open("wb") as output, pytest.raises(ValueError, match="PYTHONHASHSEED means something"):
-        PreparedProgram("json.tool", [], output=output, environment={"PYTHONHASHSEED": "1"}, parent=parent)
+        PreparedProgram("json.tool", [], output=output, environment=environment, parent=parent)
 
 
 def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     text = f"""
-import os, pathlib, signal, sys
+import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.kit.prepared import Parent, PreparedProgram
 with open("log", "wb") as output:
-    program = PreparedProgram("waits", [], output=output, parent=Parent([]))
+    parent = Parent([], os.environ)
+    program = PreparedProgram("waits", [], output=output, environment=os.environ, parent=parent)
 print(program.pid, flush=True)
 signal.pause()
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -21,6 +20,7 @@ from ems.router.choosing.prefix_index import PIECE_BYTES, prefix_hashes
 from ems.router.choosing.prompt import Prompt
 from ems.router.config import Address
 from ems.router.fleet import Fleet, Hold, Instance, Role
+from tests.kit.examples import examples
 from tests.router.soundness import unsound
 
 ADDRESSES = [Address("h", port) for port in (1, 2)]
@@ -195,7 +195,7 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 TestFleet = FleetMachine.TestCase
-TestFleet.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestFleet.settings = examples(150, stateful_step_count=60)
 
 
 def test_a_broken_instance_is_not_chosen_until_cooldown_and_probe() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.bench.trace.replay import replay
@@ -17,6 +17,7 @@ from ems.simulate.plan import CHOICES, Plan
 from ems.simulate.report import tables
 from ems.simulate.simulation import Simulated, simulate
 from ems.simulate.workload import Workload
+from tests.kit.examples import examples
 
 BLOCK = MIB
 FAST = Network(bandwidth=1e12, persistent_bandwidth=1e11)
@@ -50,7 +51,7 @@ plans = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(plans)
 def test_blocks_and_bytes_are_each_counted_once(wanted: Plan) -> None:
     found = run(wanted, requests=150)
@@ -69,7 +70,7 @@ def test_blocks_and_bytes_are_each_counted_once(wanted: Plan) -> None:
     assert (found.loss is None) is (not wanted.lose)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(
     st.sampled_from(sorted(KINDS)), st.sampled_from(POLICIES), st.integers(20, 400), st.sampled_from([0, 100]),
     st.sampled_from(CHOICES["write"]),
@@ -84,7 +85,7 @@ def test_one_host_is_the_replay_of_bench_trace(kind: str, policy: str, capacity:
     assert found.run.fetched == found.run.written == 0
 
 
-@settings(deadline=None, max_examples=5)
+@examples(5)
 @given(plans)
 def test_the_same_seed_gives_the_same_figures(wanted: Plan) -> None:
     first, again = (msgspec.json.encode(run(wanted, requests=100)) for _ in range(2))

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -29,6 +28,7 @@ from ems.vllm.requests import (
     RequestBook,
     Span,
 )
+from tests.kit.examples import examples
 
 BLOCK = 4
 REF = REF_BYTES
@@ -667,7 +667,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLife.settings = examples(150, stateful_step_count=40)
 
 
 def test_an_engine_that_does_not_load_never_asks_but_saves() -> None:

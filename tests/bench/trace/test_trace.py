@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.bench.trace.compare import TracePlan, compare, plot, table, tier_table
@@ -92,7 +92,6 @@ def test_lru_replayed_is_lru() -> None:
     assert replay(trace, 300, "lru").hits == pytest.approx(expected, rel=0.02)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), min_size=1, max_size=5),
     st.integers(1, 3),

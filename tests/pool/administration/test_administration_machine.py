@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,6 +13,7 @@ from ems.pool.administration.service import AdminService
 from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.protocol.acts import CancelResize, Clear, Drain, Pin, Resize
+from tests.kit.examples import examples
 from tests.pool.brain import key, segment_for
 from tests.pool.wrong_core import wrong_core
 
@@ -169,7 +169,5 @@ class AdministeredHistory(RuleBasedStateMachine):
         assert not any(segment.closing for segment in self.core.slots.segments)
 
 
-AdministeredHistory.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+AdministeredHistory.TestCase.settings = examples(80, stateful_step_count=40)
 TestAdministeredHistory = AdministeredHistory.TestCase

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,6 +18,7 @@ from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.layout import PageRef, slot_offset, writer_of
 from ems.pool.pages import Outcome, Page
 from ems.pool.protocol.messages import FROM_NOW
+from tests.kit.examples import examples
 from tests.pool.brain import key, segment_for
 from tests.pool.wrong_core import wrong_core
 
@@ -474,14 +474,9 @@ class ArcHistory(PoolHistory):
     policy: PolicyName = "arc"
 
 
-def _examples(count: int) -> settings:
-    return settings(
-        max_examples=count, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
-PoolHistory.TestCase.settings = _examples(200)
-LruHistory.TestCase.settings = S3FifoHistory.TestCase.settings = ArcHistory.TestCase.settings = _examples(50)
+PoolHistory.TestCase.settings = examples(200, stateful_step_count=50)
+for other in (LruHistory, S3FifoHistory, ArcHistory):
+    other.TestCase.settings = examples(50, stateful_step_count=50)
 TestPoolHistory = PoolHistory.TestCase
 TestLruHistory = LruHistory.TestCase
 TestS3FifoHistory = S3FifoHistory.TestCase

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -12,6 +11,7 @@ from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.shares import Quota
 from ems.pool.names import qualified, tenant_of
 from ems.pool.pages import Outcome
+from tests.kit.examples import examples
 from tests.pool.brain import PAGE, chain, core_of, key, outcomes, present, save, segment_for
 from tests.pool.wrong_core import wrong_core
 
@@ -255,4 +255,4 @@ class QuotaHistory(RuleBasedStateMachine):
 
 
 TestQuotaHistory = QuotaHistory.TestCase
-TestQuotaHistory.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestQuotaHistory.settings = examples(60, stateful_step_count=25)

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, Tail
 from ems.pool.protocol import coding, limits, messages
+from tests.kit.examples import examples
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from tests.pool.brain import chain
@@ -23,9 +24,7 @@ from tests.pool.conftest import PAGE
 from tests.pool.tenants.people import ANN, registry_of, save
 from tests.pool.wire import Wire
 
-RULES = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+RULES = examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 KEPT = chain("kept", 1)
 SPACE = Namespace("kept", PAGE)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from ems.bench.trace.replay import replay
 from ems.bench.trace.traffic import made_trace
 from ems.config import POLICIES, PolicyName
+from tests.kit.examples import examples
 from tests.pool.brain import chain, key
 from tests.pool.policy.small_index import CAPACITY, CHAINS, REF, Small, steps
 from tests.pool.wrong_core import wrong_index
@@ -17,7 +18,6 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 @every_policy
 @given(history=steps)
-@settings(max_examples=60)
 def test_a_policy_orders_the_present_pages_and_no_others(name: PolicyName, history: list[tuple[str, int]]) -> None:
     small = Small(name)
     for step, number in history:
@@ -31,7 +31,7 @@ def test_a_policy_orders_the_present_pages_and_no_others(name: PolicyName, histo
 
 @every_policy
 @given(history=steps)
-@settings(max_examples=20)
+@examples(20)
 def test_equal_histories_have_equal_ends(name: PolicyName, history: list[tuple[str, int]]) -> None:
     ones, others = Small(name), Small(name)
     for step, number in history:

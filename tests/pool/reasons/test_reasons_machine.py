@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -10,6 +9,7 @@ from ems.pool.core.deferred_frees import REPLACE_SECONDS
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.pages import Outcome
 from ems.pool.reasons.words import Reason
+from tests.kit.examples import examples
 from tests.pool.brain import key, segment_for
 from tests.pool.wrong_core import wrong_core
 
@@ -135,7 +135,5 @@ class ReasonHistory(RuleBasedStateMachine):
                     assert told.winner in (("a", "b") if reason is Reason.EVICTED_FOR_OTHERS else ("",))
 
 
-ReasonHistory.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+ReasonHistory.TestCase.settings = examples(60, stateful_step_count=40)
 TestReasonHistory = ReasonHistory.TestCase

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -38,6 +38,7 @@ from ems.pool.node.pool_node import Node
 from ems.pool.protocol import messages
 from ems.pool.segments.reader import PageReader, Trust, Verify
 from ems.pool.segments.recovery import MOST, Recovered, SegmentImage, recover
+from tests.kit.examples import examples
 from tests.kit.headers import write_header
 from tests.pool.brain import chain, key, segment_for, tails_of
 from tests.pool.segment_memory import map_segment, page_memory
@@ -322,9 +323,7 @@ class Restarts(RuleBasedStateMachine):
         shutil.rmtree(self.home)
 
 
-Restarts.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+Restarts.TestCase.settings = examples(20, stateful_step_count=20)
 TestRestarts = Restarts.TestCase
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import Unauthorised
 from ems.pool.tenants import scram
+from tests.kit.examples import examples
 
 SALT = b"0123456789abcdef"
 
@@ -28,7 +29,7 @@ def test_the_construction_is_that_of_rfc_7677() -> None:
     assert scram.signature(known, message) == made.signature
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.text(min_size=1), st.text(min_size=1), st.binary(max_size=64), st.integers(0, 255))
 def test_a_proof_holds_for_its_key_and_message_only(key: str, other: str, message: bytes, bit: int) -> None:
     known = scram.verifier(key, SALT, 4096)

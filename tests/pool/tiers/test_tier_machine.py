@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -20,6 +19,7 @@ from ems.pool.tiers.codec import Compressor
 from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.repair import Quarantine, mend
+from tests.kit.examples import examples
 from tests.kit.tiers import FaultyBlobs, fetch, forget, key, page
 from tests.pool.tiers.memory_blobs import MemoryBlobs
 from tests.pool.wrong import wrong_catalogue
@@ -209,4 +209,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=HISTORIES, stateful_step_count=30)
+TestHistories.settings = examples(HISTORIES, stateful_step_count=30)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ems.router.choosing.prefix_index import MOST_PIECES, PIECE_BYTES, PrefixIndex, prefix_hashes
 from ems.router.choosing.sessions import Sessions
+from tests.kit.examples import examples
 
 CAPACITY = 6
 PROMPTS = st.lists(st.integers(0, 2), max_size=5)
@@ -65,7 +65,7 @@ class Index(RuleBasedStateMachine):
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestIndex.settings = examples(200, stateful_step_count=40)
 
 
 def test_what_was_just_learned_is_found_whole() -> None:
