@@ -6,6 +6,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE  # what was compiled once is not compiled in each of a hundred processes
 BIN := .venv/bin
 
 .PHONY: help setup static check quick-pool quick-engines quick-others test explore test-ranks test-accelerator test-matrix demo clean
@@ -59,4 +60,4 @@ demo: setup  ## pool, prefill and decode servers and router on this machine: one
 
 clean:  ## remove the environment and what tools and demo left
 	@rm -rf .venv .venv.lock .venv-matrix .run .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
-	@find src tests scripts examples -name __pycache__ -prune -exec rm -rf {} +
+	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -233,11 +233,13 @@ class Runner:
                 lines.write(msgspec.json.encode(facts).decode() + "\n")
 
     def _client(self, load: Load, end: float) -> None:
-        while time.monotonic() < end:
+        while True:  # at least once, also where starting a thread takes longer than the load is to last
             with self._lock:
                 job = load.next()
                 self._tally.asked[job.kind] += 1
             self._ask(load, job)
+            if time.monotonic() >= end:
+                return
 
     def _ask(self, load: Load, job: Job) -> None:
         engine, kills = self._reached(job)
