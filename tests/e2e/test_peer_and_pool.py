@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.engines import (
+    ANSWER_SECONDS,
     BLOCK,
     HITS_COUNT,
     OPTIONS,
@@ -23,6 +26,8 @@ from tests.e2e.fleet import Fleet, external_hits, hand_off, running_router
 from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
+
+SEEDS = count(6000)
 
 
 def both(role: str) -> dict[str, object]:
@@ -83,6 +88,36 @@ def test_what_the_pool_keeps_the_prefill_does_not_compute_again(beside_the_pool:
 
     assert external_hits(fleet.prefill) - prefill == len(prompt)
     assert external_hits(fleet.decode) - decode == len(prompt)
+
+
+def test_a_pool_that_dies_under_load_costs_no_answer_and_peers_go_on(
+    beside_the_pool: Fleet, reference: Reference
+) -> None:
+    fleet = beside_the_pool
+    prompts = [random_prompt(1850 + number, 6 * BLOCK + number) for number in range(8)]
+    expected = reference.texts(prompts)
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        before = fleet.node.counters["pages_committed"]
+        texts = [threads.submit(complete, fleet.url, prompt) for prompt in prompts]
+        wait_for(lambda: fleet.node.counters["pages_committed"] > before, "the first prompt is stored")
+        fleet.node.kill()
+        assert [text.result(ANSWER_SECONDS) for text in texts] == expected
+    fresh = random_prompt(1870, 5 * BLOCK)
+    hits = external_hits(fleet.decode)
+    assert complete(fleet.url, fresh) == reference.text(fresh)
+    assert external_hits(fleet.decode) - hits == len(fresh), "from the peer"
+    fleet.node.start()
+
+    def shared_again() -> bool:
+        prompt = random_prompt(next(SEEDS), 3 * BLOCK)
+        texts = [complete(fleet.prefill.url, prompt)]
+        fleet.node.wait_stored()
+        hits = external_hits(fleet.decode)
+        texts.append(complete(fleet.decode.url, prompt))
+        assert texts == [reference.text(prompt)] * 2
+        return external_hits(fleet.decode) > hits
+
+    wait_for(shared_again, "what the prefill stores the decode finds in the pool")
 
 
 def test_without_a_peer_the_decode_finds_the_prompt_in_the_pool(beside_the_pool: Fleet, reference: Reference) -> None:
