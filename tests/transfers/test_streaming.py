@@ -11,19 +11,20 @@ from ems.pool.layout import crc32c
 from ems.transfers import streaming
 from ems.transfers.checksums import NOTHING, PageSums
 from ems.transfers.plan import CopyPlan, Numbers, Slots, numbers
-from ems.transfers.streaming import LANES, LINE, HostCopies, copy_all, copy_summed
+from ems.transfers.streaming import ALIAS, LANES, LINE, NEAR, HostCopies, copy_all, copy_summed
 
 ROOM = 2 * LINE
 """Bytes around each copy that nobody may touch."""
 sizes = st.one_of(st.integers(0, 3 * LINE), st.integers(0, 4 * sum(3 * lane for lane in LANES)))
 shifts = st.integers(0, LINE - 1)
+far = st.integers(0, ALIAS - 1)
 
 
 class Copies:
     """Copies of random bytes between two buffers, the n-th of ``sizes[n]`` bytes at odd places."""
 
     def __init__(self, seed: int, sizes: list[int], source_shift: int, target_shift: int) -> None:
-        total = sum(sizes) + ROOM * (len(sizes) + 1) + LINE
+        total = sum(sizes) + ROOM * (len(sizes) + 1) + ALIAS
         self.source = np.random.default_rng(seed).integers(0, 256, total, np.uint8)
         self.target = np.zeros(total, np.uint8)
         begins = np.cumsum([0, *sizes[:-1]]) + ROOM * np.arange(1, len(sizes) + 1)
@@ -38,7 +39,7 @@ class Copies:
             self.pieces.append(piece.tobytes())
 
 
-@given(st.integers(0, 99), st.lists(sizes, min_size=1, max_size=4), shifts, shifts)
+@given(st.integers(0, 99), st.lists(sizes, min_size=1, max_size=4), shifts, far)
 @example(0, [3 * lane for lane in LANES], 0, 0)
 @example(0, [3 * lane - 1 for lane in LANES], 1, 63)
 def test_every_byte_arrives_and_no_other_is_touched(
@@ -49,7 +50,23 @@ def test_every_byte_arrives_and_no_other_is_touched(
     assert (copies.target == copies.expected).all()
 
 
-@given(st.integers(0, 99), st.lists(st.tuples(sizes, st.integers(0, 2)), min_size=1, max_size=6), shifts, shifts)
+@pytest.mark.parametrize("ahead", [-LINE, 1 - LINE, -16, 0, 1, LINE, NEAR - LINE - 1, NEAR - LINE, ALIAS // 2])
+def test_places_that_look_the_same_to_a_processor_are_copied_alike(ahead: int) -> None:
+    source = np.random.default_rng(1).integers(0, 256, 4 * sum(3 * lane for lane in LANES) + 77, np.uint8)
+    size, call = len(source), copy_summed()
+    assert call is not None
+    sums, summed = numbers([NOTHING]), numbers([0])
+    for copy in (copy_all(), lambda targets, sources, sizes: call(targets, sources, sizes, numbers([0]), sums, summed)):
+        target = np.zeros(size + ALIAS + 2 * ROOM, np.uint8)
+        shift = ROOM + (source.ctypes.data + ahead - target.ctypes.data - ROOM) % ALIAS
+        copy(numbers([target.ctypes.data + shift]), numbers([source.ctypes.data]), numbers([size]))
+        assert (target[shift : shift + size] == source).all()
+        assert not target[:shift].any()
+        assert not target[shift + size :].any()
+    assert (sums[0] ^ NOTHING, summed[0]) == (crc32c(source.tobytes()), size)
+
+
+@given(st.integers(0, 99), st.lists(st.tuples(sizes, st.integers(0, 2)), min_size=1, max_size=6), shifts, far)
 @example(0, [(3 * lane, 0) for lane in LANES], 0, 0)
 @example(0, [(12 * sum(LANES) + 63, 1)], 5, 3)
 def test_checksums_are_those_of_what_was_copied_for_each_owner(
