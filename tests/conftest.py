@@ -30,7 +30,7 @@ settings.register_profile(
     print_blob=True,
 )
 # For the inner loop: `make check`.
-settings.register_profile("quick", settings.get_profile("ems"), max_examples=USUAL // 4)
+settings.register_profile("quick", settings.get_profile("ems"), max_examples=USUAL // 6)
 # Draws at random, and what it found before once more: `make explore`.
 settings.register_profile(
     "explore",

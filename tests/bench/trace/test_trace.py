@@ -136,6 +136,7 @@ def test_a_queue_that_is_announced_brings_hits() -> None:
 # A tier below
 
 
+@pytest.mark.slow
 def test_what_waits_is_brought_up_in_time() -> None:
     trace = made_trace("documents", 1200)
     blind = replay(trace, 400, "forecast", tier_rate=1e4)

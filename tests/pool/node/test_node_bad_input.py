@@ -268,10 +268,11 @@ def test_a_client_that_never_reads_is_cut_off(node: NodeProcess, bystander: Pool
         granted = one.answer()
         assert isinstance(granted, Granted)
         one.ask(Commit(granted.reservation))
-        request = coding.encode(Lookup(number, b"".join(keys), lease=True)) * 20
+        one.send(*[Lookup(number, b"".join(keys), lease=True)] * 20)
+        figures = coding.encode(Stats()) * 100
         with contextlib.suppress(OSError):
             for _ in range(1000):
-                one.send(request)
+                one.send(figures)
         until(lambda: bystander.stats()["connections_refused"] == before + 1, "the node cuts it off")  # type: ignore[operator]
     until(lambda: bystander.stats()["leases"] == 0, "all that it held is taken back")
     assert "of answers unread" in node.log

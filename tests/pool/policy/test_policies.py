@@ -83,6 +83,7 @@ def shares(kind: str, capacity: int, count: int = 1500) -> tuple[float, float]:
     return replay(trace, capacity, "forecast").share, replay(trace, capacity, "lru").share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "capacity", "times"),
     [("conversations", 1000, 1.0), ("documents", 800, 1.2), ("shifting", 800, 1.0), ("scans", 4000, 1.0)],
@@ -92,6 +93,7 @@ def test_forecast_is_no_worse_than_lru(kind: str, capacity: int, times: float) -
     assert forecast >= times * lru
 
 
+@pytest.mark.slow
 def test_forecast_keeps_a_part_of_a_loop_that_is_longer_than_the_pool() -> None:
     forecast, lru = shares("loop", 2000, 3000)
     assert lru == 0
