@@ -9,7 +9,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE  # what was compiled once is not compiled in each of a hundred processes
 BIN := .venv/bin
 
-.PHONY: help setup static check quick-pool quick-engines quick-others test explore test-ranks test-accelerator test-matrix demo clean
+.PHONY: help setup static check quick-nodes quick-pool quick-engines quick-others test explore test-ranks test-accelerator test-matrix demo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,14 +24,18 @@ static: setup  ## lint, format, types, layers
 	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
 
 check: setup  ## the above and the quick tests, which start neither engines nor servers
-	@$(MAKE) -j 2 --output-sync=target static quick-pool quick-engines quick-others
+	@$(MAKE) -j 2 --output-sync=target static quick-others quick-engines quick-nodes quick-pool
 
-# Parts, each of which imports no more than it needs: PyTorch and vLLM take as long as a thousand tests.
+# Parts that take about as long as each other.  PyTorch and vLLM, which take as long as a thousand tests, are in one only.
 QUICK := $(BIN)/pytest -m "not e2e and not process and not slow and not accelerator" --hypothesis-profile quick
 ENGINES := tests/cc_v1 tests/transfers tests/vllm
+NODES := tests/pool/node tests/pool/tiers
+
+quick-nodes: setup
+	@$(QUICK) $(NODES)
 
 quick-pool: setup
-	@$(QUICK) tests/pool
+	@$(QUICK) tests/pool $(addprefix --ignore=,$(NODES))
 
 quick-engines: setup
 	@$(QUICK) $(ENGINES)
