@@ -36,6 +36,8 @@ DELAY_CAP: Final = 10.0
 """Longest delay before a retry, in seconds."""
 
 _ABOUT_THE_INSTANCE: Final = frozenset((408, 429))
+_BUSY: Final = frozenset((429, 502, 503))
+"""What an instance, or a proxy before it, answers when it cannot take a request that others may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +191,15 @@ class Dispatch:
             self._fleet.failed(instance, now)
         return self._decode(now)
 
-    @property
-    def spare(self) -> bool:
-        """Whether there is an attempt left and a decode instance that was not tried."""
+    def refuses(self, status: int) -> bool:
+        """Whether a decode's answer that begins so is given up, since another instance may do better.
+
+        One that is asked together with a prefill that still runs may have failed by that one.
+        """
         tried, policy = self._tried[Role.DECODE], self._policy
-        if policy.together or len(tried) > policy.max_retries:
+        if policy.together:
+            return status >= 500 and Role.PREFILL in self._holds
+        if status not in _BUSY or len(tried) > policy.max_retries:
             return False
         return any(one not in tried for one in self._fleet.usable(Role.DECODE, policy.server))
 

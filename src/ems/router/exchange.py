@@ -244,7 +244,6 @@ class Exchange:
                 raise Refusal(502, message, code="upstream_broken")
             if step is not None or self._reply.ended:
                 return step
-            relay.doubted = False
             return await decoding
         finally:
             if not decoding.done() and self._relay is not None and self._relay.source is not None:
@@ -293,9 +292,7 @@ class Exchange:
         if self._params is not None and self._generated is None and self._client.path in CONTINUED:
             self._generated = Generated(chat=self._client.path.endswith("/chat/completions"))
         previous = self._relay
-        relay = self._relay = Relay(self._reply, self._begins, self._loop, self._generated)
-        relay.doubted = self._bootstrap is not None
-        relay.spare = self._reply.status is None and self._dispatch.spare
+        relay = self._relay = Relay(self._reply, self._dispatch.refuses, self._begins, self._loop, self._generated)
         if previous is not None:
             relay.meter = previous.meter
         if self._generated is not None:

@@ -22,31 +22,33 @@ from ems.router.reply import Reply, error_events
 
 ANSWER_LIMIT: Final = 64 << 20
 """Bytes of an answer that is read as a whole; one of a prefill may have the log-probabilities of its prompt."""
-BUSY: Final = frozenset((HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE))
-"""What an instance, or a proxy before it, answers when it cannot take a request that others may take."""
 EVENT_LIMIT: Final = 4 << 20
 """Bytes of one event of a stream whose engine may give it up."""
 
 
 class Relay:
-    """One attempt to answer, or to go on with an answer; ``begins`` is told the status just before something goes out.
+    """One attempt to answer, or to go on with an answer.
 
+    ``refuses`` is asked whether an answer with this status is given up for one of another instance, and ``begins`` is
+    told the status just before something goes out.
     With ``generated`` an answer that its engine gives up is not ended; who owns the relay has it continued.
     """
 
     __slots__ = (
-        "_begins", "_collected", "_last", "_loop", "_reply", "_returned", "_size", "_status", "_takes_events",
-        "begun", "doubted", "generated", "meter", "moved", "refused", "source", "spare",
+        "_begins", "_collected", "_last", "_loop", "_refuses", "_reply", "_returned", "_size", "_status",
+        "_takes_events", "begun", "generated", "meter", "moved", "refused", "source",
     )  # fmt: skip
 
     def __init__(
         self,
         reply: Reply,
+        refuses: Callable[[int], bool],
         begins: Callable[[int], None],
         loop: asyncio.AbstractEventLoop,
         generated: Generated | None = None,
     ) -> None:
         self._reply = reply
+        self._refuses = refuses
         self._begins = begins
         self._loop = loop
         self._status = 0
@@ -62,12 +64,8 @@ class Relay:
         """Whether the client has got something of it, after which there is no other attempt."""
         self.moved = loop.time()
         """When the instance last sent something."""
-        self.doubted = False
-        """Whether its prefill still runs, which may be what the instance fails by."""
-        self.spare = False
-        """Whether another instance can be asked instead of one that is busy or going away."""
         self.refused = False
-        """Whether it answered that it failed, and another may be asked."""
+        """Whether its answer was given up for that of another instance."""
 
     @property
     def recomputes(self) -> bool:
@@ -80,7 +78,7 @@ class Relay:
     def head(self, status: int, received: Headers) -> None:
         self._status = status
         self.moved = self._loop.time()
-        if (self.doubted and status >= HTTPStatus.INTERNAL_SERVER_ERROR) or (self.spare and status in BUSY):
+        if self._reply.status is None and self._refuses(status):
             self.refused = True
             raise UpstreamBroken(f"It answers {status}")
         returned = self._returned = headers.returned(received, self._reply.request_id)
