@@ -50,7 +50,7 @@ test: static  ## everything: the above and the end-to-end tests with real vLLM s
 explore: setup  ## the property tests with random examples; ROUNDS=10 for more of them
 	@for round in $$(seq $${ROUNDS:-1}); do $(BIN)/pytest -m hypothesis --hypothesis-profile explore -n 2; done
 
-test-ranks: setup  ## engines of several ranks on one pool, with real vLLM servers; needs four cores
+test-ranks: setup  ## engines of several ranks on one pool, with real vLLM servers; wants four cores
 	@$(BIN)/pytest -m ranks
 
 test-accelerator: setup  ## copies to and from the accelerator of this machine, which PYTHON's torch must know
