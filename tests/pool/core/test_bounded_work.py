@@ -13,6 +13,7 @@ from ems.errors import PoolRefused
 from ems.pool.core import index, leases
 from ems.pool.core.leases import LEASE_WEIGHT
 from ems.pool.core.pool_core import PoolCore
+from ems.pool.layout import Writer
 from tests.pool.brain import PAGE, chain, core_of, key, save
 from tests.pool.wrong_core import wrong_core
 
@@ -158,3 +159,38 @@ def test_what_is_leased_is_bounded_for_each_connection_and_each_tenant(monkeypat
     core.disconnect(1, 0.0, alive=False)
     core.disconnect(2, 0.0, alive=False)
     assert core.reading.lookup(3, ann, keys, lease=True).lease
+
+
+def cut_off(writers: int) -> tuple[PoolCore, int]:
+    """A core where a slot waits for each of so many writers of one process, and the namespace of these slots."""
+    core = core_of(writers + 8)
+    ns = core.open_namespace("a", PAGE)
+    for number in range(1, writers + 1):
+        core.writers[number] = Writer(7, 1, number.to_bytes(8, "little"), 4)
+        assert core.writing.reserve(number, ns, bytes(16), [key(f"cut {number}")]).reservation
+        core.disconnect(number, 0.0, alive=True)
+    return core, ns
+
+
+def test_slots_that_wait_cost_the_same_however_many_writers_they_wait_for() -> None:
+    costs = []
+    for writers in (2, 40):
+        core, ns = cut_off(writers)
+        core.writing.reserve(1000, ns, bytes(16), [key("x")])  # a segment's free slots are made
+        costs.append(
+            (
+                lines_of(lambda core=core, ns=ns: core.writing.reserve(1000, ns, bytes(16), [key("y")])),  # type: ignore[misc]
+                lines_of(lambda core=core: core.deferred.stopped(core.deferred.writers[0])),  # type: ignore[misc]
+                lines_of(lambda core=core: core.deferred.overdue(1e6)),  # type: ignore[misc]
+            )
+        )
+        assert wrong_core(core) == []
+    assert costs[1] <= costs[0], costs
+
+
+def test_memory_that_goes_costs_in_proportion_to_the_writers_that_its_slots_wait_for() -> None:
+    costs = []
+    for writers in (10, 40):
+        core, _ = cut_off(writers)
+        costs.append(lines_of(lambda core=core: core.deferred.drop_segment(0)))  # type: ignore[misc]
+    assert costs[1] <= 5 * costs[0], costs

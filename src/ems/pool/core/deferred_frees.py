@@ -25,13 +25,17 @@ class DeferredFrees:
         self._slots = slots
         self._of: dict[Writer, dict[int, set[bytes]]] = {}
         """By the segments that they lie in."""
+        self._waiting = Counter[int]()
+        """How many slots of each segment wait for their writers."""
+        self._bytes_of = Counter[Hashable]()
+        """Bytes of the slots that wait for the writers of each process."""
         self._quarantined: set[bytes] = set()
         self._since: dict[int, float] = {}
         """Since when slots of each segment wait."""
 
     @property
     def resting(self) -> int:
-        return self._waiting().total()
+        return self._waiting.total()
 
     @property
     def quarantined(self) -> int:
@@ -46,24 +50,25 @@ class DeferredFrees:
 
     def bytes_of(self, process: Hashable) -> int:
         """Bytes of the slots that wait for the writers of one process."""
-        mine = [waiting for writer, waiting in self._of.items() if writer.process == process]
-        return sum(len(refs) * self._stride(segment) for waiting in mine for segment, refs in waiting.items())
+        return self._bytes_of[process]
 
     @property
     def bytes_in(self) -> dict[int, int]:
         """Bytes of the slots of each segment that wait for their writers."""
-        return {number: count * self._stride(number) for number, count in self._waiting().items()}
+        return {number: count * self._stride(number) for number, count in self._waiting.items()}
 
     def _stride(self, segment: int) -> int:
         geometry = self._slots.segments[segment].geometry
         return geometry.slot_stride if geometry else 0
 
-    def _waiting(self) -> Counter[int]:
-        """How many slots of each segment wait for their writers."""
-        count = Counter[int]()
-        for waiting in self._of.values():
-            count.update({segment: len(refs) for segment, refs in waiting.items()})
-        return count
+    def _count(self, writer: Writer, segment: int, more: int) -> None:
+        process = writer.process
+        self._waiting[segment] += more
+        self._bytes_of[process] += more * self._stride(segment)
+        if not self._waiting[segment]:
+            del self._waiting[segment], self._since[segment]
+        if not self._bytes_of[process]:
+            del self._bytes_of[process]
 
     def defer(self, writer: Writer, refs: Iterable[bytes], now: float) -> None:
         """``writer`` may still be copying into ``refs``."""
@@ -71,23 +76,29 @@ class DeferredFrees:
             segment = PageRef.unpack(ref).segment
             self._of.setdefault(writer, {}).setdefault(segment, set()).add(ref)
             self._since.setdefault(segment, now)
+            self._count(writer, segment, 1)
 
     def stopped(self, writer: Writer, still: Collection[bytes] = ()) -> int:
         """``writer`` writes into ``still`` at most; how many slots are free for that."""
-        waiting = self._of.get(writer, {})
-        free = [ref for refs in waiting.values() for ref in refs.difference(still)]
-        self._keep(writer, {segment: refs.intersection(still) for segment, refs in waiting.items()})
+        free: list[bytes] = []
+        for segment in list(self._of.get(writer, ())):
+            free += self._take_out(writer, segment, still)
         for ref in free:
             self._slots.give_back(ref)
         return len(free)
 
-    def _keep(self, writer: Writer, waiting: dict[int, set[bytes]]) -> None:
-        """``waiting`` is all that waits for ``writer`` now."""
-        self._of[writer] = {segment: refs for segment, refs in waiting.items() if refs}
-        if not self._of[writer]:
+    def _take_out(self, writer: Writer, segment: int, still: Collection[bytes] = ()) -> set[bytes]:
+        """The slots of ``segment`` that wait for ``writer`` no longer: all but ``still``."""
+        mine = self._of[writer]
+        refs = mine.pop(segment, set())
+        gone = refs.difference(still)
+        if left := refs - gone:
+            mine[segment] = left
+        if not mine:
             del self._of[writer]
-        for segment in self._since.keys() - self._waiting():
-            del self._since[segment]
+        if gone:
+            self._count(writer, segment, -len(gone))
+        return gone
 
     def quarantine(self, ref: bytes) -> None:
         self._quarantined.add(ref)
@@ -96,9 +107,8 @@ class DeferredFrees:
         """The memory of a segment goes: what lies there is given back, whoever may still write into it."""
         gone = self._quarantined_in(number)
         self._quarantined.difference_update(gone)
-        for writer, waiting in list(self._of.items()):
-            gone += waiting.pop(number, ())
-            self._keep(writer, waiting)
+        for writer in list(self._of):
+            gone += self._take_out(writer, number)
         for ref in gone:
             # Should the node end before the memory is replaced, the next one has to wait for the writers again.
             self._slots.give_back(ref, told=False)
@@ -110,11 +120,11 @@ class DeferredFrees:
         """Segments with slots that have waited for :data:`REPLACE_SECONDS`, and how many wait, the most first."""
         for segment, since in self._since.items():
             self._since[segment] = min(since, now)  # the clock may have been set back
-        return [one for one in self._waiting().most_common() if self._since[one[0]] <= now - REPLACE_SECONDS]
+        return [one for one in self._waiting.most_common() if self._since[one[0]] <= now - REPLACE_SECONDS]
 
     def fills(self, segment: int) -> bool:
         """Whether all slots of ``segment`` that are out wait for their writers, or are not used again."""
-        idle = len(self._quarantined_in(segment)) + self._waiting()[segment]
+        idle = len(self._quarantined_in(segment)) + self._waiting[segment]
         return idle == self._slots.segments[segment].used
 
     def segments(self) -> set[int]:
