@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 from ems.pool.layout import crc32c
 from ems.transfers import streaming
 from ems.transfers.checksums import NOTHING, PageSums
+from ems.transfers.intrinsics import FOLDS, LINE
 from ems.transfers.plan import CopyPlan, Numbers, Slots, numbers
-from ems.transfers.streaming import ALIAS, LANES, LINE, NEAR, HostCopies, copy_all, copy_summed
+from ems.transfers.streaming import ALIAS, LANES, NEAR, HostCopies, copy_all, copy_summed, near_here
 
 ROOM = 2 * LINE
 """Bytes around each copy that nobody may touch."""
 sizes = st.one_of(st.integers(0, 3 * LINE), st.integers(0, 4 * sum(3 * lane for lane in LANES)))
 shifts = st.integers(0, LINE - 1)
 far = st.integers(0, ALIAS - 1)
+each_way = pytest.mark.parametrize("folds", [bits for bits in (0, 256, 512) if bits <= FOLDS])
+"""In lanes, and as wide as this processor folds."""
 
 
 class Copies:
@@ -39,24 +42,30 @@ class Copies:
             self.pieces.append(piece.tobytes())
 
 
+@each_way
 @given(st.integers(0, 99), st.lists(sizes, min_size=1, max_size=4), shifts, far)
 @example(0, [3 * lane for lane in LANES], 0, 0)
 @example(0, [3 * lane - 1 for lane in LANES], 1, 63)
 def test_every_byte_arrives_and_no_other_is_touched(
-    seed: int, sizes: list[int], source_shift: int, target_shift: int
+    folds: int, seed: int, sizes: list[int], source_shift: int, target_shift: int
 ) -> None:
     copies = Copies(seed, sizes, source_shift, target_shift)
-    copy_all()(copies.targets, copies.sources, copies.sizes)
+    copy_all(folds, NEAR)(copies.targets, copies.sources, copies.sizes)
     assert (copies.target == copies.expected).all()
 
 
+@each_way
 @pytest.mark.parametrize("ahead", [-LINE, 1 - LINE, -16, 0, 1, LINE, NEAR - LINE - 1, NEAR - LINE, ALIAS // 2])
-def test_places_that_look_the_same_to_a_processor_are_copied_alike(ahead: int) -> None:
+@pytest.mark.parametrize("near", [0, NEAR])
+def test_places_that_look_the_same_to_a_processor_are_copied_alike(ahead: int, folds: int, near: int) -> None:
     source = np.random.default_rng(1).integers(0, 256, 4 * sum(3 * lane for lane in LANES) + 77, np.uint8)
-    size, call = len(source), copy_summed()
+    size, call = len(source), copy_summed(folds, near)
     assert call is not None
     sums, summed = numbers([NOTHING]), numbers([0])
-    for copy in (copy_all(), lambda targets, sources, sizes: call(targets, sources, sizes, numbers([0]), sums, summed)):
+    for copy in (
+        copy_all(folds),
+        lambda targets, sources, sizes: call(targets, sources, sizes, numbers([0]), sums, summed),
+    ):
         target = np.zeros(size + ALIAS + 2 * ROOM, np.uint8)
         shift = ROOM + (source.ctypes.data + ahead - target.ctypes.data - ROOM) % ALIAS
         copy(numbers([target.ctypes.data + shift]), numbers([source.ctypes.data]), numbers([size]))
@@ -66,13 +75,20 @@ def test_places_that_look_the_same_to_a_processor_are_copied_alike(ahead: int) -
     assert (sums[0] ^ NOTHING, summed[0]) == (crc32c(source.tobytes()), size)
 
 
+@each_way
+def test_whether_this_processor_waits_is_tried_once(folds: int) -> None:
+    assert near_here(folds) in {0, NEAR}
+    assert near_here(folds) is near_here(folds)
+
+
+@each_way
 @given(st.integers(0, 99), st.lists(st.tuples(sizes, st.integers(0, 2)), min_size=1, max_size=6), shifts, far)
 @example(0, [(3 * lane, 0) for lane in LANES], 0, 0)
 @example(0, [(12 * sum(LANES) + 63, 1)], 5, 3)
 def test_checksums_are_those_of_what_was_copied_for_each_owner(
-    seed: int, owned: list[tuple[int, int]], source_shift: int, target_shift: int
+    folds: int, seed: int, owned: list[tuple[int, int]], source_shift: int, target_shift: int
 ) -> None:
-    call = copy_summed()
+    call = copy_summed(folds, NEAR)
     assert call is not None, "this processor computes no checksums, which all that we know of do"
     copies = Copies(seed, [size for size, _ in owned], source_shift, target_shift)
     sums, counted = np.full(3, NOTHING, np.int64), np.zeros(3, np.int64)
