@@ -41,7 +41,7 @@ class EmsErrorCode(Enum):
     EMS_QUOTA_EXCEEDED = 8
     """The tenant's quota is too small for what was asked."""
     EMS_NO_SPACE = 9
-    """A page of this model fits in no segment of the node."""
+    """The pool has no room: all of it is in use, or a page of this model fits in no segment of the node."""
     EMS_VERSION_MISMATCH = 10
     """SDK and node are of releases that do not understand each other."""
 

@@ -44,7 +44,8 @@ TOUCH_PATIENCE = 1.0
 """How long saves wait in a row, all in all and in vain, for a node that is still touching its memory."""
 _TOUCH_PAUSE = 0.05
 _REFUSALS = {
-    Outcome.NO_SPACE: "all of the pool that this model may have is being read or written, enlarge it or save later",
+    Outcome.NO_SPACE: "all of the pool that this model may have is in use (read or written now, or lately by other "
+    "models), enlarge it or save later",
     Outcome.NOT_TOUCHED: "the node is still making its memory, save later",
     Outcome.OVER_SHARE: "as much is being saved at a time as may be, save later",
 }
@@ -159,7 +160,8 @@ class Transfers:
                     continue
                 reservation = self._client.end_reserve(asked, future.remaining())
                 end = start + len(asked.keys)
-                if end < len(blocks) and blocks.whole(end):
+                refused = any(outcome not in _STORED for outcome in reservation.outcomes)
+                if end < len(blocks) and blocks.whole(end) and not refused:  # pages would leave for what is called off
                     ahead = self._ask(blocks, end, future)
                 stored, stopped = self._fill(reservation, blocks, start, future, commits)
                 start += stored
