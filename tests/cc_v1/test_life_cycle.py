@@ -232,6 +232,9 @@ class TestInit:
             ({"pp_world_size": True}, "pp_world_size is True"),
             ({"model_id": ""}, "model_id is empty"),
             ({"llm_engine": None}, "llm_engine is a NoneType"),
+            ({"model_id": "a\0model"}, "model_id has characters that cannot be printed"),
+            ({"llm_engine": "vllm@\ud800"}, "llm_engine has characters that cannot be printed"),
+            ({"model_id": "m" * 400}, "model_id and llm_engine have 412 characters, expected at most 340"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
@@ -247,6 +250,8 @@ class TestInit:
             None,
             config(cc_config_v1=None),
             config(access_id=7),
+            config(access_id="a\nb"),
+            config(access_id="a" * 129),
             config(summary_seconds=0),
             config(cc_config_v1=wrong_kind),
         ]

@@ -6,7 +6,6 @@ that is cut off would name another block.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable
 from itertools import accumulate
@@ -61,7 +60,7 @@ def timeout_of(option: CcKvOption | None) -> float:
     Raises EmsException: EMS_INVALID_ARGUMENT, it is negative or no number.
     """
     given: object = getattr(option or CcKvOption(), "timeout", None)
-    if not isinstance(given, int | float) or isinstance(given, bool) or math.isnan(given) or given < 0:
+    if not isinstance(given, int | float) or isinstance(given, bool) or not given >= 0:
         raise invalid(f"option.timeout is {given!r}, expected milliseconds, at least 0")
     return min(given, DAY_SECONDS * 1000) / 1000
 

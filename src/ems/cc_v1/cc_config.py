@@ -14,6 +14,10 @@ from ems.config import NodeConfig
 from ems.pool.client.health import HealthRules
 from ems.pool.tenants.scram import Credentials
 
+LONGEST_ID, LONGEST_MODEL = 128, 340
+"""Characters of ``access_id``, and of ``model_id`` and ``llm_engine`` together: with the rest of it a namespace's name
+is as long as a node allows."""
+
 
 class KVCacheType(Enum):
     """What a layer's cache holds."""
@@ -22,6 +26,11 @@ class KVCacheType(Enum):
     """Keys and values by head; grouped-query attention counts here.  Ranks of a TP group hold different heads."""
     MLA = "MLA"
     """A latent that all ranks of a TP group hold alike; stored once, not once a rank."""
+
+
+def _check_printable(name: str, given: str) -> None:
+    if not given.isprintable():
+        raise invalid(f"{name} has characters that cannot be printed: {given[:40]!a}")
 
 
 @dataclass(eq=False)
@@ -59,6 +68,9 @@ class CcConfig_v1:  # noqa: N801 - the contract's name
             if not isinstance(given := getattr(self, name), str) or not given:
                 what = "empty" if given == "" else f"a {type(given).__name__}"
                 raise invalid(f"{name} is {what}, expected a name")
+            _check_printable(name, given)
+        if (length := len(self.model_id) + len(self.llm_engine)) > LONGEST_MODEL:
+            raise invalid(f"model_id and llm_engine have {length} characters, expected at most {LONGEST_MODEL}")
         if not isinstance(self.kvcache_type, KVCacheType):
             raise invalid(f"kvcache_type is {self.kvcache_type!r}, expected KVCacheType.MHA or KVCacheType.MLA")
 
@@ -110,6 +122,9 @@ class EmsConfig:
         for name in ("access_id", "access_key"):
             if not isinstance(getattr(self, name), str | None):  # which is shown to nobody
                 raise invalid(f"{name} is a {type(getattr(self, name)).__name__}, expected text")
+        _check_printable("access_id", self.tenant)
+        if len(self.tenant) > LONGEST_ID:
+            raise invalid(f"access_id has {len(self.tenant)} characters, expected at most {LONGEST_ID}")
         if not isinstance(self.cc_config_v1, CcConfig_v1):
             raise invalid(f"cc_config_v1 is a {type(self.cc_config_v1).__name__}, expected a CcConfig_v1")
         if not self.summary_seconds > 0:
