@@ -379,6 +379,9 @@ class TestRoom:
             assert "does not fit in a segment" in caplog.text
             assert not Ems.check_health()
             assert cc.exists([1], OPTION).success == 0
+            with pytest.raises(EmsException, match=r"not used for now: a page of .* does not fit") as refused:
+                cc.get_result(cc.async_save(range(4), [1], [4], OPTION))
+            assert refused.value.status_code() == EmsErrorCode.EMS_RECOVERD_ERROR
 
 
 class TestDeathInTheMiddle:

@@ -89,7 +89,7 @@ def test_a_check_that_breaks_is_one_that_fails(make: Callable[..., Monitor]) -> 
 @pytest.mark.parametrize(
     "error",
     [
-        GateClosed(),
+        GateClosed("gone"),
         EmsException("wrong", EmsErrorCode.EMS_INVALID_ARGUMENT),
         EmsException("too early", EmsErrorCode.EMS_NOT_REGISTERED),
         EmsException("too late", EmsErrorCode.EMS_NOT_INITIALISED),

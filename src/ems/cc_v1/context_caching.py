@@ -166,7 +166,7 @@ class ContextCaching:
     def _check_usable(self) -> None:
         self._check_open()
         if not self._monitor.healthy:
-            raise GateClosed
+            raise GateClosed(self._monitor.reason)
 
     def _count(self, transfers: Transfers, wanted: list[int], deadline: float, *, local_only: bool) -> int:
         """How many leading blocks of ``wanted`` have a page, of the whole block or of the beginning of it."""
@@ -208,7 +208,7 @@ class ContextCaching:
         if not blocks:
             future.finish()
         elif not self._monitor.healthy:
-            future.finish(GateClosed())
+            future.finish(GateClosed(self._monitor.reason))
         else:
             transfers.names.remember(wanted)
             mark = device.mark()

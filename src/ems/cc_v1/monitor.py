@@ -23,8 +23,8 @@ _NOT_THE_NODE = (EmsErrorCode.EMS_INVALID_ARGUMENT, EmsErrorCode.EMS_NOT_REGISTE
 class GateClosed(EmsException):
     """An operation was not tried because the health gate is closed; that says nothing new about the node."""
 
-    def __init__(self) -> None:
-        super().__init__("the pool is not well and not used for now, compute instead", EmsErrorCode.EMS_RECOVERD_ERROR)
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"compute instead, the pool is not used for now: {reason}", EmsErrorCode.EMS_RECOVERD_ERROR)
 
 
 class Monitor:
@@ -49,6 +49,8 @@ class Monitor:
         self._gate = HealthGate(rules, time.monotonic())
         self._summary = Summary(summary_seconds, time.monotonic())
         self._stop = threading.Event()
+        self.reason = ""
+        """What failed last."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="ems-monitor", daemon=True).start()
@@ -74,6 +76,7 @@ class Monitor:
         if self._stop.is_set():
             return
         with self._lock:
+            self.reason = reason  # first, for whoever sees the closed gate
             degraded = self._gate.failed(time.monotonic(), check=check)
         if degraded:
             self._logger.warning("EMS pool is not used for now: %s", reason)
