@@ -20,6 +20,7 @@ from ems.pool.keys import NO_PARENT
 from ems.pool.layout import PageRef, unpack_refs
 from ems.pool.pages import Outcome
 from ems.transfers.device import CpuDevice
+from ems.transfers.plan import Numbers, numbers
 from ems.transfers.rows import TokenRows
 from ems.transfers.summary import Kind
 
@@ -36,9 +37,9 @@ class Segments:
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(1 << 16))
 
-    def places(self, packed_refs: bytes, size: int) -> tuple[list[int], list[memoryview]]:
+    def places(self, packed_refs: bytes, size: int) -> tuple[Numbers, list[memoryview]]:
         begin = addressof(c_char.from_buffer(self.memory))
-        return [begin + ref.slot * size for ref in unpack_refs(packed_refs)], [self.memory]
+        return numbers(begin + ref.slot * size for ref in unpack_refs(packed_refs)), [self.memory]
 
 
 class Pool:

@@ -265,7 +265,7 @@ class Bench:
             if len(reserved.positions) != len(part):
                 raise NoSpace(_TOO_SMALL)
             starts, memory = client.segments(reserved.epoch).places(reserved.packed_refs, namespace.page_size)
-            slots = Slots(numbers(starts), namespace.page_size, memory)
+            slots = Slots(starts, namespace.page_size, memory)
             sums = PageSums(slots)
             blocks = range(first, first + len(part))
             for step in engine.plan(blocks, slots, out=True).in_steps(STEP_BYTES, in_order=True):

@@ -23,7 +23,7 @@ from ems.pool.client.pool_client import CommittedAhead, PoolClient, ReservedAhea
 from ems.pool.pages import Outcome
 from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.checksums import PageSums
-from ems.transfers.plan import Slots, numbers
+from ems.transfers.plan import Slots
 
 if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device
@@ -270,7 +270,7 @@ class Transfers:
             segments = self._client.segments(reservation.epoch)  # fails once that connection is gone
             size = self.namespace.page_size
             starts, memory = segments.places(reservation.refs(batch), size)
-            slots = Slots(numbers(starts), size, memory)
+            slots = Slots(starts, size, memory)
             plan = self.rows.plan([blocks.span(start + i) for i in batch], slots, out=True)
             for at, i in enumerate(batch):
                 if not blocks.whole(start + i):

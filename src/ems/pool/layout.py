@@ -47,7 +47,7 @@ _CARVING_OFFSET = 76
 _VERSION = struct.Struct("<8sI")
 _REF = struct.Struct("<III")
 REF_BYTES = _REF.size
-pack_ref, unpack_ref, iter_refs = _REF.pack, _REF.unpack, _REF.iter_unpack
+pack_ref, unpack_ref = _REF.pack, _REF.unpack
 """What :meth:`PageRef.pack`, :meth:`PageRef.unpack` and :func:`unpack_refs` do, of plain numbers."""
 _HEADER = struct.Struct("<II16s16sQIII")
 _CHECKED = struct.Struct(f"<{_HEADER.size}sI")

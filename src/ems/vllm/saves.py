@@ -25,7 +25,7 @@ from ems.pool.pages import Outcome
 from ems.transfers.checksums import PageSums
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane
-from ems.transfers.plan import ALL, CopyPlan, Slots, numbers
+from ems.transfers.plan import ALL, CopyPlan, Slots
 from ems.vllm.layers import LayerOrder, Progress
 from ems.vllm.pages import PlaneRows, StoredPage
 from ems.vllm.requests import Save
@@ -280,7 +280,7 @@ class Saver:
             if self._client.epoch != reserved.epoch:
                 raise StaleReference("the connection to the pool was lost while blocks were copied")
             starts, memory = segments.places(reserved.refs(batch), namespace.page_size)
-            slots = Slots(numbers(starts), namespace.page_size, memory)
+            slots = Slots(starts, namespace.page_size, memory)
             parts = [job.pages[position].part for position in batch]
             sums = PageSums(slots)
             summed = self._device.sums and tensors == ALL

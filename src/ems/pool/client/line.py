@@ -19,10 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from ctypes import addressof, c_char
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from ems.errors import (
     EmsError,
@@ -38,7 +38,7 @@ from ems.errors import (
 from ems.pool.client.answers import Namespace
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.retry import ConnectionEnded, Retry
-from ems.pool.layout import MAGIC, PageRef, carve, generation_of, iter_refs, slot_offset
+from ems.pool.layout import HEADER, HEADERS_OFFSET, MAGIC, Array, PageRef, carve, generation_of, slot_offset
 from ems.pool.protocol import coding, messages
 
 CALL_SECONDS = 5.0
@@ -103,24 +103,26 @@ class SegmentMap:
     def mapped(self) -> list[memoryview]:
         return list(self._maps.values())
 
-    def places(self, packed_refs: bytes, size: int) -> tuple[list[int], list[memoryview]]:
+    def places(self, packed_refs: bytes, size: int) -> tuple[Array, list[memoryview]]:
         """The addresses of slots, for who was promised them, and the memory that they lie in.
 
         ``size`` is that of the pages of their namespace.  Raises StaleReference: as :meth:`page` does.
         """
-        starts: list[int] = []
-        segments: dict[int, memoryview] = {}
-        number = -1
-        for segment, slot, generation in iter_refs(packed_refs):
-            if segment != number:
-                number = segment
-                mapped = segments[number] = self.segment(number)
-                geometry = carve(len(mapped), size)
-                first = addressof(c_char.from_buffer(mapped)) + geometry.data_offset
-            if generation_of(mapped, slot) != generation:
-                raise _lost(slot, number)
-            starts.append(first + slot * geometry.slot_stride)
-        return starts, list(segments.values())
+        refs = np.frombuffer(packed_refs, "<u4").reshape(-1, len(PageRef._fields))
+        starts, segments = np.zeros(len(refs), np.int64), []
+        for number in np.unique(refs[:, 0]).tolist():
+            mapped = self.segment(number)
+            geometry = carve(len(mapped), size)
+            headers = np.frombuffer(mapped, HEADER, geometry.slot_count, HEADERS_OFFSET)
+            mine = np.flatnonzero(refs[:, 0] == number)
+            slots, generations = refs[mine, 1].astype(np.int64), refs[mine, 2]
+            promised = slots < len(headers)
+            promised[promised] = headers["generation"][slots[promised]] == generations[promised]
+            if not promised.all():
+                raise _lost(int(slots[promised.argmin()]), number)
+            starts[mine] = headers.ctypes.data - HEADERS_OFFSET + geometry.slot_offset(slots)
+            segments.append(mapped)
+        return starts, segments
 
     def page(self, ref: PageRef, size: int) -> memoryview:
         """A page's slot, for who was promised it; ``size`` is that of the pages of its namespace.
