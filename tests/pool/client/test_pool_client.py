@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ems.errors import (
@@ -325,6 +326,23 @@ def test_nothing_of_an_old_connection_is_used_on_a_new_one(client: PoolClient, n
             stale()
     client.release(lease)
     assert reader.look(lease.refs[0].pack(), chain("y", 1)[0]).present == 1, "memory that is mapped stays mapped"
+
+
+def test_slots_are_found_in_the_order_of_their_pages_and_only_for_who_was_promised_them(
+    client: PoolClient, namespace: Namespace
+) -> None:
+    reserved = client.reserve(namespace, bytes(16), chain("x", 5))
+    segments, size = client.segments(reserved.epoch), namespace.page_size
+    refs = list(reserved.granted.values())
+    for order in (refs, refs[::-1]):
+        starts, memory = segments.places(b"".join(ref.pack() for ref in order), size)
+        pages = [np.frombuffer(segments.page(ref, size), np.uint8).ctypes.data for ref in order]
+        assert starts.tolist() == pages
+        assert len(memory) == len({ref.segment for ref in refs})
+    last = refs[-1]
+    for other in (last._replace(generation=last.generation + 1), last._replace(slot=1 << 31)):
+        with pytest.raises(StaleReference):
+            segments.places(b"".join(ref.pack() for ref in [*refs[:-1], other]), size)
 
 
 def test_a_forked_child_leaves_its_parents_connection_alone(client: PoolClient, namespace: Namespace) -> None:
