@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from ems.errors import TierFailed
 from ems.pool.tiers.answers import ForgetRequest, Outcome
 from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.repair import Quarantine, mend
 from tests.faults.faulty_store import FaultyStore
 from tests.faults.points import Points
 from tests.faults.times import Times
@@ -50,3 +53,22 @@ def test_a_cleared_pack_that_could_not_be_removed_is_not_mended() -> None:
     tier.maintain()
     assert tier.holds(NAMESPACE, [pages[0].key]) == 0
     assert not [left for left in place.contents if left.endswith(".pack")]
+
+
+class ClearedMeanwhile(MemoryBlobs):
+    """A place where a node removes a pack while another process writes its good pages anew."""
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        self.contents.clear()
+        super().put(name, parts)
+
+
+def test_a_pack_that_is_cleared_while_it_is_mended_does_not_come_back() -> None:
+    place = ClearedMeanwhile()
+    PackTier("dir", place, KEYS).store(NAMESPACE, chain("a", 3))
+    (name,) = place.contents
+    place.contents[name] = (
+        place.contents[name][:-500] + bytes([place.contents[name][-500] ^ 1]) + place.contents[name][-499:]
+    )
+    assert mend(place, place.put, name, KEYS, Quarantine(place, 0)).kind == "gone"
+    assert place.contents == {}

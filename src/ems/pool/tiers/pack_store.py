@@ -312,7 +312,7 @@ class PackStore:
         for name in sorted(self._suspects):
             self._suspects.discard(name)
             if name not in self._leaving:
-                finding = mend(self._blobs, self._put, name, self._keys, self._quarantine)
+                finding = mend(self._blobs, self._put, name, self._keys, self._quarantine, makes_room=True)
                 self._forget(name)
                 if finding.kind == "mended":
                     _log.warning("a damaged pack was set aside", tier=self.name, pack=name, reason=finding.reason)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -106,11 +105,18 @@ def inspect(raw: bytes, name: str, keys: SealKeys | None) -> tuple[Head, list[in
 
 
 def mend(
-    blobs: Blobs, put: Put, name: str, keys: SealKeys | None, quarantine: Quarantine, *, dry_run: bool = False
+    blobs: Blobs,
+    put: Put,
+    name: str,
+    keys: SealKeys | None,
+    quarantine: Quarantine,
+    *,
+    dry_run: bool = False,
+    makes_room: bool = False,
 ) -> Finding:
     """Look at the pack ``name``; if it is damaged, ``put`` its good pages into a new one and set it aside.
 
-    Raises TierFailed: the place does not work.
+    ``makes_room`` says that ``put`` may remove the pack itself.  Raises TierFailed: the place does not work.
     """
     try:
         raw = read_whole(blobs, name)
@@ -126,11 +132,16 @@ def mend(
         return Finding(name, "unchecked" if head.seal is None else "good", "", *pages)
     if head.seal is None or dry_run:
         return Finding(name, "damaged", reason, *pages)
+    fresh = ""
     if good:
         fresh, parts, _ = with_only(head, good, raw)
         put(fresh, parts)
-    with suppress(Gone):  # room was made for the new one
+    try:
         quarantine.take(Blob(name, len(raw), 0.0))
+    except Gone:
+        if not makes_room:  # it was cleared meanwhile, and nothing of it is to come back
+            blobs.delete([fresh] if fresh else [])
+            return Finding(name, "gone")
     return Finding(name, "mended", reason, *pages)
 
 
