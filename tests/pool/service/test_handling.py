@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable, Generator
 from types import FrameType, GeneratorType
 from typing import Any, TypeVar, cast
@@ -12,11 +13,12 @@ import pytest
 from ems.errors import PoolRefused, PoolRestarting, StaleReference
 from ems.pool.core import leases
 from ems.pool.core.pool_core import PoolCore
-from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.keys import KEY_BYTES, NO_PARENT, Tail
 from ems.pool.layout import REF_BYTES, PageFlag, carve
 from ems.pool.pages import Outcome
 from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Acts, Clear, List
+from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.service.handling import STEP, RequestHandler
 from ems.pool.service.storing import Applier, Storing
 from ems.pool.tiers.manager import TierManager
@@ -374,3 +376,15 @@ def test_a_long_lookup_that_is_refused_or_cut_off_leaves_nothing(
     large.core.disconnect(1, 0.0, alive=False)
     assert len(large.core.leases) == 0
     assert wrong_core(large.core) == []
+
+
+def test_a_reservation_that_waits_for_its_turn_takes_no_memory_for_each_of_its_keys() -> None:
+    node, keys = Surroundings(), bytes(KEY_BYTES) * MAX_KEYS
+    tracemalloc.start()
+    try:
+        reserving = node.handler.handle(1, messages.Reserve(node.namespace, NO_PARENT, keys), 0.0)
+        assert isinstance(reserving, GeneratorType)
+        next(reserving)
+        assert tracemalloc.get_traced_memory()[0] < len(keys) // 4
+    finally:
+        tracemalloc.stop()

@@ -281,14 +281,14 @@ class RequestHandler:
         return messages.Reported(self._host.administer(client_id, request.act, dry_run=request.dry_run))
 
     def _reserve(self, client_id: int, request: messages.Reserve, _now: float) -> Steps[messages.Granted]:
-        keys, parent = split_keys(request.keys), request.parent
-        tails = yield from self._tails(request, keys)
+        parent = request.parent
+        tails = yield from self._tails(request)
         outcomes, begun = b"", Begun()
         refs: list[bytes] = []
-        for start in range(0, max(len(keys), 1), STEP):
+        for part in _parts(request.keys):
+            start = len(outcomes)
             if start:
                 yield
-            part = keys[start : start + STEP]
             listed = tails[start : start + STEP]
             reserved = self._storing.reserve(client_id, request.namespace, parent, part, listed, begun)
             if begun.reservation and not reserved.reservation:
@@ -301,14 +301,15 @@ class RequestHandler:
             parent = part[-1] if part else parent
         return messages.Granted(begun.reservation, outcomes, b"".join(refs))
 
-    def _tails(self, request: messages.Reserve, keys: list[bytes]) -> Steps[list[Tail | None]]:
-        """The tails of all ``keys``, none at all when no key has one; each is looked at before anything is stored."""
+    def _tails(self, request: messages.Reserve) -> Steps[list[Tail | None]]:
+        """The tails of all keys, none at all when no key has one; each is looked at before anything is stored."""
         given = request.tails or {}
         for count, (position, tail) in enumerate(given.items()):
             if count and count % STEP == 0:
                 yield
-            self._core.writing.refuse_unfit_tail(request.namespace, keys[position], tail)
-        return [given.get(position) for position in range(len(keys))] if given else []
+            key = request.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+            self._core.writing.refuse_unfit_tail(request.namespace, key, tail)
+        return [given.get(position) for position in range(len(request.keys) // KEY_BYTES)] if given else []
 
     def _corrupt(self, _client_id: int, request: messages.Corrupt, _now: float) -> Steps[messages.Done]:
         """A reader found wrong bytes: look at them, and take the page out of the pool if it is so."""
