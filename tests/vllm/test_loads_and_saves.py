@@ -17,7 +17,7 @@ from ems.transfers.plan import CopyPlan
 from ems.vllm.requests import Save
 from tests.e2e.engines import Node, first, running_node, wait_for
 from tests.kit.headers import write_header
-from tests.vllm.engine_memory import Engine, chain_of, equal, present
+from tests.vllm.engine_memory import BLOCKS, Engine, chain_of, equal, present
 
 
 @pytest.fixture
@@ -293,3 +293,16 @@ def test_a_process_that_holds_its_share_stores_no_more(engines: tuple[Engine, En
     one.save(chain_of(2), [0, 1])
 
     assert node.counters["refused_share"] >= 2
+
+
+def test_a_prompt_that_is_larger_than_the_pool_keeps_its_beginning(engines: tuple[Engine, Engine]) -> None:
+    """What comes behind blocks for which there was no room is of no use, and pushes nothing out."""
+    engine, _ = engines
+    chain, chunk = chain_of(20_000), 1000
+    kept = 0
+    for start in range(0, len(chain), chunk):
+        engine.save(chain, [block % BLOCKS for block in range(chunk)], start)
+        here = present(engine, chain)
+        assert here >= kept
+        kept = here
+    assert 0 < kept < len(chain)

@@ -20,7 +20,7 @@ from ems.cc_v1.names import BlockNames
 from ems.errors import EmsError, NoSpace
 from ems.pool.client.answers import Namespace, Reservation
 from ems.pool.client.pool_client import CommittedAhead, PoolClient, ReservedAhead
-from ems.pool.pages import Outcome
+from ems.pool.pages import STORED, Outcome
 from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.checksums import PageSums
 from ems.transfers.plan import Slots
@@ -49,7 +49,6 @@ _REFUSALS = {
     Outcome.NOT_TOUCHED: "the node is still making its memory, save later",
     Outcome.OVER_SHARE: "as much is being saved at a time as may be, save later",
 }
-_STORED = (Outcome.GRANTED, Outcome.PRESENT, Outcome.WRITING)
 
 
 class Transfers:
@@ -160,7 +159,7 @@ class Transfers:
                     continue
                 reservation = self._client.end_reserve(asked, future.remaining())
                 end = start + len(asked.keys)
-                refused = any(outcome not in _STORED for outcome in reservation.outcomes)
+                refused = any(outcome not in STORED for outcome in reservation.outcomes)
                 if end < len(blocks) and blocks.whole(end) and not refused:  # pages would leave for what is called off
                     ahead = self._ask(blocks, end, future)
                 stored, stopped = self._fill(reservation, blocks, start, future, commits)
@@ -237,7 +236,7 @@ class Transfers:
         Returns how many leading ones are stored then, and the outcome that stopped it.  All others are given back.
         """
         outcomes = reservation.outcomes
-        leading = next((i for i, outcome in enumerate(outcomes) if outcome not in _STORED), len(outcomes))
+        leading = next((i for i, outcome in enumerate(outcomes) if outcome not in STORED), len(outcomes))
         wanted = [i for i in reservation.positions if i < leading]
         try:
             written = self._copy(reservation, wanted, blocks, start, future)

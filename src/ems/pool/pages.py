@@ -30,6 +30,10 @@ class Outcome(IntEnum):
     """Its writer, or all of its tenant's, hold as many pages that are not committed as they may."""
 
 
+STORED = frozenset({Outcome.GRANTED, Outcome.PRESENT, Outcome.WRITING})
+"""Outcomes of pages that are in the pool or on their way there."""
+
+
 class Assigned(msgspec.Struct, frozen=True):
     """Effect: segment ``segment`` is now carved for ``namespace`` as ``geometry``; describe it.
 

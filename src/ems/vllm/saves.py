@@ -21,7 +21,7 @@ from ems.errors import EmsError, StaleReference
 from ems.pool.client.answers import Reservation
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.layout import crc32c
-from ems.pool.pages import Outcome
+from ems.pool.pages import STORED, Outcome
 from ems.transfers.checksums import PageSums
 from ems.transfers.device import Device
 from ems.transfers.lane import Lane
@@ -36,6 +36,8 @@ SILENT_SECONDS = 0.5
 """How long the pool may leave a call unanswered before saves that hold many blocks end without it."""
 HELD_SHARE = 8
 """Saves hold many blocks when they hold more than one in so many."""
+MAX_UNSTORED = 1024
+"""Saves without room that are remembered, for those that follow them."""
 
 
 class SaveResult(msgspec.Struct, frozen=True):
@@ -127,6 +129,8 @@ class Saver:
         """Jobs that may still read blocks, by the number of their save."""
         self._over: list[int] = []
         self._failing = False
+        self._unstored: dict[tuple[str, bytes], None] = {}
+        """Last pages of saves for which there was no room, by namespace and key."""
         self._latest: SaveBatch | None = None
         self._lane: Lane[SaveBatch, SaveResult] = Lane("ems-save", self._run)
         self._lane.start()
@@ -239,8 +243,15 @@ class Saver:
         if not job.pages or job.cancelled:
             return
         keys, tails = [page.key for page in job.pages], [page.tail for page in job.pages]
+        name = job.plane.namespace.name
+        if (name, parent) in self._unstored:  # nobody would find these, and others would leave for them
+            del self._unstored[name, parent]
+            self._note_unstored(name, keys[-1])
+            return
         with self._asking():
             reserved = self._client.reserve(job.plane.namespace, parent, keys, self._call_timeout, tails)
+        if reserved.outcomes[-1] not in STORED:
+            self._note_unstored(name, keys[-1])
         if self._failing:
             self._failing = False
             self._logger.info("EMS stores blocks again")
@@ -249,6 +260,11 @@ class Saver:
             self._clear_partial(job, reserved)
         # Memory of a node that has just started is still being touched; it may be by the time the step is over.
         job.again = not reserved.packed_refs and Outcome.NOT_TOUCHED in reserved.outcomes
+
+    def _note_unstored(self, name: str, key: bytes) -> None:
+        self._unstored[name, key] = None
+        if len(self._unstored) > MAX_UNSTORED:
+            del self._unstored[next(iter(self._unstored))]
 
     def _clear_partial(self, job: SaveJob, reserved: Reservation) -> None:
         """Of a page that is not written whole the rest would be what somebody else, perhaps another tenant, left."""
