@@ -13,11 +13,20 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ems.pool.layout import Geometry, carve, pack_ref, unpack_ref
 
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _GENERATION_MASK = 0xFFFFFFFF
+
+
+def _parted(entries: array[int], number: int) -> tuple[array[int], array[int]]:
+    """Those of ``entries`` that are of segment ``number``, and the others; there may be a million."""
+    all_of_them = np.frombuffer(entries, np.uint64)
+    mine = all_of_them >> np.uint64(_SLOT_BITS) == number
+    return array("Q", all_of_them[mine].tobytes()), array("Q", all_of_them[~mine].tobytes())
 
 
 @dataclass(slots=True, eq=False)
@@ -149,8 +158,7 @@ class SlotAllocator:
         if segment.namespace is not None and segment.geometry is not None:
             self._carved[segment.namespace] -= segment.geometry.slot_count
             self._offered[segment.namespace] -= segment.offered
-            left = [entry for entry in self._free[segment.namespace] if entry >> _SLOT_BITS != segment.number]
-            self._free[segment.namespace] = array("Q", left)
+            _, self._free[segment.namespace] = _parted(self._free[segment.namespace], segment.number)
 
     def assign(self, segment: Segment, namespace: int, page_size: int, tenant: str = "") -> Geometry:
         """Carve ``segment``, none of whose slots is out, for pages of ``namespace``, one of ``tenant``."""
@@ -160,7 +168,8 @@ class SlotAllocator:
         segment.tenant = tenant
         geometry = carve(segment.size, page_size)
         # Generations never restart: a reader of the old pages must not take a new page for the one it knew.
-        start = (max(segment.generations, default=0) + 1) & _GENERATION_MASK
+        latest = int(np.frombuffer(segment.generations, np.uint32).max(initial=0))
+        start = (latest + 1) & _GENERATION_MASK
         segment.generations = array("I", [start]) * geometry.slot_count
         segment.namespace, segment.geometry, segment.offered = namespace, geometry, 0
         self._free.setdefault(namespace, array("Q"))
@@ -180,8 +189,8 @@ class SlotAllocator:
             return
         reach = segment.geometry.slots_within(segment.touched)
         if reach > segment.offered:
-            base = segment.number << _SLOT_BITS
-            self._free[segment.namespace].extend(base | slot for slot in range(reach - 1, segment.offered - 1, -1))
+            slots = np.arange(reach - 1, segment.offered - 1, -1, np.uint64)
+            self._free[segment.namespace].frombytes((slots | np.uint64(segment.number << _SLOT_BITS)).tobytes())
             self._offered[segment.namespace] += reach - segment.offered
             segment.offered = reach
 
@@ -283,9 +292,7 @@ class SlotAllocator:
         namespace = segment.namespace
         if namespace is None or segment.geometry is None:
             return
-        free = self._free[namespace]
-        self._closed[number] = array("Q", [entry for entry in free if entry >> _SLOT_BITS == number])
-        self._free[namespace] = array("Q", [entry for entry in free if entry >> _SLOT_BITS != number])
+        self._closed[number], self._free[namespace] = _parted(self._free[namespace], number)
         self._carved[namespace] -= segment.geometry.slot_count
         self._offered[namespace] -= segment.offered - segment.used
         segment.offered = segment.used
