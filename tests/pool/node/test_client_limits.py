@@ -137,7 +137,7 @@ def test_half_frames_are_bounded_together_and_others_go_on() -> None:
                 one.send(half)
         client.stats()
         assert process.memory_info().rss - before < 330 * MIB
-        until(lambda: "unfinished or unread together" in node.log, "the node says so")
+        until(lambda: "unfinished, under way or unread together" in node.log, "the node says so")
         client.stats()
 
 

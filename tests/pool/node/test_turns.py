@@ -382,3 +382,15 @@ def test_a_farewell_ends_with_its_last_step() -> None:
 
     farewell = Farewell("a", steps())
     assert [farewell.turn(), farewell.turn(), farewell.busy, farewell.turn(), farewell.busy] == [3, 4, True, 0, False]
+
+
+async def test_a_request_counts_among_the_bytes_that_are_kept_until_it_is_done(node: Node, connect: MakeClient) -> None:
+    """Hundreds of clients with a long request each would else hold a node's memory together."""
+    client = connect("one")
+    await client.greet()
+    joined = b"".join(chain("new", LONG))
+    send_the_rest = await client.all_but_the_last_byte(messages.Reserve(0, bytes(16), joined))
+    send_the_rest()
+    await rounds_until(lambda: client.connection.busy and node.clients.limits.kept >= len(joined))
+    await rounds_until(client.came)
+    await rounds_until(lambda: node.clients.limits.kept == 0)

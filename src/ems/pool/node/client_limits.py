@@ -23,7 +23,7 @@ SPARE_DESCRIPTORS = 32
 GREETING_SHARE = 4
 """One in so many connections may be one that has not greeted yet, of one user half of these."""
 MAX_BUFFERED = 256 * MIB
-"""Bytes that were sent in part, or are left unread, by all clients together."""
+"""Bytes that were sent in part, are of requests under way, or are left unread, by all clients together."""
 
 
 def room_for_clients(descriptors: int, segments: int, threads: int) -> int:
@@ -36,7 +36,7 @@ class _Client(msgspec.Struct):
     """A tenant, or before that is known a user."""
     greeted: bool = False
     kept: int = 0
-    """Bytes that it sent in part or left unread."""
+    """Bytes that it sent in part, that are under way for it, or that it left unread."""
 
 
 class ClientLimits:
@@ -45,7 +45,7 @@ class ClientLimits:
     def __init__(self) -> None:
         self._clients: dict[int, _Client] = {}
         self.kept = 0
-        """Bytes that all of them together sent in part or left unread."""
+        """The same of all of them together."""
 
     def __len__(self) -> int:
         return len(self._clients)

@@ -105,8 +105,8 @@ class Clients:
         ends = self.limits.keeps(client_id, size)
         if ends is not None:
             said = (
-                f"the clients of this node left {format_size(MAX_BUFFERED)} unfinished or unread together, "
-                f"{format_size(ends[1])} of it on this connection; send requests whole, and read their answers"
+                f"the clients of this node left {format_size(MAX_BUFFERED)} unfinished, under way or unread together, "
+                f"{format_size(ends[1])} of it on this connection; send requests whole and fewer at once, read answers"
             )
             self.connections[ends[0]].refuse(PoolRefused(said))
 

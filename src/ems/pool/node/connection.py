@@ -64,6 +64,8 @@ class Connection:
         self.greeted = False
         self._steps: AnswerSteps | None = None
         """What is left of a request that was begun."""
+        self._begun = 0
+        """Bytes of that request."""
         self._paused = False
         """Whether nothing is read until what came is done."""
         self._ended = False
@@ -124,6 +126,7 @@ class Connection:
                     self._frame_before = inf
                     self._handle(coding.decode_request(body), body)
                     if self._steps is not None:
+                        self._begun = len(body)
                         work += STEP
                 if self._sock.fileno() < 0:
                     return work
@@ -156,8 +159,8 @@ class Connection:
             self._node.loop.remove_reader(self._sock)
 
     def _keep(self) -> None:
-        """Tell the node of what came in part or was not taken, if that is more or less than it was."""
-        kept = self._reader.size + len(self._held) + len(self._unsent)
+        """Tell the node of what came in part, is under way or was not taken, if that is more or less than it was."""
+        kept = self._reader.size + len(self._held) + len(self._unsent) + (self._begun if self._steps is not None else 0)
         if kept != self._kept and self._sock.fileno() >= 0:
             self._kept = kept
             self._node.clients.keeps(self._owner, kept)
