@@ -25,7 +25,7 @@ from tests.router.fakes import (
 )
 
 if TYPE_CHECKING:
-    from tests.router.fakes import Script
+    from tests.router.fakes import Handler, Script
 
 
 def sends(raw: bytes) -> Script:
@@ -191,6 +191,38 @@ async def test_a_decode_that_breaks_before_its_first_byte_is_replaced(raw: bytes
 
             assert (response.status, await response.read()) == (200, ANSWER)
         assert router.router.counters.retries[Role.DECODE] == 1
+
+
+async def stored(request: web.Request, body: bytes) -> web.StreamResponse:
+    return web.json_response({"kv_transfer_params": {"ems_stored_tokens": 16}})
+
+
+@pytest.mark.parametrize(
+    ("raw", "prefill", "again"),
+    [
+        (b"", prefilled, False),
+        (b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n", prefilled, False),
+        (b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n", prefilled, True),
+        (b"", stored, True),
+    ],
+    ids=["closed", "502", "503", "closed, by a pool"],
+)
+async def test_blocks_that_a_decode_may_have_fetched_are_not_named_to_another(
+    raw: bytes, prefill: Handler, again: bool
+) -> None:
+    async with (
+        FakeEngine(prefill) as prefilling,
+        RawEngine(sends(raw)) as broken,
+        FakeEngine() as well,
+        running([prefilling.address], [broken.address, well.address]) as router,
+    ):
+        await settled(router)
+        for _ in range(2):
+            assert (await router.post()).status == 200
+
+        retried = sum("kv_transfer_params" in seen.json for seen in well.seen)
+        assert (broken.requests, len(well.seen), len(prefilling.seen)) == (1, 2, 2)
+        assert retried == 1 + again
 
 
 async def test_all_decodes_dead_is_a_503_in_openais_form() -> None:

@@ -182,9 +182,10 @@ class Dispatch:
         else:
             self._fleet.succeeded(instance)
 
-    def decode_broke(self, now: float, *, answers: bool = False) -> Step:
-        """Go on elsewhere; ``answers``: it said that it cannot."""
+    def decode_broke(self, now: float, *, answers: bool = False, fetched: bool = False) -> Step:
+        """Go on elsewhere; ``answers``: it said that it cannot; ``fetched``: the prefill's blocks may be gone."""
         instance = self._let_go(Role.DECODE)
+        self._prefilled = self._prefilled and not fetched
         if answers:
             self._fleet.suspect(instance, now)
         else:

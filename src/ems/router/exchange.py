@@ -25,7 +25,15 @@ from ems.router.choosing.prompt import Prompt
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
-from ems.router.handoff.kinds import ROOM_BITS, Bootstrap, HandoffKind, decode_body, params_of, prefill_body
+from ems.router.handoff.kinds import (
+    ROOM_BITS,
+    Bootstrap,
+    HandoffKind,
+    decode_body,
+    names_blocks,
+    params_of,
+    prefill_body,
+)
 from ems.router.handoff.recompute import CannotContinue, Generated
 from ems.router.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
 from ems.router.http.message import Request
@@ -34,7 +42,7 @@ from ems.router.metrics import Counters
 from ems.router.observe.observer import Observer
 from ems.router.observe.record import UNRESOLVED, Hop, Record
 from ems.router.prober import Prober
-from ems.router.relay import ANSWER_LIMIT, Relay
+from ems.router.relay import Relay
 from ems.router.reply import Refusal, Reply
 from ems.router.request import CompletionRequest
 
@@ -45,6 +53,9 @@ CONTINUED: Final = frozenset(("/v1/completions", "/v1/chat/completions"))
 
 READS_ONLY: Final = frozenset(("/v1/embeddings", "/tokenize"))
 """Endpoints that generate no tokens."""
+
+ANSWER_LIMIT: Final = 64 << 20
+"""Bytes of a prefill's answer, which may have the log-probabilities of its prompt."""
 
 SESSION_BYTES: Final = 256
 """Of a session's name; what comes behind does not tell sessions apart."""
@@ -315,7 +326,8 @@ class Exchange:
             now = self._loop.time()
             if not relay.begun:
                 self._failed(instance, str(error))
-                return self._dispatch.decode_broke(now, answers=relay.refused)
+                fetched = self._params is not None and names_blocks(self._params) and relay.may_have_worked
+                return self._dispatch.decode_broke(now, answers=relay.refused, fetched=fetched)
             self._failed(instance, f"it broke off amid an answer: {error}")
             self._dispatch.decode_cut(now)
             self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")

@@ -20,10 +20,11 @@ from ems.router.http.message import Headers
 from ems.router.observe.usage import Meter
 from ems.router.reply import Reply, error_events
 
-ANSWER_LIMIT: Final = 64 << 20
-"""Bytes of an answer that is read as a whole; one of a prefill may have the log-probabilities of its prompt."""
-EVENT_LIMIT: Final = 4 << 20
-"""Bytes of one event of a stream whose engine may give it up."""
+HELD_LIMIT: Final = 4 << 20
+"""Bytes that are held back of an answer that its engine may give up; a larger one, or event, is passed on unwatched."""
+
+_NOT_TAKEN: Final = frozenset((429, 503))
+"""What an instance answers before it does anything for a request; behind a 502 it may have broken off amid it."""
 
 
 class Relay:
@@ -35,8 +36,8 @@ class Relay:
     """
 
     __slots__ = (
-        "_begins", "_collected", "_last", "_loop", "_refuses", "_reply", "_returned", "_size", "_status",
-        "_takes_events", "begun", "generated", "meter", "moved", "refused", "source",
+        "_begins", "_collected", "_last", "_loop", "_refuses", "_reply", "_returned", "_size",
+        "_takes_events", "begun", "generated", "meter", "moved", "refused", "source", "status",
     )  # fmt: skip
 
     def __init__(
@@ -51,7 +52,7 @@ class Relay:
         self._refuses = refuses
         self._begins = begins
         self._loop = loop
-        self._status = 0
+        self.status = 0
         self._returned: Returned
         self._takes_events = reply.status is not None
         self._last = b""
@@ -72,11 +73,16 @@ class Relay:
         """Whether the answer has to be gone on with elsewhere."""
         return self.generated is not None and self.generated.broken_off
 
+    @property
+    def may_have_worked(self) -> bool:
+        """Whether its instance may have begun to compute: it got the request and did not refuse it."""
+        return self.source is not None and not (self.refused and self.status in _NOT_TAKEN)
+
     def comes_from(self, connection: Connection) -> None:
         self.source = connection
 
     def head(self, status: int, received: Headers) -> None:
-        self._status = status
+        self.status = status
         self.moved = self._loop.time()
         if self._reply.status is None and self._refuses(status):
             self.refused = True
@@ -96,21 +102,31 @@ class Relay:
         self.moved = self._loop.time()
         self.meter.feed(data)
         if self.generated is not None:
-            if self._collected is not None:
-                self._collected.append(data)
-                self._size += len(data)
-                if self._size > ANSWER_LIMIT:
-                    raise UpstreamBroken(f"Its answer is larger than {ANSWER_LIMIT} bytes")
-                return
-            data = self.generated.feed(data)
-            if self.generated.held > EVENT_LIMIT:
-                raise UpstreamBroken(f"An event of its answer is larger than {EVENT_LIMIT} bytes")
+            data = self._watched(data, self.generated)
             if not data:
                 return
         if not self.begun:
             self._begin()
         self._reply.piece(data)
         self._last = data
+
+    def _watched(self, data: bytes, generated: Generated) -> bytes:
+        """Return what goes out now; a client can make an answer large, so its engine is not to blame for it."""
+        if self._collected is not None:
+            self._collected.append(data)
+            self._size += len(data)
+            if self._size <= HELD_LIMIT:
+                return b""
+            data = b"".join(self._collected)
+        else:
+            data = generated.feed(data)
+            if generated.held <= HELD_LIMIT:
+                return data
+            data += generated.rest()
+        if generated.legs > 1 or generated.broken_off:
+            raise UpstreamBroken(f"It goes on with an answer by more than {HELD_LIMIT} bytes at once")
+        self.generated = self._collected = None
+        return data
 
     def end(self) -> None:
         if self.generated is not None:
@@ -139,9 +155,9 @@ class Relay:
 
     def _begin(self) -> None:
         self.begun = True
-        self._begins(self._status)
+        self._begins(self.status)
         if self._reply.status is None:
-            self._reply.head(self._status, self._returned.headers, sized=self._returned.is_sized)
+            self._reply.head(self.status, self._returned.headers, sized=self._returned.is_sized)
         assert self.source is not None
         self._reply.comes_from(self.source)
 

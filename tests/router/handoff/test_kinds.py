@@ -115,6 +115,14 @@ def test_a_response_is_bounded_in_its_own_way_and_not_kept() -> None:
     assert body.output_tokens == 50
 
 
+@pytest.mark.parametrize("beside", ["messages", "prompt"])
+def test_a_response_is_bounded_whatever_stands_beside_its_input(beside: str) -> None:
+    body = parse(b'{"input":"hello","max_output_tokens":50,"%b":[]}' % beside.encode())
+
+    prefill = json.loads(prefill_body(body, NIXL))
+    assert (prefill["max_output_tokens"], prefill["max_tokens"], prefill["store"]) == (1, 1, False)
+
+
 NUMBERS = (
     b'{"a":1.50,"b":1e3,"c":123456789012345678901234567890,"d":-0.0,'
     b'"e":0.1000000000000000055511151231257827,"f":"\\u00e9\\/"}'
@@ -300,6 +308,24 @@ async def test_a_client_does_not_say_where_an_engine_fetches_kv(given: object, k
 
     assert decode.seen[0].json.get("kv_transfer_params") == kept
     assert decode.seen[0].json["prompt"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"vllm_xargs": {"kv_transfer_params": []}}, {}),
+        ({"vllm_xargs": {"kv_transfer_params": "x", "a": 1}}, {"vllm_xargs": {"a": 1}}),
+        ({"vllm_xargs": {"a": [1]}}, {"vllm_xargs": {"a": [1]}}),
+        ({"ec_transfer_params": {"hash": {"peer_host": "10.0.0.1"}}}, {}),
+        ({"vllm_xargs": {"ec_transfer_params": "x"}, "kv_transfer_params": {"remote_port": 1}}, {}),
+    ],
+)
+def test_nor_does_a_client_by_any_other_field_in_which_engines_find_a_handoff(
+    given: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    body = of_client(parse(json.dumps({"prompt": "a", **given}).encode())).body
+
+    assert json.loads(body) == {"prompt": "a", **kept}
 
 
 def test_what_a_client_may_say_reaches_the_engine_as_its_very_bytes() -> None:

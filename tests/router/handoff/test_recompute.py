@@ -198,14 +198,41 @@ async def test_what_cannot_be_continued_ends_with_an_error_event() -> None:
 @pytest.mark.parametrize(
     ("kind", "start"), [("application/json", b'{"choices":[{"text":"'), ("text/event-stream", b"data: ")]
 )
-async def test_what_is_held_of_an_answer_is_bounded(kind: str, start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ems.router.relay.ANSWER_LIMIT", 1000)
-    monkeypatch.setattr("ems.router.relay.EVENT_LIMIT", 1000)
+async def test_an_answer_too_large_to_be_held_is_passed_on_and_blames_nobody(
+    kind: str, start: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.router.relay.HELD_LIMIT", 1000)
+    large = start + b"x" * 4000
 
     async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": kind})
         await response.prepare(request)
-        await response.write(start + b"x" * 4000)
+        for at in range(0, len(large), 100):
+            await response.write(large[at : at + 100])
+        return response
+
+    async with (
+        FakeEngine(prefilled) as prefill,
+        FakeEngine(answer) as decode,
+        running([prefill.address], [decode.address]) as router,
+    ):
+        response = await router.post("/v1/completions", json={"model": "m", "prompt": "a"})
+
+        assert (response.status, await response.read()) == (200, large)
+        assert len(decode.seen) == 1
+        assert all(not instance.failures for instance in router.instances())
+
+
+async def test_what_is_held_of_a_continued_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.router.relay.HELD_LIMIT", 1000)
+    gives, asked = gives_up(chat=False, stream=True)
+
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
+        if not asked:
+            return await gives(request, body)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + b"x" * 4000)
         return response
 
     async with (
@@ -213,7 +240,9 @@ async def test_what_is_held_of_an_answer_is_bounded(kind: str, start: bytes, mon
         FakeEngine(answer) as decode,
         running([prefill.address], [decode.address], max_retries=0) as router,
     ):
-        response = await router.post("/v1/completions", json={"model": "m", "prompt": "a"})
+        response = await router.post(json={"model": "m", "prompt": "a", "stream": True})
+        body = await response.read()
 
-        assert response.status == 503
-        assert "No decode server" in (await response.json())["error"]["message"]
+    assert texts(body.partition(b'data: {"error"')[0]) == ["one", " two"]
+    assert b"xxx" not in body
+    assert body.endswith(DONE)

@@ -28,10 +28,11 @@ SHAPES_ANSWERS: Final = frozenset(
 def first_token_fields(fields: dict[str, Raw]) -> dict[str, Raw]:
     """Return the fields of the request for prefill, bounded in the way of the endpoint that they are for."""
     kept = {name: value for name, value in fields.items() if name not in SHAPES_ANSWERS}
-    if "input" in fields and "messages" not in fields and "prompt" not in fields:
+    of_response = "input" in fields
+    if of_response:
         kept["max_output_tokens"] = _ONE
         kept["store"] = _FALSE
-    else:
+    if not of_response or "messages" in fields or "prompt" in fields:
         kept["max_tokens"] = _ONE
         if "max_completion_tokens" in fields:
             kept["max_completion_tokens"] = _ONE

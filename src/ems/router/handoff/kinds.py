@@ -15,7 +15,7 @@ fields of the hand-off differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -39,6 +39,13 @@ CLIENTS_PARAMS: Final = ("ems_", "lmcache.")
 The others name hosts, ports and blocks, with which an engine would fetch what is not this client's, from wherever the
 client likes.
 """
+
+_OF_CLIENTS: Final[dict[str, Callable[[str], bool]]] = {
+    KV_TRANSFER_PARAMS: lambda name: name.startswith(CLIENTS_PARAMS),
+    "ec_transfer_params": lambda _: False,
+    "vllm_xargs": lambda name: not name.endswith("_transfer_params"),
+}
+"""Fields in which an engine is told of a hand-off, and which names a client may use there."""
 
 _encode = msgspec.json.Encoder().encode
 _fields = msgspec.json.Decoder(dict[str, Raw])
@@ -78,21 +85,30 @@ class Bootstrap(NamedTuple):
 
 
 def of_client(request: CompletionRequest) -> CompletionRequest:
-    """Return a client's request without what only the router may say in ``kv_transfer_params``."""
-    given = request.fields.get(KV_TRANSFER_PARAMS)
-    if given is None:
-        return request
+    """Return a client's request without what only the router may say of a hand-off."""
+    fields = dict(request.fields)
+    for name, allows in _OF_CLIENTS.items():
+        if name not in fields:
+            continue
+        params = _object(fields[name])
+        kept = {key: value for key, value in params.items() if allows(key)}
+        if not kept:
+            del fields[name]
+        elif len(kept) < len(params):
+            fields[name] = Raw(_encode(kept))
+    return request if fields == request.fields else CompletionRequest.of(fields)
+
+
+def names_blocks(params: Raw) -> bool:
+    """Whether ``kv_transfer_params`` name blocks of an engine, which are others' once they have been fetched."""
+    return not all(name.startswith(CLIENTS_PARAMS) for name in _object(params))
+
+
+def _object(value: Raw) -> dict[str, Raw]:
     try:
-        params = _fields.decode(given)
+        return _fields.decode(value)
     except (ValueError, RecursionError):  # no object
-        params = {}
-    kept = {name: value for name, value in params.items() if name.startswith(CLIENTS_PARAMS)}
-    if params and kept.keys() == params.keys():
-        return request
-    fields = {name: value for name, value in request.fields.items() if name != KV_TRANSFER_PARAMS}
-    if kept:
-        fields[KV_TRANSFER_PARAMS] = Raw(_encode(kept))
-    return CompletionRequest.of(fields)
+        return {}
 
 
 def prefill_body(request: CompletionRequest, kind: HandoffKind, bootstrap: Bootstrap | None = None) -> bytes:
