@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -59,14 +60,14 @@ class Process:
         return self.process.returncode, rest.decode()
 
 
-async def start(*flags: str, verb: str = "router") -> Process:
+async def start(*flags: str, verb: str = "router", stderr: int = asyncio.subprocess.PIPE) -> Process:
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
     return Process(
         await asyncio.create_subprocess_exec(
             sys.executable, "-m", "ems.cli", verb, *flags,
             env={**os.environ, "PYTHONPATH": path},
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stderr=stderr,
         )
     )  # fmt: skip
 
@@ -154,6 +155,26 @@ async def test_running_requests_finish_after_sigterm() -> None:
             assert await response.content.read() == b"data: [DONE]\n\n"
 
         assert await router.ended() == (0, STOPPING.format(1, 30))
+
+
+async def test_it_serves_and_ends_in_order_though_nothing_can_be_said() -> None:
+    address = dead_address()
+    full = os.open("/dev/full", os.O_WRONLY)
+    router = await start("--port", str(address.port), *decoders(dead_address()), stderr=full)
+    os.close(full)
+    try:
+        async with asyncio.timeout(40), aiohttp.ClientSession() as client:
+            while router.process.returncode is None:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    async with client.get(f"http://{address}/livez") as response:
+                        assert response.status == 200
+                        router.process.terminate()
+                        await router.process.wait()
+                await asyncio.sleep(0.05)
+        assert router.process.returncode == 0
+    finally:
+        if router.process.returncode is None:
+            router.process.kill()
 
 
 async def test_what_does_not_finish_in_time_is_told_so() -> None:

@@ -7,6 +7,7 @@ status 0; a second signal ends at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
@@ -126,8 +127,9 @@ def _allow_many_connections() -> None:
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk, or nobody who reads: no reason to end without draining
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def _set_up_log(level: str) -> None:

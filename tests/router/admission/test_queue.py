@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ems.router.admission.queue import BOOSTS_IN_A_ROW, Place, Queue, State
+from ems.router.admission.queue import BOOSTS_IN_A_ROW, MOST_USERS, Place, Queue, State
 
 
 def place(user: str = "u", tokens: int = 10, *, deadline: float = 1e9, priority: int = 0, session: str = "") -> Place:
@@ -126,6 +128,19 @@ def test_a_full_queue_refuses_and_the_user_with_most_gives_way() -> None:
     assert queue.offer(other, 0.0) == [greedy[3]]
     assert other.state is State.WAITING
     assert queue.waiting == 3
+
+
+def test_a_full_queue_looks_at_who_waits_and_not_at_everybody_it_knows() -> None:
+    queue = Queue(capacity=1, size=4)
+    for user in range(MOST_USERS):
+        one = place(f"user {user}")
+        offered(queue, one)
+        queue.leave(one, 0.0, 1)
+    offered(queue, *(place() for _ in range(5)))
+
+    began = time.process_time()
+    offered(queue, *(place() for _ in range(300)))
+    assert time.process_time() - began < 0.5
 
 
 def test_who_waited_too_long_or_left_is_nowhere() -> None:

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from ems.errors import ConfigError
+from ems.router.admission import shared_limits
 from ems.router.admission.limits import Exceeded, Kind, Limited, RateLimit, Taken, Unit
 from ems.router.admission.shared_limits import RedisLimits
 from tests.kit.redis import redis_server
@@ -119,6 +120,33 @@ async def test_a_redis_that_does_not_answer_does_not_hold_up_requests() -> None:
             async with asyncio.timeout(10):
                 await taken(limits, 10)
             assert limits.failures == 1
+
+
+async def test_many_requests_at_once_do_not_make_a_router_go_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_limits, "TIMEOUT", 20.0)
+    with redis_server() as port:
+        async with RedisLimits(f"redis://127.0.0.1:{port}") as limits:
+            await taken(limits, 0)
+            got = await asyncio.gather(*(limits.take([ROUTE], 100) for _ in range(100)))
+
+            assert sum(isinstance(one, Taken) for one in got) == 10
+            assert not limits.failures
+
+
+@pytest.mark.parametrize("reply", [b"*2\r\n:9\r\n:1\r\n", b"*1\r\n:0\r\n", b"*2\r\n$1\r\nx\r\n:1\r\n", b":1\r\n"])
+async def test_what_answers_nonsense_does_not_count(reply: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(reply if b"EVALSHA" in data else b"+OK\r\n" * max(1, data.count(b"\r\nCLIENT\r\n")))
+        writer.close()
+
+    async with (
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+        RedisLimits(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}") as limits,
+    ):
+        await taken(limits, 10)
+
+        assert limits.failures == 1
 
 
 def test_what_is_no_url_is_said() -> None:

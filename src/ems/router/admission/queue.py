@@ -246,7 +246,8 @@ class Queue:
     def _victim(self, place: Place) -> Place | None:
         """Who gives way to a new request: the newest of the user who waits most, if that is more than its own."""
         own = self._users.get(place.user)
-        most = max(self._users.values(), key=lambda user: user.waiting, default=None)
+        waiters = (self._users[name] for _, _, name in self._lanes)  # all users are many more
+        most = max(waiters, key=lambda user: user.waiting, default=None)
         if most is None or most.waiting <= (own.waiting if own else 0) + 1:
             return None
         waiting = (entry[2] for lane in most.lanes for entry in self._lanes[lane])

@@ -62,13 +62,14 @@ class RedisLimits:
 
     def __init__(self, url: str) -> None:
         try:
-            from redis.asyncio import Redis
+            from redis.asyncio import BlockingConnectionPool, Redis
         except ImportError:
             raise ConfigError("Shared limits need the package redis: install 'ems-kv[redis]'") from None
         try:
-            self._redis: Redis = Redis.from_url(
-                url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, retry=None, max_connections=64
+            connections = BlockingConnectionPool.from_url(
+                url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, max_connections=16, timeout=TIMEOUT
             )
+            self._redis: Redis = Redis.from_pool(connections)
         except ValueError as error:
             raise ConfigError(f"--limits-redis {url!r} is no URL of a Redis: {error}") from None
         self._script = self._redis.register_script(_MOVE)
@@ -123,8 +124,10 @@ class RedisLimits:
             arguments += (most, seconds, max(wanted, -1e15), moved)
         try:
             async with asyncio.timeout(TIMEOUT):
-                number, wait = await self._script(keys=keys, args=arguments)
-        except (RedisError, OSError, TimeoutError) as error:
+                number, wait = map(int, await self._script(keys=keys, args=arguments))
+            if not 0 <= number <= len(asked):
+                raise ValueError(f"it names bucket {number} of {len(asked)}")  # noqa: TRY301
+        except (RedisError, OSError, TimeoutError, TypeError, ValueError) as error:  # the latter: it is no Redis
             self.failures += 1
             if not self._retry_at:
                 log.warning("Limits are not shared for now, each router enforces them alone: Redis: %s", error)
@@ -133,7 +136,7 @@ class RedisLimits:
         if self._retry_at:
             self._retry_at = 0.0
             log.info("Limits are shared again")
-        return int(number), int(wait)
+        return number, wait
 
 
 def _give_back_unused(done: asyncio.Task[tuple[int, int] | None], taken: Taken, now: float) -> None:
