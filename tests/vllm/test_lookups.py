@@ -26,6 +26,7 @@ from ems.vllm.lookups import LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import NOTHING
+from ems.vllm.waiting import Waiting
 from tests.e2e.engines import Node, first, running_node, wait_for
 from tests.kit.tiers import KEYS
 
@@ -96,7 +97,7 @@ class Side:
         self.chain.extend(TOKENS)
 
     def ask(self, expected: int = 0, extra: Callable[[int], Sequence[object]] = nothing_else) -> None:
-        self.lookups.ask(LookupJob("r", TOKENS, extra, expected, time.monotonic()))
+        self.lookups.ask(LookupJob("r", TOKENS, extra, Waiting(time.monotonic(), expected)))
 
     def answer(self) -> LookupAnswer:
         return first(self.lookups.answers, "the lookup is answered", 60)
@@ -183,7 +184,7 @@ def test_a_handoff_that_nobody_asks_for_waits_in_the_queue_and_is_over_when_its_
     side = Side(node, handoff_timeout=0.05)
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
     side.ask(expected=64)
-    side.lookups.ask(LookupJob("other", TOKENS, nothing_else, 64, time.monotonic()))
+    side.lookups.ask(LookupJob("other", TOKENS, nothing_else, Waiting(time.monotonic(), 64)))
     with pytest.raises(pytest.fail.Exception):
         wait_for(lambda: bool(side.lookups.answers()), "no answer while nobody asks", 0.2)
     side.lookups.forget("other")
@@ -215,7 +216,7 @@ def test_a_handoff_whose_writer_dies_gives_up(side: Side) -> None:
 def test_others_are_answered_while_a_handoff_waits(side: Side) -> None:
     side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
     side.ask(expected=64)
-    side.lookups.ask(LookupJob("other", TOKENS[:16], nothing_else, 0, time.monotonic()))
+    side.lookups.ask(LookupJob("other", TOKENS[:16], nothing_else, Waiting(time.monotonic(), 0)))
 
     assert side.answer().request_id == "other"
 
@@ -255,7 +256,7 @@ def test_who_asks_for_it_learns_of_a_gap(side: Side) -> None:
     """The first block is missing, the last is there."""
     side.writer.commit(side.writer.reserve(NAMESPACE, side.chain[2:3][0], side.chain[3:4]))
     for explain in (False, True):
-        side.lookups.ask(LookupJob("r", TOKENS, nothing_else, 0, time.monotonic(), explain=explain))
+        side.lookups.ask(LookupJob("r", TOKENS, nothing_else, Waiting(time.monotonic(), 0), explain=explain))
         answer = side.answer()
         assert answer.found == NOTHING
         assert answer.reason is (Reason.GAP if explain else Reason.NEVER_STORED)
@@ -264,7 +265,7 @@ def test_who_asks_for_it_learns_of_a_gap(side: Side) -> None:
 
 def test_a_plain_miss_is_no_gap(side: Side) -> None:
     side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:2]))
-    side.lookups.ask(LookupJob("r", TOKENS, nothing_else, 0, time.monotonic(), explain=True))
+    side.lookups.ask(LookupJob("r", TOKENS, nothing_else, Waiting(time.monotonic(), 0), explain=True))
     answer = side.answer()
 
     assert (answer.found.chunks, answer.reason, answer.detail) == (2, Reason.NEVER_STORED, "")
@@ -272,7 +273,7 @@ def test_a_plain_miss_is_no_gap(side: Side) -> None:
 
 def test_a_block_that_was_given_up_says_so_and_when(side: Side) -> None:
     side.writer.abort(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:2]))
-    side.lookups.ask(LookupJob("r", TOKENS, nothing_else, 0, time.monotonic(), explain=True))
+    side.lookups.ask(LookupJob("r", TOKENS, nothing_else, Waiting(time.monotonic(), 0), explain=True))
     answer = side.answer()
 
     assert (answer.found, answer.reason) == (NOTHING, Reason.UNFINISHED)

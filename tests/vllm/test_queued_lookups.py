@@ -17,6 +17,7 @@ from ems.vllm.lookups import PARTS, LookupAnswer, LookupJob, Lookups
 from ems.vllm.planes import Plane
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import NOTHING, Found
+from ems.vllm.waiting import Waiting
 from tests.vllm.stepped_node import ENGINE, SteppedNode
 
 BLOCK = 4
@@ -60,7 +61,7 @@ class Engine(Lookups):
         self.given.append(answer)
 
     def look_up(self, name: int, blocks: int = LONG, expected: int = 0) -> LookupJob:
-        job = LookupJob(str(name), tokens_of(name, blocks), lambda _size: (), expected, self.now)
+        job = LookupJob(str(name), tokens_of(name, blocks), lambda _size: (), Waiting(self.now, expected))
         self.handle(job, self.now)
         return job
 

@@ -95,7 +95,7 @@ def test_a_hit_is_explained_and_counted(make: Make, store: Callable[[int], None]
     assert (told["found"], told["computed"], told["reason"]) == (48, 16, "never_stored")
     data = side.told()
     assert (data["lookups"], data["asked_tokens"], data["hit_tokens"], data["misses"]) == (1, 64, 48, {})
-    assert data["state"]["usable"] is True
+    assert data["state"]["pool_usable"] is True
 
 
 def test_blocks_that_could_not_be_loaded_are_explained(make: Make, store: Callable[[int], None]) -> None:
@@ -223,7 +223,7 @@ def test_an_ill_pool_is_left_alone(make: Make, node: Node, store: Callable[[int]
     assert side.end(late)["reason"] == "pool_down"
     assert side.finished(running, ([1, 2, 3, 4],)) == (False, None)
     assert node.counters["lookups"] == before
-    assert side.told()["state"]["usable"] is False
+    assert side.told()["state"]["pool_usable"] is False
 
 
 def test_the_scheduler_waits_for_no_call_to_the_pool(

@@ -232,8 +232,7 @@ class ContextCaching:
             work()
         except EmsError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001 - the root of what an SDK call runs, see below
-            # Root of what this thread does: a defect here must cost a recompute, never the engine.
+        except Exception as error:  # noqa: BLE001 - the root of this thread: a defect must cost a recompute, no engine
             _log.exception("EMS %s broke", future.kind.value)
             failure = EmsException(f"the {future.kind.value} broke: {error!r}")
         if failure is not None and not isinstance(failure, NoSpace):  # a full pool is a pool that is well

@@ -288,8 +288,5 @@ class Transfers:
         return written
 
     def _give_back(self, reservation: Reservation) -> None:
-        try:
+        with contextlib.suppress(EmsError):  # the connection is gone, and the reservation with it; or all was committed
             self._client.abort(reservation, COMMIT_SECONDS)
-        except EmsError:
-            # The connection is gone, and the reservation with it; or all of it was committed.
-            return

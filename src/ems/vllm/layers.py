@@ -10,7 +10,7 @@ from ems.vllm.pages import PlaneRows
 
 
 class Layer(NamedTuple):
-    """One layer of the model: its plane (position in the rank's list) and its tensors in that plane's rows."""
+    """One layer of the model: the number of its plane, and its tensors in that plane's rows."""
 
     name: str
     plane: int
@@ -22,8 +22,8 @@ class LayerOrder:
 
     def __init__(self, planes: Sequence[PlaneRows]) -> None:
         found = [
-            Layer(name, number, tensors)
-            for number, plane in enumerate(planes)
+            Layer(name, plane.local.number, tensors)
+            for plane in planes
             for name, tensors in zip(plane.local.layers, plane.layers, strict=True)
         ]
         self.layers = sorted(found, key=lambda layer: layer_index(layer.name))

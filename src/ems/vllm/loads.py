@@ -99,8 +99,7 @@ class Loader:
         self._by_layer = by_layer
         self._call_timeout = call_timeout
         self._client = client
-        self._planes = planes
-        self._by_number = {plane.local.number: position for position, plane in enumerate(planes)}
+        self._planes = {plane.local.number: plane for plane in planes}
         self._order = LayerOrder(planes)
         self._device = device
         self._logger = logger
@@ -188,8 +187,7 @@ class Loader:
         except EmsError as error:
             failure = type(error).__name__
             self._logger.warning("EMS load for request %s failed, it is computed: %s", load.request_id, error)
-        except Exception as error:  # the root of a load, see below
-            # Root of a load: a defect here must cost a recompute, never the engine.
+        except Exception as error:  # the root of a load: a defect must cost a recompute, never the engine
             failure = type(error).__name__
             self._logger.exception("EMS load for request %s failed, it is computed", load.request_id)
         with job.copying:
@@ -219,12 +217,9 @@ class Loader:
         for part in load.parts:
             failed |= set(part.block_ids) if lost is None else lost.get(part.plane, set())
         sound = lost is not None and not failed
-        loaded = max((len(set(part.block_ids) - failed) for part in load.parts), default=0)
-        size = sum(
-            self._planes[self._by_number[part.plane]].block_bytes * len(set(part.block_ids) - failed)
-            for part in load.parts
-            if part.plane in self._by_number
-        )
+        good = {part.plane: len(set(part.block_ids) - failed) for part in load.parts}
+        size = sum(plane.block_bytes * good.get(number, 0) for number, plane in self._planes.items())
+        loaded = max(good.values(), default=0)
         return LoadResult(load.request_id, failed, loaded, size, seconds, sound, job.in_step, error)
 
     def _next(self) -> LoadJob | None:
@@ -239,8 +234,7 @@ class Loader:
             self._client.notice()
             with suppress(EmsError):  # said again a moment later
                 self._client.tell_stopped(self._call_timeout)
-        except Exception:  # the root of what this thread does, see below
-            # Root of this thread: see above.
+        except Exception:  # the root of this thread, see above
             self._logger.exception("EMS could not look after its connection")
 
     def _load(self, job: LoadJob) -> dict[int, set[int]]:
@@ -260,12 +254,11 @@ class Loader:
         epoch = self._client.epoch
         loads: dict[int, PlaneLoad] = {}
         for part in load.parts:
-            if (position := self._by_number.get(part.plane)) is not None:
-                plane = self._planes[position]
+            if (plane := self._planes.get(part.plane)) is not None:
                 reader = self._client.reader(plane.namespace, epoch)
                 parts, refs, keys = plane.loaded(part)
                 leased = reader.look(refs, keys)
-                loads[position] = PlaneLoad(plane, part, reader, parts, leased, leased.present)
+                loads[part.plane] = PlaneLoad(plane, part, reader, parts, leased, leased.present)
         self._device.wait_for(job.mark)
         try:
             if job.in_step and self._by_layer:

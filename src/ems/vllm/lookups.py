@@ -52,15 +52,13 @@ YIELD_SECONDS = 0.00005
 class LookupJob(msgspec.Struct, eq=False):
     """One request to look up.
 
-    ``extra_keys`` makes what else names its chunks of so many tokens, one entry a chunk, the last one too;
-    ``expected`` tokens were announced by a prefill.
+    ``extra_keys`` makes what else names its chunks of so many tokens, one entry a chunk, the last one too.
     """
 
     request_id: str
     tokens: Sequence[int]
     extra_keys: Callable[[int], Sequence[object]]
-    expected: int
-    asked_at: float
+    waiting: Waiting
     adapter: str = ""
     """What stands for the request's adapter behind the name where keys begin."""
     explain: bool = False
@@ -72,7 +70,6 @@ class LookupJob(msgspec.Struct, eq=False):
 
     # Used by whoever looks, alone.
     prompt: Prompt | None = None
-    waiting: Waiting = msgspec.field(default_factory=lambda: Waiting(0.0, 0))
     promoting: bool = False
     """Whether the request waits for chunks that tiers promote."""
     held: Found = NOTHING
@@ -83,9 +80,6 @@ class LookupJob(msgspec.Struct, eq=False):
     """What was answered last."""
     look_at: float = 0.0
     """When it is looked at again, while it is on the agenda."""
-
-    def __post_init__(self) -> None:
-        self.waiting = Waiting(self.asked_at, self.expected)
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
@@ -193,8 +187,7 @@ class Lookups:
                     self._client.notice()
                 else:
                     self.handle(item, time.monotonic())
-            except Exception:  # the root of what this thread does, see below
-                # Root of this thread: a defect here must cost hits, never the engine.
+            except Exception:  # the root of this thread: a defect must cost hits, never the engine
                 logger.exception("EMS lookup failed, what was asked for is computed")
                 if isinstance(item, LookupJob):
                     self._answer(item, LookupAnswer(item.request_id, None, NOTHING, Reason.LOOKUP_FAILED))
@@ -271,7 +264,7 @@ class Lookups:
 
     def _found(self, job: LookupJob, prompt: Prompt, now: float) -> Found | None:
         """What a lease now holds for the request; None if the request should wait for more."""
-        if job.expected:
+        if job.waiting.expected:
             tokens, pending = self._search.reach(prompt)
             if job.waiting.for_prefill(tokens, pending, self._settings.handoff_timeout, now):
                 return None
@@ -319,15 +312,12 @@ class Lookups:
             return reason, ""
         codes, detail = explanation.codes, explanation.detail
         why = Reason.of_code(next((code for code in codes if code), 0)) or reason
-        if (
-            self._search.states
-            and codes
-            and not any(code not in (0, Reason.GAP.code) for code in codes[: plane.shards])
-        ):
+        # A chunk is there when all of its pages are.
+        chunks = (codes[at : at + plane.shards] for at in range(0, len(codes), plane.shards))
+        there = [all(code in (0, Reason.GAP.code) for code in chunk) for chunk in chunks]
+        if self._search.states and any(there[:1]):
             return Reason.NO_STATE, detail
-        # A chunk behind counts when all of its pages are there.
-        behind = (codes[at : at + plane.shards] for at in range(plane.shards, len(codes), plane.shards))
-        if any(all(code in (0, Reason.GAP.code) for code in chunk) for chunk in behind):
+        if any(there[1:]):
             return Reason.GAP, "; ".join(text for text in (why.value if why else "", detail) if text)
         return why, detail
 

@@ -49,7 +49,6 @@ _MULTIMODAL = (
     "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_device_do_normalize",
 )  # fmt: skip
 
-
 _ASCEND_PRECISION = ("enable_sparse_sfa_c8", "enable_sparse_li_c8", "c8_enable_reshape_optim")
 """Settings of vllm-ascend that change the bytes of a block."""
 
@@ -174,23 +173,16 @@ def describe(
         "layers": [list(group.layer_names) for group in groups] if stages == 1 else [],
         "stages": [get_pp_indices(int(model.hf_text_config.num_hidden_layers), rank, stages) for rank in range(stages)],
     }
-    name = model_name(vllm_config)
+    name = Path(str(model.model)).name
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
     in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
-    planes = [
-        Plane(
-            f"{identity}/{group}.{stage}",
-            group,
-            stage,
-            shards[at],
-            _window(spec),
-            orders[at],
-            _keeps_state(spec),
-            block_size // spec.block_size,
-        )
-        for at, (group, spec) in enumerate(zip(numbers, specs, strict=True))
-        for stage in range(stages)
-    ]
+    planes: list[Plane] = []
+    for group, spec, pages, order in zip(numbers, specs, shards, orders, strict=True):
+        window, state, parts = _window(spec), _keeps_state(spec), block_size // spec.block_size
+        planes += [
+            Plane(f"{identity}/{group}.{stage}", group, stage, pages, window, order, state, parts)
+            for stage in range(stages)
+        ]
     # Searches begin with the planes that need every block.
     planes.sort(key=lambda plane: plane.window > 0)
     num_blocks = kv_cache_config.num_blocks
@@ -226,10 +218,6 @@ def _ascend_settings(vllm_config: Any) -> dict[str, Any]:
     """What ``--additional-config`` says, which means something to vllm-ascend alone."""
     given = getattr(vllm_config, "additional_config", None)
     return given if isinstance(given, dict) and vllm_config.device_config.device_type == "npu" else {}
-
-
-def model_name(vllm_config: Any) -> str:
-    return Path(str(vllm_config.model_config.model)).name
 
 
 def local_planes(

@@ -100,14 +100,10 @@ def plane_rows(
         missing = [name for name in local.layers if name not in kv_caches]
         if missing:
             raise ConfigError(f"the engine registered no KV cache for layer {missing[0]}, expected all of its group")
-        layers = [
-            [
-                part
-                for tensor in _by_heads(kv_caches[name], num_blocks, heads, local.portion.count, name)
-                for part in in_order(tensor, local.plane.order)
-            ]
-            for name, heads in zip(local.layers, local.heads, strict=True)
-        ]
+        layers = []
+        for name, heads in zip(local.layers, local.heads, strict=True):
+            tensors = _by_heads(kv_caches[name], num_blocks, heads, local.portion.count, name)
+            layers.append([part for tensor in tensors for part in in_order(tensor, local.plane.order)])
         found.append(PlaneRows(local, layers, page_blocks))
     return found
 

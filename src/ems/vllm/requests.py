@@ -321,14 +321,13 @@ class RequestBook:
             return 0, []
         request.matched_in, self.full = self._step, False
         if request.phase is Phase.NEW:
-            if len(self._waiting) < EAGER_LEASES:
-                effects: list[Ask | Release] = []
-            else:
+            effects: list[Ask | Release] = []
+            if len(self._waiting) >= EAGER_LEASES:
                 later = self._last_later()
                 if later is None:
                     self.full = True
                     return None, []
-                effects = list(self._defer(later))
+                effects += self._defer(later)
             request.matched_at = now
             return None, [*effects, self._ask(request)]
         if request.matched_at is None:
@@ -503,20 +502,8 @@ class RequestBook:
         block_ids = [
             [] if group in self._state_groups else ids[first:end] for group, ids in enumerate(request.block_ids)
         ]
-        return self._numbered(request, span.first, chain, tails, block_ids, partial=partial)
-
-    def _numbered(
-        self,
-        request: Request,
-        first: int,
-        chain: KeyChain,
-        tails: Sequence[Tail],
-        block_ids: Sequence[Sequence[int]],
-        *,
-        partial: bool = False,
-    ) -> Save:
-        number, parent = next(self._numbers), chain.parent(first)
-        return Save(number, request.request_id, first, parent, tails, block_ids, partial, adapter=request.adapter)
+        number, parent = next(self._numbers), chain.parent(span.first)
+        return Save(number, request_id, span.first, parent, tails, block_ids, partial, request.adapter)
 
     def takes_states(self, request_id: str, tokens: int) -> bool:
         """Whether the states behind ``tokens`` tokens of a request are to be saved."""
@@ -527,11 +514,12 @@ class RequestBook:
 
     def save_states(self, request_id: str, tokens: int, chain: KeyChain, blocks: Mapping[int, int]) -> Save:
         """The save of the states behind ``tokens`` tokens, which the engine has in ``blocks``, one for each group."""
-        request, end = self._requests[request_id], tokens // self._chunk_tokens
+        request, first = self._requests[request_id], tokens // self._chunk_tokens - 1
         if tokens < request.prompt_tokens:  # whoever has the same prompt computes its last token
             request.states_until = max(request.states_until, tokens)
         block_ids = [[blocks[group]] if group in blocks else [] for group in range(self._groups)]
-        return self._numbered(request, end - 1, chain, chain.tails(end - 1, end), block_ids)
+        number, parent, tails = next(self._numbers), chain.parent(first), chain.tails(first, first + 1)
+        return Save(number, request_id, first, parent, tails, block_ids, adapter=request.adapter)
 
     def stored_tokens(self, request_id: str) -> int:
         """Up to which token others will find a request's prompt and answer."""

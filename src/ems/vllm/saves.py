@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from logging import Logger
 
@@ -196,8 +196,7 @@ class Saver:
         while (batch := self._lane.next()) is not None:
             try:
                 self._save(batch)
-            except Exception:  # the root of what this thread does, see below
-                # Root of this thread: a defect here must cost later hits, never the engine.
+            except Exception:  # the root of this thread: a defect must cost later hits, never the engine
                 self._logger.exception("EMS save failed")
             finally:
                 for job in batch.jobs:
@@ -227,8 +226,7 @@ class Saver:
             if not self._failing:
                 self._failing = True
                 self._logger.warning("EMS cannot store blocks, serving on without it: %s", error)
-        except Exception:  # the root of what this thread does, see below
-            # Root of this thread: a defect here must cost a later hit, never the engine.
+        except Exception:  # the root of a save: a defect must cost a later hit, never the engine
             self._give_up(job)
             self._logger.exception("EMS save for request %s failed", job.save.request_id)
 
@@ -279,10 +277,8 @@ class Saver:
     def _store(self, job: SaveJob) -> None:
         if job.again and not job.cancelled:
             self._reserve(job)
-        reserved = job.reservation
-        if reserved is None:
-            return
-        self._commit(job, reserved, self._copy(job, reserved, ALL))
+        if (reserved := job.reservation) is not None:
+            self._commit(job, reserved, self._copy(job, reserved, ALL))
 
     def _copy(self, job: SaveJob, reserved: Reservation, tensors: slice) -> list[int]:
         begin = time.perf_counter()
@@ -336,7 +332,7 @@ class Saver:
 
     def _copy_by_layer(self, batch: SaveBatch) -> None:
         for layer in self._order.layers:
-            jobs = [job for job in batch.jobs if job.plane is self._planes[layer.plane]]
+            jobs = [job for job in batch.jobs if job.plane.local.number == layer.plane]
             in_time, mark = batch.progress.wait(layer.name, COMPUTE_SECONDS)
             if not in_time:
                 return
@@ -357,12 +353,8 @@ class Saver:
             self._commit(job, job.reservation, [] if job.cancelled else job.reservation.positions)
 
     def _give_back(self, reserved: Reservation) -> None:
-        try:
-            with self._asking():
-                self._client.abort(reserved, self._call_timeout)
-        except EmsError:
-            # The connection is gone, and with it the reservation.
-            return
+        with suppress(EmsError), self._asking():  # the connection is gone, and with it the reservation
+            self._client.abort(reserved, self._call_timeout)
 
     @contextmanager
     def _asking(self) -> Iterator[None]:

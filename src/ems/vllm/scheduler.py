@@ -29,6 +29,7 @@ from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.requests import Adapter, Load, Save, Span
 from ems.vllm.scheduler_shell import SchedulerShell
 from ems.vllm.tokens import WithoutAdapter, extra_keys, token_ids
+from ems.vllm.waiting import Waiting
 
 logger = init_logger("vllm.ems.scheduler")
 
@@ -88,8 +89,6 @@ class SchedulerSide(SchedulerShell):
         self._workers = workers
         self._running: set[str] = set()
         """Requests that the engine computes."""
-        self._usable = True
-        """Whether the pool may be asked, as of the last step."""
         self._turned_away = False
         """Whether the request that vLLM looks at has to wait, and with it all behind it.
 
@@ -228,9 +227,8 @@ class SchedulerSide(SchedulerShell):
         params = request.kv_transfer_params or {}
         answer = self._observer.finished(request)
         if params.get("do_remote_decode") and self._settings.saves:
-            announced = min(stored, request.num_prompt_tokens)
             # Nothing but a key of our own: vLLM ends where two connectors of one engine answer with the same one.
-            answer |= {ANNOUNCED: announced}
+            answer[ANNOUNCED] = min(stored, request.num_prompt_tokens)
         return False, answer or None
 
     # Blocks that are being saved
@@ -240,15 +238,12 @@ class SchedulerSide(SchedulerShell):
         """Whether the engine should make steps, even empty ones, in which workers say that saves are over."""
         return bool(self._held)
 
-    def _begin_save(self, request: Any, span: Span) -> None:
-        """Save ``span`` with the next step.
+    def _begin_save(self, save: Save) -> None:
+        """Begin ``save`` with the next step.
 
         Its blocks are held by references of our own until it is over: until then nobody else gets them when the
         request ends, is preempted, or drops them behind a sliding window.  A reset of the cache makes us give them up.
         """
-        self._hold(self._named(request, span))
-
-    def _hold(self, save: Save) -> None:
         blocks = list(map(self.block_pool.blocks.__getitem__, filter(None, chain.from_iterable(save.block_ids))))
         self.block_pool.touch(blocks)
         self._held[save.number] = save.request_id, blocks
@@ -294,7 +289,7 @@ class SchedulerSide(SchedulerShell):
         # Where steps overlap, a step that was launched may still write behind these tokens.
         span = self._book.last_save(request.request_id, block_ids, compat.computed_tokens(request))
         if span is not None:
-            self._begin_save(request, span)
+            self._begin_save(self._named(request, span))
 
     # Steps
 
@@ -306,7 +301,7 @@ class SchedulerSide(SchedulerShell):
         waits = any(load.in_step for load in self._loads) if self._loads else False
         leisure = not output.scheduled_new_reqs
         self._observer.step_began(tokens, time.monotonic(), loads=waits, leisure=leisure)
-        usable = self._usable = self._observer.usable
+        usable = self._observer.usable
         self._book.paused = not usable
         preempted = getattr(output, "preempted_req_ids", None)
         self._running.update(tokens)
@@ -322,15 +317,10 @@ class SchedulerSide(SchedulerShell):
         for data in output.scheduled_new_reqs:
             self._plan_save(output, data.req_id, data.block_ids, data.num_computed_tokens, replace=True)
         cached = output.scheduled_cached_reqs
-        for position, request_id in enumerate(cached.req_ids):
-            new_ids = cached.new_block_ids[position]
-            self._plan_save(
-                output,
-                request_id,
-                new_ids or (),
-                cached.num_computed_tokens[position],
-                replace=request_id in cached.resumed_req_ids,
-            )
+        following = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=False)
+        for request_id, new_ids, computed in following:
+            resumed = request_id in cached.resumed_req_ids
+            self._plan_save(output, request_id, new_ids or (), computed, replace=resumed)
         for request_id, states in compat.states_handed_over(output).items():
             self._plan_states(request_id, states)
         if tokens and not (self._loads or self._saves or call_off):
@@ -366,7 +356,7 @@ class SchedulerSide(SchedulerShell):
         after = computed + output.num_scheduled_tokens.get(request_id, 0)
         span = self._book.scheduled(request_id, block_ids, after, replace=replace)
         if span is not None:
-            self._begin_save(self._requests[request_id], span)
+            self._begin_save(self._named(self._requests[request_id], span))
 
     def _plan_states(self, request_id: str, states: Sequence[tuple[int, int, int]]) -> None:
         """Save states of state-space layers: KV cache group, block, and the tokens that each is of."""
@@ -377,7 +367,7 @@ class SchedulerSide(SchedulerShell):
         for tokens, blocks in by_tokens.items():
             if self._book.takes_states(request_id, tokens):
                 names, _ = self._chain(request, tokens // self._model.chunk_tokens)
-                self._hold(self._book.save_states(request_id, tokens, names, blocks))
+                self._begin_save(self._book.save_states(request_id, tokens, names, blocks))
 
     def _chain(self, request: Any, chunks: int, *, more: bool = False) -> tuple[KeyChain, Sequence[object]]:
         """Keys of at least ``chunks`` chunks of a request; what else names chunks, if that was needed or ``more``."""
@@ -463,7 +453,7 @@ class SchedulerSide(SchedulerShell):
 
     def take_stats(self) -> EmsStats | None:
         """VLLM's ``get_kv_connector_stats``."""
-        return self._observer.take_stats(time.monotonic()) if self._observer.has_stats(self._usable) else None
+        return self._observer.take_stats(time.monotonic())
 
     def close(self) -> None:
         super().close()
@@ -488,7 +478,7 @@ class SchedulerSide(SchedulerShell):
         # Nobody changes a request's prompt, so the lookup thread reads the very list.
         prompt = request.prompt_token_ids
         tokens = prompt if prompt is not None else [0] * request.num_prompt_tokens
-        job = LookupJob(request.request_id, tokens, self._extra(request), expected, time.monotonic())
+        job = LookupJob(request.request_id, tokens, self._extra(request), Waiting(time.monotonic(), expected))
         job.adapter = self._adapter_key(request)
         job.explain = self._observer.requests.wanted(request.request_id)
         return job

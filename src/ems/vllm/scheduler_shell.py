@@ -25,6 +25,7 @@ from ems.vllm.planes import Plane
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import Ask, Load, Phase, Release, RequestBook
 from ems.vllm.tokens import extra_keys, token_ids
+from ems.vllm.waiting import Waiting
 
 logger = init_logger("vllm.ems.scheduler")
 
@@ -77,7 +78,7 @@ class SchedulerShell:
 
     def _job(self, request: Any, expected: int) -> LookupJob:
         tokens = token_ids(request, 0, request.num_tokens)  # of this moment: the request may grow
-        return LookupJob(request.request_id, tokens, partial(extra_keys, request), expected, time.monotonic())
+        return LookupJob(request.request_id, tokens, partial(extra_keys, request), Waiting(time.monotonic(), expected))
 
     def _load(self, load: Load) -> None:
         """Have the workers make a load of the book's."""

@@ -27,7 +27,6 @@ ATTEMPTS = 8
 MANY = 64
 """Blocks from which on it is worth while to look for the first of their pages alone at first."""
 
-
 _PRESENT = (0, Reason.GAP.code, Reason.LOWER_TIER.code)
 """What the node says of keys that it has, also behind others that it has not."""
 

@@ -23,7 +23,7 @@ class Waiting:
 
     def __init__(self, asked_at: float, expected: int) -> None:
         self._asked_at = asked_at
-        self._expected = expected
+        self.expected = expected
         self._due: float | None = None
         self._pause = FIRST_PAUSE
         self._promoted_from: tuple[int, float] | None = None
@@ -49,7 +49,7 @@ class Waiting:
 
         It waits for blocks that nobody writes yet only until the request is known for :data:`GRACE_SECONDS`.
         """
-        if tokens >= self._expected or self._waited(now) >= limit:
+        if tokens >= self.expected or self._waited(now) >= limit:
             return False
         return pending or now - self._asked_at < GRACE_SECONDS
 

@@ -31,11 +31,9 @@ _CONFIGS = (
     "*quantize_config.json",
     "*processor_config.json",  # what becomes of images, which are named by their pixels
 )
-_READ_FROM_FILES = frozenset(
-    {
-        "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "npcache", "pt", "mistral", "bitsandbytes",
-        "gguf", "sharded_state", "runai_streamer", "runai_streamer_sharded",
-    }
+_READ_FROM_FILES = (
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "npcache", "pt", "mistral", "bitsandbytes", "gguf",
+    "sharded_state", "runai_streamer", "runai_streamer_sharded",
 )  # fmt: skip
 """Values of ``--load-format`` with which the engine reads the model's own weight files."""
 

@@ -231,13 +231,8 @@ class WorkerSide:
                 self._report[result.request_id] += 1
             else:
                 received.add(result.request_id)
-            logger.info(
-                "KV cache transfer for request %s took %.2f ms (%d blocks, %d failed)",
-                result.request_id,
-                result.seconds * 1000,
-                result.loaded,
-                len(failed),
-            )
+            told = "KV cache transfer for request %s took %.2f ms (%d blocks, %d failed)"
+            logger.info(told, result.request_id, result.seconds * 1000, result.loaded, len(failed))
             self._transfers.append(
                 Transferred(True, self._leading, result.loaded, len(failed), result.bytes, result.seconds)
             )

@@ -26,7 +26,7 @@ LOAD = Transferred(load=True, leading=True, blocks=8, failed=0, bytes=8_000_000,
 OTHER_RANK = Transferred(load=True, leading=False, blocks=8, failed=0, bytes=8_000_000, seconds=0.004)
 FAILED = Transferred(load=True, leading=True, blocks=2, failed=6, bytes=2_000_000, seconds=0.004)
 SAVE = Transferred(load=False, leading=True, blocks=3, failed=0, bytes=3_000_000, seconds=0.001)
-STATE = PoolState(usable=True, compute_tokens_per_second=5000.4, load_tokens_per_second=1e6, refused=2)
+STATE = PoolState(pool_usable=True, compute_tokens_per_second=5000.4, load_tokens_per_second=1e6, refused=2)
 
 
 def worker(*transfers: Transferred) -> EmsStats:
@@ -102,11 +102,11 @@ def test_adding_up_loses_nothing_and_keeps_the_order(rounds: list[list[Transferr
 
 
 def test_the_latest_state_stays() -> None:
-    later = PoolState(usable=False, compute_tokens_per_second=0.0, load_tokens_per_second=0.0, refused=3)
+    later = PoolState(pool_usable=False, compute_tokens_per_second=0.0, load_tokens_per_second=0.0, refused=3)
     stats = scheduler(lookups(), STATE).aggregate(scheduler(lookups(), later)).aggregate(worker(LOAD))
 
     assert stats.data["state"]["refused"] == 3
-    assert stats.data["state"]["usable"] is False
+    assert stats.data["state"]["pool_usable"] is False
 
 
 def test_added_figures_do_not_change_where_they_came_from() -> None:

@@ -44,16 +44,14 @@ def admit(fields: Mapping[str, Any], here: Installation) -> tuple[dict[str, Any]
     if fields.get("kv_connector") != _MULTI or not any(_is_ours(child, here) or _has_spec(child) for child in children):
         return dict(fields), []
     admitted, said = _admit_one(fields, here)
-    connectors = []
-    for child in children:
+    connectors = list(children)
+    for position, child in enumerate(children):
         if _is_ours(child, here):
             # vLLM gives children the identity of the whole, and cannot do so where they bring one.
             fitted, more = _admit_one(child, here, "engine_id")
             fitted.pop("kv_load_failure_policy", None)
             said += [sentence for sentence in more if sentence not in said]
-            connectors.append(fitted)
-        else:
-            connectors.append(child)
+            connectors[position] = fitted
     admitted["kv_connector_extra_config"] = {**fields["kv_connector_extra_config"], "connectors": connectors}
     if admitted.get("kv_load_failure_policy") == "fail":
         said.append(

@@ -78,8 +78,7 @@ class ChangeFeed:
                 if not (error.transient or said):
                     said = True
                     self._logger.warning("EMS publishes no KV events of the pool: %s", error)
-            except Exception:  # the root of what this thread does, see below
-                # Root of this thread: a defect here must cost events, never the engine.
+            except Exception:  # the root of this thread: a defect must cost events, never the engine
                 self._logger.exception("EMS could not read what the pool stored and removed")
                 self._void()
             self._stop.wait(pause)
@@ -154,7 +153,8 @@ class BlockEvents:
         for changes in self._feed.take():
             self._untaken += self._announced.withdraw() if changes is None else self._announced.changed(changes.runs)
         events, self._untaken = self._untaken, []
-        return [self._event(together) for together in _together(events) if _HAS_PLACES or _medium(together) != EXTERNAL]
+        runs = _together(events)
+        return [self._event(run) for run in runs if _HAS_PLACES or MEDIA[run[0].medium] != EXTERNAL]
 
     def _publish_when_idle(self) -> None:
         with self._lock:
@@ -200,7 +200,7 @@ class BlockEvents:
     def _event(self, events: list[BlockEvent]) -> KVCacheEvent:
         chunks, first = [event.chunk for event in events], events[0].chunk
         names = [maybe_convert_block_hash(name) for chunk in chunks for name in chunk.names]
-        medium = _medium(events)
+        medium = MEDIA[events[0].medium]
         place = _PLACES.get(medium, {}) if _HAS_PLACES else {}
         if not events[0].stored:
             return BlockRemoved(block_hashes=names, medium=medium, group_idx=first.group, **place)
@@ -219,10 +219,6 @@ class BlockEvents:
             kv_cache_spec_sliding_window=getattr(spec, "sliding_window", None),
             **place,
         )
-
-
-def _medium(events: Sequence[BlockEvent]) -> str:
-    return MEDIA[events[0].medium]
 
 
 def _together(events: Sequence[BlockEvent]) -> Iterator[list[BlockEvent]]:

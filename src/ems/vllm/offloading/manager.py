@@ -130,14 +130,10 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
         self._do(self._book.allocated(req_context.req_id, (), known.found.tokens))
         self._loading.add(req_context.req_id)
         chunks = self._by_group(keys, req_context)
-        pages = [
-            [
-                self._pages(of_plane, chunks.get(group, []))
-                for of_plane in known.found.pages
-                if self._model.planes[of_plane.plane].group == group
-            ]
-            for group in self._groups
-        ]
+        pages = []
+        for group in self._groups:
+            of_group = (one for one in known.found.pages if self._model.planes[one.plane].group == group)
+            pages.append([self._pages(one, chunks.get(group, [])) for one in of_group])
         return PagesToLoad(known.found.leases[0].node, pages)
 
     def _pages(self, found: Pages, chunks: Sequence[int]) -> Pages:

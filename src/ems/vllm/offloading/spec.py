@@ -36,18 +36,14 @@ from ems.vllm.pages import plane_rows
 
 logger = init_logger("vllm.ems.offloading")
 
-_OF_VLLM = frozenset(
-    {
-        "spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only", "canonical_layout",
-        "self_describing_kv_events", "sync_load_budget_bytes",
-    }
+_OF_VLLM = (
+    "spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only", "canonical_layout",
+    "self_describing_kv_events", "sync_load_budget_bytes",
 )  # fmt: skip
 """Settings that vLLM reads itself."""
-_UNUSED = frozenset(
-    {
-        "discard_partial_chunks", "explain", "load_async", "num_min_load_blocks", "num_min_reuse_tokens",
-        "save_decode_cache", "use_layerwise",
-    }
+_UNUSED = (
+    "discard_partial_chunks", "explain", "load_async", "num_min_load_blocks", "num_min_reuse_tokens",
+    "save_decode_cache", "use_layerwise",
 )  # fmt: skip
 """Settings of ``EmsStoreConnector`` for what ``OffloadingConnector`` decides by itself, or does not do."""
 
@@ -132,7 +128,7 @@ def _both(*calls: Any) -> Any:
 
 def unused(extra: Mapping[str, Any]) -> str | None:
     """What is to be said of settings that mean nothing here."""
-    named = ", ".join(sorted(_UNUSED & extra.keys()))
+    named = ", ".join(key for key in _UNUSED if key in extra)
     return f"EmsOffloadingSpec does not use {named}; EmsStoreConnector does" if named else None
 
 

@@ -14,7 +14,6 @@ from ems.vllm.configuration.settings import ROLES, WITHOUT_MEANING, ignored_keys
 
 _SIDES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
-
 _FLAGS = {"tp_size": "--tensor-parallel-size", "pp_size": "--pipeline-parallel-size", "dp_size": "--data-parallel-size"}
 """How many ranks of each kind an engine has, by the name in deployed files: vLLM's flags."""
 

@@ -158,14 +158,12 @@ class Observer:
                     self._measured = True
                     self.cost.loaded.add(one.blocks * self._block_size, one.seconds, now)
 
-    def has_stats(self, usable: bool) -> bool:
-        """Whether :meth:`take_stats` has something to tell of a pool that is ``usable`` or not; False in most steps."""
-        tally = self.requests.tally
-        return bool(tally.decided or tally.misses) or usable is not self._shown_usable
-
     def take_stats(self, now: float) -> EmsStats | None:
+        tally, changed = self.requests.tally, self.usable is not self._shown_usable
+        if not (tally.decided or tally.misses or changed):  # as in most steps
+            return None
         tally = self.requests.take_tally()
-        state = self._state(now) if tally.decided or self.usable is not self._shown_usable else None
+        state = self._state(now) if tally.decided or changed else None
         for asked, found in tally.decided:
             self._monitor.add(Sample(Kind.LOOKUP, -(-found // self._block_size), -(-asked // self._block_size), 0.0))
         return EmsStats.of_scheduler(tally, state)

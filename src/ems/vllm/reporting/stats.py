@@ -40,7 +40,7 @@ class Transferred(msgspec.Struct, frozen=True, array_like=True):
 class PoolState(msgspec.Struct, frozen=True):
     """How things stand on the scheduler side."""
 
-    usable: bool
+    pool_usable: bool
     compute_tokens_per_second: float
     load_tokens_per_second: float
     refused: int
@@ -106,7 +106,7 @@ class EmsStats(KVConnectorStats):
         if state:
             figures["EMS compute (tokens/s)"] = round(state["compute_tokens_per_second"])
             figures["EMS loads refused"] = state["refused"]
-            figures["EMS pool usable"] = int(state["usable"])
+            figures["EMS pool usable"] = int(state["pool_usable"])
         return figures
 
 
@@ -143,14 +143,11 @@ _COUNTERS = {
 }
 
 _GAUGES = {
-    "usable": ("pool_usable", "Whether the pool is asked (1) or stayed away from until it is well again (0)"),
-    "compute_tokens_per_second": (
-        "compute_tokens_per_second",
-        "Tokens of prompts that the engine computes in a second",
-    ),
-    "load_tokens_per_second": ("load_tokens_per_second", "Tokens whose state a worker loads in a second"),
+    "pool_usable": "Whether the pool is asked (1) or stayed away from until it is well again (0)",
+    "compute_tokens_per_second": "Tokens of prompts that the engine computes in a second",
+    "load_tokens_per_second": "Tokens whose state a worker loads in a second",
 }
-"""Name and meaning of the metric of each field of a :class:`PoolState`."""
+"""Fields of a :class:`PoolState` that are metrics."""
 
 
 class EmsPromMetrics(KVConnectorPromMetrics):
@@ -165,13 +162,9 @@ class EmsPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._types, self._labels, self._values = metric_types, labelnames, per_engine_labelvalues
+        took = "Seconds that a worker's {} of a request's blocks took"
         self._seconds = {
-            load: self._metric(
-                Histogram,
-                f"{name}_seconds",
-                f"Seconds that a worker's {name} of a request's blocks took",
-                buckets=list(_SECONDS),
-            )
+            load: self._metric(Histogram, f"{name}_seconds", took.format(name), buckets=list(_SECONDS))
             for load, name in ((True, "load"), (False, "save"))
         }
         self._counters = {name: self._metric(Counter, name, text) for name, text in _COUNTERS.items()}
@@ -196,8 +189,7 @@ class EmsPromMetrics(KVConnectorPromMetrics):
             for reason in Reason
         }
         self._gauges = {
-            field: self._metric(Gauge, name, text, multiprocess_mode="mostrecent")
-            for field, (name, text) in _GAUGES.items()
+            name: self._metric(Gauge, name, text, multiprocess_mode="mostrecent") for name, text in _GAUGES.items()
         }
 
     def _metric(self, kind: type, name: str, documentation: str, **more: object) -> dict[int, Any]:
