@@ -162,15 +162,17 @@ async def test_it_serves_and_ends_in_order_though_nothing_can_be_said() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     router = await start("--port", str(address.port), *decoders(dead_address()), stderr=full)
     os.close(full)
+    served = False
     try:
         async with asyncio.timeout(40), aiohttp.ClientSession() as client:
             while router.process.returncode is None:
                 with contextlib.suppress(aiohttp.ClientConnectionError):
                     async with client.get(f"http://{address}/livez") as response:
-                        assert response.status == 200
+                        served = response.status == 200
                         router.process.terminate()
                         await router.process.wait()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # until it listens; bounded by the time-out above
+        assert served, "it ended before it served"
         assert router.process.returncode == 0
     finally:
         if router.process.returncode is None:
