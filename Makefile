@@ -24,7 +24,7 @@ static: setup  ## lint, format, types, layers
 	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
 
 check: setup  ## the above and the quick tests, which start neither engines nor servers
-	@$(MAKE) -j 2 --output-sync=target static quick-others quick-engines quick-nodes quick-pool
+	@$(MAKE) -j 4 --output-sync=target static quick-others quick-engines quick-nodes quick-pool
 
 # Parts that take about as long as each other.  PyTorch and vLLM, which take as long as a thousand tests, are in one only.
 QUICK := $(BIN)/pytest -m "not e2e and not process and not slow and not accelerator" --hypothesis-profile quick

@@ -178,6 +178,7 @@ def test_every_change_is_in_the_audit_log_without_a_secret(path: Path, capsys: p
     assert key not in log.read_text()
 
 
+@pytest.mark.process
 def test_a_running_node_obeys_before_the_verb_returns(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "tenant", "add", "ann")
     key = said(capsys, "key", "add", "ann")[0].strip()

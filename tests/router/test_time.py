@@ -108,6 +108,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+@pytest.mark.slow
 def test_a_slow_stream_that_moves_goes_on_for_ever() -> None:
     """A time-out is for silence, not for length: 1,000 pieces, each just in time."""
 

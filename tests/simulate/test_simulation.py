@@ -93,6 +93,7 @@ def test_the_same_seed_gives_the_same_figures(wanted: Plan) -> None:
     assert first == again
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_figures() -> None:
     wanted = plan(hosts=4, copies=2, routing="random")
 
@@ -170,6 +171,7 @@ def test_what_leaves_memory_goes_to_the_cluster_on_eviction() -> None:
     assert set(cluster.master.blocks) == set(old)
 
 
+@pytest.mark.slow
 def test_a_sample_has_the_shares_of_all_within_its_errors() -> None:
     whole = plan(hosts=4, copies=24, memory=2400 * BLOCK, cluster=2400 * BLOCK)
     part = msgspec.structs.replace(whole, sample=0.25)

@@ -56,7 +56,7 @@ def test_every_byte_arrives_and_no_other_is_touched(
 
 @each_way
 @pytest.mark.parametrize("ahead", [-LINE, 1 - LINE, -16, 0, 1, LINE, NEAR - LINE - 1, NEAR - LINE, ALIAS // 2])
-@pytest.mark.parametrize("near", [0, NEAR])
+@pytest.mark.parametrize("near", [0, pytest.param(NEAR, marks=pytest.mark.slow)])
 def test_places_that_look_the_same_to_a_processor_are_copied_alike(ahead: int, folds: int, near: int) -> None:
     source = np.random.default_rng(1).integers(0, 256, 4 * sum(3 * lane for lane in LANES) + 77, np.uint8)
     size, call = len(source), copy_summed(folds, near)

@@ -127,6 +127,7 @@ def test_made_up_traffic_depends_on_its_seed_alone() -> None:
     assert made_trace("documents", 50, 7) != made_trace("documents", 50, 8)
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_announced_brings_hits() -> None:
     trace = made_trace("documents", 1200)
     blind, seeing = (replay(trace, 400, "forecast", look_ahead=ahead).share for ahead in (0, 32))
@@ -147,6 +148,7 @@ def test_what_waits_is_brought_up_in_time() -> None:
     assert seeing.in_memory > 0.95
 
 
+@pytest.mark.slow
 def test_a_tier_that_is_too_slow_brings_up_less() -> None:
     trace = made_trace("documents", 600)
     slow, fast = (replay(trace, 400, "forecast", look_ahead=8, tier_rate=rate) for rate in (1, 1e4))
@@ -156,6 +158,7 @@ def test_a_tier_that_is_too_slow_brings_up_less() -> None:
 # The verb
 
 
+@pytest.mark.slow
 def test_a_comparison_has_every_policy_and_the_optimum(tmp_path: Path) -> None:
     plan = TracePlan(("forecast", "lru"), (100, 200), 4, 50.0)
     found = compare(made_trace("conversations", 120), plan, quiet)

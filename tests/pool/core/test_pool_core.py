@@ -119,6 +119,7 @@ def test_an_aborted_prefix_leaves_its_suffix_evictable() -> None:
     assert wrong_core(core) == []
 
 
+@pytest.mark.slow
 def test_a_pool_full_of_leases_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_of(600)
     namespace = core.open_namespace("a", 64)
@@ -232,6 +233,7 @@ def test_emptying_a_segment_takes_suffixes_elsewhere_along() -> None:
 
 
 @pytest.mark.timeout(20)
+@pytest.mark.slow
 def test_emptying_a_segment_of_long_prefixes_is_quick() -> None:
     core = core_of(100, 100)
     first, second = core.open_namespace("a", 64), core.open_namespace("b", PAGE)

@@ -70,6 +70,7 @@ async def test_who_comes_first_finds_memory_that_was_touched() -> None:
             node.close()
 
 
+@pytest.mark.slow
 def test_a_page_costs_the_node_little(make_node: MakeNode, make_client: MakeClient) -> None:
     node = make_node("--size", "64MB", "--segment-size", "32MB")
     node.wait_touched()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ def test_the_last_notes_are_known_exactly_and_no_others(history: list[tuple[int,
     assert len(eviction_log._places) == len(newest)
 
 
+@pytest.mark.slow
 def test_a_full_memory_stays_below_what_is_promised_a_note() -> None:
     tracemalloc.start()
     try:

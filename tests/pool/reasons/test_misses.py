@@ -191,6 +191,7 @@ def test_descriptions_are_bounded_and_checked() -> None:
         layouts.describe("x" * 600, FACTS)
 
 
+@pytest.mark.slow
 def test_the_longest_ids_and_names_take_no_more_than_is_promised() -> None:
     requests = Requests()
     tracemalloc.start()

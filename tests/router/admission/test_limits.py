@@ -94,6 +94,7 @@ def test_a_changed_limit_keeps_the_share_that_is_left() -> None:
     assert exceeded(limits, 1, 0.0, ("route/m", larger)).retry_after == 1
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_forgets_full_buckets_first() -> None:
     limits = Limits()
     for number in range(Limits.MOST_BUCKETS + 10):
