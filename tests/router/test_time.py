@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Self
 
+import pytest
+
 from ems.router.app import Router
 from ems.router.config import Address, RouterConfig
 from ems.router.fleet import Role
@@ -16,7 +18,6 @@ from tests.router.network import VirtualLoop
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    import pytest
 
 PREFILL = Address("prefill", 1)
 DECODE = Address("decode", 1)
