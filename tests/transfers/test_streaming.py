@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -10,7 +14,7 @@ from hypothesis import strategies as st
 from ems.pool.layout import crc32c
 from ems.transfers import streaming
 from ems.transfers.checksums import NOTHING, PageSums
-from ems.transfers.intrinsics import FOLDS, LINE
+from ems.transfers.intrinsics import FOLDS, LINE, SUMS
 from ems.transfers.plan import CopyPlan, Numbers, Slots, numbers
 from ems.transfers.streaming import ALIAS, LANES, NEAR, HostCopies, copy_all, copy_summed, near_here
 
@@ -98,6 +102,15 @@ def test_checksums_are_those_of_what_was_copied_for_each_owner(
         mine = b"".join(piece for piece, (_, whose) in zip(copies.pieces, owned, strict=True) if whose == owner)
         assert int(sums[owner]) ^ NOTHING == crc32c(mine)
         assert counted[owner] == len(mine)
+
+
+@pytest.mark.parametrize(("told", "sums"), [({"NUMBA_ENABLE_AVX": "0"}, SUMS), ({"NUMBA_CPU_NAME": "generic"}, False)])
+def test_instructions_for_which_numba_is_not_to_compile_do_not_end_the_process(
+    told: dict[str, str], sums: bool
+) -> None:
+    program = "from ems.transfers.streaming import HostCopies; print(HostCopies().sums)"
+    run = [sys.executable, "-c", program]
+    assert subprocess.check_output(run, env={**os.environ, **told}, text=True).strip() == str(sums)
 
 
 @pytest.mark.parametrize("instruction", [True, False])

@@ -15,7 +15,7 @@ from typing import Any
 
 from llvmlite import binding, ir  # type: ignore[import-untyped, unused-ignore]
 from numba import types  # type: ignore[import-untyped, unused-ignore]
-from numba.core import cgutils  # type: ignore[import-untyped, unused-ignore]
+from numba.core import cgutils, config  # type: ignore[import-untyped, unused-ignore]
 from numba.extending import intrinsic  # type: ignore[import-untyped, unused-ignore]
 
 LINE = 64
@@ -25,10 +25,13 @@ BYTE, HALF, INT, LONG = map(ir.IntType, (8, 16, 32, 64))
 LINE_OF_LONGS = ir.VectorType(LONG, LINE // 8)
 
 _ARM = platform.machine() in {"aarch64", "arm64"}
-_FEATURES = binding.get_host_cpu_features()
+_TOLD = config.CPU_NAME is not None or config.CPU_FEATURES is not None
+"""Whether Numba is told to compile for another processor than this one, of which nothing is known here."""
+_FEATURES = {} if _TOLD else binding.get_host_cpu_features()
 SUMS = bool(_FEATURES.get("crc" if _ARM else "sse4.2", False))
 """Whether the processor has the instruction for CRC32C."""
-FOLDS = (512 if _FEATURES.get("avx512f", False) else 256) if _FEATURES.get("vpclmulqdq", False) and SUMS else 0
+_WIDTH = 512 if _FEATURES.get("avx512f", False) else 256
+FOLDS = _WIDTH if SUMS and config.ENABLE_AVX and _FEATURES.get("vpclmulqdq", False) else 0
 """Bits that its carry-less multiplication takes at once; 0 where it does not take several factors."""
 
 # The names of the instruction for CRC32C, by the bytes that it takes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import struct
@@ -27,15 +28,17 @@ from ems.pool.client import pool_client
 from ems.pool.client.answers import NO_TAIL, Namespace, Reservation
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.line import Line, Sent
+from ems.pool.client.mapping import map_segments
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.pool.layout import REF_BYTES, PageRef
 from ems.pool.protocol import coding, messages
+from ems.pool.protocol.acts import Resize
 from ems.pool.tenants.scram import Credentials
 from tests.kit.waiting import until
 from tests.pool.brain import chain
 from tests.pool.client.scripted import WELCOME, node_that_says
-from tests.pool.conftest import PAGE
+from tests.pool.conftest import PAGE, MakeClient, MakeNode
 
 KEYS = b"".join(chain("x", 3))
 
@@ -285,8 +288,10 @@ def test_many_threads_share_a_client(client: PoolClient, namespace: Namespace) -
         assert list(pool.map(work, range(12))) == list(range(12))
 
 
-def test_a_segment_is_mapped_once_however_many_ask(client: PoolClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    client.connect()
+def test_a_segment_is_mapped_once_however_many_ask(
+    client: PoolClient, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = client.reserve(namespace, bytes(16), chain("x", 1)).granted[0].segment
     segments, attach = client.segments(client.epoch), client.attach
     attached: list[int] = []
 
@@ -296,8 +301,8 @@ def test_a_segment_is_mapped_once_however_many_ask(client: PoolClient, monkeypat
 
     monkeypatch.setattr(client, "attach", count)
     with ThreadPoolExecutor(8) as pool:
-        maps = list(pool.map(lambda _: segments.segment(3), range(32)))
-    assert attached == [3]
+        maps = list(pool.map(lambda _: segments.segment(asked), range(32)))
+    assert attached == [asked]
     assert all(mapped is maps[0] for mapped in maps)
 
 
@@ -343,6 +348,29 @@ def test_slots_are_found_in_the_order_of_their_pages_and_only_for_who_was_promis
     for other in (last._replace(generation=last.generation + 1), last._replace(slot=1 << 31)):
         with pytest.raises(StaleReference):
             segments.places(b"".join(ref.pack() for ref in [*refs[:-1], other]), size)
+
+
+def test_memory_that_was_mapped_before_anything_lay_in_it_and_was_replaced_is_mapped_anew(
+    make_node: MakeNode, make_client: MakeClient, namespace: Namespace
+) -> None:
+    """As engines do at their start, all segments of an empty pool."""
+    node = make_node("--size", "256KB", "--segment-size", "64KB")
+    node.wait_touched()
+    client, other, keys = make_client(node), make_client(node, administers=True), chain("x", 50)
+    client.connect()
+    map_segments(client, logging.getLogger())
+    for size in (64 << 10, 256 << 10):
+        other.administer(Resize(size))
+        until(lambda size=size: node.figures()["bytes_touched"] == size, "the pool has its new size")  # type: ignore[misc]
+    reserved = client.reserve(namespace, bytes(16), keys)
+    segments = client.segments(reserved.epoch)
+    places, _ = segments.places(reserved.packed_refs, namespace.page_size)
+    assert len(places) == len(reserved.granted) > 14, "in several segments"
+    client.commit(reserved)
+    lease = client.lookup(namespace, b"".join(keys), lease=True).lease
+    assert lease is not None
+    looked = client.reader(namespace, lease.epoch).look(lease.packed_refs, b"".join(keys[: len(places)]))
+    assert looked.present == len(places)
 
 
 def test_a_forked_child_leaves_its_parents_connection_alone(client: PoolClient, namespace: Namespace) -> None:

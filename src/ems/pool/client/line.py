@@ -74,16 +74,15 @@ class SegmentMap:
         """Maps a segment of the connection that this map belongs to."""
         self._pins = pins
         self._maps: dict[int, memoryview] = {}
-        self._described: set[int] = set()
-        """Those that had a description when they were mapped, as all of a tenant's have."""
         self._lock = threading.Lock()
 
     def segment(self, number: int) -> memoryview:
+        """A segment that is mapped for the first time, or in which something was promised."""
         mapped = self._maps.get(number)
-        if mapped is None or self._is_dead(number, mapped):
+        if mapped is None or _is_dead(mapped):
             with self._lock:
                 mapped = self._maps.get(number)
-                if mapped is not None and self._is_dead(number, mapped):
+                if mapped is not None and _is_dead(mapped):
                     if self._pins is not None:
                         self._pins.unpin(mapped)
                     mapped = None
@@ -92,13 +91,7 @@ class SegmentMap:
                     if self._pins is not None:
                         self._pins.pin(mapped)
                     self._maps[number] = mapped
-                    if mapped[: len(MAGIC)] == MAGIC:
-                        self._described.add(number)
         return mapped
-
-    def _is_dead(self, number: int, mapped: memoryview) -> bool:
-        """Whether the segment was another tenant's meanwhile: its memory was replaced, and this is the old one."""
-        return number in self._described and mapped[: len(MAGIC)] != MAGIC
 
     def mapped(self) -> list[memoryview]:
         return list(self._maps.values())
@@ -461,6 +454,11 @@ class Line:
         """In a forked child: let go of the parent's connection, which goes on unharmed.  Takes no lock."""
         self._closed = True
         self.drop()
+
+
+def _is_dead(mapped: memoryview) -> bool:
+    """Whether this is memory that was replaced: it has no description, which the memory of whatever is promised has."""
+    return mapped[: len(MAGIC)] != MAGIC
 
 
 def _lost(slot: int, segment: int) -> StaleReference:
