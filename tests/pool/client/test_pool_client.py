@@ -250,6 +250,16 @@ def test_a_node_that_says_why_and_goes_is_quoted(tmp_path: Path) -> None:
         assert not client.epoch
 
 
+def test_a_node_that_goes_right_behind_an_answer_is_quoted_by_the_next_call(tmp_path: Path) -> None:
+    opened, refused = coding.encode(messages.Opened(0)), coding.encode(messages.Refused("unauthorised", "it is over"))
+    with node_that_says(tmp_path / "s", WELCOME, opened + refused):
+        client = PoolClient(tmp_path / "s")
+        client.open(Namespace("a", PAGE))
+        with pytest.raises(Unauthorised, match="it is over"):
+            client.lookup(Namespace("a", PAGE), KEYS)
+        assert not client.epoch
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_node_hears_what_its_version_has_words_for(tmp_path: Path, version: int) -> None:
     welcome = coding.encode(messages.Welcome(version, "0" * 32, "1.0", autostarted=False, segments=1))

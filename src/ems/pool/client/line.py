@@ -307,9 +307,13 @@ class Line:
         """Send a request; needs the lock."""
         frame = coding.encode_request(request, connection.welcome.version)
         sent = Sent(connection.epoch, expected)
+        if connection.reader.size and not connection.sent:
+            self.drop()
+            said = connection.reader.next()
+            if said is not None and isinstance(why := coding.decode_answer(said), messages.Refused):
+                coding.raise_refusal(why)  # it came with the last answer, and the node has gone
+            raise ProtocolError("the node said what nobody asked it")
         with self._dropping():
-            if connection.reader.size and not connection.sent:
-                raise ProtocolError("the node said what nobody asked it")
             connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.sock.sendall(frame)
         connection.sent.append(sent)  # type: ignore[arg-type] # of any kind
