@@ -77,6 +77,20 @@ def test_a_time_out_that_is_none(cc: ContextCaching, timeout: Any) -> None:
     assert Ems.check_health()
 
 
+def test_an_option_that_is_none(cc: ContextCaching) -> None:
+    with pytest.raises(EmsException, match="option is a dict, expected a CcKvOption or None") as caught:
+        cc.exists([1], {"timeout": 5000})  # type: ignore[arg-type]  # on purpose
+    assert caught.value.status_code() == EmsErrorCode.EMS_INVALID_ARGUMENT
+
+
+def test_an_engine_that_names_no_model_is_told_of(cc: ContextCaching, caplog: pytest.LogCaptureFixture) -> None:
+    cc.register_kvcache(make_caches())
+    assert "model name" not in caplog.text
+    cc._config.cc_config_v1.llm_engine = "vllm"
+    cc.register_kvcache(make_caches())
+    assert "llm_engine is 'vllm', expected 'engine@model name'" in caplog.text
+
+
 @pytest.mark.parametrize("hashes", [["x"], [1.5], 7, None, [b"ab"]])
 def test_a_lookup_of_what_is_no_hash(cc: ContextCaching, hashes: Any) -> None:
     with pytest.raises(EmsException, match="hashes is not a sequence of whole numbers") as caught:

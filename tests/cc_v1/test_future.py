@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 
 import pytest
@@ -158,3 +160,15 @@ def test_a_pause_ends_with_the_future() -> None:
     pausing.join(5.0)
     assert not pausing.is_alive()
     until(watched.future.ready)
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_work() -> None:
+    future = Watched().future
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            fine = future.ready() and code_of(future) is EmsErrorCode.EMS_NOT_INITIALISED
+            os._exit(0 if fine else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not future.ready()

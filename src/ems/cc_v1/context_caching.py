@@ -76,6 +76,9 @@ class ContextCaching:
         except (ConfigError, TypeError, RuntimeError) as error:
             raise invalid(f"kv_caches cannot be registered: {error}") from error
         namespace, described = namespace_of(self._config, rows)
+        if "@" not in (engine := self._config.cc_config_v1.llm_engine):
+            told = "llm_engine is %r, expected 'engine@model name': models with one model_id share pages"
+            _log.warning(told, engine)
         self._pins.serve(device)
         self.transfers = Transfers(self._pages, rows, device, namespace)
         told = "EMS serves namespace %s: %d tokens a block, %d bytes a page"

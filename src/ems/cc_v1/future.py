@@ -8,6 +8,7 @@ before the deadline's verdict does.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -53,6 +54,7 @@ class CcFuture:
         self._clock = clock
         self._ended = ended
         self._done = threading.Event()
+        self._process = os.getpid()
         self._copying = threading.Lock()
 
     # For whoever does the work
@@ -108,8 +110,14 @@ class CcFuture:
 
     # For whoever waits
 
+    def _of_a_parent(self) -> bool:
+        """Whether nobody in this process will ever end it: whoever does the work, and the locks, are in a parent."""
+        return os.getpid() != self._process and not self._done.is_set()
+
     def ready(self) -> bool:
-        """Whether it is over; never waits, and ends what is past its deadline."""
+        """Whether it is over; never waits, and ends what is past its deadline.  In a forked child it is."""
+        if self._of_a_parent():
+            return True
         if not self._done.is_set() and self._clock() >= self.deadline:
             self._end(self._late(), wait=False)
         return self._done.is_set()
@@ -117,8 +125,11 @@ class CcFuture:
     def result(self) -> CcResult:
         """Wait until it is over, at most until the deadline and the end of a copy that is running then.
 
-        Raises EmsException: nothing was done, and why.
+        Raises EmsException: nothing was done, and why; EMS_NOT_INITIALISED, a parent of this process has begun it.
         """
+        if self._of_a_parent():
+            told = f"the {self.kind.value} was begun by a parent of this process; a forked child begins its own"
+            raise EmsException(told, EmsErrorCode.EMS_NOT_INITIALISED)
         if not self._done.wait(max(self.deadline - self._clock(), 0)):
             self._end(self._late(), wait=True)
         if self.error is not None:
