@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -78,6 +79,30 @@ def test_a_reader_that_leaves_hears_no_complaint(arguments: list[str]) -> None:
     assert process.returncode == 1
     assert "Broken" not in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", ["--help", "completion bash", "doctor", "doctor -o json"])
+def test_stdout_that_takes_nothing_is_one_sentence(arguments: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = start(*arguments.split(), stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (
+        1,
+        "error: cannot write (No space left on device), make room or send stdout elsewhere\n",
+    )
+
+
+def test_closed_streams_are_no_defect() -> None:
+    command = [sys.executable, "-m", "ems.cli"]
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        line = f"{shlex.join(command)} {{}} {closed}"
+        done = [
+            subprocess.run(["bash", "-c", line.format(verb)], capture_output=True, text=True, timeout=60, check=False)
+            for verb in ("doctor", "completion tcsh")
+        ]
+        assert done[0].returncode in {0, 1}
+        assert done[1].returncode == 2
+        assert "Traceback" not in "".join(one.stdout + one.stderr for one in done)
 
 
 def test_no_colour_where_none_is_wanted() -> None:

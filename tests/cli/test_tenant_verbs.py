@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from ems.cli import run
 from ems.errors import PoolUnavailable, Unauthorised
 from ems.pool.client.answers import Namespace
+from ems.pool.client.pool_client import PoolClient
 from ems.pool.tenants import store
 from ems.pool.tenants.registry import MAX_KEYS
 from ems.pool.tenants.scram import Credentials
@@ -214,3 +216,28 @@ def test_a_node_that_reads_another_file_is_told_apart(path: Path, capsys: pytest
     with NodeProcess("--size", "1MB") as node:
         _, err = said(capsys, "tenant", "add", "ann", "--socket", str(node.socket))
         assert f"does not read {path}, start it with 'ems node --tenants {path}'" in err
+
+
+def test_a_tenant_cannot_measure_the_pool_and_is_told_so(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said(capsys, "tenant", "add", "ann")
+    monkeypatch.setenv("ACCELERATE_ID", "ann")
+    monkeypatch.setenv("ACCELERATE_KEY", said(capsys, "key", "add", "ann")[0].strip())
+    with NodeProcess("--size", "1MB", "--segment-size", "256KB", "--tenants", str(path)) as node:
+        _, err = said(capsys, "bench", "pool", "--socket", str(node.socket), status=1)
+    assert "leave --socket out" in err
+
+
+def test_another_user_than_the_nodes_is_told_who_looks_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(PoolClient):
+        def stats(self, timeout: float | None = None) -> Any:
+            raise Unauthorised("give an access id and key")
+
+    monkeypatch.setattr("ems.cli.acts.PoolClient", Refusing)
+    (tmp_path / "node.sock").touch()
+    _, err = said(capsys, "status", "--socket", str(tmp_path / "node.sock"), status=1)
+    assert f"only its own user (number {os.getuid()}) looks after it" in err
+    assert "access id" not in err

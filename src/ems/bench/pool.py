@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ems.config import MIB, NodeConfig, format_size
-from ems.errors import ConfigError, NoSpace, PoolError, PoolTimeout
+from ems.errors import ConfigError, NoSpace, PoolError, PoolRefused, PoolTimeout
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KEY_BYTES, NO_PARENT
@@ -153,7 +153,7 @@ def _wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 class Bench:
-    """One client, its node's memory touched and mapped, and engine memory to copy from and to."""
+    """One client, its node's memory (touched and mapped first), and engine memory to copy from and to."""
 
     def __init__(self, socket: Path, progress: Progress) -> None:
         self._socket = socket
@@ -163,7 +163,6 @@ class Bench:
 
         self._copies = HostCopies()
         self._tag = secrets.token_hex(8)
-        self._touch()
 
     def close(self) -> None:
         self._client.close()
@@ -184,11 +183,15 @@ class Bench:
             except PoolError as error:
                 self._progress(f"the pages of this run stay in the pool until they are evicted: {error}")
 
-    def _touch(self) -> None:
+    def touch(self) -> None:
         self._progress("touching memory")
         figures = self._client.stats()
-        total = figures["bytes_total"]
-        assert isinstance(total, int)
+        total = figures.get("bytes_total")
+        if total is None:
+            raise PoolRefused(
+                "this node serves tenants, who see nothing of its memory, so it cannot be measured; leave --socket "
+                "out, and a node of its own is started"
+            )
         _wait(lambda: self._client.stats()["bytes_touched"] == total, TOUCH_SECONDS, "the node touched its memory")
         segments = self._client.segments(self._client.epoch)
         for number in range(self._client.segment_count):
@@ -352,6 +355,7 @@ class Engine:
 
 def measure(plan: PoolPlan, socket: Path | None, progress: Progress) -> PoolReport:
     with nullcontext(socket) if socket else own_node() as used, closing(Bench(used, progress)) as bench:
+        bench.touch()
         try:
             bandwidth = [bench.bandwidth(page, plan.rounds) for page in plan.pages]
             lookups = [bench.lookups(keys, plan.lookups, lease=lease) for lease in (False, True) for keys in plan.keys]

@@ -45,7 +45,7 @@ TOUCH_PATIENCE = 1.0
 _TOUCH_PAUSE = 0.05
 _REFUSALS = {
     Outcome.NO_SPACE: "all of the pool that this model may have is in use (read or written now, or lately by other "
-    "models), enlarge it or save later",
+    "models), enlarge it or save later, or the node is being drained, which `ems health` says",
     Outcome.NOT_TOUCHED: "the node is still making its memory, save later",
     Outcome.OVER_SHARE: "as much is being saved at a time as may be, save later",
 }

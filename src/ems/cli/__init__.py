@@ -7,6 +7,7 @@ is exit status 130 without a word, except that it stops a server.  A stack trace
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import signal
@@ -23,6 +24,7 @@ __all__ = ["build_app", "main"]
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_STDOUT_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 VERBS = {
     "node": ("node:node", "Run the pool node of this host."),
@@ -135,6 +137,9 @@ def _description(path: str) -> str:
 
 def main(tokens: Sequence[str] | None = None) -> None:
     status = EXIT_INTERRUPTED
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     try:
         status = run(sys.argv[1:] if tokens is None else tokens)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left to do is short and has nothing to say
@@ -149,9 +154,14 @@ def run(tokens: Sequence[str]) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our stdout has gone; keep the interpreter from flushing into the pipe once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in _STDOUT_ERRORS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter writes there again at exit
+        if error.errno != errno.EPIPE:  # else its reader has gone
+            from ems.cli.shown import complain
+
+            complain(f"cannot write ({error.strerror}), make room or send stdout elsewhere")
         return EXIT_FAILURE
     return outcome if isinstance(outcome, int) and not isinstance(outcome, bool) else 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 
 from ems.cli.options import Asking
 from ems.cli.shown import counted, note, print_json, say
-from ems.errors import ConfigError, PoolTimeout
+from ems.errors import ConfigError, PoolRefused, PoolTimeout, Unauthorised
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Acts, Follow
 from ems.pool.protocol.limits import MAX_TEXT
@@ -24,8 +24,16 @@ _TELL_AFTER = 1.0
 """Seconds without progress after which it is said who is waited for."""
 
 
-def connected(path: Path) -> closing[PoolClient]:
-    return closing(PoolClient(path, "ems", administers=True))
+@contextmanager
+def connected(path: Path) -> Iterator[PoolClient]:
+    with closing(PoolClient(path, "ems", administers=True)) as client:
+        try:
+            yield client
+        except Unauthorised as error:
+            raise PoolRefused(
+                f"the node on {path} serves tenants, and only its own user (number {path.stat().st_uid}) looks after "
+                "it; call this as that user, as in 'sudo -u ems ems status'"
+            ) from error
 
 
 def figures(path: Path) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
 from ems.vllm.planes import page_keys
 
+_MISSING = {"first_missing", "reason", "sentence", "detail"}
+"""What is said of a prompt that is not there whole."""
+
 
 class Plane(msgspec.Struct, frozen=True):
     """One namespace that an engine described: where its chains begin, how its chunks are cut."""
@@ -156,6 +159,8 @@ def look(client: PoolClient, plane: Plane, ids: list[int]) -> dict[str, Any]:
         part = chain.tail(first, ids[first * size : (first + 1) * size])
         with suppress(PoolRefused):  # a node with tenants lets its administrator look nothing up
             row["tokens"] += client.lookup_tail(Namespace(plane.namespace, 0), part).tokens
+    if row["tokens"] == len(ids):  # the rest is the beginning of a longer block, so nothing is missing
+        row = {name: value for name, value in row.items() if name not in _MISSING} | {"reasons": {}}
     return row
 
 

@@ -175,5 +175,5 @@ def _sentence(report: dict[str, Any], *, dry_run: bool) -> str:
         text += f", {report['added']} more"
     if report["taken"]:
         pages = counted(report["removed"], "page")
-        text += f", {report['taken']} fewer; {pages} {'would leave' if dry_run else 'left'}"
+        text += f", {report['taken']} fewer; {pages} {'would leave' if dry_run else 'left'} the pool"
     return text

@@ -29,6 +29,7 @@ from ems.cli.shown import complain
 from ems.config import NodeConfig, PolicyName, allows_disk, format_size
 from ems.errors import ConfigError, PoolError, PoolRefused
 from ems.pool.layout import FORMAT_VERSION
+from ems.pool.node.listener import refuse_if_taken
 from ems.pool.node.pool_node import Node
 from ems.pool.node.restart import Check, KeptOpen, become, kept_open
 from ems.pool.processes import is_foreign
@@ -199,6 +200,7 @@ def _bound(config: NodeConfig, kept: KeptOpen | None) -> Iterator[socket.socket 
                 structlog.get_logger("ems.node").error("cannot serve HTTP", port=port, reason=error.strerror)
                 yield None
                 return
+            refuse_if_taken(config.socket)  # by a node that has the port as well
             raise ConfigError(
                 f"cannot serve HTTP on {host}:{port}: {error.strerror}; give another --http-port, 0 for a free one, "
                 "or --no-http"

@@ -143,6 +143,15 @@ def test_a_port_in_use_is_refused(home: Path) -> None:
     assert "--no-http" in said
 
 
+def test_a_second_node_in_the_same_folder_is_told_of_the_first_and_not_of_its_port(make_node: MakeNode) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    first = make_node("--http-port", str(port), "--size", "1MB")
+    status, said = refused_start("--http-port", str(port), "--dir", str(first.directory), "--size", "1MB")
+    assert status == 3
+    assert f"another node is already listening on {first.socket}" in said
+
+
 def test_a_node_of_an_engine_takes_another_port_where_its_own_is_taken(make_node: MakeNode) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
