@@ -19,8 +19,8 @@ class Table(msgspec.Struct, frozen=True):
     def lines(self, width: int | None) -> Iterator[str]:
         """The table in lines of ``width`` where one word or name is not longer; None folds nothing.
 
-        Where a row does not fit into a line, its first cell has a line of its own above the others; where these do not
-        fit either, each of them comes with its heading.
+        Where a row does not fit into a line, words in its last cell are folded beside the others.  Else its first cell
+        has a line of its own above the others; where these do not fit either, each of them comes with its heading.
         """
         if self.title:
             yield from fold(self.title, width)
@@ -40,6 +40,10 @@ class Table(msgspec.Struct, frozen=True):
         whole = sum(widths) + 2 * len(widths) - 2
         if width is None or whole <= width:
             yield from (joined(row, 0) for row in texts)
+        elif not right[-1] and whole - widths[-1] <= width // 2:
+            for row in texts:
+                beside = joined([*row[:-1], "|"], 0)[:-1]
+                yield from fold(row[-1], width, " " * len(beside), beside)
         elif whole - widths[0] <= width:
             for row in texts:
                 yield row[0]

@@ -78,6 +78,13 @@ def test_every_verb_that_answers_answers_scripts(capsys: pytest.CaptureFixture[s
         assert "--output -o" in capsys.readouterr().out, name
 
 
+def test_lists_have_no_flag_that_empties_them(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {f"{group} {name}" for group, (_, verbs) in ems.cli.GROUPS.items() for name in verbs}
+    for name in {*ems.cli.VERBS, *groups}:
+        assert run([*name.split(), "--help"]) == 0
+        assert "--empty" not in capsys.readouterr().out, name
+
+
 def test_help_imports_no_verb() -> None:
     program = "import sys; from ems.cli import run; run(['--help']); print(sorted(sys.modules), file=sys.stderr)"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

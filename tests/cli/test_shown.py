@@ -35,6 +35,21 @@ def test_a_narrow_terminal_shows_every_name_and_every_figure(
     assert "..." not in "".join(lines)
 
 
+def test_a_sentence_in_the_last_column_is_folded_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = [("ok", "ports", "free: 9410"), ("ERROR", "memory", "21 GiB are free, 64 GiB are wanted: give less")]
+    print_tables(table(("", "CHECK", "FINDING"), rows))
+    assert capsys.readouterr().out.splitlines() == [
+        "       CHECK   FINDING",
+        "ok     ports   free: 9410",
+        "ERROR  memory  21 GiB are free, 64 GiB",
+        "               are wanted: give less",
+    ]
+
+
 def test_what_fits_is_one_line_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(capsys, monkeypatch, 80, OTHER)
     assert len(lines) == 2

@@ -21,7 +21,7 @@ from ems.bench.trace.compare import plot as draw
 from ems.bench.trace.traffic import read_or_make
 from ems.bench.ttft_report import Plan, parse_token_ids
 from ems.bench.ttft_report import table as ttft_table
-from ems.cli.options import Format, Seconds, parse_counts
+from ems.cli.options import Format, Seconds, Texts, parse_counts
 from ems.cli.progress import progress_bars
 from ems.cli.shown import note, present
 from ems.config import POLICIES, PolicyName, default_socket, format_size, parse_size
@@ -110,9 +110,7 @@ def pool(
     present(report, of_pool.tables(report), output)
 
 
-def tier(
-    tier: str, /, *, total: str = "512MB", page: list[str] | None = None, rounds: int = 5, output: Format = "table"
-) -> None:
+def tier(tier: str, /, *, total: str = "512MB", page: Texts = None, rounds: int = 5, output: Format = "table") -> None:
     """Measure how fast a directory tier writes and reads, beside plain sequential I/O of the same bytes.
 
     Args:
@@ -151,7 +149,7 @@ def router(
     seconds: Seconds = 5,
     rounds: int = 3,
     memory_requests: int = 0,
-    proxy_command: list[str] | None = None,
+    proxy_command: Texts = None,
     only: str | None = None,
     output: Format = "table",
 ) -> None:

@@ -30,6 +30,8 @@ Tokens = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 """A file of token ids, or ``-``."""
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 """A flag whose absence means no."""
+Texts = Annotated[list[str] | None, Parameter(negative="")]
+"""A flag that may be repeated."""
 
 
 def parse_counts(text: str, name: str) -> tuple[int, ...]:

@@ -238,6 +238,7 @@ def test_a_page_that_is_read_holds_its_own_segment_and_no_other() -> None:
     core.reading.release(7, lease)
     report = run(service, report)
     assert (report["done"], report["held_by"], core.stats()["bytes_total"]) == (True, [], SIZE)
+    assert core.stats()["segments"] == 1
     assert wrong_core(core) == []
 
 

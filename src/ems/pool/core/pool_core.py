@@ -366,7 +366,7 @@ class PoolCore:
             "bytes_total": sum(segment.size for segment in segments),
             "bytes_touched": sum(segment.touched for segment in segments),
             "bytes_used": sum(s.used * s.geometry.slot_stride for s in segments if s.geometry),
-            "segments": len(segments),
+            "segments": sum(segment.size > 0 for segment in segments),
             "segments_assigned": sum(segment.namespace is not None for segment in segments),
             "leases": len(self.leases),
             "pinned": sum(len(namespace.pins.pinned) for namespace in self.namespaces),
