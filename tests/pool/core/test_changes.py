@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.core import changes
-from ems.pool.core.changes import ASKED_SECONDS, ChangeLog
+from ems.pool.core.changes import ASKED_SECONDS, TOLD_AT_ONCE, ChangeLog
 from ems.pool.keys import NO_PARENT
 from ems.pool.protocol.messages import FROM_NOW, ChangeRun
 from tests.e2e.engines import running_node, wait_for
@@ -53,6 +53,21 @@ def test_when_nobody_asks_any_more_recording_ends_and_who_comes_back_is_told_so(
     log.stored("a", [ONE])
 
     assert log.since(place, ["a"], 100.0)[1:] == (True, [])
+
+
+def test_one_answer_tells_of_so_many_changes_and_the_next_goes_on() -> None:
+    log = ChangeLog()
+    place, _, _ = log.since(FROM_NOW, ["a"], 0.0)
+    keys = [key(number) for number in range(2 * TOLD_AT_ONCE + 5)]
+    log.stored("a", keys)
+    told = []
+    for _ in range(4):
+        place, lost, runs = log.since(place, ["a"], 0.0)
+        assert not lost
+        told.append([run.keys[at : at + 16] for run in runs for at in range(0, len(run.keys), 16)])
+
+    assert [len(some) for some in told] == [TOLD_AT_ONCE, TOLD_AT_ONCE, 5, 0]
+    assert [one for some in told for one in some] == keys
 
 
 @pytest.mark.parametrize("place", [7, -2, 2**62])

@@ -14,6 +14,8 @@ from ems.pool.protocol.messages import FROM_NOW, ChangeRun
 
 CAPACITY = 65536
 """Changes that are remembered; one page of a block is one."""
+TOLD_AT_ONCE = 4096
+"""Changes that one answer tells of at most; whoever goes on from where it ended is told the others."""
 ASKED_SECONDS = 60.0
 """Recording ends when nobody asked for so long."""
 
@@ -52,15 +54,15 @@ class ChangeLog:
             return self._sequence, False, []
         if not 0 <= count <= len(self._changes):
             return self._sequence, True, []
-        recent = list(islice(reversed(self._changes), count))
-        recent.reverse()
+        first = len(self._changes) - count
+        recent = list(islice(self._changes, first, first + TOLD_AT_ONCE))
         positions = {name: position for position, name in enumerate(namespaces)}
         wanted = (change for change in recent if change[0] in positions)
         runs = [
             ChangeRun(positions[name], stored, b"".join(key for _, _, key in group))
             for (name, stored), group in groupby(wanted, lambda change: change[:2])
         ]
-        return self._sequence, False, runs
+        return sequence + len(recent), False, runs
 
     def tick(self, now: float) -> None:
         if self._asked_at is not None and now - self._asked_at >= ASKED_SECONDS:

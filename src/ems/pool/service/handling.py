@@ -231,7 +231,8 @@ class RequestHandler:
     def _stats(self, _client_id: int, _request: messages.Stats, _now: float) -> messages.Figures:
         return messages.Figures(self._host.figures(own=False))
 
-    def _changes(self, _client_id: int, request: messages.Changes, now: float) -> messages.Changed:
+    def _changes(self, _client_id: int, request: messages.Changes, now: float) -> Steps[messages.Changed]:
+        yield  # as much work as a step of any other request, and to be taken in turns like these
         return messages.Changed(*self._core.changes.since(request.sequence, request.namespaces, now))
 
     def _describe(self, _client_id: int, request: messages.Describe, _now: float) -> messages.Done:
