@@ -8,6 +8,7 @@ from ems.errors import StaleReference
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.reservations import LIMITS, UncommittedLimits
 from ems.pool.core.shares import Quota
+from ems.pool.core.writing import Begun
 from ems.pool.layout import Writer, writer_of
 from ems.pool.reasons.words import Reason
 from tests.pool.brain import chain, present, save, segment_for
@@ -102,6 +103,18 @@ def test_a_reservation_ends_and_its_slots_wait_for_their_writer() -> None:
     assert core.deferred.stopped(writer_of(1)) == 2
     assert core.stats()["slots_resting"] == core.stats()["bytes_reserved"] == 0
     assert wrong_core(core) == []
+
+
+def test_what_goes_on_a_reservation_that_ended_meanwhile_takes_no_slot() -> None:
+    """A node that was stopped between two steps of a long request."""
+    core, namespace, _ = filled()
+    keys = chain("long", 6)
+    begun = core.writing.reserve(1, namespace, bytes(16), keys[:3])
+    core.tick(LIMITS.seconds)
+    with pytest.raises(StaleReference):
+        core.writing.reserve(1, namespace, keys[2], keys[3:], (), Begun(begun.reservation, 3))
+    assert wrong_core(core) == []
+    assert [core.page(namespace, key) for key in keys] == [None] * 6
 
 
 def test_a_clock_that_was_set_back_keeps_no_reservation_for_ever() -> None:

@@ -99,6 +99,8 @@ class Writing:
         on what was ``begun``, if anything was.  Raises StaleReference: what was begun is gone.
         """
         state, begun = self._state, begun or Begun()
+        if begun.reservation:
+            state.reservations.get(client_id, begun.reservation)  # before anything is promised that would go on it
         ns = state.namespaces.opened(namespace)
         ns.last_used = state.now
         state.settle_some()
