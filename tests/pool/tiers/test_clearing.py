@@ -14,10 +14,11 @@ from ems.errors import PoolRefused
 from ems.pool.administration.passes import PATIENCE
 from ems.pool.administration.service import MAX_RUNNING
 from ems.pool.protocol.acts import Clear, Pin
-from ems.pool.tiers.answers import Stored
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Stored
 from ems.pool.tiers.directory import FolderBlobs
 from ems.pool.tiers.pack_seal import SealKeys
 from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.repair import Quarantine, mend
 from tests.kit.tiers import KEYS, key, page
 from tests.pool.tiers.administered import OTHER, Administered, administered, below
 from tests.pool.tiers.faulty_tier import FaultyTier
@@ -40,6 +41,33 @@ async def test_what_is_cleared_does_not_come_up_again(bench: Callable[..., Admin
     assert (one.present(keys), one.look(keys), one.in_tier(keys)) == (0, 0, 0)
     assert one.save(keys) == 30, "it can be stored again"
     await one.until(lambda: one.in_tier(keys) == 30)
+
+
+async def test_what_fsck_mends_while_it_is_cleared_does_not_come_back(
+    bench: Callable[..., Administered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, keys = bench(), chain("a", 30)
+    await stored(one, keys)
+    (pack,) = one.folder.glob("*/*.pack")
+    raw = bytearray(pack.read_bytes())
+    raw[8192] ^= 1
+    forget = PackTier.forget
+
+    def meanwhile(tier: PackTier, request: ForgetRequest, *, dry_run: bool = False) -> ForgetResult:
+        """Between the look at what there is and its removal."""
+        if pack.exists():
+            pack.write_bytes(raw)
+            place = FolderBlobs(one.folder)
+            name = str(pack.relative_to(one.folder))
+            assert mend(place, place.put, name, KEYS, Quarantine(place, 0)).kind == "mended"
+            for aside in one.folder.glob("quarantine/*"):
+                os.utime(aside, (2**32, 2**32))  # the clock of the place is ahead
+        return forget(tier, request, dry_run=dry_run)
+
+    monkeypatch.setattr(PackTier, "forget", meanwhile)
+    await one.do(Clear(namespace=NAME))
+    assert one.in_tier(keys) == 0
+    assert not list(one.folder.glob("*/*.pack"))
 
 
 async def test_what_only_the_tier_has_is_cleared_too(bench: Callable[..., Administered]) -> None:

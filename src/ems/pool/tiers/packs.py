@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ class PackTier(PackStore):
         fewer = self._fewer(request)
         gone = [self._let_go(pack) for pack, staying in fewer if not staying]
         self._delete_cleared(until)
-        self._quarantine.clear(request.namespace, self._clock() - request.unused_for)
+        self._quarantine.clear(request.namespace, self._clock() - request.unused_for if request.unused_for else inf)
         parts = [(pack, staying) for pack, staying in fewer if staying]
         while parts:
             gone.append(self._shrink(*parts.pop()))
