@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import msgspec
 import pytest
 import torch
 
@@ -73,6 +74,16 @@ def run(worker: WorkerSide, step: StepMetadata, *, drafts: bool) -> None:
     worker.end()
     if not drafts:
         worker.results()
+
+
+@pytest.mark.parametrize("on_error", ["refuse", "serve_without"])
+def test_a_second_engine_of_the_process_is_refused(worker: WorkerSide, on_error: str) -> None:
+    """vLLM hands it the connector of the first, which would load and store the tensors of whoever registered last."""
+    worker._settings = msgspec.structs.replace(worker._settings, on_error=on_error)
+    before = worker._rows
+    with pytest.raises(ConfigError, match="this process has an engine with EMS already"):
+        worker.register({name: torch.zeros((16, 2, BLOCK, 16), dtype=torch.bfloat16) for name in LAYERS})
+    assert worker._rows is before
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["without-drafts", "with-drafts"])

@@ -252,6 +252,18 @@ def check_hosts(hosts: int) -> None:
         )
 
 
+def check_alone(registered: object) -> None:
+    """Refuse a second engine in one process: vLLM keeps one connector there, which cannot tell their tensors apart.
+
+    Raises ConfigError: an engine has ``registered`` already.
+    """
+    if registered:
+        raise ConfigError(
+            "this process has an engine with EMS already, and vLLM has one KV connector a process; start this one "
+            "without VLLM_ENABLE_V1_MULTIPROCESSING=0, or in another process"
+        )
+
+
 def check_run(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     check_hosts(int(getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))))

@@ -20,7 +20,7 @@ from ems.vllm.configuration.settings import ConnectorSettings
 from ems.vllm.layers import LayerOrder
 from ems.vllm.loads import Loader, LoadJob
 from ems.vllm.metadata import QUIET, StepMetadata, StepReport
-from ems.vllm.model import BlockModel, LocalPlane, check_hosts
+from ems.vllm.model import BlockModel, LocalPlane, check_alone, check_hosts
 from ems.vllm.node import make_client, serve
 from ems.vllm.pages import PlaneRows, plane_rows
 from ems.vllm.reporting.stats import EmsStats, Transferred
@@ -73,8 +73,10 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """VLLM's ``register_kv_caches``.
 
-        Raises ConfigError: the tensors are not what the engine's configuration says, or the ranks run on several hosts.
+        Raises ConfigError: the tensors are not what the engine's configuration says, the ranks run on several hosts, or
+        another engine has registered.
         """
+        check_alone(self._loader)
         try:
             check_hosts(self._hosts)
             self._rows = plane_rows(self._planes, kv_caches, self._model.num_blocks, self._model.page_blocks)

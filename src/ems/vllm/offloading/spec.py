@@ -28,7 +28,7 @@ from ems.transfers.device import DevicePair
 from ems.vllm import compat
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.hooks import follow_engine
-from ems.vllm.model import check_hosts, describe, local_planes
+from ems.vllm.model import check_alone, check_hosts, describe, local_planes
 from ems.vllm.node import make_client, serve
 from ems.vllm.offloading.manager import EmsOffloadingManager
 from ems.vllm.offloading.worker import EmsOffloadingWorker
@@ -87,6 +87,7 @@ class EmsOffloadingSpec(OffloadingSpec):
         self._groups = [group.group_id for group in config.groups]
         self._model = describe(self._engine, self._kv_caches, settings, offloaded=self._groups)
         self.blocks_per_chunk = self._model.page_blocks
+        self._worker: EmsOffloadingWorker | None = None
 
     def get_manager(self) -> OffloadingManager:
         drafts = any(self._kv_caches.kv_cache_groups[group].is_eagle_group for group in self._groups)
@@ -101,6 +102,7 @@ class EmsOffloadingSpec(OffloadingSpec):
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        check_alone(self._worker)
         check_hosts(compat.hosts_of_ranks())
         layers = _caller(OffloadingConnectorWorker, "kv_caches", "kv_cache_config")["kv_caches"]
         rank, stage = get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
@@ -111,7 +113,7 @@ class EmsOffloadingSpec(OffloadingSpec):
         serve(self._settings, client, planes, self._model.chunk_tokens, logger)
         # Here, because drivers register no memory while the engine captures its graphs, which it does next.
         map_segments(client, logger)
-        worker = EmsOffloadingWorker(
+        worker = self._worker = EmsOffloadingWorker(
             client, devices, planes, self._groups, self.blocks_per_chunk, self._settings.call_timeout
         )
         report_failures(self._connector, worker)
