@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
 
 from ems.errors import ConfigError, PoolTimeout
@@ -336,6 +337,26 @@ def test_a_part_of_a_block_is_named_by_computed_tokens_only(make: Make, prompt_t
     begin = (prompt_tokens + 2) // BLOCK * BLOCK
     expected = [*one.prompt_token_ids, 900, 901][begin:]
     assert save.tails[-1].tokens == b"".join(token.to_bytes(4, "little") for token in expected)
+
+
+@pytest.mark.parametrize("given", [None, [7] * 40], ids=["embeddings alone", "beside token ids"])
+def test_a_prompt_of_embeddings_is_looked_up_as_it_is_stored(make: Make, given: list[int] | None) -> None:
+    """In place of embeddings vLLM counts zeros, whatever tokens the prompt has there; tokens of answers count."""
+    side, one = make(), request(tokens=[0] * 40)
+    one.prompt_token_ids, one.prompt_embeds = given, torch.ones(40, 2)
+    one.prompt_is_token_ids, one._prompt_embeds_per_block_hashes = given and [False] * 40, {}
+    side.on_new_request(one)
+    assert side.found(one) == 0
+    (save,) = side.build_metadata(step(one, 40)).saves
+    assert list(side._job(one, 0).tokens) == one.all_token_ids
+    assert [tail.tokens for tail in save.tails] == [bytes(4 * size) for size in (16, 16, 8)]
+    names = []
+    for answer in (300, 301):
+        one.all_token_ids = [0] * 40 + [answer] * 9
+        one.num_tokens = one.num_computed_tokens = 49
+        names.append(side._chain(one, 3)[0].packed(2, 3))
+        side._book.get(one.request_id).chain = None  # type: ignore[union-attr]
+    assert names[0] != names[1]
 
 
 def silent(waited: list[float]) -> Callable[..., list[LookupAnswer]]:

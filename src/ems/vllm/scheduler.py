@@ -28,7 +28,7 @@ from ems.vllm.model import BlockModel
 from ems.vllm.reporting.stats import EmsStats
 from ems.vllm.requests import Adapter, Load, Save, Span
 from ems.vllm.scheduler_shell import SchedulerShell
-from ems.vllm.tokens import WithoutAdapter, extra_keys, token_ids
+from ems.vllm.tokens import WithoutAdapter, extra_keys
 from ems.vllm.waiting import Waiting
 
 logger = init_logger("vllm.ems.scheduler")
@@ -379,8 +379,7 @@ class SchedulerSide(SchedulerShell):
         extra = self._extra(request)(size) if len(known.chain) < chunks or more else ()
         if len(known.chain) < chunks:
             # The chain takes what it needs of all tokens, without a copy of a long prompt.
-            whole = request.prompt_token_ids is not None
-            known.chain.extend(request.all_token_ids if whole else token_ids(request, 0, chunks * size), extra, chunks)
+            known.chain.extend(request.all_token_ids, extra, chunks)
         return known.chain, extra
 
     def _named(self, request: Any, span: Span) -> Save:
@@ -388,7 +387,7 @@ class SchedulerSide(SchedulerShell):
         tail = None
         if span.tail:
             end = span.end * self._model.chunk_tokens
-            tokens = token_ids(request, end, end + span.tail)
+            tokens = request.all_token_ids[end : end + span.tail]
             tail = names.tail(span.end, tokens, extra[span.end] if span.end < len(extra) else None)
         save = self._book.save(request.request_id, span, names, tail)
         if self._events is not None:
@@ -475,9 +474,10 @@ class SchedulerSide(SchedulerShell):
             self._loading_in_step.add(load.request_id)
 
     def _job(self, request: Any, expected: int) -> LookupJob:
-        # Nobody changes a request's prompt, so the lookup thread reads the very list.
-        prompt = request.prompt_token_ids
-        tokens = prompt if prompt is not None else [0] * request.num_prompt_tokens
+        # Nobody changes a request's prompt, so the lookup thread reads the very list.  That has no zeros in place of
+        # embeddings, which all tokens have.
+        embeds = getattr(request, "prompt_embeds", None) is not None
+        tokens = request.all_token_ids[: request.num_prompt_tokens] if embeds else request.prompt_token_ids
         job = LookupJob(request.request_id, tokens, self._extra(request), Waiting(time.monotonic(), expected))
         job.adapter = self._adapter_key(request)
         job.explain = self._observer.requests.wanted(request.request_id)

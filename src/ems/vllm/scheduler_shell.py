@@ -24,7 +24,7 @@ from ems.vllm.node import make_client
 from ems.vllm.planes import Plane
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import Ask, Load, Phase, Release, RequestBook
-from ems.vllm.tokens import extra_keys, token_ids
+from ems.vllm.tokens import extra_keys
 from ems.vllm.waiting import Waiting
 
 logger = init_logger("vllm.ems.scheduler")
@@ -77,7 +77,7 @@ class SchedulerShell:
             self._do(self._book.arrive(request.request_id, request.num_tokens, 0))
 
     def _job(self, request: Any, expected: int) -> LookupJob:
-        tokens = token_ids(request, 0, request.num_tokens)  # of this moment: the request may grow
+        tokens = request.all_token_ids[: request.num_tokens]  # of this moment: the request may grow
         return LookupJob(request.request_id, tokens, partial(extra_keys, request), Waiting(time.monotonic(), expected))
 
     def _load(self, load: Load) -> None:

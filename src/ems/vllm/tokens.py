@@ -31,11 +31,3 @@ def extra_keys(request: Any, block_size: int) -> Sequence[object]:
         keys, position = generate_block_hash_extra_keys(request, start, start + block_size, position)
         entries.append(keys)
     return entries
-
-
-def token_ids(request: Any, start: int, end: int) -> Sequence[int]:
-    """Token ids ``[start, end)`` of a request; a prompt that came as embeddings is named by these instead."""
-    if request.prompt_token_ids is None:
-        return [0] * (end - start)
-    tokens: Sequence[int] = request.all_token_ids[start:end]
-    return tokens

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 
 from ems.pool.client.answers import Namespace
@@ -123,6 +124,21 @@ def test_what_is_stored_is_found_and_leased_until_it_is_loaded(manager: EmsOfflo
     assert leases(node) == 1, "its blocks are still being filled"
     manager.complete_load(keys[1:3], context)
     wait_for(lambda: not leases(node), "the lease ends with the load")
+
+
+def test_answers_to_one_prompt_of_embeddings_have_names_of_their_own(manager: EmsOffloadingManager) -> None:
+    names = []
+    for answer in (300, 301):
+        begun(manager, str(answer), chunk_keys("a", 1))
+        request = manager._requests[str(answer)]
+        request.prompt_token_ids, request.prompt_embeds = None, torch.ones(TOKENS, 2)
+        request._prompt_embeds_per_block_hashes, request.num_tokens = {}, 2 * TOKENS
+        request.all_token_ids = [0] * TOKENS + [answer] * TOKENS
+        request.mm_features, request.prompt_is_token_ids = [], None
+        assert list(manager._job(request, 0).tokens) == request.all_token_ids
+        names.append(manager._chain(request.request_id, TOKENS, 2).packed(0, 2))
+    assert names[0][:KEY_BYTES] == names[1][:KEY_BYTES]
+    assert names[0][KEY_BYTES:] != names[1][KEY_BYTES:]
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -33,7 +33,7 @@ from ems.vllm.offloading.worker import ChunkRun, PagesToLoad, PagesToStore
 from ems.vllm.planes import Plane
 from ems.vllm.requests import NEVER, NOTHING, Found, Pages, of_chunks
 from ems.vllm.scheduler_shell import SchedulerShell
-from ems.vllm.tokens import extra_keys, token_ids
+from ems.vllm.tokens import extra_keys
 
 
 class EmsOffloadingManager(SchedulerShell, OffloadingManager):
@@ -173,7 +173,7 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
         chain = self._chains.setdefault(request_id, {}).setdefault(size, KeyChain(self._epoch.chain_name, size))
         if len(chain) < chunks:
             request = self._requests[request_id]
-            chain.extend(token_ids(request, 0, chunks * size), extra_keys(request, size), chunks)
+            chain.extend(request.all_token_ids, extra_keys(request, size), chunks)
         return chain
 
     def _by_group(self, keys: Collection[OffloadKey], context: ReqContext) -> dict[int, list[int]]:
