@@ -12,6 +12,7 @@ import pytest
 
 from ems.errors import PoolRefused, PoolRestarting, StaleReference
 from ems.pool.core import leases
+from ems.pool.core.pins import SETTLED_AT_ONCE
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import KEY_BYTES, NO_PARENT, Tail
 from ems.pool.layout import REF_BYTES, PageFlag, carve
@@ -388,3 +389,19 @@ def test_a_reservation_that_waits_for_its_turn_takes_no_memory_for_each_of_its_k
         assert tracemalloc.get_traced_memory()[0] < len(keys) // 4
     finally:
         tracemalloc.stop()
+
+
+def test_of_announcements_that_come_together_one_is_put_off_at_a_time(large: Surroundings) -> None:
+    """The others are kept as they came, which takes a quarter of the memory of their keys."""
+    keys = [b"".join(chain(name, 16 * STEP)) for name in "abcdefgh"]
+    announcing = [
+        cast("Generator[None, None, messages.Announced]", large.handler.handle(one, request, 0.0))
+        for one, request in enumerate((messages.Announce(large.namespace, some) for some in keys), 1)
+    ]
+    most, over = 0, object()
+    while announcing:
+        announcing = [one for one in announcing if next(one, over) is not over]
+        most = max(most, len(large.core.announcements._unsettled))
+    assert most <= 16 * STEP // SETTLED_AT_ONCE
+    assert len(large.core.announcements) == len(keys)
+    assert wrong_core(large.core) == []
