@@ -12,7 +12,7 @@ BIN := .venv/bin
 .PHONY: help setup static check quick-nodes quick-pool quick-engines quick-others test explore test-ranks test-accelerator test-matrix demo clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## make .venv: EMS, its tools and an engine (the CPU build of vLLM where there is none)
 	@scripts/setup.sh
