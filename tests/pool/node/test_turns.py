@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.config import NodeConfig
+from ems.pool.keys import Tail
 from ems.pool.layout import REF_BYTES
-from ems.pool.node.connection import Connection
+from ems.pool.node.connection import TAIL_WEIGHT, Connection
 from ems.pool.node.pool_node import Node
 from ems.pool.node.rounds import AT_ONCE, ROUND, Farewell, Turns
 from ems.pool.pages import Outcome
@@ -392,5 +393,17 @@ async def test_a_request_counts_among_the_bytes_that_are_kept_until_it_is_done(n
     send_the_rest = await client.all_but_the_last_byte(messages.Reserve(0, bytes(16), joined))
     send_the_rest()
     await rounds_until(lambda: client.connection.busy and node.clients.limits.kept >= len(joined))
+    await rounds_until(client.came)
+    await rounds_until(lambda: node.clients.limits.kept == 0)
+
+
+async def test_the_tails_of_a_request_count_for_what_they_take(node: Node, connect: MakeClient) -> None:
+    client = connect("one")
+    await client.greet()
+    tails = {at: Tail(bytes(16), at.to_bytes(4, "little")) for at in range(LONG)}
+    joined = b"".join(tail.key for tail in tails.values())
+    send_the_rest = await client.all_but_the_last_byte(messages.Reserve(0, bytes(16), joined, tails))
+    send_the_rest()
+    await rounds_until(lambda: client.connection.busy and node.clients.limits.kept >= len(joined) + TAIL_WEIGHT * LONG)
     await rounds_until(client.came)
     await rounds_until(lambda: node.clients.limits.kept == 0)

@@ -38,6 +38,8 @@ FRAME_WORK = 16
 """Work of a request beside that of the keys in it."""
 TURN = 256
 """Work of one turn; it may be more by one request, or one step."""
+TAIL_WEIGHT = 256
+"""Bytes that a tail takes in memory beside those that came."""
 MAX_DESCRIPTORS_UNREAD = 16
 """Segments that a client may ask for without reading: the system bounds what is on its way for all clients together."""
 _SIOCOUTQ = termios.TIOCOUTQ
@@ -124,9 +126,11 @@ class Connection:
                         break
                     work += FRAME_WORK + min(len(body) // KEY_BYTES, MOST_AT_ONCE)
                     self._frame_before = inf
-                    self._handle(coding.decode_request(body), body)
+                    request = coding.decode_request(body)
+                    self._handle(request, body)
                     if self._steps is not None:
-                        self._begun = len(body)
+                        tails = request.tails if isinstance(request, messages.Reserve) else None
+                        self._begun = len(body) + TAIL_WEIGHT * len(tails or ())
                         work += STEP
                 if self._sock.fileno() < 0:
                     return work
