@@ -24,11 +24,12 @@ static: setup  ## lint, format, types, layers
 	@NO_COLOR=1 $(BIN)/lint-imports --no-cache | tail -n +10
 
 check: setup  ## the above and the quick tests, which start neither engines nor servers
-	@$(MAKE) -j 4 --output-sync=target static quick-others quick-engines quick-nodes quick-pool
+	@$(MAKE) -j 4 --output-sync=target quick-engines quick-others quick-transfers static quick-nodes quick-pool
 
-# Parts that take about as long as each other.  PyTorch and vLLM, which take as long as a thousand tests, are in one only.
+# Parts that run beside each other, those that take long first.  PyTorch and vLLM take as long as a thousand tests.
 QUICK := $(BIN)/pytest -m "not e2e and not process and not slow and not accelerator" --hypothesis-profile quick
-ENGINES := tests/cc_v1 tests/transfers tests/vllm
+ENGINES := tests/vllm
+TRANSFERS := tests/cc_v1 tests/transfers
 NODES := tests/pool/node tests/pool/tiers
 
 quick-nodes: setup
@@ -40,8 +41,11 @@ quick-pool: setup
 quick-engines: setup
 	@$(QUICK) $(ENGINES)
 
+quick-transfers: setup
+	@$(QUICK) $(TRANSFERS)
+
 quick-others: setup
-	@$(QUICK) $(addprefix --ignore=,tests/e2e tests/pool $(ENGINES))
+	@$(QUICK) $(addprefix --ignore=,tests/e2e tests/pool $(ENGINES) $(TRANSFERS))
 
 test: static  ## everything: the above and the end-to-end tests with real vLLM servers
 	@$(BIN)/pytest -m "not e2e and not accelerator" -n 2 --dist loadfile

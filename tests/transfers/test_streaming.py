@@ -104,6 +104,7 @@ def test_checksums_are_those_of_what_was_copied_for_each_owner(
         assert counted[owner] == len(mine)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("told", "sums"), [({"NUMBA_ENABLE_AVX": "0"}, SUMS), ({"NUMBA_CPU_NAME": "generic"}, False)])
 def test_instructions_for_which_numba_is_not_to_compile_do_not_end_the_process(
     told: dict[str, str], sums: bool

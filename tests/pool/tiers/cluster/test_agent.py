@@ -44,6 +44,7 @@ leave(Store())
 """
 
 
+@pytest.mark.process
 def test_it_leaves_in_time_also_where_its_client_hangs() -> None:
     assert subprocess.run([sys.executable, "-c", LEAVING], timeout=60, check=False).returncode == -signal.SIGALRM
 
