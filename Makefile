@@ -9,7 +9,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE  # what was compiled once is not compiled in each of a hundred processes
 BIN := .venv/bin
 
-.PHONY: help setup static check quick-nodes quick-pool quick-engines quick-others test explore test-ranks test-accelerator test-matrix demo clean
+.PHONY: help setup static check quick-nodes quick-pool quick-engines quick-transfers quick-others test explore test-ranks test-accelerator test-matrix demo clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -83,7 +83,9 @@ def proxy(endpoint: str) -> Iterator[LyingProxy]:
         yield running
 
 
-@pytest.mark.parametrize("mood", ["wrong bytes", "other bytes", "500", pytest.param("hang", marks=pytest.mark.slow), "cut"])
+@pytest.mark.parametrize(
+    "mood", ["wrong bytes", "other bytes", "500", pytest.param("hang", marks=pytest.mark.slow), "cut"]
+)
 def test_a_server_that_lies_or_fails_never_serves_a_wrong_byte(proxy: LyingProxy, mood: Mood) -> None:
     # A machine with much else to do may stand still for a second or two; only what hangs is waited for.
     tier = PackTier("s3", BucketBlobs(config(proxy.address, timeout=2.0 if mood == "hang" else 15.0)), KEYS)
