@@ -53,6 +53,7 @@ plans = st.builds(
 
 @examples(25)
 @given(plans)
+@pytest.mark.slow
 def test_blocks_and_bytes_are_each_counted_once(wanted: Plan) -> None:
     found = run(wanted, requests=150)
 
@@ -75,6 +76,7 @@ def test_blocks_and_bytes_are_each_counted_once(wanted: Plan) -> None:
     st.sampled_from(sorted(KINDS)), st.sampled_from(POLICIES), st.integers(20, 400), st.sampled_from([0, 100]),
     st.sampled_from(CHOICES["write"]),
 )  # fmt: skip
+@pytest.mark.slow
 def test_one_host_is_the_replay_of_bench_trace(kind: str, policy: str, capacity: int, cluster: int, write: str) -> None:
     wanted = plan(hosts=1, memory=capacity * BLOCK, cluster=cluster * BLOCK, policy=policy, write=write)
 
@@ -114,6 +116,7 @@ def test_prefix_routing_finds_more_in_own_memory_than_random() -> None:
     assert shares["prefix"] > 1.5 * shares["random"]
 
 
+@pytest.mark.slow
 def test_a_link_that_is_slower_than_computing_is_hardly_used() -> None:
     slow = Network(bandwidth=BLOCK / 10, compute=0.01)
     quick, slowed = (run(plan(hosts=4, routing="random", network=one), requests=800) for one in (FAST, slow))
