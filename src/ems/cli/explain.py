@@ -84,7 +84,7 @@ def explain(
         raise PoolRefused(
             f"no engine has described a namespace {namespace} to this node, `ems list` shows what there is"
         )
-    present_facts({"tokens": len(ids), "namespaces": rows}, [_told(row, len(ids)) for row in rows], asked.output)
+    present_facts({"tokens": len(ids), "namespaces": rows}, [_prompt_rows(row, len(ids)) for row in rows], asked.output)
 
 
 def read_tokens(path: Path) -> list[int]:
@@ -188,7 +188,7 @@ def _count(row: dict[str, Any], chunk: int, code: int, detail: str) -> None:
         row |= {"reason": reason.value, "sentence": reason.sentence, "detail": detail}
 
 
-def _told(row: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
+def _prompt_rows(row: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
     size = row["chunk_tokens"]
     facts = [
         ("namespace", row["namespace"]),

@@ -410,7 +410,7 @@ def test_the_lock_of_a_removed_folder_holds_nothing(home: Path) -> None:
 
 def test_only_segments_are_removed(home: Path) -> None:
     folder = Folder(home / "pool")
-    folder.marks.write_bytes(b"EMSMARK1")
+    folder.node_state.write_bytes(b"EMSMARK1")
     for name in ("segment-00000", "segment-00001", "segment-x", "segment-1", "other"):
         (home / "pool" / name).touch(mode=0o600)
     folder.remove_segments()

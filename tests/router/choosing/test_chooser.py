@@ -197,10 +197,10 @@ TOLD = Prompt(len(TOKENS), 5 * len(TOKENS), block_hashes(TOKENS, 64, ""), b"", 6
 
 def test_what_an_engine_tells_of_draws_its_prompts_until_it_is_gone() -> None:
     three = Three(Role.DECODE)
-    assert three.chooser.told([three.two], 16, Place.ENGINE, TOLD.hashes, stored=True)
+    assert three.chooser.take_event([three.two], 16, Place.ENGINE, TOLD.hashes, stored=True)
     assert [score.uncached for score in three.scores(TOLD)] == [len(TOKENS), 0, len(TOKENS)]
 
-    three.chooser.told([three.two], 16, Place.ENGINE, TOLD.hashes[8:], stored=False)
+    three.chooser.take_event([three.two], 16, Place.ENGINE, TOLD.hashes[8:], stored=False)
     assert [score.uncached for score in three.scores(TOLD)] == [len(TOKENS), len(TOKENS) // 2, len(TOKENS)]
 
     three.chooser.forget(three.two)
@@ -209,9 +209,9 @@ def test_what_an_engine_tells_of_draws_its_prompts_until_it_is_gone() -> None:
 
 def test_what_the_pool_has_is_not_computed_and_costs_more_than_what_the_engine_has() -> None:
     three = Three(Role.DECODE)
-    three.chooser.told([three.one], 16, Place.ENGINE, [], stored=True)
-    three.chooser.told([three.two], 16, Place.HOST, TOLD.hashes, stored=True)
-    three.chooser.told([three.two], 16, Place.ENGINE, TOLD.hashes, stored=True)
+    three.chooser.take_event([three.one], 16, Place.ENGINE, [], stored=True)
+    three.chooser.take_event([three.two], 16, Place.HOST, TOLD.hashes, stored=True)
+    three.chooser.take_event([three.two], 16, Place.ENGINE, TOLD.hashes, stored=True)
     one, two, silent = three.scores(TOLD)
 
     assert one.uncached == two.uncached == 0
@@ -220,7 +220,7 @@ def test_what_the_pool_has_is_not_computed_and_costs_more_than_what_the_engine_h
 
 def test_blocks_of_which_no_pieces_can_be_made_are_not_taken_in() -> None:
     three = Three(Role.DECODE)
-    assert three.chooser.told([three.one], 16, Place.ENGINE, [1], stored=True)
-    assert three.chooser.told([three.one], 128, Place.ENGINE, [2], stored=True)
+    assert three.chooser.take_event([three.one], 16, Place.ENGINE, [1], stored=True)
+    assert three.chooser.take_event([three.one], 128, Place.ENGINE, [2], stored=True)
     assert three.chooser.block_tokens == 128
-    assert not three.chooser.told([three.one], 33, Place.ENGINE, [2], stored=True)
+    assert not three.chooser.take_event([three.one], 33, Place.ENGINE, [2], stored=True)

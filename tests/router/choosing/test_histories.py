@@ -90,7 +90,7 @@ class Histories(RuleBasedStateMachine):
     @rule(role=ROLES, prompt=PROMPTS, place=st.sampled_from(list(Place)), stored=st.booleans())
     def event(self, role: Role, prompt: Prompt, place: Place, stored: bool) -> None:
         for side in self.sides:
-            side.chooser.told(side.fleet.listed(role)[:1], 64, place, prompt.hashes, stored=stored)
+            side.chooser.take_event(side.fleet.listed(role)[:1], 64, place, prompt.hashes, stored=stored)
 
     @invariant()
     def the_index_is_bounded(self) -> None:

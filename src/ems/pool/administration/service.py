@@ -106,7 +106,7 @@ class AdminService:
         at_once = running.step(now)
         if running.done:
             del self._running[job]
-            self._reports[job] = self._told(running, job)
+            self._reports[job] = self._report_of(running, job)
             if len(self._reports) > MAX_JOBS:
                 del self._reports[next(iter(self._reports))]
         return at_once
@@ -131,9 +131,9 @@ class AdminService:
         running = self._running.get(act.job)
         if running is None:
             raise StaleReference(f"there is no job {act.job}, or it ended long ago")
-        return self._told(running, act.job)
+        return self._report_of(running, act.job)
 
-    def _told(self, work: Pass, job: int) -> Report:
+    def _report_of(self, work: Pass, job: int) -> Report:
         report = work.report()
         held_by = [{**one, **self._who(one["client_id"])} for one in report.get("held_by", ())]
         return {**report, **({"held_by": held_by} if "held_by" in report else {}), "job": job, "done": work.done}
@@ -253,7 +253,7 @@ class AdminService:
                 pins = running.report()["emptying"] if dry_run else running.cancel()
                 segments = [one for one in self._core.slots.segments if one.size]
                 figures = {"segments": len(segments), "bytes": sum(one.size for one in segments)}
-                return {**self._told(running, job), **figures, "kept": pins, "done": True}
+                return {**self._report_of(running, job), **figures, "kept": pins, "done": True}
         raise PoolRefused("the pool is not being made smaller, so there is nothing to cancel")
 
     def freed(self, number: int) -> None:

@@ -325,7 +325,7 @@ class Line:
         Raises EmsError: as :meth:`Turn.ask`; ConnectionEnded also where its connection ended since.
         """
         with self._locked(timeout) as deadline:
-            return self._told(sent) if sent.over else self._answer(self.at(sent.epoch), sent, deadline)
+            return self._result(sent) if sent.over else self._answer(self.at(sent.epoch), sent, deadline)
 
     def _answer(
         self, connection: Connection, sent: Sent[Answer], deadline: float, descriptors: list[int] | None = None
@@ -339,7 +339,7 @@ class Line:
                 else:
                     first = connection.sent.popleft()
                     first.answer = coding.decode_answer(body)
-        return self._told(sent)
+        return self._result(sent)
 
     def _receive(self, connection: Connection, deadline: float, descriptors: list[int] | None) -> None:
         connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -352,7 +352,7 @@ class Line:
             raise ConnectionResetError("the node closed the connection")
         connection.reader.feed(data)
 
-    def _told(self, sent: Sent[Answer]) -> Answer:
+    def _result(self, sent: Sent[Answer]) -> Answer:
         """What became of a request that is over."""
         if sent.failure is not None:
             raise sent.failure

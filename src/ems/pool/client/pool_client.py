@@ -355,7 +355,7 @@ class PoolClient(Line):
         if news is not None:
             refs, mark = news
             turn.ask(messages.StillWriting(refs), messages.Done)
-            self._promised.was_told(mark)
+            self._promised.was_named(mark)
 
     def commit(
         self,
@@ -396,17 +396,17 @@ class PoolClient(Line):
                 sent = turn.send(request, messages.Done)
         finally:
             if sent is None:
-                self._promised.ended(reservation, positions, told=False)
+                self._promised.ended(reservation, positions, node_knows=False)
         return CommittedAhead(reservation, positions, sent)
 
     def end_commit(self, ahead: CommittedAhead, timeout: float | None = None) -> None:
         """Wait until what :meth:`begin_commit` named is published.  Raises EmsError: as :meth:`commit` does."""
-        told = False
+        node_knows = False
         try:
             self.answer(ahead.sent, timeout)
-            told = True
+            node_knows = True
         finally:
-            self._promised.ended(ahead.reservation, ahead.positions, told=told)
+            self._promised.ended(ahead.reservation, ahead.positions, node_knows=node_knows)
 
     def report(self, namespace: Namespace, reader: PageReader, timeout: float | None = None) -> int:
         """Tell the node of pages that ``reader`` found corrupt; how many the node took out of the pool for that."""
@@ -431,14 +431,14 @@ class PoolClient(Line):
         Raises StaleReference: the reservation ended with its connection already.
         """
         if reservation.packed_refs:
-            told = False
+            node_knows = False
             try:
                 self.at(reservation.epoch)  # a node that is gone need not be reached for that
                 with self.turn(timeout, reservation.epoch) as turn:
                     turn.ask(messages.Abort(reservation.number), messages.Done)
-                told = True
+                node_knows = True
             finally:
-                self._promised.ended(reservation, None, told=told)
+                self._promised.ended(reservation, None, node_knows=node_knows)
 
     def stats(self, timeout: float | None = None) -> dict[str, object]:
         return self.call(timeout, lambda turn: turn.ask(messages.Stats(), messages.Figures).figures)

@@ -25,8 +25,8 @@ class PromisedSlots:
         """Each reservation by its connection and number, and at which positions no copy runs any more."""
         self._any = False
         self._ended = 0
-        """How many copies ended of which the node was not told there and then."""
-        self._told = (1, 0)
+        """How many copies ended of which the node was not node_knows there and then."""
+        self._named = (1, 0)
         """Connection and value of ``_ended`` that the node was told of; a client's first has nothing to tell."""
 
     def promised(self, reservation: Reservation) -> None:
@@ -34,7 +34,7 @@ class PromisedSlots:
             with self._lock:
                 self._held[reservation.epoch, reservation.number] = reservation, set()
 
-    def ended(self, reservation: Reservation, positions: Iterable[int] | None, *, told: bool) -> None:
+    def ended(self, reservation: Reservation, positions: Iterable[int] | None, *, node_knows: bool) -> None:
         """No copy into the slots of ``positions`` (all, when None) runs any more; ``told``: the node knows that."""
         name = reservation.epoch, reservation.number
         with self._lock:
@@ -43,7 +43,7 @@ class PromisedSlots:
             over.update(granted if positions is None else positions)
             if over.issuperset(granted):
                 self._held.pop(name, None)
-            self._ended += not told
+            self._ended += not node_knows
 
     def asked(self) -> None:
         """The node is asked for slots: from now on it may wait for this client, whether its answer comes or not."""
@@ -51,18 +51,18 @@ class PromisedSlots:
             self._any = True
 
     def untold(self, epoch: int) -> bool:
-        """Whether the node of the connection ``epoch`` may wait for copies that it was not told of."""
+        """Whether the node of the connection ``epoch`` may wait for copies that it was not node_knows of."""
         with self._lock:
-            return self._any and self._told != (epoch, self._ended)
+            return self._any and self._named != (epoch, self._ended)
 
     def news(self, epoch: int) -> tuple[bytes, tuple[int, int]] | None:
         """What to tell the node on the connection ``epoch``: all slots that may be written into.
 
-        With it comes a mark for :meth:`was_told`; None where the node knows, or where these are more than can be told.
+        With it comes a mark for :meth:`was_named`; None where the node knows, or where these are more than can be told.
         """
         with self._lock:
             mark = epoch, self._ended
-            if mark == self._told:
+            if mark == self._named:
                 return None
             refs = [
                 ref
@@ -72,6 +72,6 @@ class PromisedSlots:
             ]
             return (b"".join(refs), mark) if len(refs) <= MAX_KEYS else None
 
-    def was_told(self, mark: tuple[int, int]) -> None:
+    def was_named(self, mark: tuple[int, int]) -> None:
         with self._lock:
-            self._told = mark
+            self._named = mark

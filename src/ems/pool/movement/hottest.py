@@ -20,14 +20,14 @@ class HottestPages:
     """The pages of ``spaces``, each a namespace, the size of its pages and these, of ``room`` bytes together."""
 
     def __init__(self, spaces: Sequence[tuple[int, int, Iterable[Page]]], room: int) -> None:
-        self._ahead = enumerate(chain.from_iterable(_named(*space) for space in spaces))
+        self._candidates = enumerate(chain.from_iterable(_named(*space) for space in spaces))
         self._room = room
         self._heap: list[Ranked] = []
         self._ranked = False
 
     def step(self, most: int) -> bool:
         """Look at ``most`` more pages; False when all were looked at."""
-        looked = list(islice(self._ahead, most))
+        looked = list(islice(self._candidates, most))
         for position, (namespace, size, page) in looked:
             # Of those used together the first, which others hang on, counts as used last.
             heapq.heappush(self._heap, (page.used, -position, namespace, size, page))

@@ -103,7 +103,7 @@ class _Walk:
     """One walk through an order: ``ahead`` is what it has not come to; see :class:`PreEvictionWalk` for ``settled``."""
 
     def __init__(self, order: Iterable[Page], before: dict[bytes, float | None]) -> None:
-        self.ahead = deque(order)
+        self.left = deque(order)
         self.before = before
         """What the walk before it came to."""
         self.settled: dict[bytes, float | None] = {}
@@ -129,9 +129,9 @@ class PreEvictionWalk:
         ``order`` are the pages that would leave soon, the first first; it is read only when a walk begins anew.
         """
         walk = self._walks.get(namespace)
-        if walk is None or not walk.ahead:
+        if walk is None or not walk.left:
             walk = self._walks[namespace] = _Walk(order, walk.settled if walk is not None else {})
-        looked = [walk.ahead.popleft() for _ in range(min(most, len(walk.ahead)))]
+        looked = [walk.left.popleft() for _ in range(min(most, len(walk.left)))]
         walk.settled.update((page.ref, walk.before.get(page.ref)) for page in looked if page.present)
         return [page for page in looked if page.present and walk.settled[page.ref] != page.used]
 

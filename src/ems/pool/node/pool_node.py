@@ -337,8 +337,8 @@ class Node:
     def publish(self, client_id: int, reservation: int, checksums: dict[int, int]) -> None:
         """Commit pages that came from a tier below memory: their checksums by position."""
         positions = sorted(checksums)
-        told = [checksums[position] for position in positions]
-        self.storing.commit(client_id, reservation, positions, told, PageFlag.FROM_BELOW)
+        sums = [checksums[position] for position in positions]
+        self.storing.commit(client_id, reservation, positions, sums, PageFlag.FROM_BELOW)
 
     def own_figures(self) -> dict[str, object]:
         """Those that only say what node it is."""

@@ -77,7 +77,7 @@ class Arena:
         if not config.allow_disk:
             refuse_disk(config.directory)
         self._folder = Folder(config.directory, lock=lock)
-        self._node_state = NodeStateFile(self._folder.marks)
+        self._node_state = NodeStateFile(self._folder.node_state)
         self.headers = Headers(node_id, self._files, self._node_state.cover)
         self._tails = self._tail_file()
         try:
@@ -206,7 +206,7 @@ class Arena:
                 with contextlib.suppress(OSError):
                     self._folder.segment(number).unlink(missing_ok=True)
             if not kept:
-                self._folder.marks.unlink(missing_ok=True)
+                self._folder.node_state.unlink(missing_ok=True)
             raise
 
     def _append(self, size: int) -> None:
@@ -347,12 +347,12 @@ class Arena:
         punch(retired.file.descriptor, retired.file.size)
         return self._touch(retired.segment, progress, stop)
 
-    def keep_tail(self, namespace: str, page: Page, lives: Callable[[str, bytes, bytes], bool]) -> None:
-        """Keep the tokens of a page that is not full; ``lives`` is as :meth:`TailFile.compact` wants it."""
+    def keep_tail(self, namespace: str, page: Page, still_found: Callable[[str, bytes, bytes], bool]) -> None:
+        """Keep the tokens of a page that is not full; ``still_found`` is as :meth:`TailFile.compact` wants it."""
         assert page.tail is not None
         most = max(sum(self.sizes) // TAILS_SHARE, LEAST_BYTES)
         with contextlib.suppress(OSError):
-            self._tails.compact(lives, most)
+            self._tails.compact(still_found, most)
         # Where memory, or the file, is full the page is not found by its tokens after a restart.
         with contextlib.suppress(OSError):
             self._tails.add(namespace, page.key, page.ref, page.tail, most)

@@ -43,14 +43,14 @@ SIZE_NAME = "size"
 _POLL_SECONDS = 0.05
 _LOCK_NAME = "node.lock"
 _TAILS_NAME = "tails"
-_MARKS_NAME = "marks"
+_NODE_STATE_NAME = "marks"
 _SEGMENT = re.compile(r"segment-([0-9]{5})")
 _SIDE_FILES = dict.fromkeys((OWNERS_NAME, GIVEN_UP_NAME, PINS_NAME, SIZE_NAME), side_file.MAGIC)
 _SIDE_FILES |= {_TAILS_NAME: tail_file.MAGIC}
 _SIDE_FILES |= {f"{name}.new": magic for name, magic in _SIDE_FILES.items()}
 """How the files beside segments begin, by name; the ones that replace them, too."""
 _LOCK_BEGINS = b"EMS node lock\n"
-_FIRST_FILES = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _MARKS_NAME: side_file.MARKS_MAGIC}
+_FIRST_FILES = {_LOCK_NAME: _LOCK_BEGINS, LOG_NAME: LOG_BEGINS, _NODE_STATE_NAME: side_file.NODE_STATE_MAGIC}
 """How the files begin that are in a folder before it is marked, or mark it."""
 _BEGINNING_BYTES = 64
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -93,7 +93,7 @@ def refuse_strangers(path: Path) -> None:
 
 def _is_marked(path: Path) -> bool:
     """Whether a node made ``path`` its own.  Marks that are damaged further behind say so as well."""
-    for name, magic in ((_MARKS_NAME, side_file.MARKS_MAGIC), (SIZE_NAME, side_file.MAGIC)):
+    for name, magic in ((_NODE_STATE_NAME, side_file.NODE_STATE_MAGIC), (SIZE_NAME, side_file.MAGIC)):
         file = path / name
         if file.is_file() and _beginning(file).startswith(magic):
             return True
@@ -173,7 +173,7 @@ class Folder:
     def __init__(self, path: Path, patience: float = STOP_SECONDS, lock: int | None = None) -> None:
         self.path = path
         self.tails = path / _TAILS_NAME
-        self.marks = path / _MARKS_NAME
+        self.node_state = path / _NODE_STATE_NAME
         self.lock = _lock(path, time.monotonic() + patience) if lock is None else lock
         """The open file whose lock says who holds the folder."""
 
@@ -200,7 +200,7 @@ class Folder:
             if int(segment[1]) >= first if segment else beside:
                 entry.unlink(missing_ok=True)
         if not first:
-            self.marks.unlink(missing_ok=True)
+            self.node_state.unlink(missing_ok=True)
 
     def close(self, *, log: bool) -> None:
         """Let others have the folder; the node's log goes if ``log``, and the folder too when nothing is in it."""

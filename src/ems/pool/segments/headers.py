@@ -39,7 +39,7 @@ _FREE = int(SlotState.FREE).to_bytes(4, "little")
 class Headers:
     """Descriptions and headers in ``files``, which are the arena's and change with it.
 
-    ``cover`` is told of the largest stamp and carving before they are given.
+    ``cover`` is fields of the largest stamp and carving before they are given.
     """
 
     def __init__(self, node_id: bytes, files: Sequence[SegmentFile], cover: Callable[[int, int], None]) -> None:
@@ -76,8 +76,8 @@ class Headers:
         A node that comes after this one reads there who may still be writing.
         """
         # While a slot is being written these say by whom.
-        told = repeat((writer.pack(), 0, writer.pid_namespace))
-        self._write_headers(SlotState.WRITING, pages, told, length, 0)
+        fields = repeat((writer.pack(), 0, writer.pid_namespace))
+        self._write_headers(SlotState.WRITING, pages, fields, length, 0)
 
     def publish(
         self, pages: Sequence[Page], length: int, checksums: Sequence[int] | None = None, flags: int = 0
@@ -89,20 +89,20 @@ class Headers:
         if checksums is not None:
             flags |= PageFlag.CHECKSUMMED
         parents = [page.parent.key if page.parent is not None else NO_PARENT for page in pages]
-        told = zip(parents, count(stamp - 1, -1), repeat(0) if checksums is None else checksums, strict=False)
-        self._write_headers(SlotState.PRESENT, pages, told, length, int(flags))
+        fields = zip(parents, count(stamp - 1, -1), repeat(0) if checksums is None else checksums, strict=False)
+        self._write_headers(SlotState.PRESENT, pages, fields, length, int(flags))
 
     def _write_headers(
-        self, state: SlotState, pages: Sequence[Page], told: Iterable[tuple[bytes, int, int]], length: int, flags: int
+        self, state: SlotState, pages: Sequence[Page], fields: Iterable[tuple[bytes, int, int]], length: int, flags: int
     ) -> None:
         """Write the headers of ``pages`` in their order, those of slots side by side in one go.
 
-        Of each parent, stamp and checksum are ``told``, or what stands in their place.
+        Of each parent, stamp and checksum are ``fields``, or what stands in their place.
         """
         before, first = -1, 0
         run: list[bytes] = []
         number = int(state)
-        for page, (parent, stamp, checksum) in zip(pages, told, strict=False):
+        for page, (parent, stamp, checksum) in zip(pages, fields, strict=False):
             segment, slot, generation = unpack_ref(page.ref)
             if run and (slot != first + len(run) or segment != before):
                 self._files[before].write(header_offset(first), b"".join(run))

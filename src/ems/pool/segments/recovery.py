@@ -108,8 +108,8 @@ class _Found(msgspec.Struct, frozen=True):
     @property
     def writers(self) -> list[Writer]:
         headers, known = self.headers[self.resting], self.written[self.resting].tolist()
-        told = zip(headers["parent"].tolist(), headers["checksum"].tolist(), known, strict=True)
-        return [Writer.unpack(packed, namespace) if sound else UNKNOWN for packed, namespace, sound in told]
+        fields = zip(headers["parent"].tolist(), headers["checksum"].tolist(), known, strict=True)
+        return [Writer.unpack(packed, namespace) if sound else UNKNOWN for packed, namespace, sound in fields]
 
     def refs(self, slots: Mask) -> list[bytes]:
         numbers = np.flatnonzero(slots)

@@ -25,10 +25,10 @@ STAMPS_AHEAD = 1 << 24
 """So far the bound of stamps is ahead of them when it is moved, which need not happen often."""
 CARVINGS_AHEAD = 1 << 16
 
-_MARKS = struct.Struct("<8sQQQ")
+_RECORD = struct.Struct("<8sQQQ")
 _CHECK = struct.Struct("<I")
-_RECORD_BYTES = _MARKS.size + _CHECK.size
-MARKS_MAGIC = b"EMSMARK1"
+_RECORD_BYTES = _RECORD.size + _CHECK.size
+NODE_STATE_MAGIC = b"EMSMARK1"
 
 Value = TypeVar("Value")
 Pins = dict[str, dict[bytes, float]]
@@ -85,9 +85,9 @@ class NodeStateFile:
         with contextlib.suppress(OSError):
             self._open(0)
             raw = os.pread(self._file, _RECORD_BYTES, 0)
-            if len(raw) == _RECORD_BYTES and raw[_MARKS.size :] == _CHECK.pack(zlib.crc32(raw[: _MARKS.size])):
-                magic, *known = _MARKS.unpack_from(raw)
-                if magic == MARKS_MAGIC:
+            if len(raw) == _RECORD_BYTES and raw[_RECORD.size :] == _CHECK.pack(zlib.crc32(raw[: _RECORD.size])):
+                magic, *known = _RECORD.unpack_from(raw)
+                if magic == NODE_STATE_MAGIC:
                     self.segment, self.stamps, self.carvings = known
 
     @property
@@ -122,7 +122,7 @@ class NodeStateFile:
                 os.pwrite(self._file, self._packed(), 0)
 
     def _packed(self) -> bytes:
-        body = _MARKS.pack(MARKS_MAGIC, self.segment, self.stamps, self.carvings)
+        body = _RECORD.pack(NODE_STATE_MAGIC, self.segment, self.stamps, self.carvings)
         return body + _CHECK.pack(zlib.crc32(body))
 
     def forget(self) -> None:

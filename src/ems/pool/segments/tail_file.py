@@ -97,22 +97,22 @@ class TailFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(record)
 
-    def compact(self, lives: Callable[[str, bytes, bytes], bool], most: int) -> None:
+    def compact(self, still_found: Callable[[str, bytes, bytes], bool], most: int) -> None:
         """If the file is long, copy a few of its records into a new one, which takes its place when it has all.
 
-        ``lives`` tells of a namespace, key and place whether the page there is still found by its tokens; ``most`` is
-        as for :meth:`add`.  Raises OSError: memory is full; all remains as it is then.
+        ``still_found`` tells of a namespace, key and place if the page there is found by its tokens; ``most`` is as
+        for :meth:`add`.  Raises OSError: memory is full; all remains as it is then.
         """
         # Where more than half of the room is of use, half of what is left of it has to be written before the next time.
         if self._new < 0 and self._size <= min(self._compact_above, (most + self._useful) // 2):
             return
         try:
-            self._copy_some(lives)
+            self._copy_some(still_found)
         except OSError:
             self._drop_new()
             raise
 
-    def _copy_some(self, lives: Callable[[str, bytes, bytes], bool]) -> None:
+    def _copy_some(self, still_found: Callable[[str, bytes, bytes], bool]) -> None:
         kept = b""
         if self._new < 0:
             self._new_path.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class TailFile:
             self._new = os.open(self._new_path, flags, 0o600)
             self._new_size, self._copied, kept = 0, len(MAGIC), MAGIC
         records, end = unpack_records(os.pread(self._file, STEP_BYTES, self._copied), most=STEP_RECORDS)
-        kept += b"".join(pack_record(*one) for one in records if lives(*one[:3]))
+        kept += b"".join(pack_record(*one) for one in records if still_found(*one[:3]))
         written = 0
         while written < len(kept):
             written += self._write(self._new, memoryview(kept)[written:])

@@ -245,17 +245,17 @@ class RequestHandler:
 
     def _explain(self, _client_id: int, request: messages.Explain, _now: float) -> Steps[messages.Explained]:
         answer: messages.Explained | None = None
-        told: list[bytes] = []
+        parts: list[bytes] = []
         for keys in _parts(request.keys):
-            if told:
+            if parts:
                 yield
             one = self._core.reading.explain(request.name, keys)
             codes = one.codes if answer is None else one.codes.replace(b"\0", _GAP)
-            told.append(revised(self._below.states, request.name, keys, codes, local_only=request.local_only))
+            parts.append(revised(self._below.states, request.name, keys, codes, local_only=request.local_only))
             if answer is None and any(codes):
-                same = told[-1].lstrip(b"\0")[0] == codes.lstrip(b"\0")[0]
+                same = parts[-1].lstrip(b"\0")[0] == codes.lstrip(b"\0")[0]
                 answer = one if same else messages.Explained(b"")
-        return msgspec.structs.replace(answer or messages.Explained(b""), codes=b"".join(told))
+        return msgspec.structs.replace(answer or messages.Explained(b""), codes=b"".join(parts))
 
     def _announce(self, client_id: int, request: messages.Announce, now: float) -> Steps[messages.Announced]:
         yield from self._prefetch_some(request)
@@ -340,8 +340,8 @@ class RequestHandler:
         if request.checksums and request.positions is not None:
             checksums = np.frombuffer(request.checksums, dtype="<u4").tolist()
             if request.positions != positions:
-                told = dict(zip(request.positions, checksums, strict=True))
-                checksums = [told[position] for position in positions]
+                by_position = dict(zip(request.positions, checksums, strict=True))
+                checksums = [by_position[position] for position in positions]
         pages: list[Page] = []
         for start in range(0, max(len(positions), 1), STEP):
             if start:

@@ -50,19 +50,19 @@ class FolderBlobs:
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         folder = self._path(name).parent
         new = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        with _told(f"cannot write {name}"):
+        with _failures_named(f"cannot write {name}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(self._path(name), new, parts, sync=self._sync)
 
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
-        with _told(f"cannot open {name}"):
+        with _failures_named(f"cannot open {name}"):
             try:
                 # A pipe would keep whoever opens it waiting.
                 descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise Gone(name) from error
         done = 0
-        with _told(f"cannot read {name}"), os.fdopen(descriptor, "rb") as file:
+        with _failures_named(f"cannot read {name}"), os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or _distrust(status):
                 raise Gone(name)
@@ -77,7 +77,7 @@ class FolderBlobs:
         return done
 
     def blobs(self) -> Iterable[Blob]:
-        with _told(f"cannot list {self._root}"):
+        with _failures_named(f"cannot list {self._root}"):
             if reason := _distrust(self._root.stat()):
                 raise TierFailed(f"{self._root} is not to be believed any more: {reason}")
             yield from self._walk(self._root, "", "")
@@ -103,7 +103,7 @@ class FolderBlobs:
                 continue
 
     def move(self, name: str, new: str) -> None:
-        with _told(f"cannot move {name}"):
+        with _failures_named(f"cannot move {name}"):
             self._path(new).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 self._path(name).rename(self._path(new))
@@ -112,7 +112,7 @@ class FolderBlobs:
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            with _told(f"cannot remove {name}"), contextlib.suppress(FileNotFoundError):
+            with _failures_named(f"cannot remove {name}"), contextlib.suppress(FileNotFoundError):
                 self._path(name).unlink()
 
     def touch(self, name: str) -> None:
@@ -121,7 +121,7 @@ class FolderBlobs:
 
     def sweep(self, older: float) -> int:
         count = 0
-        with _told(f"cannot list {self._root}"):
+        with _failures_named(f"cannot list {self._root}"):
             ours = (path for path in self._root.iterdir() if _OUR_FOLDER.fullmatch(path.name) and path.is_dir())
             for folder in (self._root, *ours):
                 for path in folder.glob(f"{_UNFINISHED}*"):
@@ -132,7 +132,7 @@ class FolderBlobs:
         return count
 
     def room(self) -> int | None:
-        with _told(f"cannot look at {self._root}"):
+        with _failures_named(f"cannot look at {self._root}"):
             figures = os.statvfs(self._root)
         return figures.f_bavail * figures.f_frsize
 
@@ -147,7 +147,7 @@ def _distrust(status: os.stat_result) -> str:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _failures_named(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -26,7 +26,7 @@ from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import PageRef, writer_of
 from ems.pool.media import medium_of
 from ems.pool.movement.promotion import Portion, Promotions
-from ems.pool.movement.told import Told
+from ems.pool.movement.tier_events import TierEvents
 from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
 from ems.pool.pages import ClusterWrite, Page
@@ -113,7 +113,7 @@ class TierManager:
         self._promoting: dict[tuple[int, bytes], tuple[int, int]] = {}
         """Keys that are being fetched, each by an owner, from a tier."""
         media = {medium_of(state.config.kind) for state in self.states}
-        self._told = {medium: Told(host.core.changes, medium, partial(self._held, medium)) for medium in media}
+        self._events = {medium: TierEvents(host.core.changes, medium, partial(self._held, medium)) for medium in media}
         self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
 
@@ -212,7 +212,7 @@ class TierManager:
                     if maybe := self._asks(state, name, keys[at:], again):
                         return at - start, promoting + maybe
                 if count:
-                    self._told_of(state).seen(name, keys[at : at + count], now)
+                    self._events_of(state).seen(name, keys[at : at + count], now)
                 if not count:
                     state.miss(now)
                 elif self._is_worth(state, count * page_size, computing * count, now) and self._ask(
@@ -227,8 +227,8 @@ class TierManager:
 
     # What others are told of the tiers
 
-    def _told_of(self, state: TierState) -> Told:
-        return self._told[medium_of(state.config.kind)]
+    def _events_of(self, state: TierState) -> TierEvents:
+        return self._events[medium_of(state.config.kind)]
 
     def _held(self, medium: str, name: str, key: bytes, heard: float) -> bool:
         """Whether a tier of ``medium`` has a page of which was last ``heard`` then, and may be read."""
@@ -257,7 +257,7 @@ class TierManager:
         return maybe
 
     def _answered(self, state: TierState, name: str, keys: Sequence[bytes], again: Callable[[], object]) -> None:
-        self._told_of(state).missed(name, keys)
+        self._events_of(state).missed(name, keys)
         again()
 
     def _asks_tails(self, state: TierState, namespace: int, name: str, tail: Tail, shared: int) -> bool:
@@ -307,8 +307,8 @@ class TierManager:
             state.keep(now)
         for again in self._again:
             again.step()
-        for told in self._told.values():
-            told.look()
+        for events in self._events.values():
+            events.look()
         self._clean()
         self._pump()
 
@@ -406,7 +406,7 @@ class TierManager:
         state.counts["fetch_corrupt"] += sum(one in {Outcome.CORRUPT, Outcome.WRONG_SIZE} for one in outcomes)
         with contextlib.suppress(StaleReference):  # the namespace is gone
             absent = [portion.keys[at] for at in positions if at not in good]
-            self._told_of(state).missed(self._host.core.named(portion.namespace)[0], absent)
+            self._events_of(state).missed(self._host.core.named(portion.namespace)[0], absent)
         if failure is not None:
             self._cut_reading(state, error_text(failure), now)
         self._pump_soon()
@@ -498,7 +498,7 @@ class TierManager:
             settled = [use for use, outcome in zip(uses, outcomes, strict=True) if outcome in SETTLED]
             if state.reads:
                 there = [page.key for page, outcome in zip(pages, outcomes, strict=True) if outcome in THERE]
-                self._told_of(state).seen(name, there, self._clock())
+                self._events_of(state).seen(name, there, self._clock())
             state.pre_eviction.settled(units[0].namespace, settled)
         self._pump_soon()
 
@@ -582,7 +582,7 @@ class TierManager:
     def forget(self, tier: int, matches: ForgetRequest, *, dry_run: bool) -> Errand:
         state = self.states[tier]
         if state.tier.asks and not dry_run:
-            self._told_of(state).forget(matches.namespace)
+            self._events_of(state).forget(matches.namespace)
         return state.errand(lambda one: one.forget(matches, dry_run=dry_run), writes=True)
 
     def settle(self, tier: int) -> None:

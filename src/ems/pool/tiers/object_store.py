@@ -61,7 +61,7 @@ class BucketBlobs:
             raise ConfigError(f"the object store {config.name} cannot be used: {_brief(error)}") from error
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        with self._told(f"cannot write {name}"):
+        with self._failures_named(f"cannot write {name}"):
             self._obstore.put(self._store, name, b"".join(parts), use_multipart=False)
 
     def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
@@ -69,7 +69,7 @@ class BucketBlobs:
         if not wanted:
             return 0
         try:
-            with self._told(f"cannot read {name}"):
+            with self._failures_named(f"cannot read {name}"):
                 found = memoryview(self._obstore.get_range(self._store, name, start=offset, length=wanted))
         except TierFailed as error:
             if _beyond_its_end(error):
@@ -83,18 +83,18 @@ class BucketBlobs:
         return done
 
     def blobs(self) -> Iterable[Blob]:
-        with self._told("cannot list the bucket"):
+        with self._failures_named("cannot list the bucket"):
             for some in self._obstore.list(self._store):
                 for found in some:
                     yield Blob(found["path"], found["size"], found["last_modified"].timestamp())
 
     def move(self, name: str, new: str) -> None:
-        with self._told(f"cannot move {name}"):
+        with self._failures_named(f"cannot move {name}"):
             self._obstore.rename(self._store, name, new)
 
     def delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), _DELETE_MANY):
-            with self._told("cannot remove objects"), contextlib.suppress(Gone):
+            with self._failures_named("cannot remove objects"), contextlib.suppress(Gone):
                 self._obstore.delete(self._store, list(names[start : start + _DELETE_MANY]))
 
     def touch(self, name: str) -> None:
@@ -107,7 +107,7 @@ class BucketBlobs:
         return None
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _failures_named(self, what: str) -> Iterator[None]:
         from obstore.exceptions import NotFoundError
 
         try:

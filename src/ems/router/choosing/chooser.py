@@ -90,7 +90,7 @@ class Chooser:
         if host in self._pools and all(one.address.host != host for one in self._telling):
             self._index.forget(self._pools.pop(host))
 
-    def told(
+    def take_event(
         self, instances: Sequence[Instance], block_tokens: int, place: Place, hashes: Collection[int], *, stored: bool
     ) -> bool:
         """Take in that instances of one engine have blocks in a place, or have no more.

@@ -117,6 +117,6 @@ class Subscriber:
         self._chooser.adapters |= source.adapters
         taken = True
         for place, hashes, stored in changes:
-            taken = self._chooser.told(instances, source.block_tokens, place, hashes, stored=stored)
+            taken = self._chooser.take_event(instances, source.block_tokens, place, hashes, stored=stored)
         if not taken:
             log.warning("KV events of %s do not count: their blocks have %d tokens", address, source.block_tokens)

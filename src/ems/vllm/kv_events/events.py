@@ -50,7 +50,7 @@ class ChangeFeed:
         self._namespaces = asked_for(namespaces)
         self._logger = logger
         self._place: PageLocation | None = None
-        self.told: Callable[[], None] = lambda: None
+        self.before_reading: Callable[[], None] = lambda: None
         """Called before each question."""
         self._stop = threading.Event()
         self._lane: Lane[None, PoolChanges | None] = Lane("ems-events", self._run)
@@ -69,7 +69,7 @@ class ChangeFeed:
         while not self._stop.is_set():
             pause = PAUSE_SECONDS
             try:
-                self.told()
+                self.before_reading()
                 self._read()
                 pause = POLL_SECONDS
             except EmsError as error:
@@ -117,7 +117,7 @@ class BlockEvents:
         self._taken_at = time.monotonic()
         self._lock = threading.Lock()
         """Around all of it: the engine's thread and the feed's meet here."""
-        feed.told = self._publish_when_idle
+        feed.before_reading = self._publish_when_idle
 
     def offered(self, request: Any, save: Save, extra: Sequence[object]) -> None:
         """The full chunks of ``save`` are being saved; ``extra`` has the extra keys of each block."""

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ems.pool.core.changes import ASKED_SECONDS, ChangeLog
 from ems.pool.media import STORAGE, named
-from ems.pool.movement import told as module
-from ems.pool.movement.told import AGAIN_SECONDS, Told
+from ems.pool.movement import tier_events as module
+from ems.pool.movement.tier_events import AGAIN_SECONDS, TierEvents
 from ems.pool.protocol.messages import FROM_NOW, ChangeRun
 from tests.pool.brain import key
 
@@ -24,12 +24,12 @@ class Bench:
     def __init__(self) -> None:
         self.log = ChangeLog()
         self.there: set[bytes] = set()
-        self.told = Told(self.log, STORAGE, lambda _name, one, _heard: one in self.there)
+        self.events = TierEvents(self.log, STORAGE, lambda _name, one, _heard: one in self.there)
         self._place = self.log.since(FROM_NOW, NAMES, 0.0)[0]
 
     def see(self, *names: str, now: float = 0.0) -> None:
         self.there.update(map(key, names))
-        self.told.seen("a", [key(name) for name in names], now)
+        self.events.seen("a", [key(name) for name in names], now)
 
     def news(self) -> list[tuple[bool, bytes]]:
         self._place, lost, runs = self.log.since(self._place, NAMES, 0.0)
@@ -42,10 +42,10 @@ def test_a_page_is_told_of_and_taken_back_once_when_it_is_not_found_any_more() -
     bench.see("1", "2")
     bench.see("1")
     assert bench.news() == [(True, key("1") + key("2"))]
-    bench.told.look()
+    bench.events.look()
     assert bench.news() == []
     bench.there.discard(key("1"))
-    bench.told.look()
+    bench.events.look()
     assert bench.news() == [(False, key("1"))]
     bench.see("1")
     assert bench.news() == [(True, key("1"))]
@@ -66,7 +66,7 @@ def test_what_turned_out_to_be_missing_is_taken_back_at_once() -> None:
     bench.see("1", "2")
     bench.news()
     bench.there.discard(key("2"))
-    bench.told.missed("a", [key("1"), key("2"), key("never told")])
+    bench.events.missed("a", [key("1"), key("2"), key("never told")])
     assert bench.news() == [(False, key("2"))]
 
 
@@ -79,18 +79,18 @@ def test_who_asks_again_whether_a_missed_page_is_there_does_not_go_by_when_it_wa
         heard.append(at)
         return at > 0
 
-    told = Told(log, STORAGE, remember)
-    told.seen("a", [key("1")], 5.0)
-    told.look()
-    told.missed("a", [key("1")])
+    events = TierEvents(log, STORAGE, remember)
+    events.seen("a", [key("1")], 5.0)
+    events.look()
+    events.missed("a", [key("1")])
     assert heard == [5.0, -math.inf]
 
 
 def test_a_namespace_that_is_cleared_is_taken_back() -> None:
     bench = Bench()
     bench.see("1")
-    bench.told.seen("b", [key("2")], 0.0)
-    bench.told.forget("a")
+    bench.events.seen("b", [key("2")], 0.0)
+    bench.events.forget("a")
     assert bench.news() == [(True, key("1")), (False, key("1"))]
 
 
@@ -102,13 +102,13 @@ def test_all_are_looked_for_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.there.clear()
     removed = []
     for _ in range(3):
-        bench.told.look()
+        bench.events.look()
         removed.append(len(b"".join(keys for _, keys in bench.news())) // 16)
     assert removed == [2, 2, 1]
 
 
 def test_what_there_is_no_room_to_remember_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_TOLD", 2)
+    monkeypatch.setattr(module, "MOST_PAGES", 2)
     bench = Bench()
     bench.see("1", "2", "3")
     assert bench.news() == [(True, key("1") + key("2") + key("3")), (False, key("1"))]
@@ -118,7 +118,7 @@ def test_nothing_is_remembered_while_nobody_asks() -> None:
     bench = Bench()
     bench.see("1")
     bench.log.tick(ASKED_SECONDS)
-    bench.told.look()
+    bench.events.look()
     bench.see("2")
     place = bench.log.since(FROM_NOW, NAMES, 100.0)[0]
     bench.see("1")
@@ -135,14 +135,14 @@ def test_after_a_look_others_know_what_is_there(history: list[tuple[str, str]]) 
         elif what == "leave":
             bench.there.discard(key(name))
         else:
-            bench.told.look()
+            bench.events.look()
         for stored, keys in bench.news():
             for one in (keys[at : at + 16] for at in range(0, len(keys), 16)):
                 if stored:
                     known.add(one)
                 else:
                     known.remove(one)
-    bench.told.look()
+    bench.events.look()
     known -= {
         one
         for stored, keys in bench.news()

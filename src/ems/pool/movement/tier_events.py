@@ -3,7 +3,7 @@
 A brain.  Pages leave a tier in many ways: others make room, they grow old, somebody clears, a cluster evicts them on
 its own.  So nobody tells of that: what was told of is looked for again, a few pages each time.  What always holds: what
 was told of as stored is told of as removed once it is not there any more, or cannot be remembered; memory is bounded by
-:data:`MOST_TOLD`; nothing is remembered while nobody asks for changes.
+:data:`MOST_PAGES`; nothing is remembered while nobody asks for changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from ems.pool.core.changes import ChangeLog
 from ems.pool.media import named
 
-MOST_TOLD = 65536
+MOST_PAGES = 65536
 LOOKED_AT = 512
 """Pages that are looked for in one go."""
 AGAIN_SECONDS = 30.0
@@ -25,8 +25,8 @@ Held = Callable[[str, bytes, float], bool]
 """Whether a page of a namespace is there, of which was last heard at that time."""
 
 
-class Told:
-    """The pages of ``medium``."""
+class TierEvents:
+    """KV events of the pages of ``medium``."""
 
     def __init__(self, changes: ChangeLog, medium: str, held: Held) -> None:
         self._changes = changes
@@ -44,7 +44,7 @@ class Told:
         self._heard.update(((namespace, key), now) for key in new)
         if new:
             self._changes.stored(named(namespace, self._medium), new)
-        while len(self._heard) > MOST_TOLD:
+        while len(self._heard) > MOST_PAGES:
             self._take_back(next(iter(self._heard)))
 
     def missed(self, namespace: str, keys: Sequence[bytes]) -> None:
