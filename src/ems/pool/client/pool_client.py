@@ -369,7 +369,7 @@ class PoolClient(Line):
 
         ``checksums`` are those of the pages (see :func:`ems.pool.layout.crc32c`), in the order of
         ``positions`` or of the keys; a page without one cannot be checked when it is loaded.
-        Raises StaleReference: the reservation ended with its connection; nothing was published.
+        Raises StaleReference: the reservation ended; nothing was published, or of many pages the first ones.
         """
         if reservation.packed_refs:
             self.end_commit(self.begin_commit(reservation, positions, timeout, checksums, cluster_write), timeout)
