@@ -59,9 +59,10 @@ def timeout_of(option: CcKvOption | None) -> float:
 
     Raises EmsException: EMS_INVALID_ARGUMENT, it is negative or no number.
     """
-    if not hasattr(option or CcKvOption(), "timeout"):
+    option = option or CcKvOption()
+    if not hasattr(option, "timeout"):
         raise invalid(f"option is a {type(option).__name__}, expected a CcKvOption or None")
-    given: object = (option or CcKvOption()).timeout
+    given: object = option.timeout
     if not isinstance(given, int | float) or isinstance(given, bool) or not given >= 0:
         raise invalid(f"option.timeout is {given!r}, expected milliseconds, at least 0")
     return min(given, DAY_SECONDS * 1000) / 1000

@@ -25,9 +25,9 @@ BYTE, HALF, INT, LONG = map(ir.IntType, (8, 16, 32, 64))
 LINE_OF_LONGS = ir.VectorType(LONG, LINE // 8)
 
 _ARM = platform.machine() in {"aarch64", "arm64"}
-_TOLD = config.CPU_NAME is not None or config.CPU_FEATURES is not None
+_OTHER_TARGET = config.CPU_NAME is not None or config.CPU_FEATURES is not None
 """Whether Numba is told to compile for another processor than this one, of which nothing is known here."""
-_FEATURES = {} if _TOLD else binding.get_host_cpu_features()
+_FEATURES = {} if _OTHER_TARGET else binding.get_host_cpu_features()
 SUMS = bool(_FEATURES.get("crc" if _ARM else "sse4.2", False))
 """Whether the processor has the instruction for CRC32C."""
 _WIDTH = 512 if _FEATURES.get("avx512f", False) else 256
