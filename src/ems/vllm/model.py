@@ -259,8 +259,8 @@ def check_alone(registered: object) -> None:
     """
     if registered:
         raise ConfigError(
-            "this process has an engine with EMS already, and vLLM has one KV connector a process; start this one "
-            "without VLLM_ENABLE_V1_MULTIPROCESSING=0, or in another process"
+            "this process has an engine with EMS already, and vLLM has one KV connector a process; end that one first "
+            "(llm.llm_engine.engine_core.shutdown()), or start this one without VLLM_ENABLE_V1_MULTIPROCESSING=0"
         )
 
 
