@@ -26,11 +26,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from ems.http.address import Address
 from ems.router.choosing import kthena
 from ems.router.choosing.chooser import Chooser
 from ems.router.choosing.prefix_index import PIECE_BYTES
 from ems.router.choosing.prompt import Prompt
-from ems.router.config import Address
 from ems.router.fleet import Fleet, Hold, Instance, Role
 
 BLOCK_TOKENS = 512

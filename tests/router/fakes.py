@@ -15,10 +15,11 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 from yarl import URL
 
+from ems.http.address import Address
+from ems.http.server import Server
 from ems.router.app import Router
-from ems.router.config import Address, RouterConfig
+from ems.router.config import RouterConfig
 from ems.router.fleet import Instance, Role
-from ems.router.http.server import Server
 from ems.router.server import listen
 from tests.router.soundness import unsound
 

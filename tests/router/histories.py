@@ -17,12 +17,13 @@ from typing import Any
 import httptools
 from prometheus_client import generate_latest
 
+from ems.http.address import Address
+from ems.http.server import Connection, Server
 from ems.router.admission.limits import Kind, RateLimit, Unit
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.app import Router
-from ems.router.config import Address, RouterConfig
+from ems.router.config import RouterConfig
 from ems.router.fleet import Role
-from ems.router.http.server import Connection, Server
 from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod
 from tests.router.network import NetworkLoop, Wire, connect
 from tests.router.soundness import unsound

@@ -127,7 +127,7 @@ async def test_whatever_happens_every_request_has_a_clear_end_and_nothing_stays_
 
         assert {"answer", "stream", "left"} < set(ends), "the test should see many ends"
         assert router.router.fleet.leaving() == []
-        assert not [one for one in caplog.records if (one.name, one.levelname) == ("ems.router", "ERROR")]
+        assert not [one for one in caplog.records if one.name.startswith("ems.") and one.levelname == "ERROR"]
 
 
 async def test_pairs_that_meet_by_themselves_have_clear_ends_too(
@@ -144,5 +144,5 @@ async def test_pairs_that_meet_by_themselves_have_clear_ends_too(
             await router.idle()
 
     assert {"answer", "stream", "left"} < set(ends), "the test should see many ends"
-    assert not [one for one in caplog.records if (one.name, one.levelname) == ("ems.router", "ERROR")]
+    assert not [one for one in caplog.records if one.name.startswith("ems.") and one.levelname == "ERROR"]
     assert not [one for one in caplog.records if one.name == "asyncio"]

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from ems.errors import ConfigError
-from ems.router.config import Address, RouterConfig, pair
+from ems.http.address import Address
+from ems.router.config import RouterConfig, pair
 from ems.router.observe.settings import ObserveConfig
 
 ONE = Address("h", 1)

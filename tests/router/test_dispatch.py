@@ -7,8 +7,8 @@ from typing import TypeGuard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ems.http.address import Address
 from ems.router.choosing.chooser import Chooser
-from ems.router.config import Address
 from ems.router.dispatch import DELAY_CAP, Dispatch, GiveUp, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.metrics import Counters, Prefill

@@ -14,11 +14,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from ems.http.address import Address
 from ems.router.breaker import COOLDOWN, THRESHOLD
 from ems.router.choosing.chooser import STICKY_TOKENS, Chooser
 from ems.router.choosing.prefix_index import PIECE_BYTES, prefix_hashes
 from ems.router.choosing.prompt import Prompt
-from ems.router.config import Address
 from ems.router.fleet import Fleet, Hold, Instance, Role
 from tests.kit.examples import examples
 from tests.router.soundness import unsound

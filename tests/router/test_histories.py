@@ -78,7 +78,7 @@ HISTORIES = st.builds(
 @pytest.fixture(autouse=True, scope="module")
 def _quiet() -> Iterator[None]:
     """Thousands of lines that nobody reads."""
-    log = logging.getLogger("ems.router")
+    log = logging.getLogger("ems")
     level = log.level
     log.setLevel(logging.CRITICAL)
     yield

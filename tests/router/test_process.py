@@ -28,7 +28,7 @@ pytestmark = pytest.mark.process
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from ems.router.config import Address
+    from ems.http.address import Address
 
 SOURCE = Path(__file__).parents[2] / "src"
 STOPPING = "Stopping when the requests under way ({}) are done, in {} s at the latest.\n"

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from ems.http.address import Address
+from ems.http.client import Connection, Receiver, Upstream, UpstreamBroken
+from ems.http.message import Request
+from ems.http.reply import Reply
 from ems.router.app import Router
-from ems.router.config import Address, RouterConfig
+from ems.router.config import RouterConfig
 from ems.router.fleet import Role
-from ems.router.http.client import Connection, Receiver, Upstream, UpstreamBroken
-from ems.router.http.message import Request
-from ems.router.reply import Reply
 from tests.router.network import VirtualLoop
 
 if TYPE_CHECKING:

@@ -10,15 +10,17 @@ from typing import NamedTuple, Self
 
 from prometheus_client import generate_latest
 
+from ems.http.client import Upstream
+from ems.http.message import Refusal, Request
+from ems.http.reply import Reply
 from ems.router.admission import tls
 from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import RouterConfig
+from ems.router.errors import refuse
 from ems.router.exchange import READS_ONLY, ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
 from ems.router.handoff.kinds import of_client
-from ems.router.http.client import Upstream
-from ems.router.http.message import Request
 from ems.router.kthena.api_server import ClusterSource
 from ems.router.kthena.config_dump import PREFIX, config_dump
 from ems.router.kthena.folder import Folder
@@ -31,7 +33,6 @@ from ems.router.observe.observer import Observer
 from ems.router.observe.record import Record
 from ems.router.pages import Pages
 from ems.router.prober import Prober
-from ems.router.reply import Refusal, Reply
 from ems.router.request import parse
 from ems.router.scraper import Scraper
 from ems.version import __version__
@@ -160,15 +161,15 @@ class Router:
             else:
                 if request.method == "POST" and request.path in COMPLETIONS:
                     self._turned_away(request, reply, refusal)
-                reply.refuse(refusal)
+                refuse(reply, refusal)
         except Refusal as error:
-            reply.refuse(error)
+            refuse(reply, error)
         except ClientLeft:
             pass  # the server closes what is left of the connection
         except Exception:  # the root of the request's task: a defect must not reach the client as a trace
             log.exception("Request %s failed by a defect of the router", reply.request_id.decode("latin-1"))
             if reply.status is None:
-                reply.refuse(Refusal(500, "The router failed to serve the request", code="internal_error"))
+                refuse(reply, Refusal(500, "The router failed to serve the request", code="internal_error"))
 
     def _models(self, _: Request, reply: Reply) -> None:
         assert self.served is not None

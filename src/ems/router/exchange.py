@@ -16,7 +16,10 @@ from typing import Any, Final
 
 from msgspec import Raw
 
-from ems.router import headers
+from ems.http import headers
+from ems.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
+from ems.http.message import Refusal, Request, find
+from ems.http.reply import Reply
 from ems.router.admission.gate import Asked, Ticket
 from ems.router.admission.limits import Limited
 from ems.router.admission.service import Admission
@@ -35,15 +38,12 @@ from ems.router.handoff.kinds import (
     prefill_body,
 )
 from ems.router.handoff.recompute import CannotContinue, Generated
-from ems.router.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
-from ems.router.http.message import Request
 from ems.router.kthena.router_file import Schedulers
 from ems.router.metrics import Counters
 from ems.router.observe.observer import Observer
 from ems.router.observe.record import UNRESOLVED, Hop, Record
 from ems.router.prober import Prober
 from ems.router.relay import Relay
-from ems.router.reply import Refusal, Reply
 from ems.router.request import CompletionRequest
 
 _TRACE: Final = frozenset((b"traceparent", b"tracestate"))
@@ -105,7 +105,7 @@ class Exchange:
         self._prefill_until = 0.0
         self._deadline = math.inf
         self._asked = self._request = completion
-        session = headers.find(request.headers, parts.config.session_header) or b""
+        session = find(request.headers, parts.config.session_header) or b""
         self._session = session[:SESSION_BYTES]
         self._dispatch: Dispatch
         self._relay: Relay | None = None
@@ -407,7 +407,7 @@ class Exchange:
 
     def _fields(self, *, to_prefill: bool) -> bytes:
         fields, request_id = self._client.headers, self._reply.request_id
-        return headers.sent(fields, request_id, to_prefill=to_prefill, forwarding=self._forwarding)
+        return headers.sent(fields, request_id, read_here=to_prefill, forwarding=self._forwarding)
 
     def _failed(self, instance: Instance, reason: str) -> None:
         request = self._reply.request_id.decode("latin-1")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ems.http.address import Address
 from ems.router.breaker import Breaker
 from ems.router.choosing.figures import Figures
-from ems.router.config import Address
 
 
 class Role(StrEnum):

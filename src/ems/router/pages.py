@@ -14,14 +14,14 @@ import msgspec
 from msgspec import Raw
 
 from ems.errors import ConfigError
-from ems.router import headers
+from ems.http import headers
+from ems.http.address import Address
+from ems.http.client import Page, UpstreamBroken
+from ems.http.message import Refusal, Request
+from ems.http.reply import Reply
 from ems.router.choosing.figures import models_of
-from ems.router.config import Address
 from ems.router.exchange import Parts
 from ems.router.fleet import Instance, Role
-from ems.router.http.client import Page, UpstreamBroken
-from ems.router.http.message import Request
-from ems.router.reply import Refusal, Reply
 
 _PAGE_LIMIT = 16 << 20
 
@@ -167,7 +167,7 @@ class Pages:
         self, method: str, target: bytes, request: Request, reply: Reply, instances: list[Instance]
     ) -> list[Page | None]:
         fields = headers.sent(
-            request.headers, reply.request_id, to_prefill=True, forwarding=self._parts.admission.forwarding
+            request.headers, reply.request_id, read_here=True, forwarding=self._parts.admission.forwarding
         )
         return await asyncio.gather(*(self._one(method, target, fields, instance) for instance in instances))
 

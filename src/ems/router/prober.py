@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from ems.http.client import Upstream, UpstreamBroken
 from ems.router.fleet import Fleet, Instance
-from ems.router.http.client import Upstream, UpstreamBroken
 
 _PAGE_LIMIT = 1 << 20
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 
-from ems.router import headers
+from ems.http import headers
+from ems.http.client import Connection, UpstreamBroken
+from ems.http.headers import Returned
+from ems.http.message import Headers
+from ems.http.reply import Reply
+from ems.router.errors import error_events
 from ems.router.handoff.recompute import Generated
-from ems.router.headers import Returned
-from ems.router.http.client import Connection, UpstreamBroken
-from ems.router.http.message import Headers
 from ems.router.observe.usage import Meter
-from ems.router.reply import Reply, error_events
 
 HELD_LIMIT: Final = 4 << 20
 """Bytes that are held back of an answer that its engine may give up; a larger one, or event, is passed on unwatched."""

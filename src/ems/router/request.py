@@ -13,9 +13,9 @@ from typing import Final, Self
 import msgspec
 from msgspec import Raw
 
+from ems.http.message import Refusal
 from ems.router.choosing.prefix_index import block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
-from ems.router.reply import Refusal
 
 DEFAULT_OUTPUT: Final = 256
 """Tokens assumed for an answer whose length the client did not bound."""

@@ -9,9 +9,9 @@ import asyncio
 import logging
 from typing import Final
 
+from ems.http.client import UpstreamBroken
 from ems.router.exchange import Parts
 from ems.router.fleet import Instance, Role
-from ems.router.http.client import UpstreamBroken
 
 INTERVAL: Final = 1.0
 """Seconds between two questions for one page."""

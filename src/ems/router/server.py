@@ -19,10 +19,11 @@ import sys
 import uvloop
 
 from ems.errors import ConfigError, EmsError
+from ems.http.address import Address
+from ems.http.server import Server
 from ems.router.app import Router
-from ems.router.config import Address, RouterConfig
+from ems.router.config import RouterConfig
 from ems.router.fleet import Role
-from ems.router.http.server import Server
 
 EXIT_CANNOT_LISTEN = 3
 _COLLECT_AFTER = 20_000  # objects, as many as some hundred running requests hold
@@ -135,6 +136,7 @@ def _tell(line: str) -> None:
 def _set_up_log(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    log.handlers = [handler]
-    log.setLevel(level.upper())
-    log.propagate = False
+    ours = logging.getLogger("ems")
+    ours.handlers = [handler]
+    ours.setLevel(level.upper())
+    ours.propagate = False

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from ems.http.address import Address
 from ems.router.choosing.chooser import STICKY_TOKENS, WORK_WEIGHT, Chooser, Score
 from ems.router.choosing.prefix_index import PIECE_BYTES, Place, block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
-from ems.router.config import Address
 from ems.router.fleet import Fleet, Instance, Role
 
 

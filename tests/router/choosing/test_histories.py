@@ -7,10 +7,10 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from ems.http.address import Address
 from ems.router.choosing.chooser import Chooser
 from ems.router.choosing.prefix_index import Place, PrefixIndex
 from ems.router.choosing.prompt import Prompt
-from ems.router.config import Address
 from ems.router.fleet import Fleet, Hold, Role
 
 CAPACITY = 8

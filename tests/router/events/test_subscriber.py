@@ -13,7 +13,8 @@ import zmq
 import zmq.asyncio
 
 from ems.errors import ConfigError
-from ems.router.config import Address, EventSource
+from ems.http.address import Address
+from ems.router.config import EventSource
 from tests.router.fakes import FakeEngine, running, until
 
 BLOCK = 16

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import ConfigError
+from ems.http.address import Address
 from ems.router.admission.tls import TlsConfig
 from ems.router.app import Router
 from ems.router.breaker import Breaker
-from ems.router.config import Address, RouterConfig
+from ems.router.config import RouterConfig
 from ems.router.fleet import Role
 from ems.router.kthena.catalogue import Catalogue
 from ems.router.kthena.manifests import read

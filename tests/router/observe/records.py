@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ems.http.address import Address
 from ems.router.breaker import Breaker
 from ems.router.choosing.chooser import Score
-from ems.router.config import Address
 from ems.router.fleet import Instance, Role
 from ems.router.observe.record import MODEL_SERVER, Hop, Record
 

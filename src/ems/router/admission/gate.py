@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ems.router import headers
+from ems.http import headers
+from ems.http.message import Refusal
 from ems.router.admission.bearer import KeyUnknown, TokenRefused, Tokens
 from ems.router.admission.keys import ANYBODY, Keys, Principal
 from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Taken
 from ems.router.admission.queue import Place, Queue, State
 from ems.router.admission.settings import AdmissionConfig
-from ems.router.reply import Refusal
 
 OUTPUT_WEIGHT = 2
 """What a token of an answer counts for in the queue, beside 1 for one of a prompt: Kthena's weights."""

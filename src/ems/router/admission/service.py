@@ -13,6 +13,7 @@ from typing import Self
 import msgspec
 
 from ems.errors import ConfigError
+from ems.http.headers import Forwarding
 from ems.router.admission import files, key_set
 from ems.router.admission.bearer import Tokens
 from ems.router.admission.files import WatchedFile
@@ -21,7 +22,6 @@ from ems.router.admission.key_set import KeySetUrl
 from ems.router.admission.keys import KeyFile, Keys
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.shared_limits import RedisLimits
-from ems.router.headers import Forwarding
 
 Listing = Callable[[], Iterable[Path]]
 

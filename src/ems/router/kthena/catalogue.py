@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ems.errors import ConfigError
-from ems.router.config import Address
+from ems.http.address import Address
 from ems.router.fleet import Role
 from ems.router.kthena.objects import Labels, ModelRoute, ModelServer, ModelServerSpec, Object, ObjectName, Pod
 from ems.router.kthena.routes import Routes

@@ -18,8 +18,8 @@ import re2
 from msgspec import Meta
 
 from ems.errors import ConfigError
+from ems.http.address import Address
 from ems.router.admission.limits import RateLimit
-from ems.router.config import Address
 from ems.router.handoff.kinds import BOOTSTRAP_PORT, HandoffKind
 
 NETWORKING: Final = "networking.serving.volcano.sh/v1alpha1"

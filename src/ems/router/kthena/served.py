@@ -13,14 +13,13 @@ import random
 import msgspec
 
 from ems.errors import ConfigError
-from ems.router import headers
-from ems.router.config import Address, RouterConfig
+from ems.http.address import Address
+from ems.http.message import Refusal, Request, find
+from ems.router.config import RouterConfig
 from ems.router.exchange import Parts
 from ems.router.fleet import Role
-from ems.router.http.message import Request
 from ems.router.kthena.catalogue import Catalogue, Serving
 from ems.router.kthena.objects import ObjectName, Pod, parse_duration
-from ems.router.reply import Refusal
 from ems.router.request import CompletionRequest
 
 log = logging.getLogger("ems.router")
@@ -98,7 +97,7 @@ class Served:
         """
 
         def asked(name: str) -> str:
-            return (headers.find(client.headers, name.encode()) or b"").decode("latin-1")
+            return (find(client.headers, name.encode()) or b"").decode("latin-1")
 
         model = request.model
         if not model.strip():

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ems.errors import ConfigError
-from ems.router.headers import RawHeaders
+from ems.http.headers import RawHeaders
 from ems.router.observe.record import NEVER, Record
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ems.router.config import Address
-from ems.router.http.client import Connection, Page, Receiver, Upstream, UpstreamBroken, request_of
-from ems.router.http.message import Headers
+from ems.http.address import Address
+from ems.http.client import Connection, Page, Receiver, Upstream, UpstreamBroken, request_of
+from ems.http.message import Headers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

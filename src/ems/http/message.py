@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from ems.router.reply import Refusal
+from ems.errors import EmsError
 
 HEADERS_LIMIT: Final = 256
 """Most headers of a request."""
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, in their order."""
+
+
+class Refusal(EmsError):
+    """The router answers a request itself, with an error.
+
+    ``status`` is the HTTP status, ``code`` a word for programs, ``headers`` what the status calls for; ``kind`` is
+    what metrics and logs call it, where ``code`` does not say it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        kind: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+        self.kind = kind
 
 
 class Request:
@@ -36,6 +63,13 @@ class Request:
     @property
     def awaits_continue(self) -> bool:
         return self.version == "1.1" and any(name == b"expect" for name, _ in self.headers)
+
+
+def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 def check(request: Request) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import ConfigError
-from ems.router.config import Address
+from ems.http.address import Address
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ems.router.http.server import HEAD_LIMIT, Connection, Server
+from ems.http.server import HEAD_LIMIT, Connection, Server
 from tests.router.fakes import ANSWER, FakeEngine, Running, dead_address, running, until
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from ems.router.http.message import Request
-    from ems.router.reply import Refusal, Reply
+    from ems.http.message import Refusal, Request
+    from ems.http.reply import Reply
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 POST = HEAD + b"content-length: 2\r\n\r\n{}"

@@ -1,9 +1,4 @@
-"""One answer to one client: how it is framed, and what the router itself says when something is wrong.
-
-Errors have OpenAI's form, ``{"error": {"message", "type", "param", "code"}}`` as a body, or as an event when a stream
-has begun.  Those of the engines never come through here: they keep their own status and bytes.  No message names an
-instance, since clients have no business with addresses behind the router; those stand in the log.
-"""
+"""One answer to one client, and how it is framed."""
 
 from __future__ import annotations
 
@@ -15,41 +10,13 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ems.errors import EmsError
-
-EVENT_END = b"data: [DONE]\n\n"
+from ems.http.message import Request, find
 
 _STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in HTTPStatus}
 _ID: Final = re.compile(rb"[ -~]{1,128}")
 _BODILESS: Final = frozenset((HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED))
 
 _encode = msgspec.json.Encoder().encode
-
-
-class Refusal(EmsError):
-    """The router answers a request itself, with an error.
-
-    ``status`` is the HTTP status, ``code`` a word for programs, ``headers`` what the status calls for; ``kind`` is
-    what metrics and logs call it, where ``code`` does not say it.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
-        kind: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.headers = headers or {}
-        self.kind = kind
 
 
 class Outlet(Protocol):
@@ -66,19 +33,6 @@ class Source(Protocol):
     def resume(self) -> None: ...
 
 
-class Asked(Protocol):
-    """What an answer depends on of its request."""
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]: ...
-
-
 class Reply:
     """Sends one answer: its head, its pieces, its end.
 
@@ -91,15 +45,15 @@ class Reply:
         "blocked", "client_left", "ended", "request_id", "status", "unframed",
     )  # fmt: skip
 
-    def __init__(self, outlet: Outlet, asked: Asked, date: bytes, *, keeps_alive: bool) -> None:
+    def __init__(self, outlet: Outlet, request: Request, date: bytes, *, keeps_alive: bool) -> None:
         self._write = outlet.write
         self._date = date
-        self._mute = asked.method == "HEAD"
-        self._version = asked.version
+        self._mute = request.method == "HEAD"
+        self._version = request.version
         self._keeps_alive = keeps_alive
         self._chunked = False
         self._source: Source | None = None
-        given = _find(asked.headers, b"x-request-id")
+        given = find(request.headers, b"x-request-id")
         self.request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(16).encode()
         """The client's, if it can be kept and logged as it is."""
         self.status: int | None = None
@@ -178,33 +132,3 @@ class Reply:
 
     def json(self, status: int, value: object) -> None:
         self.whole(status, _encode(value))
-
-    def refuse(self, refusal: Refusal) -> None:
-        body = error_body(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
-        self.whole(refusal.status, body, extra=refusal.headers)
-
-
-def _find(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    for key, value in headers:
-        if key == name:
-            return value
-    return None
-
-
-def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
-    return _encode({"error": {"message": message, "type": _kind(status), "param": param, "code": code}})
-
-
-def error_events(message: str, *, code: str, after: bytes) -> bytes:
-    """Return what ends an event stream that cannot go on: an error event and the usual last one.
-
-    ``after`` is the last piece that the client got; when it stops amid an event, that one is ended first.
-    """
-    gap = b"" if after.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")) else b"\n\n"
-    return gap + b"data: " + error_body(HTTPStatus.BAD_GATEWAY, message, code=code) + b"\n\n" + EVENT_END
-
-
-def _kind(status: int) -> str:
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return "service_unavailable_error"
-    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"

@@ -1,4 +1,4 @@
-"""Which headers cross the router.
+"""Which headers cross a proxy.
 
 Hop-by-hop headers (RFC 9110, section 7.6.1) belong to one connection and stop here, in both directions, along with
 those that the ``Connection`` header names.  Everything else crosses unchanged, but what :class:`Forwarding` says.
@@ -17,8 +17,8 @@ _HOP_BY_HOP: Final = frozenset(
 )
 # The HTTP client writes its own; the request id is written by us, once.
 _NOT_SENT: Final = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
-# A prefill's answer is read by the router, so it must come uncoded.
-_NOT_TO_PREFILL: Final = _NOT_SENT | {b"accept", b"accept-encoding"}
+# Of a request whose answer is read here, so that it must come uncoded.
+_NOT_SENT_TO_READ: Final = _NOT_SENT | {b"accept", b"accept-encoding"}
 # The HTTP server writes the date; the request id is written by us, once.
 _NOT_RETURNED: Final = _HOP_BY_HOP | {b"date", b"x-request-id"}
 # Keep proxies between us and the client from collecting or keeping the events.
@@ -26,7 +26,7 @@ _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering"
 
 
 class Forwarding(NamedTuple):
-    """What engines do not get of a client's headers, and the header lines that they get instead."""
+    """What servers do not get of a client's headers, and the header lines that they get instead."""
 
     withheld: frozenset[bytes]
     added: bytes
@@ -35,16 +35,9 @@ class Forwarding(NamedTuple):
 EVERYTHING: Final = Forwarding(frozenset(), b"")
 
 
-def find(headers: RawHeaders, name: bytes) -> bytes | None:
-    for key, value in headers:
-        if key == name:
-            return value
-    return None
-
-
-def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool, forwarding: Forwarding = EVERYTHING) -> bytes:
-    """Return the header lines of a request to an instance."""
-    dropped = _NOT_TO_PREFILL if to_prefill else _NOT_SENT
+def sent(headers: RawHeaders, request_id: bytes, *, read_here: bool, forwarding: Forwarding = EVERYTHING) -> bytes:
+    """Return the header lines of a request to a server; ``read_here``: nobody gets its answer as it is."""
+    dropped = _NOT_SENT_TO_READ if read_here else _NOT_SENT
     if forwarding.withheld:
         dropped = dropped | forwarding.withheld
     named = _named(headers)
@@ -56,7 +49,7 @@ def sent(headers: RawHeaders, request_id: bytes, *, to_prefill: bool, forwarding
 
 
 class Returned(NamedTuple):
-    """The headers of an instance's answer as the client gets them, and what they say about its body."""
+    """The headers of a server's answer as the client gets them, and what they say about its body."""
 
     headers: list[tuple[bytes, bytes]]
     is_event_stream: bool

@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol, cast
 
 import httptools
 
-from ems.router.http.message import Headers, Request, check, too_large
-from ems.router.reply import Refusal, Reply
+from ems.http.message import Headers, Refusal, Request, check, too_large
+from ems.http.reply import Reply
 
 HEAD_LIMIT: Final = 64 << 10
 """Largest head of a request in bytes, and largest trailer."""
@@ -30,7 +30,7 @@ _LINGER_SECONDS = 2.0  # how long the rest of a refused body is read, so that th
 _KEEP_ALIVE_SECONDS = 65.0  # above the usual 60 of proxies and clients, so that they close first
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-log = logging.getLogger("ems.router")
+log = logging.getLogger("ems.http")
 
 
 class Site(Protocol):
@@ -209,7 +209,7 @@ class Connection(asyncio.Protocol):
     def _without_offer(self, parser: Any) -> bytes:
         """Return the head of a request that offers another protocol as it would be if it did not.
 
-        The router need not accept; but the parser takes what follows for the other protocol, where it may be a body.
+        The server need not accept; but the parser takes what follows for the other protocol, where it may be a body.
         """
         lines = [b"%b %b HTTP/%b" % (parser.get_method(), self._url, parser.get_http_version().encode())]
         lines.extend(b"%b: %b" % pair for pair in self._headers if pair[0] not in (b"connection", b"upgrade"))
@@ -309,7 +309,7 @@ class Connection(asyncio.Protocol):
         reply, self._task = self._reply, None
         assert reply is not None
         if not task.cancelled() and task.exception() is not None:
-            log.error("A request's task failed by a defect of the router", exc_info=task.exception())
+            log.error("A request's task failed by a defect", exc_info=task.exception())
         if not reply.ended:  # it cannot be completed, which the client must see
             self._transport.abort() if reply.unframed else self._close()
         elif self._waiting and self._keeps_alive and not self._server.draining:
@@ -347,7 +347,7 @@ class Connection(asyncio.Protocol):
 
     def _malformed(self, error: httptools.HttpParserError) -> None:
         if isinstance(error, httptools.HttpParserCallbackError):
-            log.error("A request's head failed by a defect of the router", exc_info=error)
+            log.error("A request's head failed by a defect", exc_info=error)
         self._refuse_head(Refusal(400, f"This is not HTTP/1.1 as it should be: {error}", code="invalid_http"))
 
     def write(self, data: bytes) -> None:

@@ -1,19 +1,19 @@
 from __future__ import annotations
 
-from ems.router import headers
+from ems.http import headers
 
 
 def test_headers_that_connection_names_stop_here() -> None:
     given = [(b"connection", b"close, X-One , x-two"), (b"x-one", b"1"), (b"x-two", b"2"), (b"x-three", b"3")]
 
-    assert headers.sent(given, b"r", to_prefill=False) == b"x-three: 3\r\nx-request-id: r\r\n"
+    assert headers.sent(given, b"r", read_here=False) == b"x-three: 3\r\nx-request-id: r\r\n"
     assert headers.returned(given, b"r").headers == [(b"x-three", b"3"), (b"x-request-id", b"r")]
 
 
 def test_each_connection_header_names_some() -> None:
     given = [(b"connection", b"x-one"), (b"connection", b"x-two"), (b"x-one", b"1"), (b"x-two", b"2")]
 
-    assert headers.sent(given, b"r", to_prefill=False) == b"x-request-id: r\r\n"
+    assert headers.sent(given, b"r", read_here=False) == b"x-request-id: r\r\n"
     assert headers.returned(given, b"r").headers == [(b"x-request-id", b"r")]
 
 

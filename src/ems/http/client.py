@@ -1,10 +1,10 @@
-"""Connections to engines, kept for the next request where the engine allows it.
+"""Connections to servers, kept for the next request where the server allows it.
 
-A kept connection may have been closed by the engine at the very moment at which it is used again.  When it ends without
+A kept connection may have been closed by the server at the very moment at which it is used again.  When it ends without
 a byte of an answer, and only then, the request is sent once more, on a new connection.
 
 What always holds: a failure of the other side is an :class:`UpstreamBroken`; a call that is cancelled, or told to fail,
-before the answer's end closes its connection, which is how an engine learns that nobody waits any more.
+before the answer's end closes its connection, which is how a server learns that nobody waits any more.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any, Final, NamedTuple, Protocol, Self, cast
 import httptools
 
 from ems.errors import EmsError
-from ems.router.config import Address
-from ems.router.http.message import Headers
+from ems.http.address import Address
+from ems.http.message import Headers
 
 HEAD_LIMIT: Final = 64 << 10
 """Largest head of an answer in bytes, and largest trailer."""
-# Engines behind uvicorn close idle connections after 5 s; ours must not be in use by then.
+# Servers behind uvicorn close idle connections after 5 s; ours must not be in use by then.
 _KEEP_ALIVE_SECONDS = 4.0
 
-log = logging.getLogger("ems.router")
+log = logging.getLogger("ems.http")
 
 
 class UpstreamBroken(EmsError, ConnectionError):
-    """An instance cannot be reached, broke off, or does not speak HTTP; may pass."""
+    """A server cannot be reached, broke off, or does not speak HTTP; may pass."""
 
     transient = True
 
 
 class UpstreamLate(UpstreamBroken):
-    """An instance has not answered when the time for it was over."""
+    """A server has not answered when the time for it was over."""
 
 
 class Receiver(Protocol):
@@ -61,7 +61,7 @@ class Page(NamedTuple):
 
 
 class Upstream:
-    """Sends requests to engines; without a limit on connections."""
+    """Sends requests to servers; without a limit on connections."""
 
     def __init__(self, connect_timeout: float, tls: ssl.SSLContext | None = None) -> None:
         self._connect_timeout = connect_timeout
@@ -161,7 +161,7 @@ class Upstream:
         self._sweeping = asyncio.get_running_loop().call_later(_KEEP_ALIVE_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
-        """Close what was not used for long, of engines that are gone as well."""
+        """Close what was not used for long, of servers that are gone as well."""
         self._sweeping = None
         oldest = asyncio.get_running_loop().time() - _KEEP_ALIVE_SECONDS
         for address, connections in list(self._kept.items()):
@@ -177,7 +177,7 @@ class Upstream:
 
 
 class Connection(asyncio.Protocol):
-    """One connection to an engine; carries one request at a time."""
+    """One connection to a server; carries one request at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connections: set[Connection]) -> None:
         self._loop = loop
@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if isinstance(error, httptools.HttpParserCallbackError) and not isinstance(error.__context__, EmsError):
-                log.exception("An answer failed by a defect of the router")
+                log.exception("An answer failed by a defect of ours")
             self.fail(UpstreamBroken(str(error.__context__ or f"It does not speak HTTP/1.1: {error}")))
             return
         if self._head_size > HEAD_LIMIT and self._receiver is not None:
