@@ -16,6 +16,7 @@ def router(
     *,
     port: int = 8000,
     host: str = "127.0.0.1",
+    workers: int = 1,
     prefiller_hosts: Annotated[list[str] | None, _Many] = None,
     prefiller_ports: Annotated[list[int] | None, _Many] = None,
     decoder_hosts: Annotated[list[str] | None, _Many] = None,
@@ -50,6 +51,7 @@ def router(
     Args:
         port: Port to listen on; 0 takes a free one.
         host: Address to listen on.
+        workers: Processes that serve the port, and choose as one router would.
         prefiller_hosts: Hosts of the prefill servers.
         prefiller_ports: Ports of the prefill servers, as many as hosts.
         decoder_hosts: Hosts of the decode servers.
@@ -99,6 +101,7 @@ def router(
         cluster=access,
         host=host,
         port=port,
+        workers=workers,
         max_retries=max_retries,
         retry_delay=retry_delay,
         connect_timeout=connect_timeout,

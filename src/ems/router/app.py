@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from prometheus_client import generate_latest
 
@@ -36,6 +36,9 @@ from ems.router.prober import Prober
 from ems.router.request import parse
 from ems.router.scraper import Scraper
 from ems.version import __version__
+
+if TYPE_CHECKING:
+    from ems.router.workers.link import Link
 
 CLIENT_LEFT = 499
 """The status under which a request is counted whose client left before it was answered."""
@@ -69,13 +72,13 @@ class Page(NamedTuple):
 class Router:
     """One router; an asynchronous context manager that owns its connections to instances and its prober."""
 
-    def __init__(self, config: RouterConfig, upstream: Upstream | None = None) -> None:
+    def __init__(self, config: RouterConfig, upstream: Upstream | None = None, link: Link | None = None) -> None:
         self.config = config
-        self.chooser = Chooser(session_lifetime=config.session_lifetime)
-        self.fleet = Fleet(self.chooser.forget)
+        self.chooser = Chooser(session_lifetime=config.session_lifetime) if link is None else link.shares.chooser
+        self.fleet = Fleet(self.chooser.forget) if link is None else link.shares.fleet
         self.counters = Counters()
-        self.admission = Admission(config.admission)
-        self.observer = Observer(config.observe)
+        self.admission = Admission(config.admission, takes_limits=config.takes_limits)
+        self.observer = Observer(config.observe, shared=link is not None)
         self.tls = tls.for_clients(config.tls)
         engines = tls.for_engines(config.tls)
         for path in config.tls.watched:
@@ -105,7 +108,14 @@ class Router:
             self.served = Served(self._parts)
         self._tasks: list[asyncio.Task[None]] = []
         self._subscribed = contextlib.AsyncExitStack()
-        self._pages = self._table(Pages(self._parts))
+        pages = Pages(self._parts)
+        self._pages = self._table(pages)
+        if link is not None:
+            from ems.router.workers.pages import SharedPages
+
+            shared = SharedPages(link, pages, self.observer.decisions, self._metrics_page)
+            for where, serve in shared.by_path.items():
+                self._pages[where] = {method: page._replace(serve=serve) for method, page in self._pages[where].items()}
 
     async def __aenter__(self) -> Self:
         now = asyncio.get_running_loop().time()
@@ -182,6 +192,9 @@ class Router:
             raise Refusal(404, f"There is no {request.path} here", code="not_found")
         reply.json(200, found)
 
+    def _metrics_page(self) -> bytes:
+        return b"".join(generate_latest(collector) for collector in self._metrics)
+
     def _find(self, request: Request) -> Page:
         methods = self._pages.get(request.path)
         if methods is None:
@@ -198,10 +211,6 @@ class Router:
     def _table(self, pages: Pages) -> dict[str, dict[str, Page]]:
         def readable(answer: Callable[[Reply], None]) -> dict[str, Page]:
             return dict.fromkeys(("GET", "HEAD"), Page(lambda _, reply: answer(reply)))
-
-        def metrics(reply: Reply) -> None:
-            body = b"".join(generate_latest(collector) for collector in self._metrics)
-            reply.whole(200, body, kind=CONTENT_TYPE)
 
         async def known(request: Request) -> None:
             await self.admission.gate.identify(request.headers)
@@ -223,7 +232,7 @@ class Router:
             "/health": readable(pages.health),
             **dict.fromkeys(("/livez", "/healthz"), readable(pages.livez)),
             "/readyz": readable(pages.readyz),
-            "/metrics": readable(metrics),
+            "/metrics": readable(lambda reply: reply.whole(200, self._metrics_page(), kind=CONTENT_TYPE)),
             "/version": readable(lambda reply: reply.json(200, {"version": __version__})),
             "/instances/add": {"POST": Page(pages.add, guard=operators)},
             "/instances/remove": {"POST": Page(pages.remove, guard=operators)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
@@ -14,6 +14,8 @@ from ems.http.address import Address
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.tls import TlsConfig
 from ems.router.observe.settings import ObserveConfig
+
+MOST_WORKERS: Final = 64
 
 _ENDPOINT = re.compile(r"tcp://\S+:\d{1,5}|ipc://\S+")
 
@@ -94,6 +96,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The header, in lower case, that names a conversation, whose turns go to the same instances."""
     session_lifetime: float = 600.0
     """Seconds for which a conversation's instances are remembered after its last turn."""
+    workers: int = 1
+    """Processes that serve the port."""
     kv_events: dict[Address, EventSource] = {}
     """Where instances publish their KV events."""
     max_body_bytes: int = 64 << 20
@@ -115,8 +119,35 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if twice:
                 raise ConfigError(f"The {role} instance {min(twice)} was given twice: name each instance once")
         self._check_numbers()
+        self._check_workers()
         if not re.fullmatch(rb"[a-z0-9!#$%&'*+.^_`|~-]+", self.session_header):
             raise ConfigError("--session-header is no header's name: expected one such as X-Session-Id")
+
+    @property
+    def takes_limits(self) -> bool:
+        """Whether limits of tokens hold for the router as a whole; those of several workers do with a Redis alone."""
+        return self.workers == 1 or self.admission.limits_redis is not None
+
+    def of_worker(self, number: int) -> RouterConfig:
+        """Return the settings of one worker, which has its share of the places."""
+        whole, count = self.admission, self.workers
+        admission = msgspec.structs.replace(
+            whole,
+            max_running=whole.max_running // count + (number < whole.max_running % count),
+            queue_size=math.ceil(whole.queue_size / count),
+        )
+        return msgspec.structs.replace(self, admission=admission)
+
+    def _check_workers(self) -> None:
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise ConfigError(f"--workers {self.workers} is out of range: expected 1 to {MOST_WORKERS}")
+        if self.admission.limit is not None and not self.takes_limits:
+            raise ConfigError(f"--workers {self.workers} would each take the whole limit of tokens: add --limits-redis")
+        if 0 < self.admission.max_running < self.workers:
+            raise ConfigError(
+                f"--max-running {self.admission.max_running} gives some of --workers {self.workers} nothing to run: "
+                "expected at least 1 a worker"
+            )
 
     def _check_numbers(self) -> None:
         if not 0 <= self.port <= 65535:

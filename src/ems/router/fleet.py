@@ -1,6 +1,7 @@
 """The fleet: the instances of both roles, what runs on them, which may take a request, which are leaving.
 
-What always holds: an instance's load is the sum of the holds on it and never negative; an instance that was removed
+What always holds: an instance's load is the sum of the holds on it, with those of the router's other workers, and never
+negative; an instance that was removed
 gets no new request and is forgotten when its last one has ended, no matter what the others do.
 """
 
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from ems.http.address import Address
 from ems.router.breaker import Breaker
@@ -21,6 +23,20 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Load(NamedTuple):
+    """What a part of the requests is to an instance; see there."""
+
+    load: int = 0
+    queued: int = 0
+    running: int = 0
+
+    def changed(self, before: Load, after: Load) -> Load:
+        return Load(*(had - less + more for had, less, more in zip(self, before, after, strict=True)))
+
+
+_NOTHING = Load()
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +66,18 @@ class Instance:
     draining: bool = False
     turn: int = 0
     """Grows with each request sent here; the smallest one has waited longest."""
+
+    elsewhere: Load = _NOTHING
+    """What other workers of this router have here, which the figures above include."""
+
+    @property
+    def own(self) -> Load:
+        """What this worker has here."""
+        return Load(self.load, self.queued, self.running).changed(self.elsewhere, _NOTHING)
+
+    def count_elsewhere(self, elsewhere: Load) -> None:
+        self.load, self.queued, self.running = self.own.changed(_NOTHING, elsewhere)
+        self.elsewhere = elsewhere
 
     @property
     def name(self) -> str:
@@ -109,7 +137,7 @@ class Fleet:
         if instance is None:
             return False
         instance.draining = True
-        if instance.running:
+        if instance.own.running:
             self._leaving[role, address] = instance
         else:
             self._lost(instance)
@@ -119,6 +147,9 @@ class Fleet:
         """Return those of one model server, or all."""
         instances = self._listed[role].values()
         return [instance for instance in instances if server in instance.groups] if server else list(instances)
+
+    def find(self, role: Role, address: Address) -> Instance | None:
+        return self._listed[role].get(address) or self._leaving.get((role, address))
 
     def leaving(self) -> list[Instance]:
         return list(self._leaving.values())
@@ -163,7 +194,7 @@ class Fleet:
         hold.computed()
         instance.load -= hold.cost
         instance.running -= 1
-        if instance.draining and not instance.running:
+        if instance.draining and not instance.own.running:
             self._leaving.pop((instance.role, instance.address), None)
             self._lost(instance)
 

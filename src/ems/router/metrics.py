@@ -96,8 +96,8 @@ class RouterCollector(Collector):
 
 _OF_AN_INSTANCE: Final[tuple[tuple[Kind, str, str, Callable[[Instance], float]], ...]] = (
     ("gauge", "up", "1 while the instance may get requests", lambda one: float(one.breaker.usable)),
-    ("gauge", "requests_running", "Requests on the instance", lambda one: one.running),
-    ("gauge", "load_tokens", "Estimated tokens on the instance", lambda one: one.load),
+    ("gauge", "requests_running", "Requests on the instance", lambda one: one.own.running),
+    ("gauge", "load_tokens", "Estimated tokens on the instance", lambda one: one.own.load),
     ("counter", "requests", "Requests sent to the instance", lambda one: one.served),
     ("counter", "failures", "Failures of the instance", lambda one: one.failures),
 )

@@ -70,6 +70,11 @@ def merged(bodies: Sequence[bytes]) -> bytes:
     return _encode({"object": "list", "data": list(models.values())})
 
 
+def no_request() -> Refusal:
+    message = "There is no such request, or it is too long ago; one that runs is listed when it has ended"
+    return Refusal(404, message, code="request_not_found")
+
+
 class Pages:
     """Each method is one page."""
 
@@ -99,29 +104,22 @@ class Pages:
         reply.whole(200 if ready else 503, body.encode(), kind=b"text/plain; charset=utf-8")
 
     def decisions(self, _: Request, reply: Reply) -> None:
-        reply.json(200, {"requests": self._parts.observer.decisions.newest()})
+        reply.json(200, {"requests": [one for _, one in self._parts.observer.decisions.newest()]})
 
     def decision(self, request: Request, reply: Reply) -> None:
         request_id = unquote(request.path.rpartition("/")[2])
         found = self._parts.observer.decisions.find(request_id)
         if found is None:
-            message = "There is no such request, or it is too long ago; one that runs is listed when it has ended"
-            raise Refusal(404, message, code="request_not_found")
+            raise no_request()
         reply.json(200, found)
 
     def add(self, request: Request, reply: Reply) -> None:
-        role, addresses = read_change(request.body)
-        now = asyncio.get_running_loop().time()
-        added = [str(one) for one in addresses if self._fleet.add(role, one, now, trusted=False)]
-        self._parts.prober.wake()
-        if added:
-            log.info("Added %s instances: %s", role, ", ".join(added))
-            message = f"Added {role} instances: {', '.join(added)}; each gets requests once it is healthy"
-        else:
-            message = f"The {role} instances were there already"
-        self._changed(message, reply)
+        self.changed(self.change(*read_change(request.body), listed=True), reply)
 
     def remove(self, request: Request, reply: Reply) -> None:
+        self.changed(self.change(*self.removal(request), listed=False), reply)
+
+    def removal(self, request: Request) -> tuple[Role, list[Address]]:
         role, addresses = read_change(request.body)
         here = {one.address for one in self._fleet.listed(role)}
         unknown = [str(one) for one in addresses if one not in here]
@@ -129,15 +127,27 @@ class Pages:
             raise Refusal(
                 404, f"No such {role} instance: {', '.join(unknown)}; nothing was removed", code="instance_not_found"
             )
-        for address in addresses:
-            self._fleet.remove(role, address)
-        names = ", ".join(map(str, addresses))
-        log.info("Removed %s instances: %s", role, names)
-        self._changed(f"Removed {role} instances: {names}; requests that run there will finish", reply)
+        return role, addresses
 
-    def _changed(self, message: str, reply: Reply) -> None:
+    def change(self, role: Role, addresses: Sequence[Address], *, listed: bool) -> str:
+        """List instances, or remove those that are listed; return what an administrator is told."""
+        if not listed:
+            for address in addresses:
+                self._fleet.remove(role, address)
+            names = ", ".join(map(str, addresses))
+            log.info("Removed %s instances: %s", role, names)
+            return f"Removed {role} instances: {names}; requests that run there will finish"
+        now = asyncio.get_running_loop().time()
+        added = [str(one) for one in addresses if self._fleet.add(role, one, now, trusted=False)]
+        self._parts.prober.wake()
+        if not added:
+            return f"The {role} instances were there already"
+        log.info("Added %s instances: %s", role, ", ".join(added))
+        return f"Added {role} instances: {', '.join(added)}; each gets requests once it is healthy"
+
+    def changed(self, message: str, reply: Reply, **more: object) -> None:
         current = {f"current_{role}_instances": [str(one.address) for one in self._fleet.listed(role)] for role in Role}
-        reply.json(200, {"message": message, **current})
+        reply.json(200, {"message": message, **current, **more})
 
     async def models(self, request: Request, reply: Reply) -> None:
         asked = self._fleet.usable(Role.DECODE) + self._fleet.usable(Role.PREFILL)

@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -24,6 +25,9 @@ from ems.http.server import Server
 from ems.router.app import Router
 from ems.router.config import RouterConfig
 from ems.router.fleet import Role
+
+if TYPE_CHECKING:
+    from ems.router.workers.parent import Post
 
 EXIT_CANNOT_LISTEN = 3
 _COLLECT_AFTER = 20_000  # objects, as many as some hundred running requests hold
@@ -48,8 +52,17 @@ def serve(config: RouterConfig, *, log_level: str = "info") -> int:
         return EXIT_CANNOT_LISTEN
     _set_up_log(log_level)
     _allow_many_connections()
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(config, listener))
+    with listener:
+        post: Post | int | None = None
+        if config.workers > 1:
+            from ems.router.workers.parent import Parent
+
+            post = Parent(config.workers, config.drain_timeout, _tell).run(listener)
+            if isinstance(post, int):
+                return post
+            config = config.of_worker(post.number)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(config, listener, post))
     return 0
 
 
@@ -80,16 +93,22 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _run(config: RouterConfig, listener: socket.socket) -> None:
+async def _run(config: RouterConfig, listener: socket.socket, post: Post | None) -> None:
     loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
-    async with Router(config) as router:
+    link = None
+    if post is not None:
+        from ems.router.workers.link import Link
+
+        link = Link(post, config.session_lifetime, stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, hurry.set)
+    for number in (signal.SIGINT, signal.SIGTERM):  # its parent counts them for a worker, which may get them twice
+        loop.add_signal_handler(number, signalled if link is None else stop.set)
+    async with Router(config, link=link) as router:
         loop.add_signal_handler(signal.SIGHUP, router.reload)
         server = Server(router, body_timeout=config.body_timeout)
         await server.start(listener, router.tls)
@@ -98,11 +117,12 @@ async def _run(config: RouterConfig, listener: socket.socket) -> None:
         gc.freeze()
         gc.set_threshold(_COLLECT_AFTER)
         host, port = listener.getsockname()[:2]
-        _tell(f"Listening on {'http' if router.tls is None else 'https'}://{Address(host, port)}")
-        _tell(
+        words = (
+            f"Listening on {'http' if router.tls is None else 'https'}://{Address(host, port)}\n"
             f"Initialized {len(router.fleet.listed(Role.PREFILL))} prefill clients and "
             f"{len(router.fleet.listed(Role.DECODE))} decode clients."
         )
+        _tell(words) if link is None else link.open(words)
         await stop.wait()
         if count := router.counters.running:
             _tell(

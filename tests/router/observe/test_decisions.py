@@ -50,7 +50,7 @@ def test_keeps_the_newest_only() -> None:
     for number in range(5):
         decisions.add(record(request_id=f"r{number}"))
 
-    assert [one["request_id"] for one in decisions.newest()] == ["r4", "r3"]
+    assert [one["request_id"] for _, one in decisions.newest()] == ["r4", "r3"]
     assert decisions.find("r2") is None
     none = Decisions(0)
     none.add(record())

@@ -36,7 +36,8 @@ class Admission:
     :raises ConfigError: a file cannot be used.
     """
 
-    def __init__(self, config: AdmissionConfig) -> None:
+    def __init__(self, config: AdmissionConfig, *, takes_limits: bool = True) -> None:
+        self._takes_limits = takes_limits
         self._watched: list[WatchedFile] = []
         self._running: list[asyncio.Task[None]] = []
         self._url: KeySetUrl | None = None
@@ -101,9 +102,14 @@ class Admission:
     def _load_keys(self, path: Path) -> None:
         data = files.read(path, what="the file of API keys", secret=True)
         try:
-            self.gate.keys = Keys(msgspec.json.decode(data, type=KeyFile))
+            file = msgspec.json.decode(data, type=KeyFile)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is no file of API keys: {error}") from None
+        if not self._takes_limits and any(key.limit is not None for key in file.keys):
+            raise ConfigError(
+                f"{path} limits keys, and each of several --workers would take the limit: add --limits-redis"
+            )
+        self.gate.keys = Keys(file)
 
     def _load_engine_key(self, path: Path) -> None:
         key = files.read(path, what="the engines' key", secret=True).strip()

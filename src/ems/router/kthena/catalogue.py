@@ -63,6 +63,9 @@ class Catalogue:
         limits = ((key, route.spec.rate_limit) for key, route in self.model_routes.items())
         return [key for key, limit in limits if limit is not None and limit.global_ is not None]
 
+    def limited(self) -> list[ObjectName]:
+        return [key for key, route in self.model_routes.items() if route.spec.rate_limit is not None]
+
     def notes(self) -> list[str]:
         """Sentences on what is probably not meant."""
         said = [

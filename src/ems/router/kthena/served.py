@@ -51,6 +51,10 @@ class Served:
         }
         if wrong and self._parts.config.cluster is None:
             raise ConfigError(next(iter(wrong.values())))
+        limited = [] if self._parts.config.takes_limits else catalogue.limited()
+        whole = [f"ModelRoute {key}: each of several --workers takes its rateLimit: add --limits-redis" for key in limited]
+        if whole and self._parts.config.cluster is None:
+            raise ConfigError(whole[0])
         servings = {key: serving for key, serving in catalogue.servings.items() if key not in wrong}
         fleet = self._parts.fleet
         wanted: dict[tuple[Role, Address], tuple[dict[str, str], Pod]] = {}
@@ -67,7 +71,7 @@ class Served:
         self._parts.prober.wake()
         self._of = {key: (serving, self._parts_of(key, serving)) for key, serving in servings.items()}
         self.catalogue = catalogue
-        notes = {*catalogue.notes(), *wrong.values()}
+        notes = {*catalogue.notes(), *wrong.values(), *whole}
         if self._parts.config.admission.limits_redis is None:
             notes.update(
                 f"ModelRoute {key} shares its rateLimit by Redis, which takes --limits-redis: it is not shared"

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import os
 import queue
+import select
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -27,9 +29,11 @@ log = logging.getLogger("ems.router")
 class AccessLog:
     """Lines in the order in which requests ended."""
 
-    def __init__(self, output: str = "stdout") -> None:
+    def __init__(self, output: str = "stdout", *, shared: bool = False) -> None:
         self._path = None if output == "stdout" else Path(output)
         self._descriptor = sys.stdout.fileno() if self._path is None else _open(self._path)
+        self._most = select.PIPE_BUF if shared else 1 << 62
+        """Bytes that are written at once: of larger pieces a pipe may put another process's lines into the middle."""
         self._lines: list[bytes] = []
         self._batches: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._queued = 0
@@ -69,9 +73,10 @@ class AccessLog:
         while (lines := self._batches.get()) is not None:
             try:
                 self._reopen()
-                left = memoryview(b"".join(lines))
-                while left:
-                    left = left[os.write(self._descriptor, left) :]
+                for piece in _pieces(lines, self._most):
+                    left = memoryview(piece)
+                    while left:
+                        left = left[os.write(self._descriptor, left) :]
                 failed = False
             except (OSError, ConfigError) as error:
                 self.dropped += len(lines)
@@ -92,6 +97,19 @@ class AccessLog:
             new = _open(self._path)
             os.close(self._descriptor)
             self._descriptor = new
+
+
+def _pieces(lines: list[bytes], most: int) -> Iterator[bytes]:
+    """Join lines to pieces of ``most`` bytes, or of one line."""
+    piece: list[bytes] = []
+    size = 0
+    for line in lines:
+        size += len(line)
+        if size > most and piece:
+            yield b"".join(piece)
+            piece, size = [], len(line)
+        piece.append(line)
+    yield b"".join(piece)
 
 
 def _open(path: Path) -> int:

@@ -29,10 +29,11 @@ class Decisions:
         record = self._records.get(request_id)
         return None if record is None else explained(record)
 
-    def newest(self) -> list[dict[str, Any]]:
+    def newest(self) -> list[tuple[float, dict[str, Any]]]:
+        """Return when each of the last ones ended, and what it was."""
         last = list(self._records.values())[-LISTED:]
         return [
-            {"request_id": one.request_id, "model": one.model, "status": one.status, "decode": one.decode}
+            (one.ended, {"request_id": one.request_id, "model": one.model, "status": one.status, "decode": one.decode})
             for one in reversed(last)
         ]
 

@@ -14,14 +14,14 @@ from ems.router.observe.spans import Spans
 
 
 class Observer:
-    """One for a router."""
+    """One for a router, or for a worker of several that write to one place (``shared``)."""
 
-    def __init__(self, config: ObserveConfig) -> None:
+    def __init__(self, config: ObserveConfig, *, shared: bool = False) -> None:
         self.series = AllSeries()
         self.decisions = Decisions(config.decisions)
         self.active: set[Record] = set()
         """Requests that have not ended."""
-        self.access_log = None if config.access_log is Format.OFF else AccessLog(config.access_log_output)
+        self.access_log = None if config.access_log is Format.OFF else AccessLog(config.access_log_output, shared=shared)
         self._format = config.access_log
         self.spans = None if config.otlp_traces_endpoint is None else Spans(config.otlp_traces_endpoint)
 

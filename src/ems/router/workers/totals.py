@@ -1,0 +1,33 @@
+"""The metrics pages of several workers as one.  A brain.
+
+Counters, histograms and gauges of what runs add up; of :data:`_SAME`, which all say of one thing, the largest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from prometheus_client.utils import floatToGoString
+
+_SAME: Final = (b"ems_build_info", b"ems_router_instance_up", b"ems_router_instances_leaving")
+
+
+def summed(pages: Iterable[bytes]) -> bytes:
+    """Join pages by names and labels."""
+    families: dict[bytes, dict[bytes, float]] = {}
+    for page in pages:
+        head = b""
+        for line in page.splitlines(keepends=True):
+            if line.startswith(b"#"):
+                head = head + line if line.startswith(b"# TYPE") else line
+                continue
+            sample, _, text = line.rpartition(b" ")
+            values, value = families.setdefault(head, {}), float(text)
+            before = values.get(sample, 0.0)
+            values[sample] = max(before, value) if sample.startswith(_SAME) else before + value
+    rows = (
+        head + b"".join(b"%b %b\n" % (sample, str(floatToGoString(one)).encode()) for sample, one in values.items())  # type: ignore[no-untyped-call]
+        for head, values in families.items()
+    )
+    return b"".join(rows)
