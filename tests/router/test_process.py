@@ -102,6 +102,7 @@ async def streaming(request: web.Request, body: bytes) -> web.StreamResponse:
 
 
 GO_ON = asyncio.Event()
+TWO_WORKERS = ["--decoder-hosts", "a", "--decoder-ports", "1", "--workers", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -238,6 +239,9 @@ async def test_a_port_in_use_is_one_line_and_exit_status_3() -> None:
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--retry-delay", "-1"], "--retry-delay -1"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--log-level", "loud"], "--log-level"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--no-such-flag"], "--no-such-flag"),
+        (["--decoder-hosts", "a", "--decoder-ports", "1", "--workers", "0"], "--workers 0 is out of range"),
+        ([*TWO_WORKERS, "--max-running", "1"], "--max-running 1 gives some of --workers 2 nothing to run"),
+        ([*TWO_WORKERS, "--input-tokens-per-unit", "9"], "--workers 2 would each take the whole limit"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--host", "no.such.host.invalid"], "Cannot listen on --host"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--host", "192.0.2.1"], "not an address of this machine"),
     ],

@@ -53,14 +53,14 @@ def serve(config: RouterConfig, *, log_level: str = "info") -> int:
     _set_up_log(log_level)
     _allow_many_connections()
     with listener:
-        post: Post | int | None = None
+        post = None
         if config.workers > 1:
             from ems.router.workers.parent import Parent
 
-            post = Parent(config.workers, config.drain_timeout, _tell).run(listener)
-            if isinstance(post, int):
-                return post
-            config = config.of_worker(post.number)
+            begun = Parent(config.workers, config.drain_timeout, _tell).run(listener)
+            if isinstance(begun, int):
+                return begun
+            post, config = begun, config.of_worker(begun.number)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(config, listener, post))
     return 0
@@ -110,6 +110,8 @@ async def _run(config: RouterConfig, listener: socket.socket, post: Post | None)
         loop.add_signal_handler(number, signalled if link is None else stop.set)
     async with Router(config, link=link) as router:
         loop.add_signal_handler(signal.SIGHUP, router.reload)
+        if link is not None:
+            link.open()
         server = Server(router, body_timeout=config.body_timeout)
         await server.start(listener, router.tls)
         # What stands now stays, and a request leaves no cycles: collections need not come every few requests.
@@ -122,7 +124,7 @@ async def _run(config: RouterConfig, listener: socket.socket, post: Post | None)
             f"Initialized {len(router.fleet.listed(Role.PREFILL))} prefill clients and "
             f"{len(router.fleet.listed(Role.DECODE))} decode clients."
         )
-        _tell(words) if link is None else link.open(words)
+        _tell(words) if link is None else link.serves(words)
         await stop.wait()
         if count := router.counters.running:
             _tell(

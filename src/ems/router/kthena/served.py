@@ -52,7 +52,9 @@ class Served:
         if wrong and self._parts.config.cluster is None:
             raise ConfigError(next(iter(wrong.values())))
         limited = [] if self._parts.config.takes_limits else catalogue.limited()
-        whole = [f"ModelRoute {key}: each of several --workers takes its rateLimit: add --limits-redis" for key in limited]
+        whole = [
+            f"ModelRoute {key}: each of several --workers takes its rateLimit: add --limits-redis" for key in limited
+        ]
         if whole and self._parts.config.cluster is None:
             raise ConfigError(whole[0])
         servings = {key: serving for key, serving in catalogue.servings.items() if key not in wrong}

@@ -21,7 +21,9 @@ class Observer:
         self.decisions = Decisions(config.decisions)
         self.active: set[Record] = set()
         """Requests that have not ended."""
-        self.access_log = None if config.access_log is Format.OFF else AccessLog(config.access_log_output, shared=shared)
+        self.access_log = (
+            None if config.access_log is Format.OFF else AccessLog(config.access_log_output, shared=shared)
+        )
         self._format = config.access_log
         self.spans = None if config.otlp_traces_endpoint is None else Spans(config.otlp_traces_endpoint)
 

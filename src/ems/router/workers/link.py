@@ -45,13 +45,16 @@ class Link:
         """By question: who has not answered yet, the answers, and whether there is nobody left to wait for."""
         self._buffer = memoryview(bytearray(messages.LARGEST))
 
-    def open(self, words: str) -> None:
-        """Say that this worker serves, and listen."""
+    def open(self) -> None:
+        """Hear the others, from the changes on that were before."""
         for change in self._changes.values():
             self.change(change.role, change.addresses, listed=change.listed)
         self._loop.add_reader(self._socket, self._receive)
-        self._send(messages.PARENT, words)
         self._tell_all()
+
+    def serves(self, words: str) -> None:
+        """Say that this worker takes requests; ``words`` are for whoever started the router."""
+        self._send(messages.PARENT, words)
 
     async def ask(self, what: str, argument: str = "") -> list[bytes]:
         """Return what the others answer."""
@@ -139,5 +142,6 @@ class Link:
 
     def _send(self, end: int, message: Message | str) -> None:
         body = message.encode() if isinstance(message, str) else messages.encode(message)
-        with contextlib.suppress(OSError):  # the parent is behind or gone; what counts is told again
-            self._socket.send(bytes((end,)) + body)
+        if len(body) < messages.LARGEST:
+            with contextlib.suppress(OSError):  # the parent is behind or gone; what counts is told again
+                self._socket.send(bytes((end,)) + body)

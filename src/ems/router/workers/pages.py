@@ -13,11 +13,11 @@ from urllib.parse import unquote
 
 import msgspec
 
-from ems.http.message import Request
+from ems.http.message import Refusal, Request
+from ems.http.reply import Reply
 from ems.router.metrics import CONTENT_TYPE
 from ems.router.observe.decisions import LISTED, Decisions
 from ems.router.pages import Pages, no_request, read_change
-from ems.http.reply import Reply
 from ems.router.workers.link import Link
 from ems.router.workers.totals import summed
 
@@ -66,4 +66,6 @@ class SharedPages:
     async def _change(self, request: Request, reply: Reply, *, listed: bool) -> None:
         role, addresses = read_change(request.body) if listed else self._pages.removal(request)
         message, late = await self._link.change_all(role, addresses, listed=listed)
+        if not message:
+            raise Refusal(503, "The workers did not take the change in time; try again", code="workers_busy")
         self._pages.changed(message, reply, **({"pending_workers": late} if late else {}))

@@ -85,16 +85,19 @@ class Parent:
             for due in [due for due, at in self._due.items() if at <= now]:
                 if (post := self._start(due, now)) is not None:
                     return post
-            if self._kill_at <= now:
+            self._wait(min(self._kill_at, *self._due.values(), now + 60.0) - now, listener)
+            if self._kill_at <= time.monotonic():
+                self._kill_at += 1.0
                 self._signal(signal.SIGKILL)
-            until = min(self._kill_at, *self._due.values(), now + 60.0)
-            for key, _ in self._selector.select(max(until - now, 0.1 if self._kill_at <= now else 0.0)):
-                if key.data is not None:
-                    self._pass_on(key.data)
-                    continue
-                for one in self._signals.recv(4096):
-                    self._signalled(one, listener)
         return self._status
+
+    def _wait(self, seconds: float, listener: socket.socket) -> None:
+        for key, _ in self._selector.select(max(seconds, 0.0)):
+            if key.data is None:
+                for number in self._signals.recv(4096):
+                    self._signalled(number, listener)
+            elif key.data in self._workers.values():  # else a signal just said that it has ended
+                self._pass_on(key.data)
 
     def _start(self, number: int, now: float) -> Post | None:
         del self._due[number]
@@ -167,7 +170,7 @@ class Parent:
             self._selector.unregister(worker.socket)
             return
         end, body = self._buffer[0], self._buffer[1:size]
-        packet = b"%c%b" % (worker.number, body)
+        packet = bytes((worker.number,)) + body
         if end == messages.PARENT:
             self._serves(worker, bytes(body).decode())
         elif end == messages.EVERYONE:

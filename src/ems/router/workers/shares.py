@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from ems.http.address import Address
 from ems.router.choosing.chooser import Chooser
 from ems.router.choosing.prompt import Prompt
-from ems.http.address import Address
 from ems.router.fleet import Fleet, Hold, Instance, Load, Role
 from ems.router.workers.messages import Learned, State
 

@@ -17,13 +17,16 @@ def summed(pages: Iterable[bytes]) -> bytes:
     """Join pages by names and labels."""
     families: dict[bytes, dict[bytes, float]] = {}
     for page in pages:
-        head = b""
+        head, values = b"", dict[bytes, float]()
         for line in page.splitlines(keepends=True):
+            if line.startswith(b"# HELP"):
+                head = line
+                continue
             if line.startswith(b"#"):
-                head = head + line if line.startswith(b"# TYPE") else line
+                values = families.setdefault(head + line, {})
                 continue
             sample, _, text = line.rpartition(b" ")
-            values, value = families.setdefault(head, {}), float(text)
+            value = float(text)
             before = values.get(sample, 0.0)
             values[sample] = max(before, value) if sample.startswith(_SAME) else before + value
     rows = (

@@ -1,0 +1,263 @@
+"""Several workers as processes: one is killed, all are stopped, and what one knows the others go by."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import psutil
+import pytest
+
+from ems.router.admission.limits import RateLimit
+from tests.router.fakes import FakeEngine, completion, dead_address, until
+from tests.router.test_admission import bearer, key_file
+from tests.router.test_process import STOPPING, Process, decoders, running, start
+
+pytestmark = pytest.mark.process
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiohttp import web
+
+PROMPT = {"model": "m", "prompt": "x" * 4096, "max_tokens": 5000}
+
+
+class Held:
+    """Lets an engine's streams begin, and end when it is told so; what is not streamed is answered at once."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        if not json.loads(body).get("stream"):
+            return await completion(request, body)
+        from aiohttp import web
+
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await self.go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def workers(router: Process) -> list[psutil.Process]:
+    return psutil.Process(router.process.pid).children()
+
+
+async def successor(router: Process, before: list[psutil.Process]) -> psutil.Process:
+    await until(lambda: bool(set(workers(router)) - set(before)))
+    return (set(workers(router)) - set(before)).pop()
+
+
+def said(router: Process) -> list[str]:
+    return [line for line in router.lines if not re.match(r"\d{4}-", line)]
+
+
+async def line(router: Process, pattern: str, times: int = 1) -> None:
+    """Read on until something was said so often."""
+    assert router.process.stderr is not None
+    async with asyncio.timeout(40):
+        while sum(re.search(pattern, one) is not None for one in router.lines) < times:
+            router.lines.append((await router.process.stderr.readline()).decode().rstrip("\n"))
+
+
+@asynccontextmanager
+async def client_of(router: Process, worker: psutil.Process) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client with one connection, which this worker serves: the others are frozen while it is made."""
+    others = [one for one in workers(router) if one != worker]
+    for one in others:
+        one.suspend()
+    try:
+        client = aiohttp.ClientSession(router.url, connector=aiohttp.TCPConnector(limit=1))
+        async with client, asyncio.timeout(60):
+            await (await client.get("/livez")).read()
+            for one in others:
+                one.resume()
+            yield client
+    finally:
+        for one in others:
+            with suppress(psutil.NoSuchProcess):
+                one.resume()
+
+
+@asynccontextmanager
+async def two_clients(*flags: str) -> AsyncIterator[tuple[Process, list[psutil.Process], list[aiohttp.ClientSession]]]:
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(running(*flags, "--workers", "2"))
+        both = workers(router)
+        assert len(both) == 2
+        yield router, both, [await stack.enter_async_context(client_of(router, one)) for one in both]
+
+
+@asynccontextmanager
+async def begun(client: aiohttp.ClientSession) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with client.post("/v1/completions", json=PROMPT | {"stream": True}) as stream:
+        assert await stream.content.readany() == b"data: 1\n\n"
+        yield stream
+
+
+async def costs(client: aiohttp.ClientSession, name: str) -> dict[str, float]:
+    """Send a request; what each instance would have cost it."""
+    async with client.post("/v1/completions", json={"prompt": name}, headers={"X-Request-Id": name}) as response:
+        assert response.status == 200
+        await response.read()
+    async with client.get(f"/debug/requests/{name}") as response:
+        attempt = (await response.json())["choice"]["attempts"][0]
+    return {one["instance"]: one["cost"] for one in attempt["scores"]}
+
+
+async def test_a_load_of_one_worker_is_seen_by_the_other_until_it_dies() -> None:
+    held = Held()
+    async with AsyncExitStack() as stack:
+        one, two = [await stack.enter_async_context(FakeEngine(held)) for _ in range(2)]
+        clients = two_clients(*decoders(one.address, two.address))
+        router, (first, second), (here, there) = await stack.enter_async_context(clients)
+        async with begun(here) as stream:
+            busy, free = (one, two) if one.seen else (two, one)
+
+            async with asyncio.timeout(40):
+                number = 0
+                while (cost := await costs(there, f"seen-{number}"))[str(busy.address)] <= cost[str(free.address)]:
+                    number += 1
+            before = len(busy.seen)
+            for again in range(3):
+                await costs(there, f"away-{again}")
+            assert len(busy.seen) == before, "the other worker's requests go where less is"
+
+            first.kill()
+            with pytest.raises(aiohttp.ClientError):
+                await stream.content.read()
+            async with asyncio.timeout(40):
+                while (cost := await costs(there, f"gone-{number}"))[str(busy.address)] > cost[str(free.address)]:
+                    number += 1
+        await line(router, "Worker [01] was ended by SIGKILL; another one is started now")
+        third = await successor(router, [first, second])
+        await costs(await stack.enter_async_context(client_of(router, third)), "served")
+
+
+async def test_all_streams_of_both_end_well_after_sigterm() -> None:
+    held = Held()
+    async with (
+        FakeEngine(held) as engine,
+        two_clients(*decoders(engine.address)) as (router, _, (here, there)),
+        begun(here) as one,
+        begun(there) as other,
+    ):
+        assert said(router)[0].startswith("Listening on ")
+        assert said(router)[1:] == ["Initialized 0 prefill clients and 1 decode clients."]
+
+        router.process.terminate()
+        await line(router, "Stopping", times=2)
+        held.go_on.set()
+
+        for stream in (one, other):
+            assert await stream.content.read() == b"data: [DONE]\n\n"
+        status, rest = await router.ended()
+        told = "\n".join(router.lines[2:]) + "\n" + rest
+        assert (status, told.count(STOPPING.format(1, 30).strip())) == (0, 2)
+        assert "Traceback" not in told
+
+
+async def test_a_second_signal_ends_all_of_them_at_once() -> None:
+    async with (
+        FakeEngine(Held()) as engine,
+        two_clients(*decoders(engine.address)) as (router, _, (here, there)),
+        begun(here),
+        begun(there),
+    ):
+        router.process.send_signal(signal.SIGINT)
+        await line(router, "Stopping", times=2)
+        router.process.send_signal(signal.SIGTERM)
+
+        assert (await router.ended())[0] == 0
+
+
+async def test_workers_end_when_their_parent_is_gone() -> None:
+    async with FakeEngine() as engine, two_clients(*decoders(engine.address)) as (router, both, _):
+        router.process.kill()
+
+        await until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in both), 40)
+
+
+async def test_pages_are_those_of_the_router_whichever_worker_answers(tmp_path: Path) -> None:
+    lines = tmp_path / "access.log"
+    flags = ["--access-log", "json", "--access-log-output", str(lines)]
+    async with FakeEngine() as engine, two_clients(*decoders(engine.address), *flags) as (router, both, (here, there)):
+        for number, client in enumerate((here, here, there)):
+            await costs(client, f"r{number}")
+        for client in (here, there):
+            async with client.get("/metrics") as response:
+                page = await response.text()
+            assert 'ems_router_requests_total{endpoint="/v1/completions",status="200"} 3.0' in page
+            assert f'ems_router_instance_requests_total{{instance="{engine.address}",role="decode"}} 3.0' in page
+            assert page.count("# TYPE ems_build_info gauge") == 1
+            for name in ("r0", "r2"):
+                async with client.get(f"/debug/requests/{name}") as response:
+                    assert (response.status, (await response.json())["request_id"]) == (200, name)
+            async with client.get("/debug/requests/none") as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (404, "request_not_found")
+            async with client.get("/debug/requests") as response:
+                assert [one["request_id"] for one in (await response.json())["requests"]] == ["r2", "r1", "r0"]
+
+        more = str(dead_address())
+        change = {"type": "decode", "instances": more}
+        async with here.post("/instances/add", json=change) as response:
+            added = await response.json()
+        assert added["current_decode_instances"] == [str(engine.address), more]
+        assert "pending_workers" not in added
+        async with there.post("/instances/add", json=change) as response:
+            assert (await response.json())["message"] == "The decode instances were there already"
+
+        both[0].suspend()
+        async with there.post("/instances/remove", json=change) as response:
+            removed = await response.json()
+        assert (response.status, removed["current_decode_instances"]) == (200, [str(engine.address)])
+        assert len(removed["pending_workers"]) == 1
+        both[0].resume()
+        async with asyncio.timeout(40):
+            while (await (await here.get("/healthcheck")).json())["decode_instances"] != 1:
+                pass
+
+        both[0].kill()
+        third = await successor(router, both)
+        async with client_of(router, third) as anew, anew.get("/healthcheck") as response:
+            assert (await response.json())["decode_instances"] == 1, "it begins with what was changed before"
+        router.process.terminate()
+        assert (await router.ended())[0] == 0
+        names = [json.loads(one)["request_id"] for one in lines.read_text().splitlines()]
+        assert sorted(names) == ["r0", "r1", "r2"]
+
+
+async def test_a_file_of_keys_with_limits_needs_limits_that_are_shared(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    keys = key_file(path, alice={})
+    flags = [*decoders(dead_address()), "--api-keys", str(path)]
+    async with (
+        running(*flags, "--workers", "2") as router,
+        aiohttp.ClientSession(router.url) as client,
+        client.post("/v1/completions", json={}, headers=bearer(keys["alice"])) as response,
+    ):
+        assert response.status == 503
+
+    key_file(path, alice={"limit": RateLimit(input_tokens_per_unit=5)})
+    refused = await start("--port", "0", *flags, "--workers", "2")
+    status, told = await refused.ended()
+
+    assert (status, told.count("\n")) == (2, 1), told
+    assert told.endswith("each of several --workers would take the limit: add --limits-redis\n")
+
+
+async def test_a_worker_that_is_told_to_end_is_followed_by_another() -> None:
+    async with FakeEngine() as engine, two_clients(*decoders(engine.address)) as (router, (first, _), _):
+        os.kill(first.pid, signal.SIGTERM)
+
+        await line(router, "Worker [01] ended with status 0; another one is started now")
