@@ -6,6 +6,7 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.http.address import Address
+from ems.router.admission.settings import AdmissionConfig
 from ems.router.config import RouterConfig, pair
 from ems.router.observe.settings import ObserveConfig
 
@@ -74,3 +75,14 @@ def test_one_engine_may_have_both_roles() -> None:
 def test_what_would_be_written_nowhere_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ObserveConfig(**settings)
+
+
+@pytest.mark.parametrize(("running", "waiting"), [(0, 0), (7, 10), (3, 1)])
+def test_workers_share_the_places(running: int, waiting: int) -> None:
+    admission = AdmissionConfig(max_running=running, queue_size=waiting)
+    whole = RouterConfig(decodes=(ONE,), workers=3, admission=admission)
+    parts = [whole.share(number) for number in range(3)]
+
+    assert sum(part.max_running for part in parts) == running
+    assert {part.queue_size for part in parts} == {-(-waiting // 3)}
+    assert all(part.max_running for part in parts) is bool(running)

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -279,3 +280,9 @@ async def test_the_log_names_what_failed_and_has_no_stack_trace() -> None:
         assert status == 0
         assert "decode instance 127.0.0.1:" in log
         assert "Traceback" not in log
+
+
+def test_one_process_loads_nothing_of_several() -> None:
+    program = "import sys, ems.router.server; print([name for name in sys.modules if name.startswith('ems.router.w')])"
+
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"[]\n"

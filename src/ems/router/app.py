@@ -77,7 +77,8 @@ class Router:
         self.chooser = Chooser(session_lifetime=config.session_lifetime) if link is None else link.shares.chooser
         self.fleet = Fleet(self.chooser.forget) if link is None else link.shares.fleet
         self.counters = Counters()
-        self.admission = Admission(config.admission, takes_limits=config.takes_limits)
+        admission = config.admission if link is None else config.share(link.number)
+        self.admission = Admission(admission, takes_limits=config.takes_limits)
         self.observer = Observer(config.observe, shared=link is not None)
         self.tls = tls.for_clients(config.tls)
         engines = tls.for_engines(config.tls)

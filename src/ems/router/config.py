@@ -128,15 +128,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Whether limits of tokens hold for the router as a whole; those of several workers do with a Redis alone."""
         return self.workers == 1 or self.admission.limits_redis is not None
 
-    def of_worker(self, number: int) -> RouterConfig:
-        """Return the settings of one worker, which has its share of the places."""
+    def share(self, number: int) -> AdmissionConfig:
+        """Return what holds in one worker, which has its share of the places."""
         whole, count = self.admission, self.workers
-        admission = msgspec.structs.replace(
+        return msgspec.structs.replace(
             whole,
             max_running=whole.max_running // count + (number < whole.max_running % count),
             queue_size=math.ceil(whole.queue_size / count),
         )
-        return msgspec.structs.replace(self, admission=admission)
 
     def _check_workers(self) -> None:
         if not 1 <= self.workers <= MOST_WORKERS:

@@ -60,7 +60,7 @@ def serve(config: RouterConfig, *, log_level: str = "info") -> int:
             begun = Parent(config.workers, config.drain_timeout, _tell).run(listener)
             if isinstance(begun, int):
                 return begun
-            post, config = begun, config.of_worker(begun.number)
+            post = begun
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(config, listener, post))
     return 0

@@ -218,6 +218,15 @@ async def test_a_mistake_at_the_start_keeps_the_router_from_starting(tmp_path: P
                 raise AssertionError
 
 
+async def test_the_limit_of_a_route_is_no_limit_of_several_workers_without_redis(tmp_path: Path) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(documents(SERVER, ROUTE.replace("spec:", "spec:\n  rateLimit: {inputTokensPerUnit: 5}")))
+    said = r"ModelRoute dev/kimi-k25: each of several --workers .* add --limits-redis$"
+    with pytest.raises(ConfigError, match=said):
+        async with Router(RouterConfig(manifests=path, workers=2)):
+            raise AssertionError
+
+
 async def test_a_folder_that_cannot_be_listed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(_: Path) -> None:
         raise PermissionError

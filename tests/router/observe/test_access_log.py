@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,26 @@ async def test_what_nobody_takes_is_dropped_and_counted(tmp_path: Path, monkeypa
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Cannot write the access log"):
         AccessLog(str(tmp_path))
+
+
+async def test_what_several_processes_write_into_a_pipe_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no more than PIPE_BUF bytes goes into a pipe as a whole."""
+    written: list[bytes] = []
+    write = os.write
+
+    def writes(descriptor: int, data: bytes) -> int:
+        written.append(bytes(data))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", writes)
+    log = AccessLog(str(tmp_path / "access.log"), shared=True)
+    lines = [b"x" * (size % 1500) + b"\n" for size in range(0, 90000, 701)]
+    for line in lines:
+        log.add(line)
+    log.close()
+
+    assert b"".join(written) == b"".join(lines)
+    assert len(written) < len(lines) / 2
+    assert all(len(one) <= select.PIPE_BUF and one.endswith(b"\n") for one in written)

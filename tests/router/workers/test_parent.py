@@ -190,7 +190,7 @@ async def test_workers_end_when_their_parent_is_gone() -> None:
 
 async def test_pages_are_those_of_the_router_whichever_worker_answers(tmp_path: Path) -> None:
     lines = tmp_path / "access.log"
-    flags = ["--access-log", "json", "--access-log-output", str(lines)]
+    flags = ["--access-log", "json", "--access-log-output", str(lines), "--max-running", "5"]
     async with FakeEngine() as engine, two_clients(*decoders(engine.address), *flags) as (router, both, (here, there)):
         for number, client in enumerate((here, here, there)):
             await costs(client, f"r{number}")
