@@ -25,7 +25,7 @@ from ems.doctor.gathering import read_cluster
 from ems.pool.http.app import build_app as build_http
 from ems.pool.tenants import store
 from ems.pool.tiers.settings import parse_tier
-from ems.router.kthena.mirror import RESOURCES
+from ems.router.kthena.objects import RESOURCES
 from tests.deploy.rendered import DEPLOY, KUBERNETES, OVERLAYS, SCRIPTS, config_map, named, node_of, pods
 from tests.deploy.test_pods import SECRETS
 
@@ -174,7 +174,7 @@ def test_the_router_is_called_with_flags_that_it_has_and_may_list_what_it_watche
     assert arguments["port"] == container["ports"][0]["containerPort"]
     role = named(folder, "Role", "ems-router")
     allowed = {(group, one) for rule in role["rules"] for group in rule["apiGroups"] for one in rule["resources"]}
-    watched = {(version.rpartition("/")[0], one) for one, (version, _) in RESOURCES.items()}
+    watched = {(one.api_version.rpartition("/")[0], one.plural) for one in RESOURCES}
     assert allowed == watched
     assert all(rule["verbs"] == ["list", "watch"] for rule in role["rules"])
 

@@ -19,7 +19,8 @@ from prometheus_client import generate_latest
 
 from ems.http.address import Address
 from ems.http.server import Connection, Server
-from ems.router.admission.limits import Kind, RateLimit, Unit
+from ems.kthena.rate_limit import RateLimit, Unit
+from ems.router.admission.limits import Kind
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.app import Router
 from ems.router.config import RouterConfig

@@ -12,14 +12,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from ems.router.admission import files
+from ems import files
+from ems.kthena.rate_limit import RateLimit, Unit
 from ems.router.admission.keys import ApiKey, KeyFile
-from ems.router.admission.limits import RateLimit, Unit
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.tls import TlsConfig
 from ems.router.observe.settings import Format, ObserveConfig
+from tests.kit.certificates import Authority
 from tests.router.admission.api_keys import digest_of, new_key
-from tests.router.admission.certificates import Authority
 from tests.router.fakes import FakeEngine, Running, completion, running, status, until
 
 DAY = RateLimit(input_tokens_per_unit=100, unit=Unit.MONTH)

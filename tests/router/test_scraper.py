@@ -19,7 +19,7 @@ from tests.router.fakes import FakeEngine, Running, running, until
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ems.router.scraper.INTERVAL", 0.005)
-    monkeypatch.setattr("ems.router.admission.files.POLL_SECONDS", 0.005)
+    monkeypatch.setattr("ems.files.POLL_SECONDS", 0.005)
 
 
 def scores(*names: str) -> str:

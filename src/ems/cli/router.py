@@ -79,7 +79,8 @@ def router(
         log_level: What is logged to stderr.
     """
     from ems.errors import ConfigError
-    from ems.router.config import ClusterAccess, EventSource, RouterConfig, pair
+    from ems.kubernetes.access import ClusterAccess
+    from ems.router.config import EventSource, RouterConfig, pair
     from ems.router.server import serve
 
     if kubeconfig is not None and in_cluster:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from ems.router.admission.limits import RateLimit
+    from ems.kthena.rate_limit import RateLimit
     from ems.router.admission.settings import AdmissionConfig
     from ems.router.admission.tls import TlsConfig
     from ems.router.observe.settings import ObserveConfig
@@ -86,7 +86,7 @@ class AdmissionFlags:
 
     def _limit(self) -> RateLimit | None:
         from ems.errors import ConfigError
-        from ems.router.admission.limits import RateLimit, Unit
+        from ems.kthena.rate_limit import RateLimit, Unit
 
         if self.input_tokens_per_unit is None and self.output_tokens_per_unit is None:
             return None

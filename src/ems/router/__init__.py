@@ -4,15 +4,16 @@ Brains (no sockets, no event loop, no clock; the time is an argument):
 
 - ``config``: what the router was told;
 - ``breaker``, ``fleet``: which instances there are, how busy they are, which may be used, which takes a request;
-- ``request``, ``headers``: what is written into requests and answers;
+- ``request``, ``errors``: what is read out of requests, and what the router itself answers;
 - ``dispatch``: what happens next when an instance fails;
 - ``metrics``: what happened so far, and its page.
 
-Packages of both: ``admission`` (who may send requests, how much, and when) and ``observe`` (what is seen of requests).
+Packages of both: ``admission`` (who may send requests, how much, and when), ``observe`` (what is seen of requests),
+``events`` (what engines have in their caches) and ``kthena`` (its objects).
 
-Shells: ``http`` (connections of clients, and to engines), ``prober`` (asks instances for their health), ``exchange``
-with ``relay`` and ``reply`` (one request on the hot path), ``pages`` and ``app`` (all other pages), and ``server`` (the
-process).
+Shells: ``prober`` and ``scraper`` (ask instances for their health and their figures), ``exchange`` with ``relay`` (one
+request on the hot path), ``pages`` and ``app`` (all other pages), and ``server`` (the process).  Connections of clients
+and to engines are :mod:`ems.http`.
 
 What always holds: a client gets either the bytes that an engine sent, or an error in OpenAI's form; an instance's load
 returns to zero when its requests have ended, however they ended; every wait has an end.

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from prometheus_client import generate_latest
 
+from ems.files import WatchedFiles
 from ems.http.client import Upstream
 from ems.http.message import Refusal, Request
 from ems.http.reply import Reply
+from ems.kubernetes.folder import files_of
 from ems.router.admission import tls
 from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
@@ -21,12 +24,11 @@ from ems.router.errors import refuse
 from ems.router.exchange import READS_ONLY, ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
 from ems.router.handoff.kinds import of_client
-from ems.router.kthena.api_server import ClusterSource
 from ems.router.kthena.config_dump import PREFIX, config_dump
-from ems.router.kthena.folder import Folder
 from ems.router.kthena.router_file import Schedulers
 from ems.router.kthena.router_file import read as read_router_file
 from ems.router.kthena.served import Served
+from ems.router.kthena.sources import Cluster, Folder
 from ems.router.metrics import CONTENT_TYPE, Counters, RouterCollector
 from ems.router.observe.collector import RequestCollector
 from ems.router.observe.observer import Observer
@@ -78,18 +80,19 @@ class Router:
         self.fleet = Fleet(self.chooser.forget) if link is None else link.shares.fleet
         self.counters = Counters()
         admission = config.admission if link is None else config.share(link.number)
-        self.admission = Admission(admission, takes_limits=config.takes_limits)
+        self._files = WatchedFiles()
+        self.admission = Admission(admission, self._files, takes_limits=config.takes_limits)
         self.observer = Observer(config.observe, shared=link is not None)
         self.tls = tls.for_clients(config.tls)
         engines = tls.for_engines(config.tls)
         for path in config.tls.watched:
-            self.admission.watch(path, lambda: tls.reload(config.tls, self.tls, engines), loaded=True)
+            self._files.watch(path, lambda: tls.reload(config.tls, self.tls, engines), loaded=True)
         self._upstream = upstream or Upstream(config.connect_timeout, engines)
         self._prober = Prober(self.fleet, self._upstream, config.probe_timeout)
         schedulers = Schedulers()
         if config.router_file is not None:
             place = config.router_file
-            self.admission.watch(place, lambda: schedulers.use(read_router_file(place)))
+            self._files.watch(place, lambda: schedulers.use(read_router_file(place)))
         self._parts = Parts(
             config,
             self.fleet,
@@ -104,9 +107,11 @@ class Router:
         requests = RequestCollector(self.observer.series, self.observer.active)
         self._metrics = (RouterCollector(self.fleet, self.counters), requests)
         self.served: Served | None = None
-        self._cluster = None if config.cluster is None else ClusterSource(config.cluster)
+        self._cluster: Cluster | None = None
         if config.manifests is not None or config.cluster is not None:
             self.served = Served(self._parts)
+            if config.cluster is not None:
+                self._cluster = Cluster(config.cluster, self.served)
         self._tasks: list[asyncio.Task[None]] = []
         self._subscribed = contextlib.AsyncExitStack()
         pages = Pages(self._parts)
@@ -124,12 +129,13 @@ class Router:
             for address in addresses:
                 self.fleet.add(role, address, now, trusted=True)
         if self.served is not None and self.config.manifests is not None:
-            folder = Folder(self.config.manifests, self.served)
-            self.admission.watch(self.config.manifests, folder.load, files=folder.files)
-        if self.served is not None and self._cluster is not None:
-            self._tasks.append(asyncio.create_task(self._cluster.run(self.served)))
+            place = self.config.manifests
+            self._files.watch(place, Folder(place, self.served).load, files=partial(files_of, place))
+        if self._cluster is not None:
+            self._tasks.append(asyncio.create_task(self._cluster.run()))
         await self._upstream.__aenter__()
         await self.admission.__aenter__()
+        self._tasks.append(asyncio.create_task(self._files.run()))
         self._tasks.append(asyncio.create_task(self._prober.run()))
         self._tasks.append(asyncio.create_task(Scraper(self._parts).run()))
         if self.config.kv_events:
@@ -150,9 +156,9 @@ class Router:
 
     def reload(self) -> None:
         """Look now for what has changed in files or on an API server."""
-        self.admission.look(anyway=True)
+        self._files.look(anyway=True)
         if self._cluster is not None:
-            self._cluster.wake()
+            self._cluster.informer.wake()
 
     def admit(self, request: Request) -> int:
         page = self._find(request)

@@ -11,6 +11,7 @@ import msgspec
 
 from ems.errors import ConfigError
 from ems.http.address import Address
+from ems.kubernetes.access import ClusterAccess
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.tls import TlsConfig
 from ems.router.observe.settings import ObserveConfig
@@ -18,15 +19,6 @@ from ems.router.observe.settings import ObserveConfig
 MOST_WORKERS: Final = 64
 
 _ENDPOINT = re.compile(r"tcp://\S+:\d{1,5}|ipc://\S+")
-
-
-class ClusterAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a Kubernetes API server is reached: by a kubeconfig, or without one as the pod that the router runs in."""
-
-    kubeconfig: str | None = None
-    context: str | None = None
-    namespace: str | None = None
-    """Whose objects count; None is all namespaces."""
 
 
 class EventSource(NamedTuple):

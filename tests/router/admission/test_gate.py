@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from ems.http.message import Refusal
+from ems.kthena.rate_limit import RateLimit, Unit
 from ems.router.admission.bearer import Tokens
 from ems.router.admission.gate import Asked, Gate, Ticket
 from ems.router.admission.keys import ANYBODY, ApiKey, KeyFile, Keys, Principal
-from ems.router.admission.limits import Kind, RateLimit, Unit
+from ems.router.admission.limits import Kind
 from ems.router.admission.settings import AdmissionConfig
 from tests.router.admission.api_keys import digest_of, new_key
 from tests.router.admission.test_bearer import OTHER, checker, key_set, signed

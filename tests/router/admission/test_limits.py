@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import ConfigError
-from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, RateLimit, Taken, Unit
+from ems.kthena.rate_limit import RateLimit, Unit
+from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Taken
 
 MINUTE = RateLimit(input_tokens_per_unit=60, output_tokens_per_unit=120, unit=Unit.MINUTE)
 

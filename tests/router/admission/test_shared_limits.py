@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from ems.errors import ConfigError
+from ems.kthena.rate_limit import RateLimit, Unit
 from ems.router.admission import shared_limits
-from ems.router.admission.limits import Exceeded, Kind, Limited, RateLimit, Taken, Unit
+from ems.router.admission.limits import Exceeded, Kind, Limited, Taken
 from ems.router.admission.shared_limits import RedisLimits
 from tests.kit.redis import redis_server
 from tests.router.fakes import dead_address

@@ -9,7 +9,7 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.router.admission.tls import TlsConfig, for_clients, for_engines, reload
-from tests.router.admission.certificates import Authority
+from tests.kit.certificates import Authority
 
 
 async def greet(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[str, bytes]:

@@ -14,10 +14,9 @@ from aiohttp import web
 
 from ems.errors import ConfigError
 from ems.router.fleet import Role
-from ems.router.kthena.manifests import read
 from ems.router.metrics import Prefill
 from tests.router.fakes import ANSWER, FakeEngine, Handler, Running, completion, dead_address, running, status, until
-from tests.router.kthena.manifests import ROUTE, SGLANG, documents, pod
+from tests.router.kthena.manifests import ROUTE, SGLANG, documents, pod, read
 
 BODY = {"model": "kimi-k25", "prompt": "hello", "max_tokens": 5}
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ems.kubernetes import manifests
+from ems.kubernetes.manifests import Manifests
+from ems.router.kthena.objects import RESOURCES
+
 SERVER = """
 apiVersion: networking.serving.volcano.sh/v1alpha1
 kind: ModelServer
@@ -77,3 +81,7 @@ status:
 
 def documents(*texts: str) -> str:
     return "\n---\n".join(texts)
+
+
+def read(texts: dict[str, str]) -> Manifests:
+    return manifests.read(texts, RESOURCES)

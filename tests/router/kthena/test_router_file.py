@@ -117,8 +117,8 @@ def test_what_is_wrong_in_it_is_said(tmp_path: Path, text: str, said: str) -> No
 async def test_a_router_goes_by_the_file_and_by_its_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ems.router.admission.files.POLL_SECONDS", 0.01)
-    caplog.set_level(logging.INFO, "ems.router")
+    monkeypatch.setattr("ems.files.POLL_SECONDS", 0.01)
+    caplog.set_level(logging.INFO, "ems")
     path = tmp_path / "c.yaml"
     path.write_text("scheduler: {plugins: {Score: {enabled: [{name: prefix-cache, weight: 1}]}}}")
     body = {"model": "m", "prompt": "word " * 400}

@@ -12,14 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.router.kthena.objects import NETWORKING, ModelRoute, decode
+from ems.kthena.networking import NETWORKING, ModelRoute
+from ems.kubernetes.objects import decode
+from ems.router.kthena.objects import RESOURCES
 from ems.router.kthena.routes import Routes
 
 
 def route(name: str, *, created: int | None = None, **spec: Any) -> ModelRoute:
     spec.setdefault("rules", [{"targetModels": [{"modelServerName": name}]}])
     metadata = {"name": name} | ({} if created is None else {"creationTimestamp": f"2026-01-01T00:00:{created:02}Z"})
-    made = decode({"apiVersion": NETWORKING, "kind": "ModelRoute", "metadata": metadata, "spec": spec}, source="test")
+    made = decode(
+        {"apiVersion": NETWORKING, "kind": "ModelRoute", "metadata": metadata, "spec": spec}, RESOURCES, source="test"
+    )
     assert isinstance(made, ModelRoute)
     return made
 

@@ -22,7 +22,6 @@ from ems.router.breaker import Breaker
 from ems.router.config import RouterConfig
 from ems.router.fleet import Role
 from ems.router.kthena.catalogue import Catalogue
-from ems.router.kthena.manifests import read
 from ems.router.observe.settings import Format, ObserveConfig
 from tests.router.fakes import (
     FakeEngine,
@@ -35,7 +34,7 @@ from tests.router.fakes import (
     status,
     until,
 )
-from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod
+from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod, read
 
 BODY = {"model": "kimi-k25", "prompt": "hello"}
 
@@ -178,7 +177,7 @@ async def test_a_change_counts_for_what_comes_and_leaves_what_runs(tmp_path: Pat
 async def test_a_mistake_in_a_file_changes_nothing_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "ems.router")
+    caplog.set_level(logging.INFO, "ems")
     async with FakeEngine() as decode:
         one = pod("d", "decode", decode.address.port)
         async with serving(tmp_path, SERVER, ROUTE, one) as router:
@@ -199,7 +198,7 @@ async def test_a_mistake_in_a_file_changes_nothing_and_is_said_once(
 
 
 async def test_files_are_looked_at_without_being_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ems.router.admission.files.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("ems.files.POLL_SECONDS", 0.01)
     async with serving(tmp_path, SERVER, ROUTE) as router:
         (tmp_path / "pods.yml").write_text(pod("d", "decode", 9))
         await until(lambda: ports(router) == {9})

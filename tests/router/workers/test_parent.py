@@ -15,7 +15,7 @@ import aiohttp
 import psutil
 import pytest
 
-from ems.router.admission.limits import RateLimit
+from ems.kthena.rate_limit import RateLimit
 from tests.router.fakes import FakeEngine, completion, dead_address, until
 from tests.router.test_admission import bearer, key_file
 from tests.router.test_process import STOPPING, Process, decoders, running, start

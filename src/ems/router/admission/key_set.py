@@ -12,8 +12,8 @@ from pathlib import Path
 
 import aiohttp
 
+from ems import files
 from ems.errors import ConfigError
-from ems.router.admission import files
 from ems.router.admission.bearer import Tokens, read_key_set
 
 REFRESH_SECONDS = 3600.0

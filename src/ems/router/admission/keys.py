@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from ems.errors import ConfigError
-from ems.router.admission.limits import RateLimit
+from ems.kthena.rate_limit import RateLimit
 
 FORMAT: Final = 1
 EVERY_MODEL: Final = "*"

@@ -1,31 +1,26 @@
-"""The gate of a running router, and what keeps it up to date: files that are looked at, an issuer that is asked."""
+"""The gate of a running router, and what keeps it up to date: files that are watched, an issuer that is asked."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from ems import files
 from ems.errors import ConfigError
+from ems.files import WatchedFiles
 from ems.http.headers import Forwarding
-from ems.router.admission import files, key_set
+from ems.router.admission import key_set
 from ems.router.admission.bearer import Tokens
-from ems.router.admission.files import WatchedFile
 from ems.router.admission.gate import CREDENTIALS, Gate
 from ems.router.admission.key_set import KeySetUrl
 from ems.router.admission.keys import KeyFile, Keys
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.shared_limits import RedisLimits
-
-Listing = Callable[[], Iterable[Path]]
-
-log = logging.getLogger("ems.router")
 
 _URLS = ("https://", "http://")
 
@@ -36,9 +31,8 @@ class Admission:
     :raises ConfigError: a file cannot be used.
     """
 
-    def __init__(self, config: AdmissionConfig, *, takes_limits: bool = True) -> None:
+    def __init__(self, config: AdmissionConfig, watched: WatchedFiles, *, takes_limits: bool = True) -> None:
         self._takes_limits = takes_limits
-        self._watched: list[WatchedFile] = []
         self._running: list[asyncio.Task[None]] = []
         self._url: KeySetUrl | None = None
         self._redis = None if config.limits_redis is None else RedisLimits(config.limits_redis)
@@ -48,22 +42,21 @@ class Admission:
                 self._url = KeySetUrl(config.tokens.key_set, tokens)
             else:
                 path = Path(config.tokens.key_set)
-                self.watch(path, partial(key_set.load, path, tokens))
+                watched.watch(path, partial(key_set.load, path, tokens))
         renew_keys = None if self._url is None else self._url.renew
         self.gate = Gate(config, tokens=tokens, renew_keys=renew_keys, shared=self._redis)
         if config.api_keys is not None:
             keys = Path(config.api_keys)
-            self.watch(keys, partial(self._load_keys, keys))
+            watched.watch(keys, partial(self._load_keys, keys))
         self.forwarding = Forwarding(frozenset(), b"")
         if config.engine_key is not None:
             engine_key = Path(config.engine_key)
-            self.watch(engine_key, partial(self._load_engine_key, engine_key))
+            watched.watch(engine_key, partial(self._load_engine_key, engine_key))
         elif config.authenticates and not config.forward_credentials:
             self.forwarding = Forwarding(frozenset(CREDENTIALS), b"")
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        self._running.append(loop.create_task(self._look()))
         if self._url is not None:
             self._running.append(loop.create_task(self._url.run()))
         return self
@@ -76,28 +69,6 @@ class Admission:
                 await task
         if self._redis is not None:
             await self._redis.__aexit__()
-
-    def watch(
-        self, path: Path, load: Callable[[], None], *, loaded: bool = False, files: Listing | None = None
-    ) -> None:
-        """Read a file, or all of some, unless that was done, and again whenever it changes."""
-        watched = WatchedFile(path, load, files)
-        if not loaded:
-            load()
-        self._watched.append(watched)
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(files.POLL_SECONDS)
-            try:
-                self.look()
-            except Exception:  # the root of the task: a defect must not end the looking
-                log.exception("Looking for what has changed failed by a defect of the router")
-
-    def look(self, *, anyway: bool = False) -> None:
-        """Look at all files, or ``anyway`` read them again."""
-        for watched in self._watched:
-            watched.look(anyway=anyway)
 
     def _load_keys(self, path: Path) -> None:
         data = files.read(path, what="the file of API keys", secret=True)

@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from ems.errors import ConfigError
+from ems.kthena.rate_limit import RateLimit
 from ems.router.admission.bearer import TokenSettings
-from ems.router.admission.limits import RateLimit
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,6 @@
 """TLS towards clients and towards engines.
 
-What always holds: TLS 1.2 or newer; a certificate that is renewed on disk is taken for new connections, without a
-restart, and one that makes no sense changes nothing.
+What always holds: a certificate that is renewed on disk is taken for new connections, without a restart.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ems.errors import ConfigError
+from ems.http.tls import client_context, load_certificate, server_context
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,13 +60,7 @@ def for_clients(config: TlsConfig) -> ssl.SSLContext | None:
     """
     if config.certificate is None:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.set_alpn_protocols(["http/1.1"])
-    _load(context, config.certificate, config.key)
-    if config.client_authority is not None:
-        _trust(context, config.client_authority)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    return server_context(config.certificate, config.key, config.client_authority)
 
 
 def for_engines(config: TlsConfig) -> ssl.SSLContext | None:
@@ -76,15 +70,9 @@ def for_engines(config: TlsConfig) -> ssl.SSLContext | None:
     """
     if not config.engine_tls:
         return None
-    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
-    context.set_alpn_protocols(["http/1.1"])
-    if config.engine_authority is not None:
-        _trust(context, config.engine_authority)
+    context = client_context(config.engine_authority, verify=not config.engine_insecure)
     if config.engine_certificate is not None:
-        _load(context, config.engine_certificate, config.engine_key)
-    if config.engine_insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
+        load_certificate(context, config.engine_certificate, config.engine_key)
     return context
 
 
@@ -94,30 +82,6 @@ def reload(config: TlsConfig, clients: ssl.SSLContext | None, engines: ssl.SSLCo
     :raises ConfigError: a file cannot be used.
     """
     if clients is not None and config.certificate is not None:
-        _load(clients, config.certificate, config.key)
+        load_certificate(clients, config.certificate, config.key)
     if engines is not None and config.engine_certificate is not None:
-        _load(engines, config.engine_certificate, config.engine_key)
-
-
-def _load(context: ssl.SSLContext, certificate: str, key: str | None) -> None:
-    try:
-        # A probe first: a context that took a certificate and then refuses its key would be of no use.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=_no_password)
-        context.load_cert_chain(certificate, key, password=_no_password)
-    except (OSError, ssl.SSLError, ValueError) as error:
-        raise ConfigError(f"Cannot use the certificate {certificate} with the key {key}: {_said(error)}") from None
-
-
-def _trust(context: ssl.SSLContext, authority: str) -> None:
-    try:
-        context.load_verify_locations(authority)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"Cannot use the certificates of {authority}: {_said(error)}") from None
-
-
-def _no_password() -> str:
-    raise ConfigError("the key has a password, which nobody could type when it is renewed: store it without one")
-
-
-def _said(error: Exception) -> str:
-    return getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
+        load_certificate(engines, config.engine_certificate, config.engine_key)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from ems.errors import ConfigError
 from ems.http.address import Address
+from ems.kthena.networking import ModelRoute, ModelServer, ModelServerSpec
+from ems.kubernetes.objects import Labels, Object, ObjectName
 from ems.router.fleet import Role
-from ems.router.kthena.objects import Labels, ModelRoute, ModelServer, ModelServerSpec, Object, ObjectName, Pod
+from ems.router.kthena.objects import EnginePod
 from ems.router.kthena.routes import Routes
 
 
@@ -22,7 +24,7 @@ class Member(NamedTuple):
     role: Role
     address: Address
     group: str
-    pod: Pod
+    pod: EnginePod
 
 
 class Serving(NamedTuple):
@@ -49,8 +51,9 @@ class Catalogue:
                     "it cannot change, give the route another name"
                 )
         self.routes = Routes(self.model_routes.values())
-        pods: dict[str, list[Pod]] = {}
-        for pod in sorted((one for one in objects if isinstance(one, Pod) and one.ready), key=lambda pod: pod.key):
+        pods: dict[str, list[EnginePod]] = {}
+        ready = (one for one in objects if isinstance(one, EnginePod) and one.ready)
+        for pod in sorted(ready, key=lambda pod: pod.key):
             pods.setdefault(pod.metadata.namespace, []).append(pod)
         self.servings: Mapping[ObjectName, Serving] = {
             one.key: Serving(one.spec, _members(one.spec, pods.get(one.metadata.namespace, [])))
@@ -86,7 +89,7 @@ class Catalogue:
         return said
 
 
-def _members(spec: ModelServerSpec, pods: list[Pod]) -> tuple[Member, ...]:
+def _members(spec: ModelServerSpec, pods: list[EnginePod]) -> tuple[Member, ...]:
     selector = spec.workload_selector
     found: dict[tuple[Role, Address], Member] = {}
     for pod in pods:

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
+from ems.kthena.networking import ModelRouteSpec
 from ems.router.admission.gate import CREDENTIALS
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.kthena.catalogue import Catalogue, Member, Serving
-from ems.router.kthena.objects import ModelRouteSpec
 
 PREFIX: Final = "/debug/config_dump/"
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ems import files
 from ems.errors import ConfigError
-from ems.router.admission import files
+from ems.kubernetes.manifests import load_yaml
 from ems.router.admission.bearer import TokenSettings
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.choosing.kthena import FILTERS, SCORES, Asked, Profile
-from ems.router.kthena.manifests import load_yaml
 
 log = logging.getLogger("ems.router")
 

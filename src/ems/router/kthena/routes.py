@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from ems.router.admission.limits import RateLimit
-from ems.router.kthena.objects import Asked, ModelRoute, ObjectName, Rule
+from ems.kthena.networking import Asked, ModelRoute, Rule
+from ems.kthena.rate_limit import RateLimit
+from ems.kubernetes.objects import ObjectName
 
 _LAST = datetime.max.replace(tzinfo=UTC)
 

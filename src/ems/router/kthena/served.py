@@ -15,11 +15,12 @@ import msgspec
 from ems.errors import ConfigError
 from ems.http.address import Address
 from ems.http.message import Refusal, Request, find
+from ems.kubernetes.objects import ObjectName, parse_duration
 from ems.router.config import RouterConfig
 from ems.router.exchange import Parts
 from ems.router.fleet import Role
 from ems.router.kthena.catalogue import Catalogue, Serving
-from ems.router.kthena.objects import ObjectName, Pod, parse_duration
+from ems.router.kthena.objects import EnginePod, handoff_of
 from ems.router.request import CompletionRequest
 
 log = logging.getLogger("ems.router")
@@ -59,7 +60,7 @@ class Served:
             raise ConfigError(whole[0])
         servings = {key: serving for key, serving in catalogue.servings.items() if key not in wrong}
         fleet = self._parts.fleet
-        wanted: dict[tuple[Role, Address], tuple[dict[str, str], Pod]] = {}
+        wanted: dict[tuple[Role, Address], tuple[dict[str, str], EnginePod]] = {}
         for key, serving in servings.items():
             for member in serving.members:
                 groups, _ = wanted.setdefault((member.role, member.address), ({}, member.pod))
@@ -93,7 +94,7 @@ class Served:
             }
         own: RouterConfig = msgspec.structs.replace(config, **changed)
         paired = serving.spec.workload_selector.pd_group is not None
-        handoff = serving.spec.handoff if paired else self._parts.handoff
+        handoff = handoff_of(serving.spec) if paired else self._parts.handoff
         return dataclasses.replace(self._parts, config=own, server=str(key), handoff=handoff)
 
     def route(self, request: CompletionRequest, client: Request) -> tuple[Parts, CompletionRequest]:

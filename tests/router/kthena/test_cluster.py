@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,17 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ems.errors import ConfigError
-from ems.router.config import ClusterAccess
-from ems.router.kthena.credentials import of_kubeconfig, of_pod
-from ems.router.kthena.mirror import Mirror, WatchExpired
-from ems.router.kthena.objects import PORT_ANNOTATION, ModelRoute, ObjectName
-from tests.router.admission.certificates import Authority
+from ems.kubernetes.access import ClusterAccess
+from ems.router.kthena.objects import PORT_ANNOTATION
+from tests.kit.certificates import Authority
+from tests.kubernetes.api import FakeApiServer
+from tests.kubernetes.kubeconfigs import kubeconfig
 from tests.router.fakes import FakeEngine, Running, prefilled, running, until
-from tests.router.kthena.api import FakeApiServer
 from tests.router.kthena.manifests import ROUTE, SERVER, pod
 
 READY = "  conditions: [{type: Ready, status: 'True'}]"
@@ -33,21 +27,6 @@ EVERYTHING = {"modelservers", "modelroutes", "pods"}
 def loaded(text: str) -> dict[str, Any]:
     one: dict[str, Any] = yaml.safe_load(text)
     return one
-
-
-def kubeconfig(folder: Path, url: str, *, authority: str | None = None, **user: Any) -> str:
-    path = folder / "config"
-    path.write_text(
-        json.dumps(
-            {
-                "current-context": "here",
-                "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
-                "clusters": [{"name": "c", "cluster": {"server": url, "certificate-authority": authority}}],
-                "users": [{"name": "u", "user": user or {"token": "token-1"}}],
-            }
-        )
-    )
-    return str(path)
 
 
 @asynccontextmanager
@@ -243,94 +222,3 @@ async def test_a_server_that_talks_nonsense_is_asked_again(tmp_path: Path, caplo
             await until(lambda: ports(router) == [1])
 
     assert caplog.text.count("The API server did not give") == 3
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"users": [{"name": "u", "user": {"exec": {}}}]}, "the user signs in by 'exec'"),
-        ({"clusters": []}, "has no cluster 'c' under clusters"),
-        ({"contexts": None}, "has no context 'here' under contexts"),
-        ({"clusters": [{"name": "c", "cluster": {"server": "c"}}]}, "the cluster has the server 'c': expected a URL"),
-        ({"users": [{"name": "u", "user": {"client-key-data": "?"}}]}, "client-key-data is not in base64"),
-        ({"users": [{"name": "u", "user": {"client-key": "none"}}]}, "Cannot read the client-key"),
-    ],
-)
-def test_a_kubeconfig_that_cannot_be_used_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    path = Path(kubeconfig(tmp_path, "https://c"))
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-
-    with pytest.raises(ConfigError) as refused:
-        of_kubeconfig(str(path))
-    assert said in str(refused.value)
-
-
-def test_certificates_may_stand_in_the_kubeconfig(tmp_path: Path) -> None:
-    text = base64.b64encode(b"pem").decode()
-    user = {"client-certificate-data": text, "client-key-data": text, "token": "t"}
-    credentials = of_kubeconfig(kubeconfig(tmp_path, "https://c/", **user))
-
-    assert (credentials.server, credentials.client) == ("https://c", (b"pem", b"pem"))
-    assert credentials.headers() == {"Authorization": "Bearer t"}
-    with pytest.raises(ConfigError, match="The certificates for https://c make no sense"):
-        credentials.tls()
-
-
-def test_a_pod_finds_its_service_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ConfigError, match="this is no pod with a service account"):
-        of_pod(tmp_path)
-    (tmp_path / "token").write_text("t")
-    (tmp_path / "ca.crt").write_text("pem")
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
-    credentials = of_pod(tmp_path)
-
-    assert (credentials.server, credentials.authority) == ("https://[fd00::1]:6443", "pem")
-    assert credentials.headers() == {"Authorization": "Bearer t"}
-
-
-_events = st.lists(
-    st.tuples(st.sampled_from(["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "list"]), st.integers(0, 3), st.booleans()),
-    max_size=20,
-)
-
-
-@given(_events)
-def test_the_mirror_has_the_last_right_state_of_every_object(events: list[tuple[str, int, bool]]) -> None:
-    mirror, expected = Mirror(), dict[str, str]()
-    mirror.listed("modelroutes", [])
-    wrong: set[str] = set()
-    for step, (kind, number, right) in enumerate(events):
-        name = f"r{number}"
-        one = loaded(ROUTE.replace("modelName: kimi-k25", f"modelName: {f'm{step}' if right else '{}'}"))
-        one["metadata"] = {"name": name, "resourceVersion": str(step)}
-        if kind == "list":
-            mirror.listed("modelroutes", [one])
-            expected = {name: f"m{step}"} if right else {key: value for key, value in expected.items() if key == name}
-            wrong = set() if right else {name}
-        else:
-            assert mirror.event("modelroutes", {"type": kind, "object": one}) == str(step)
-            if kind == "DELETED":
-                expected.pop(name, None)
-                wrong.discard(name)
-            elif kind != "BOOKMARK" and right:
-                expected[name] = f"m{step}"
-                wrong.discard(name)
-            elif kind != "BOOKMARK":
-                wrong.add(name)
-
-        found = [one for one in mirror.objects() if isinstance(one, ModelRoute)]
-        assert {one.metadata.name: one.spec.model_name for one in found} == expected
-        assert len(mirror.problems) == len(wrong)
-    assert not mirror.complete
-
-
-@pytest.mark.parametrize("event", [None, {}, {"type": "ERROR", "object": {"code": 410}}, {"type": "ADDED"}])
-def test_an_event_that_makes_no_sense_ends_the_watch(event: object) -> None:
-    mirror = Mirror()
-    mirror.listed("pods", [])
-
-    with pytest.raises(WatchExpired):
-        mirror.event("pods", event)
-    assert ObjectName("a", "b") not in [one.key for one in mirror.objects()]

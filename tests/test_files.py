@@ -1,15 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
 import pytest
 
+from ems import files
 from ems.errors import ConfigError
-from ems.router.admission import files
-from ems.router.admission.files import WatchedFile
-from ems.router.admission.service import Admission
-from ems.router.admission.settings import AdmissionConfig
+from ems.files import WatchedFile, WatchedFiles
 from tests.router.fakes import until
 
 
@@ -22,11 +21,13 @@ async def test_a_defect_does_not_end_the_looking(tmp_path: Path, monkeypatch: py
         read.append(path.read_text())
         raise ZeroDivisionError
 
-    async with Admission(AdmissionConfig()) as admission:
-        admission.watch(path, load, loaded=True)
-        for text in ("1", "22"):
-            path.write_text(text)
-            await until(lambda text=text: text in read)  # type: ignore[misc]
+    watched = WatchedFiles()
+    watched.watch(path, load, loaded=True)
+    looking = asyncio.create_task(watched.run())
+    for text in ("1", "22"):
+        path.write_text(text)
+        await until(lambda text=text: text in read)  # type: ignore[misc]
+    looking.cancel()
 
 
 def test_secrets_that_others_may_read_are_refused(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_file_is_read_again_when_it_changed_and_a_mistake_is_said_once(
     watched.look()
     watched.look()
     path.write_text("wrong")
-    with caplog.at_level(logging.INFO, "ems.router"):
+    with caplog.at_level(logging.INFO, "ems.files"):
         watched.look()
         watched.look()
 

@@ -1,6 +1,6 @@
 """How an API server is reached: out of a kubeconfig, or out of what a pod finds in its own file system.
 
-What always holds: a token is read anew for each call, since clusters replace it while the router runs; no secret stands
+What always holds: a token is read anew for each call, since clusters replace it while we run; no secret stands
 in a message.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
+from ems import files
 from ems.errors import ConfigError
-from ems.router.admission import files
-from ems.router.kthena.manifests import load_yaml
+from ems.kubernetes.manifests import load_yaml
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -63,15 +63,13 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_pod(folder: Path = SERVICE_ACCOUNT) -> Credentials:
-    """Those of the service account of the pod that the router runs in.
+    """Those of the service account of the pod that we run in.
 
     :raises ConfigError: it runs in none.
     """
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host or not (folder / "token").exists():
-        raise ConfigError(
-            "--in-cluster was given, but this is no pod with a service account: give --kubeconfig instead"
-        )
+        raise ConfigError("This is no pod with a service account: give --kubeconfig instead")
     authority = files.read(folder / "ca.crt", what="the cluster's certificate").decode("ascii", "replace")
     where = f"[{host}]" if ":" in host else host
     return Credentials(server=f"https://{where}:{port}", authority=authority, token_file=folder / "token")

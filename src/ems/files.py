@@ -1,4 +1,4 @@
-"""Files that are read again when they change: API keys, key sets, certificates, manifests.
+"""Files that are read again when they change: keys, certificates, manifests.
 
 What always holds: a file that is gone or makes no sense changes nothing, and is said once; one with secrets that others
 may read is refused.  A look costs a few microseconds, so it is made in the event loop; the file is read there too: it
@@ -7,6 +7,7 @@ is small and on a local disk.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -19,7 +20,7 @@ from ems.errors import ConfigError
 POLL_SECONDS = 1.0
 MAX_BYTES = 16 << 20
 
-log = logging.getLogger("ems.router")
+log = logging.getLogger("ems.files")
 
 
 def read(path: Path, *, what: str, secret: bool = False) -> bytes:
@@ -71,3 +72,37 @@ class WatchedFile:
                 facts = path.stat()
                 stamps.append((path.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
         return stamps
+
+
+class WatchedFiles:
+    """All that one process looks at."""
+
+    def __init__(self) -> None:
+        self._all: list[WatchedFile] = []
+
+    def watch(
+        self,
+        path: Path,
+        load: Callable[[], None],
+        *,
+        loaded: bool = False,
+        files: Callable[[], Iterable[Path]] | None = None,
+    ) -> None:
+        """Read a file, or all of some, unless that was done, and again whenever it changes."""
+        watched = WatchedFile(path, load, files)
+        if not loaded:
+            load()
+        self._all.append(watched)
+
+    def look(self, *, anyway: bool = False) -> None:
+        """Look at all files, or ``anyway`` read them again."""
+        for watched in self._all:
+            watched.look(anyway=anyway)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            try:
+                self.look()
+            except Exception:  # the root of the task: a defect must not end the looking
+                log.exception("Looking for what has changed failed by a defect")

@@ -6,14 +6,16 @@ Texts that look like dates stay texts, and a field without a value is not there,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import yaml
 
 from ems.errors import ConfigError
-from ems.router.admission import files
-from ems.router.kthena.objects import Object, ObjectName, decode
+from ems.kubernetes.objects import Object, ObjectName, Resource, decode
+
+_LARGEST: Final = 16 << 20
+"""Characters of a document with its aliases written out."""
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -26,7 +28,7 @@ class _Loader(_Base):  # type: ignore[misc]  # libyaml's where it is there
         return {name: value for name, value in found.items() if value is not None}
 
     def construct_document(self, node: Any) -> Any:
-        if _size(node, {}) > files.MAX_BYTES:
+        if _size(node, {}) > _LARGEST:
             raise yaml.YAMLError("its aliases repeat too much: write out what they stand for")
         return super().construct_document(node)
 
@@ -34,7 +36,7 @@ class _Loader(_Base):  # type: ignore[misc]  # libyaml's where it is there
 def _size(node: Any, known: dict[int, int]) -> int:
     """Characters of a node's values with each alias written out; too many where it stands within itself."""
     if id(node) not in known:
-        known[id(node)] = files.MAX_BYTES + 1
+        known[id(node)] = _LARGEST + 1
         below = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         size = max(1, len(below)) if isinstance(below, str) else 1 + sum(_size(one, known) for one in below)
         known[id(node)] = size
@@ -52,7 +54,7 @@ class Manifests(NamedTuple):
 
     objects: tuple[Object, ...]
     ignored: tuple[str, ...]
-    """One line for each file with kinds that do not concern the router."""
+    """One line for each file with other kinds."""
 
 
 def load_yaml(text: str, *, source: str) -> list[object]:
@@ -66,7 +68,7 @@ def load_yaml(text: str, *, source: str) -> list[object]:
         raise ConfigError(f"{source} is no YAML: {' '.join(str(error).split())}") from None
 
 
-def read(texts: dict[str, str]) -> Manifests:
+def read(texts: dict[str, str], resources: Sequence[Resource]) -> Manifests:
     """Read files by their names.
 
     :raises ConfigError: one of them is wrong, or an object is there twice.
@@ -77,7 +79,7 @@ def read(texts: dict[str, str]) -> Manifests:
     for source, text in texts.items():
         others: Counter[str] = Counter()
         for document in _flat(load_yaml(text, source=source)):
-            one = decode(document, source=source)
+            one = decode(document, resources, source=source)
             if one is None:
                 assert isinstance(document, dict)
                 others[str(document["kind"])] += 1
@@ -89,7 +91,7 @@ def read(texts: dict[str, str]) -> Manifests:
             objects.append(one)
         if others:
             counted = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
-            ignored.append(f"{source}: ignored what does not concern the router: {counted}")
+            ignored.append(f"{source}: {counted}")
     return Manifests(tuple(objects), tuple(ignored))
 
 

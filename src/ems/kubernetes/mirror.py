@@ -7,17 +7,10 @@ by it; after a list nothing is left of what was there before.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ems.errors import ConfigError, EmsError
-from ems.router.kthena.objects import NETWORKING, Object, ObjectName, decode
-
-RESOURCES: dict[str, tuple[str, str]] = {
-    "modelservers": (NETWORKING, "ModelServer"),
-    "modelroutes": (NETWORKING, "ModelRoute"),
-    "pods": ("v1", "Pod"),
-}
-"""What is listed and watched, and what its objects are."""
+from ems.kubernetes.objects import Object, ObjectName, Resource, decode
 
 _VERSION = re.compile(r"[0-9A-Za-z._-]{1,64}")
 
@@ -31,13 +24,14 @@ class WatchExpired(EmsError):
 class Mirror:
     """Each resource is listed first, and then changes by events; ``problems`` says what is wrong with an object."""
 
-    def __init__(self) -> None:
-        self._objects: dict[str, dict[ObjectName, Object]] = {}
-        self._problems: dict[tuple[str, ObjectName], str] = {}
+    def __init__(self, resources: Sequence[Resource]) -> None:
+        self.resources = resources
+        self._objects: dict[Resource, dict[ObjectName, Object]] = {}
+        self._problems: dict[tuple[Resource, ObjectName], str] = {}
 
     @property
     def complete(self) -> bool:
-        return len(self._objects) == len(RESOURCES)
+        return len(self._objects) == len(self.resources)
 
     @property
     def problems(self) -> frozenset[str]:
@@ -47,21 +41,21 @@ class Mirror:
         for found in self._objects.values():
             yield from found.values()
 
-    def listed(self, resource: str, items: Iterable[object]) -> None:
+    def listed(self, resource: Resource, items: Iterable[object]) -> None:
         before = self._objects.get(resource, {})
         self._objects[resource] = {}
         self._problems = {key: text for key, text in self._problems.items() if key[0] != resource}
         for item in items:
             self._put(resource, item, before)
 
-    def event(self, resource: str, event: object) -> str | None:
+    def event(self, resource: Resource, event: object) -> str | None:
         """Take in an event; return the resource version that it is of.
 
         :raises WatchExpired: what comes next cannot follow on what is known.
         """
         kind, item = (event.get("type"), event.get("object")) if isinstance(event, dict) else (None, None)
         if kind not in ("ADDED", "MODIFIED", "DELETED", "BOOKMARK") or not isinstance(item, dict):
-            raise WatchExpired(f"The watch of {resource} ended with {kind!r}")
+            raise WatchExpired(f"The watch of {resource.plural} ended with {kind!r}")
         if kind == "DELETED":
             key = _key(item)
             self._objects[resource].pop(key, None)
@@ -70,15 +64,13 @@ class Mirror:
             self._put(resource, item, self._objects[resource])
         return version_of(item)
 
-    def _put(self, resource: str, item: object, before: dict[ObjectName, Object]) -> None:
-        version, kind = RESOURCES[resource]
+    def _put(self, resource: Resource, item: object, before: dict[ObjectName, Object]) -> None:
         key = _key(item)
         self._problems.pop((resource, key), None)
         try:
             # Items of a list do not repeat what they are.
-            one = decode(
-                {"apiVersion": version, "kind": kind, **(item if isinstance(item, dict) else {})}, source="API server"
-            )
+            whole = {"apiVersion": resource.api_version, "kind": resource.kind}
+            one = decode(whole | (item if isinstance(item, dict) else {}), [resource], source="API server")
         except ConfigError as error:
             self._problems[resource, key] = str(error)
             one = before.get(key)

@@ -1,0 +1,4 @@
+"""Kthena's resource types, one module for each API group.
+
+What always holds: defaults are set before anything is checked; what is wrong is said with its field.
+"""
