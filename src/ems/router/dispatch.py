@@ -25,10 +25,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from msgspec import Raw
+
 from ems.router.choosing.chooser import Chooser, Score
 from ems.router.choosing.kthena import Profile
 from ems.router.choosing.prompt import Prompt
 from ems.router.fleet import Fleet, Hold, Instance, Role
+from ems.router.handoff.kinds import names_blocks
 from ems.router.metrics import Counters, Prefill
 from ems.router.request import REQUEST_OVERHEAD, CompletionRequest
 
@@ -107,6 +110,8 @@ class Dispatch:
         self._group = ""
         """The group of the prefill that was done, whose decodes take its hand-off."""
         self._prefilled = False
+        self.params: Raw | None = None
+        """What the prefill's answer says of its hand-off."""
         self._holds: dict[Role, Hold] = {}
         self._started = False
         self._tried: dict[Role, list[Instance]] = {Role.PREFILL: [], Role.DECODE: []}
@@ -133,13 +138,15 @@ class Dispatch:
         self._prompt = prompt
         self._group = ""
         self._prefilled = self._started = False
+        self.params = None
         self._tried = {role: [] for role in Role}
         return self.start(now)
 
-    def prefill_answered(self, status: int, now: float) -> Step | None:
+    def prefill_answered(self, status: int, now: float, params: Raw | None = None) -> Step | None:
         """Return the next step; None while the decode that was asked together with it goes on."""
         instance = self._let_go(Role.PREFILL)
         if 200 <= status < 300:
+            self.params = params
             self._fleet.succeeded(instance)
             self._prefilled = True
             self._group = instance.groups.get(self._policy.server, "")
@@ -182,10 +189,11 @@ class Dispatch:
         else:
             self._fleet.succeeded(instance)
 
-    def decode_broke(self, now: float, *, answers: bool = False, fetched: bool = False) -> Step:
-        """Go on elsewhere; ``answers``: it said that it cannot; ``fetched``: the prefill's blocks may be gone."""
+    def decode_broke(self, now: float, *, answers: bool = False, worked: bool = False) -> Step:
+        """Go on elsewhere; ``answers``: it said that it cannot; ``worked``: it may have begun to compute."""
         instance = self._let_go(Role.DECODE)
-        self._prefilled = self._prefilled and not fetched
+        if worked and self.params is not None and names_blocks(self.params):
+            self._prefilled = False  # it may have fetched them, and then they are others'
         if answers:
             self._fleet.suspect(instance, now)
         else:
@@ -226,9 +234,9 @@ class Dispatch:
         return replace(decode, prefill=prefill)
 
     @property
-    def prefilled(self) -> bool:
-        """Whether the instance that was named last can take over what a prefill computed."""
-        return self._prefilled
+    def handoff(self) -> Raw | None:
+        """What the decode that was named last needs to take over what a prefill computed, if it can."""
+        return self.params if self._prefilled else None
 
     def close(self) -> None:
         """Release what is still held; harmless at any time, and more than once."""

@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from msgspec import Raw
-
 from ems.http import headers
 from ems.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
 from ems.http.message import Refusal, Request, find
@@ -28,15 +26,7 @@ from ems.router.choosing.prompt import Prompt
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
-from ems.router.handoff.kinds import (
-    ROOM_BITS,
-    Bootstrap,
-    HandoffKind,
-    decode_body,
-    names_blocks,
-    params_of,
-    prefill_body,
-)
+from ems.router.handoff.kinds import ROOM_BITS, Bootstrap, HandoffKind, decode_body, params_of, prefill_body
 from ems.router.handoff.recompute import CannotContinue, Generated
 from ems.router.kthena.router_file import Schedulers
 from ems.router.metrics import Counters
@@ -111,7 +101,6 @@ class Exchange:
         self._relay: Relay | None = None
         self._generated: Generated | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._params: Raw | None = None
         self._bootstrap: Bootstrap | None = None
 
     async def run(self) -> None:
@@ -278,15 +267,15 @@ class Exchange:
         dispatch, instance = self._dispatch, hop.instance
         try:
             answer = await answering
-            if 200 <= answer.status < 300 and self._parts.handoff.passes_params:
-                self._params = params_of(answer.body)
+            passes = 200 <= answer.status < 300 and self._parts.handoff.passes_params
+            params = params_of(answer.body) if passes else None
         except UpstreamLate:
             self._failed(instance, "the time for prefill is over")
             return dispatch.prefill_timed_out(self._loop.time())
         except (UpstreamBroken, ValueError) as error:
             self._failed(instance, str(error))
             return dispatch.prefill_broke(self._loop.time())
-        step = dispatch.prefill_answered(answer.status, self._loop.time())
+        step = dispatch.prefill_answered(answer.status, self._loop.time(), params)
         hop.answered(answer.status, self._loop.time())
         if isinstance(step, PassOn) and self._reply.status is None:
             returned = headers.returned(answer.headers, self._reply.request_id).headers
@@ -300,7 +289,7 @@ class Exchange:
         return step
 
     async def _decode(self, instance: Instance) -> Step | None:
-        if self._params is not None and self._generated is None and self._client.path in CONTINUED:
+        if self._dispatch.params is not None and self._generated is None and self._client.path in CONTINUED:
             self._generated = Generated(chat=self._client.path.endswith("/chat/completions"))
         previous = self._relay
         relay = self._relay = Relay(self._reply, self._dispatch.refuses, self._begins, self._loop, self._generated)
@@ -310,10 +299,8 @@ class Exchange:
             self._generated.begin()
         if self._timer is None:
             self._look()
-        fields, body = (
-            self._fields(to_prefill=False),
-            decode_body(self._request, self._params if self._dispatch.prefilled else None, self._bootstrap),
-        )
+        fields = self._fields(to_prefill=False)
+        body = decode_body(self._request, self._dispatch.handoff, self._bootstrap)
         request = request_of("POST", instance.address, self._client.target, fields, body)
         try:
             await self._parts.upstream.send(instance.address, request, relay)
@@ -326,8 +313,7 @@ class Exchange:
             now = self._loop.time()
             if not relay.begun:
                 self._failed(instance, str(error))
-                fetched = self._params is not None and names_blocks(self._params) and relay.may_have_worked
-                return self._dispatch.decode_broke(now, answers=relay.refused, fetched=fetched)
+                return self._dispatch.decode_broke(now, answers=relay.refused, worked=relay.may_have_worked)
             self._failed(instance, f"it broke off amid an answer: {error}")
             self._dispatch.decode_cut(now)
             self._break_off(relay, "The decode server broke off; send the request again", "upstream_broken")
@@ -359,7 +345,6 @@ class Exchange:
             message = f"The decode server gave the answer up, and it cannot be continued: {error}"
             raise Refusal(503, message, code="recomputed", headers={"retry-after": "1"}) from None
         self._request = CompletionRequest.of(fields)
-        self._params = None
         now = self._loop.time()
         self._prefill_until = min(now + self._parts.config.prefill_timeout, self._deadline)
         return self._dispatch.recompute(self._request, self._prompt(), now)
