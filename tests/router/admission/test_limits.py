@@ -42,19 +42,22 @@ def test_prompts_are_taken_up_front_and_refill_evenly() -> None:
     limits = Limits()
     taken(limits, 50)
 
-    assert exceeded(limits, 20) == ("route/m", Kind.INPUT, 10)
+    assert exceeded(limits, 20) == Exceeded("route/m", Kind.INPUT, 60, 10)
     taken(limits, 20, 10.0)
 
 
 def test_a_prompt_above_the_limit_is_always_refused() -> None:
-    assert exceeded(Limits(), 61).kind is Kind.INPUT
+    small = RateLimit(input_tokens_per_unit=5)
+
+    assert exceeded(Limits(), 61) == Exceeded("route/m", Kind.INPUT, 60, None)
+    assert exceeded(Limits(), 61, 0.0, ("route/m", MINUTE), ("key/a", small)).most == 5
 
 
 def test_answers_are_taken_at_their_end_however_long_they_are() -> None:
     limits = Limits()
     taken(limits, 1).settle(240, 0.0)
 
-    assert exceeded(limits, 1, 59.0) == ("route/m", Kind.OUTPUT, 2)
+    assert exceeded(limits, 1, 59.0) == Exceeded("route/m", Kind.OUTPUT, 120, 2)
     taken(limits, 1, 61.0)
 
 
@@ -73,8 +76,9 @@ def test_takes_from_all_or_none() -> None:
     limits = Limits()
     small = RateLimit(input_tokens_per_unit=5)
 
-    assert exceeded(limits, 10, 0.0, ("router", MINUTE), ("key/a", small)).scope == "key/a"
-    assert limits.left(0.0)["router", Kind.INPUT] == 60
+    taken(limits, 3, 0.0, ("router", MINUTE), ("key/a", small))
+    assert exceeded(limits, 4, 0.0, ("router", MINUTE), ("key/a", small)).scope == "key/a"
+    assert limits.left(0.0)["router", Kind.INPUT] == 57
 
 
 def test_a_limit_that_is_removed_limits_nothing_and_scopes_are_apart() -> None:

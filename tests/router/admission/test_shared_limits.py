@@ -39,6 +39,7 @@ async def test_routers_take_from_the_same_buckets() -> None:
             got = await other.take([ROUTE], 600)
             assert isinstance(got, Exceeded)
             assert got[:2] == ("route/m", Kind.INPUT)
+            assert got.retry_after is not None
             assert 0 < got.retry_after <= 30 * 86400
             first.give_back(0.0)
             first.give_back(0.0)

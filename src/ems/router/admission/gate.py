@@ -26,8 +26,6 @@ from ems.router.admission.settings import AdmissionConfig
 OUTPUT_WEIGHT = 2
 """What a token of an answer counts for in the queue, beside 1 for one of a prompt: Kthena's weights."""
 
-"""Models whose refusals are counted by name."""
-
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key")
 
 
@@ -221,10 +219,10 @@ class Gate:
         if isinstance(taken, Exceeded):
             which = "input" if taken.kind is Kind.INPUT else "output"
             later, said = {"retry-after": str(taken.retry_after)}, f"{which} token rate limit exceeded"
-            most = min(limit.input_tokens_per_unit or asked.input_tokens for _, limit in limited)
-            if taken.kind is Kind.INPUT and asked.input_tokens > most:
+            if taken.retry_after is None:
                 later = {"x-should-retry": "false"}  # as OpenAI's client libraries understand it
-                said += f": about {asked.input_tokens} tokens never fit into the limit of {most}; send a shorter prompt"
+                prompt, limit = f"about {asked.input_tokens} tokens", f"the limit of {taken.most}"
+                said += f": {prompt} never fit into {limit}; send a shorter prompt"
             raise Refusal(429, said, code="rate_limit_exceeded", headers=later, kind=f"{which}_rate_limit")
         return taken
 

@@ -33,11 +33,13 @@ Name = tuple[str, Kind]
 
 
 class Exceeded(NamedTuple):
-    """The bucket that has too little, and the whole seconds, at least 1, after which it has enough."""
+    """The bucket that has too little, and what it holds at most."""
 
     scope: str
     kind: Kind
-    retry_after: int
+    most: int
+    retry_after: int | None
+    """Whole seconds, at least 1, after which it has enough; None when it never has."""
 
 
 class Bucket:
@@ -67,9 +69,8 @@ class Bucket:
         self.limit, self.seconds = limit, seconds
 
     def wait(self, wanted: float) -> int:
-        """Whole seconds until ``wanted`` tokens are left; more than the limit never are, which is a whole unit."""
-        missing = min(wanted, self.limit) - self.left
-        return max(1, math.ceil(missing * self.seconds / self.limit - TOLERANCE))
+        """Whole seconds until ``wanted`` tokens, no more than the limit, are left."""
+        return max(1, math.ceil((wanted - self.left) * self.seconds / self.limit - TOLERANCE))
 
 
 class Taken:
@@ -118,13 +119,16 @@ class Limits:
         self._buckets: dict[Name, Bucket] = {}
 
     def take(self, limited: Iterable[Limited], tokens: int, now: float) -> Taken | Exceeded:
-        """Take a prompt's tokens; a prompt that is larger than a limit is always refused."""
+        """Take a prompt's tokens."""
+        limited = tuple(limited)
+        if (never := never_fits(limited, tokens)) is not None:
+            return never
         found: list[tuple[Name, Bucket]] = []
         for name, most, seconds in buckets_of(limited):
             bucket = self._bucket(name, most, seconds, now)
             wanted = tokens if name[1] is Kind.INPUT else 1
             if bucket.left + TOLERANCE < wanted:
-                return Exceeded(*name, bucket.wait(wanted))
+                return Exceeded(*name, most, bucket.wait(wanted))
             found.append((name, bucket))
         _move([bucket for name, bucket in found if name[1] is Kind.INPUT], -tokens, now)
         return Taken(found, tokens, _move)
@@ -160,3 +164,12 @@ def buckets_of(limited: Iterable[Limited]) -> Iterator[tuple[Name, int, int]]:
             yield (scope, Kind.INPUT), limit.input_tokens_per_unit, limit.unit.seconds
         if limit.output_tokens_per_unit is not None:
             yield (scope, Kind.OUTPUT), limit.output_tokens_per_unit, limit.unit.seconds
+
+
+def never_fits(limited: Iterable[Limited], tokens: int) -> Exceeded | None:
+    """The smallest of the buckets that never have as many tokens as a prompt."""
+    small = [(most, name) for name, most, _ in buckets_of(limited) if name[1] is Kind.INPUT and most < tokens]
+    if not small:
+        return None
+    most, name = min(small)
+    return Exceeded(*name, most, None)

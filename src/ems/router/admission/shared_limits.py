@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from ems.errors import ConfigError
-from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Name, Taken, buckets_of
+from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Name, Taken, buckets_of, never_fits
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -39,7 +39,7 @@ for i, key in ipairs(KEYS) do
     left[i] = math.min(most, had + math.max(0, now - known[2]) * most / seconds)
   end
   if left[i] + 0.000001 < asked then
-    local wait = math.ceil((math.min(asked, most) - left[i]) * seconds / most - 0.000001)
+    local wait = math.ceil((asked - left[i]) * seconds / most - 0.000001)
     return {i, math.max(1, wait)}
   end
 end
@@ -88,6 +88,8 @@ class RedisLimits:
 
     async def take(self, limited: list[Limited], tokens: int) -> Taken | Exceeded:
         loop = asyncio.get_running_loop()
+        if (never := never_fits(limited, tokens)) is not None:
+            return never
         if loop.time() < self._retry_at:
             return self._own.take(limited, tokens, loop.time())
         buckets = list(buckets_of(limited))
@@ -102,7 +104,8 @@ class RedisLimits:
         if lacking is None:
             return self._own.take(limited, tokens, loop.time())
         if lacking[0]:
-            return Exceeded(*buckets[lacking[0] - 1][0], lacking[1])
+            name, most, _ = buckets[lacking[0] - 1]
+            return Exceeded(*name, most, lacking[1])
         return taken
 
     def _move(self, buckets: list[_Bucket], tokens: int, _: float) -> None:
@@ -125,18 +128,22 @@ class RedisLimits:
         try:
             async with asyncio.timeout(TIMEOUT):
                 number, wait = map(int, await self._script(keys=keys, args=arguments))
-            if not 0 <= number <= len(asked):
-                raise ValueError(f"it names bucket {number} of {len(asked)}")  # noqa: TRY301
-        except (RedisError, OSError, TimeoutError, TypeError, ValueError) as error:  # the latter: it is no Redis
-            self.failures += 1
-            if not self._retry_at:
-                log.warning("Limits are not shared for now, each router enforces them alone: Redis: %s", error)
-            self._retry_at = asyncio.get_running_loop().time() + RETRY_SECONDS
+        except (RedisError, OSError, TimeoutError, TypeError, ValueError) as error:  # the last two: it is no Redis
+            self._failed(error)
+            return None
+        if not 0 <= number <= len(asked):
+            self._failed(f"it names bucket {number} of {len(asked)}")
             return None
         if self._retry_at:
             self._retry_at = 0.0
             log.info("Limits are shared again")
         return number, wait
+
+    def _failed(self, why: object) -> None:
+        self.failures += 1
+        if not self._retry_at:
+            log.warning("Limits are not shared for now, each router enforces them alone: Redis: %s", why)
+        self._retry_at = asyncio.get_running_loop().time() + RETRY_SECONDS
 
 
 def _give_back_unused(done: asyncio.Task[tuple[int, int] | None], taken: Taken, now: float) -> None:
