@@ -44,7 +44,7 @@ from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
 from tests.kit.process import free_port
 from tests.kit.tiers import key
-from tests.kit.tiny_model import make_model
+from tests.kit.tiny_model import Size, make_model
 from tests.kit.waiting import until
 
 PAGE = 1 << 20
@@ -52,6 +52,8 @@ ROUND = 128
 """Pages of one round."""
 ROUNDS = 7
 """The first does not count."""
+LOOK_SECONDS = 0.001
+"""Between two lookups of pages that are fetched."""
 SECONDS = 600.0
 PARTS = ("fetch", "ems", "mooncake")
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -64,8 +66,9 @@ def say(text: str) -> None:
 class Scene:
     """Two hosts, a third one with a master, a folder for logs."""
 
-    def __init__(self, folder: Path, stack: ExitStack, memory: int) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, memory: int, model: Size) -> None:
         self.folder = folder
+        self.model = model
         self.stack = stack
         self.memory = memory
         self.first, self.second, self.third = stack.enter_context(Hosts(3)).hosts
@@ -101,7 +104,7 @@ class Scene:
         self, host: Host, name: str, sizes: Sizes, config: dict[str, object] | None, environment: dict[str, str]
     ) -> VllmServer:
         return VllmServer(
-            make_model(self.folder / "model", "demo"),
+            make_model(self.folder / "model", self.model),
             log=self.folder / f"{name}.log",
             kv_transfer_config=config,
             options=options(sizes),
@@ -177,7 +180,8 @@ def fetched_by_tier(scene: Scene) -> list[float]:
             save(writer, namespace, keys)
             until(lambda: first.figures()["tiers"][0]["queued_bytes"] == 0, "all is written", SECONDS)
             began = time.perf_counter()
-            until(lambda keys=keys: reader.lookup(namespace, b"".join(keys)).count == ROUND, "all is there", SECONDS)  # type: ignore[misc]
+            while reader.lookup(namespace, b"".join(keys)).count < ROUND:
+                time.sleep(LOOK_SECONDS)
             rates.append(ROUND * PAGE / (time.perf_counter() - began))
         return rates[1:]
 
@@ -285,6 +289,12 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=40, help="prompts of a set in the three steps")
     parser.add_argument("--concurrency", type=int, default=10, help="requests under way at the same time there")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of cold requests")
+    parser.add_argument(
+        "--model",
+        choices=("demo", "half-billion"),
+        default="demo",
+        help="which computes: one of 80 M parameters, or one with the dimensions of Qwen2.5-0.5B, default demo",
+    )
     parser.add_argument("--memory-gib", type=int, default=2, help="of each node's pool, and what each host gives")
     parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -299,7 +309,7 @@ def main() -> int:
     found: dict[str, tuple[list[ThreeSteps], Comparison]] = {}
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
-        scene = Scene(Path(folder), stack, given.memory_gib << 30)
+        scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model)
         if "fetch" in parts:
             rates = {"mooncake": fetched_by_mooncake(scene), "ems": fetched_by_tier(scene)}
             say(f"fetch, MB/s: { {part: [round(one / 1e6) for one in rate] for part, rate in rates.items()} }")

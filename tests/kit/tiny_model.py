@@ -22,12 +22,13 @@ import numpy.typing as npt
 from tests.kit.tiny_tokenizer import FIRST_READABLE, SPECIAL_TOKENS, TURN_END, write_tokenizer
 from tests.kit.tiny_weights import CONVOLVED, EXPERTS, ROTATED, STATE_HEADS, Matrix, ModelShape, draw
 
-Size = Literal["demo", "test", "mha", "mla", "hybrid", "ssm"]
+Size = Literal["demo", "half-billion", "test", "mha", "mla", "hybrid", "ssm"]
 
 _TEST = ModelShape(layers=4, hidden_size=512, intermediate_size=512, near=256, far=1024)
 
 SHAPES: dict[Size, ModelShape] = {
     "demo": ModelShape(layers=12, hidden_size=512, intermediate_size=1536, vocab_size=43008),
+    "half-billion": ModelShape(layers=24, hidden_size=896, intermediate_size=4864, vocab_size=151936),
     "test": _TEST,
     "mha": msgspec.structs.replace(_TEST, kv_heads=8),
     "mla": msgspec.structs.replace(_TEST, hidden_size=256, head_dim=32, latent=512),
@@ -36,7 +37,8 @@ SHAPES: dict[Size, ModelShape] = {
         _TEST, layers=8, hidden_size=256, intermediate_size=128, kv_heads=4, state_width=64, full_every=4
     ),
 }
-"""``demo``: 80 M parameters and 6,144 bytes of KV a token, prefill costs something.  The others start fast.
+"""``demo``: 80 M parameters and 6,144 bytes of KV a token, prefill costs something.  ``half-billion``: the dimensions of
+Qwen2.5-0.5B, the smallest model that people serve; 12,288 bytes of KV a token.  The others start fast.
 
 ``test``: Qwen2, 8 heads on 2 of KV.  ``mha``: the same with 8 of KV.  ``mla``: DeepSeek-V2, with the only sizes of its
 latent and its positions that vLLM's reference kernel for CPUs takes, which wants blocks of 16 tokens too.  ``hybrid``:

@@ -15,7 +15,7 @@ import torch
 
 from ems.errors import ConfigError
 from ems.transfers import device as module
-from ems.transfers.device import CpuDevice, Device, batch_of, device_of
+from ems.transfers.device import CpuDevice, Device, StreamDevice, batch_of, device_of
 from ems.transfers.pins import SegmentPins
 from ems.transfers.plan import CopyPlan, Slots
 from ems.transfers.rows import BlockRows, PageBlocks
@@ -267,3 +267,17 @@ def test_rows_that_are_gone_are_not_mistaken_for_new_ones() -> None:
         device.copy(rows.plan([PageBlocks([0])], Slots.of([page]), out=True))
         assert bytes(page) == bytes([value] * 4)
         del rows
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "copies", "pages"),
+    [
+        pytest.param(1 << 20, 16, 32, id="large-copies"),
+        pytest.param(1 << 20, 8192, 2, id="small-copies"),
+        pytest.param(64 << 20, 16, 1, id="a-large-page"),
+        pytest.param(64 << 20, 1 << 20, 1, id="a-large-page-of-small-copies"),
+    ],
+)
+def test_small_copies_are_planned_step_by_step(page_bytes: int, copies: int, pages: int) -> None:
+    assert CpuDevice().pages_at_once(page_bytes, copies) == pages
+    assert StreamDevice.batch_bytes == StreamDevice.step_bytes  # there it makes no difference

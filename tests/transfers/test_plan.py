@@ -102,6 +102,7 @@ def test_steps_fill_page_after_page_and_their_checksums_are_those_of_the_pages(
     pages = [memory[place * pitch : place * pitch + size] for place in places]
     blocks = [data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=page_blocks)) for _ in pages]
     plan = rows.plan(list(map(PageBlocks, blocks)), Slots.of(pages), out=True)
+    assert len(plan.sizes) <= count * rows.page_copies
     carry_out(plan)
     expected = [bytes(page) for page in pages]
     memory[:] = bytes(len(memory))

@@ -68,7 +68,7 @@ class Transfers:
     @property
     def _batch(self) -> int:
         """How many pages are copied in one go."""
-        return max(self.device.batch_bytes // self.namespace.page_size, 1)
+        return self.device.pages_at_once(self.namespace.page_size, self.rows.page_copies)
 
     # Loads
 

@@ -34,6 +34,9 @@ _PORTABLE = 1
 _ASCEND_PINNED = 0x10000000
 """Flag of ``aclrtHostRegisterV2``: memory that stays where it is."""
 
+SMALL_COPY = 2048
+"""Bytes."""
+
 Batch = Callable[[CopyPlan, bool], None]
 """Tells a driver of all copies of a plan, on the stream that is current; and whether all of its memory is pinned."""
 
@@ -52,6 +55,17 @@ class Device(ABC):
     """How much is copied at a time: what who calls a copy off has to wait for."""
     sums = False
     """Whether copies out of the engine take the checksums of pages."""
+
+    def pages_at_once(self, page_bytes: int, copies: int) -> int:
+        """How many pages are planned together, of so many bytes and copies each; one at least.
+
+        Copies of several steps are put into order for that, which takes longer than to plan each step by itself where
+        they are small.
+        """
+        together = self.batch_bytes
+        if page_bytes < SMALL_COPY * copies:
+            together = min(together, self.step_bytes)
+        return max(together // page_bytes, 1)
 
     @abstractmethod
     def pin(self, buffer: memoryview) -> None:

@@ -117,6 +117,8 @@ class BlockRows:
                 self.page_bytes += cut.numel() * tensor.element_size() * page_blocks
             pieces.append(own)
         self._table = PieceTable(pieces)
+        self.page_copies = sum(map(len, pieces)) * page_blocks
+        """Most copies that one page takes."""
 
     def plan(self, parts: Sequence[PageBlocks], slots: Slots, *, out: bool, tensors: slice = ALL) -> CopyPlan:
         """:meth:`plan_many` of a few."""
@@ -195,6 +197,8 @@ class TokenRows:
         # The note lies in the place of a token that a partial block does not have, where one token is large enough.
         self.page_bytes = end if self.parts[-1].token_bytes >= self.COUNT_BYTES else end + self.COUNT_BYTES
         self._table = PieceTable(pieces)
+        self.page_copies = sum(map(len, pieces)) * self.block_size
+        """Most copies that one page takes."""
         self._dense = all(len(own) == 1 and own[0].size == own[0].minor_stride for own in pieces)
         """Whether tokens that follow each other in a block do so in memory, in all tensors."""
 

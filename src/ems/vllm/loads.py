@@ -289,7 +289,8 @@ class Loader:
 
     def _copy(self, one: PlaneLoad, job: LoadJob) -> None:
         """Copy pages as long as their bytes are right."""
-        batch, count = max(self._device.batch_bytes // one.plane.rows.page_bytes, 1), one.good
+        rows, count = one.plane.rows, one.good
+        batch = self._device.pages_at_once(rows.page_bytes, rows.page_copies)
         one.good = 0
         while (begin := one.good) < count:
             for step in self._plan(one, begin, min(begin + batch, count)).in_steps(self._device.step_bytes):

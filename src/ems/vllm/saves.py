@@ -286,7 +286,7 @@ class Saver:
         namespace, rows = job.plane.namespace, job.plane.rows
         written: list[int] = []
         positions = reserved.positions
-        count = max(self._device.batch_bytes // rows.page_bytes, 1)
+        count = self._device.pages_at_once(rows.page_bytes, rows.page_copies)
         for start in range(0, len(positions), count):
             batch = positions[start : start + count]
             if self._client.epoch != reserved.epoch:
