@@ -37,8 +37,8 @@ SHAPES: dict[Size, ModelShape] = {
         _TEST, layers=8, hidden_size=256, intermediate_size=128, kv_heads=4, state_width=64, full_every=4
     ),
 }
-"""``demo``: 80 M parameters and 6,144 bytes of KV a token, prefill costs something.  ``half-billion``: the dimensions of
-Qwen2.5-0.5B, the smallest model that people serve; 12,288 bytes of KV a token.  The others start fast.
+"""``demo``: 80 M parameters and 6,144 bytes of KV a token, prefill costs something.  ``half-billion``: as wide and deep
+as Qwen2.5-0.5B, a small model that people serve; 12,288 bytes of KV a token.  The others start fast.
 
 ``test``: Qwen2, 8 heads on 2 of KV.  ``mha``: the same with 8 of KV.  ``mla``: DeepSeek-V2, with the only sizes of its
 latent and its positions that vLLM's reference kernel for CPUs takes, which wants blocks of 16 tokens too.  ``hybrid``:
