@@ -239,7 +239,7 @@ async def test_all_decodes_dead_is_a_503_in_openais_form() -> None:
 
         for _ in range(3):
             assert (await router.post()).status == 503
-        await until(lambda: not router.router.fleet.serves(Role.DECODE))
+        await until(lambda: not router.router.fleet.usable(Role.DECODE))
         before = len(prefill.seen)
 
         assert (await router.post()).status == 503
@@ -332,12 +332,12 @@ async def test_server_errors_make_the_router_ask_for_health() -> None:
         await until(lambda: ill.probes > probes)
         await settled(router)
 
-        assert router.router.fleet.serves(Role.DECODE)
+        assert router.router.fleet.usable(Role.DECODE)
 
         ill.health = 503
 
         assert (await router.post()).status == 500
-        await until(lambda: not router.router.fleet.serves(Role.DECODE))
+        await until(lambda: not router.router.fleet.usable(Role.DECODE))
 
         assert (await router.post()).status == 503
 
@@ -345,7 +345,7 @@ async def test_server_errors_make_the_router_ask_for_health() -> None:
 async def test_an_engine_that_starts_after_the_router_is_found() -> None:
     address = dead_address()
     async with running(decodes=[address]) as router:
-        await until(lambda: not router.router.fleet.serves(Role.DECODE))
+        await until(lambda: not router.router.fleet.usable(Role.DECODE))
 
         assert (await router.get("/readyz")).status == 503
 
@@ -357,7 +357,7 @@ async def test_an_engine_that_starts_after_the_router_is_found() -> None:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, *address).start()
-        await until(lambda: router.router.fleet.serves(Role.DECODE))
+        await until(lambda: bool(router.router.fleet.usable(Role.DECODE)))
 
         assert (await router.get("/readyz")).status == 200, "a server without a health page counts as alive"
         assert (await router.post()).status == 200

@@ -84,7 +84,7 @@ class FleetMachine(RuleBasedStateMachine):
         score = self.chooser.choose(role, usable, prompt, self.now, prefilled=prefilled)
         assert score == Chooser.choose(self.chooser, role, usable, prompt, self.now, prefilled=prefilled)
         if score is None:
-            assert not self.fleet.serves(role)
+            assert not self.fleet.usable(role)
             return multiple()
 
         instance = score.instance
@@ -250,7 +250,7 @@ def test_ready_means_that_a_decode_is_known_to_work() -> None:
     fleet.add(Role.PREFILL, ADDRESSES[0], 0.0, trusted=True)
     fleet.add(Role.DECODE, ADDRESSES[1], 0.0, trusted=True)
 
-    assert fleet.serves(Role.DECODE)
+    assert fleet.usable(Role.DECODE)
     assert not fleet.ready()
 
     fleet.succeeded(fleet.listed(Role.PREFILL)[0])

@@ -63,7 +63,7 @@ async def test_health_and_readiness_follow_the_decode_instances_and_liveness_doe
         await until(router.router.fleet.ready)
         for path in ("/health", "/readyz", "/livez", "/healthz"):
             assert (await router.get(path)).status == 200
-        await until(lambda: not router.router.fleet.serves(Role.PREFILL))
+        await until(lambda: not router.router.fleet.usable(Role.PREFILL))
         lines = (await (await router.get("/readyz")).text()).splitlines()
 
         assert lines[0] == "ready"
@@ -71,7 +71,7 @@ async def test_health_and_readiness_follow_the_decode_instances_and_liveness_doe
         assert "put aside" in lines[1]
 
     async with running(decodes=[dead_address()]) as router:
-        await until(lambda: not router.router.fleet.serves(Role.DECODE))
+        await until(lambda: not router.router.fleet.usable(Role.DECODE))
 
         found = [(await router.get(path)).status for path in ("/health", "/readyz", "/livez", "/healthz")]
         assert found == [503, 503, 200, 200]
@@ -174,7 +174,7 @@ async def test_adding_prefill_turns_the_balancer_into_a_pair() -> None:
         await router.post()
         await change(router, "add", {"type": "prefill", "instances": [str(prefill.address)]})
         await change(router, "add", {"type": "prefill", "instances": [str(prefill.address)] * 2})
-        await until(lambda: router.router.fleet.serves(Role.PREFILL))
+        await until(lambda: bool(router.router.fleet.usable(Role.PREFILL)))
         await router.post()
 
         assert (len(prefill.seen), len(decode.seen)) == (1, 2)

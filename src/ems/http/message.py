@@ -43,15 +43,13 @@ class Refusal(EmsError):
 class Request:
     """One request: its head at once, its ``body`` when it is complete."""
 
-    __slots__ = ("body", "headers", "keeps_alive", "method", "path", "peer", "query", "target", "version")
+    __slots__ = ("body", "headers", "keeps_alive", "method", "path", "peer", "target", "version")
 
     def __init__(self, method: str, target: bytes, headers: Headers, version: str, *, keeps_alive: bool) -> None:
         self.method = method
         self.target = target
         """Path and query as the client wrote them."""
-        path, _, query = target.partition(b"?")
-        self.path = path.decode("latin-1")
-        self.query = query
+        self.path = target.partition(b"?")[0].decode("latin-1")
         self.headers = headers
         self.version = version
         self.keeps_alive = keeps_alive

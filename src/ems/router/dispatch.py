@@ -119,7 +119,7 @@ class Dispatch:
 
     def start(self, now: float) -> Step:
         self._began = now
-        if not self._fleet.serves(Role.DECODE, self._policy.server):
+        if not self._fleet.usable(Role.DECODE, self._policy.server):
             return GiveUp(self._fleet.retry_after(Role.DECODE, now))
         alone = not self._policy.generates or not self._fleet.listed(Role.PREFILL, self._policy.server)
         if alone or self._policy.together:
@@ -245,21 +245,23 @@ class Dispatch:
         self._holds.clear()
 
     def _take(self, role: Role, now: float, *, again: bool) -> Try | None:
-        """Hold the instance to be tried next, after a delay; None when there is none, or no attempt left."""
+        """Hold the instance to be tried next, after a delay; None when there is none, or no attempt left.
+
+        One that was tried before is taken only when ``again`` and nobody else is left.
+        """
         assert role not in self._holds
         tried = self._tried[role]
         retries = len(tried)
         if retries > self._policy.max_retries:
             return None
         usable, profile = self._usable(role), self._policy.profile
-        if profile is None:
-            score = self._chooser.choose(
-                role, usable, self._prompt, now, prefilled=self._prefilled, tried=tried, again=again
-            )
-        else:
+        if tried:
             fresh = [one for one in usable if one not in tried]
-            fresh = fresh or (usable if again else [])
-            score = self._chooser.choose_by(profile, self._request.model, role, fresh, self._prompt, now)
+            usable = fresh or (usable if again else [])
+        if profile is None:
+            score = self._chooser.choose(role, usable, self._prompt, now, prefilled=self._prefilled)
+        else:
+            score = self._chooser.choose_by(profile, self._request.model, role, usable, self._prompt, now)
         if score is None:
             return None
         instance, considered = score.instance, self._chooser.considered

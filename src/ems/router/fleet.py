@@ -169,9 +169,6 @@ class Fleet:
             if instance.breaker.usable and (not server or server in instance.groups)
         ]
 
-    def serves(self, role: Role, server: str = "") -> bool:
-        return bool(self.usable(role, server))
-
     def ready(self) -> bool:
         return any(one.breaker.usable and one.breaker.proven for one in self._listed[Role.DECODE].values())
 

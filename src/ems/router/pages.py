@@ -88,7 +88,7 @@ class Pages:
 
     def health(self, reply: Reply) -> None:
         """Like an engine's page: 200 without a body while requests can be served, else 503."""
-        reply.whole(200 if self._fleet.serves(Role.DECODE) else 503)
+        reply.whole(200 if self._fleet.usable(Role.DECODE) else 503)
 
     def livez(self, reply: Reply) -> None:
         reply.whole(200, b"ok\n", kind=b"text/plain; charset=utf-8")

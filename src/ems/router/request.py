@@ -91,8 +91,7 @@ class CompletionRequest:
         """The same request for another model."""
         if model == self.model:
             return self
-        fields = {**self.fields, "model": Raw(_encode(model))}
-        return CompletionRequest(_encode(fields), fields)
+        return CompletionRequest.of({**self.fields, "model": Raw(_encode(model))})
 
     def prompt(self, session: bytes = b"", block_tokens: int = 0, adapters: Collection[str] = ()) -> Prompt:
         """Return what matters for choosing; a prompt of token ids has pieces of ``block_tokens``, if that is given."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from ems.http.address import Address
@@ -36,17 +34,8 @@ class Three:
     def scores(self, prompt: Prompt) -> list[Score]:
         return self.chooser.scores(self.role, self.fleet.usable(self.role), prompt, 0.0)
 
-    def choose(
-        self,
-        prompt: Prompt = SHORT,
-        *,
-        now: float = 0.0,
-        prefilled: bool = False,
-        tried: Sequence[Instance] = (),
-        again: bool = False,
-    ) -> Instance | None:
-        usable = self.fleet.usable(self.role)
-        score = self.chooser.choose(self.role, usable, prompt, now, prefilled=prefilled, tried=tried, again=again)
+    def choose(self, prompt: Prompt = SHORT, *, now: float = 0.0, prefilled: bool = False) -> Instance | None:
+        score = self.chooser.choose(self.role, self.fleet.usable(self.role), prompt, now, prefilled=prefilled)
         return None if score is None else score.instance
 
 
@@ -175,20 +164,6 @@ def test_doubt_weighs_more_than_load() -> None:
     three.fleet.hold(three.other, 1000)
 
     assert three.other is three.choose()
-
-
-def test_tried_instances_are_chosen_last_and_only_if_allowed() -> None:
-    three = Three(Role.DECODE)
-    three.fleet.hold(three.other, 1000)
-    everyone = (three.one, three.two, three.other)
-
-    assert three.other is three.choose(tried=(three.one, three.two))
-    assert three.choose(tried=everyone) is None
-    assert three.one is three.choose(tried=everyone, again=True)
-    for instance in everyone:
-        three.fleet.remove(Role.DECODE, instance.address)
-    assert three.choose() is None
-    assert three.choose(again=True) is None
 
 
 TOKENS = list(range(64 * 16))

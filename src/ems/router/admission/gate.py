@@ -95,8 +95,6 @@ class Gate:
             half_life=config.fair_half_life,
             boost_seconds=config.session_boost,
         )
-        self.cancelled = 0
-        """Requests whose client left, or whose time was over, while they waited."""
         self._renew_keys = renew_keys
         """Asks the issuer for its keys again; how long that takes and how often it is done is bounded."""
         self._shared = shared
@@ -234,9 +232,6 @@ class Gate:
         self._set_timer()
         try:
             await future
-        except BaseException:
-            self.cancelled += 1
-            raise
         finally:
             del self._waiting[place]
 

@@ -97,9 +97,6 @@ class Keys:
     def __init__(self, file: KeyFile) -> None:
         self._keys = {bytes.fromhex(key.sha256): (key, _principal(key)) for key in file.keys}
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def recognise(self, key: bytes, wall: float) -> Principal | None:
         """Who sends ``key`` at ``wall`` seconds since 1970; None when it opens nothing."""
         digest = hashlib.sha256(key).digest()

@@ -152,20 +152,10 @@ class Chooser:
         return scores
 
     def choose(
-        self,
-        role: Role,
-        usable: Sequence[Instance],
-        prompt: Prompt,
-        now: float,
-        *,
-        prefilled: bool = False,
-        tried: Collection[Instance] = (),
-        again: bool = False,
+        self, role: Role, usable: Sequence[Instance], prompt: Prompt, now: float, *, prefilled: bool = False
     ) -> Score | None:
-        """Return the instance for a request; of those tried before only when ``again`` and nobody else is left."""
-        fresh = [instance for instance in usable if instance not in tried] if tried else usable
-        scores = self.scores(role, fresh or (usable if again else ()), prompt, now, prefilled=prefilled)
-        self.considered = scores
+        """Return the instance for a request."""
+        scores = self.considered = self.scores(role, usable, prompt, now, prefilled=prefilled)
         best = min(scores, key=_rank, default=None)
         if best is not None:
             for one in scores:
