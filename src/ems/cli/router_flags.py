@@ -56,8 +56,7 @@ class AdmissionFlags:
 
     def settings(self) -> AdmissionConfig:
         from ems.errors import ConfigError
-        from ems.router.admission.bearer import TokenSettings
-        from ems.router.admission.settings import AdmissionConfig
+        from ems.router.admission.settings import AdmissionConfig, TokenSettings
 
         tokens = None
         if self.jwt_issuer is not None or self.jwt_key_set is not None:

@@ -7,6 +7,7 @@ No task and no buffer stands between a piece that a server sends and the client'
 - ``headers``: which headers cross a proxy;
 - ``server``: connections of clients;
 - ``client``: connections to servers;
+- ``tls``, ``bearer``, ``key_set``: how both sides prove who they are;
 - ``address``: where a server listens.
 
 What always holds: of two readings that a message allows, none is chosen, it is refused; every wait for the other side

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
+from ems.http.bearer import Tokens
 from ems.http.message import Refusal
 from ems.kthena.rate_limit import RateLimit, Unit
-from ems.router.admission.bearer import Tokens
 from ems.router.admission.gate import Asked, Gate, Ticket
 from ems.router.admission.keys import ANYBODY, ApiKey, KeyFile, Keys, Principal
 from ems.router.admission.limits import Kind
 from ems.router.admission.settings import AdmissionConfig
+from tests.http.test_bearer import OTHER, checker, key_set, signed
 from tests.router.admission.api_keys import digest_of, new_key
-from tests.router.admission.test_bearer import OTHER, checker, key_set, signed
 from tests.router.fakes import until
 
 MINUTE = RateLimit(input_tokens_per_unit=100, output_tokens_per_unit=100, unit=Unit.MINUTE)
@@ -65,7 +65,7 @@ async def test_a_key_is_sent_in_any_usual_way(header: tuple[bytes, bytes]) -> No
 
 async def test_tokens_and_keys_go_together_and_a_new_key_is_asked_for_once() -> None:
     class Source:
-        def __init__(self, tokens: Tokens) -> None:
+        def __init__(self, tokens: Tokens[Principal]) -> None:
             self.tokens = tokens
             self.asked = 0
 

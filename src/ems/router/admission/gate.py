@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ems.http import headers
+from ems.http.bearer import KeyUnknown, TokenRefused, Tokens
 from ems.http.message import Refusal
-from ems.router.admission.bearer import KeyUnknown, TokenRefused, Tokens
 from ems.router.admission.keys import ANYBODY, Keys, Principal
 from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Taken
 from ems.router.admission.queue import Place, Queue, State
@@ -81,7 +81,7 @@ class Gate:
         config: AdmissionConfig,
         *,
         keys: Keys | None = None,
-        tokens: Tokens | None = None,
+        tokens: Tokens[Principal] | None = None,
         renew_keys: Callable[[], Awaitable[bool]] | None = None,
         shared: SharedLimits | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""API keys: a file of hashes says whom a key belongs to, which models it may use, and how much.
+"""Who sends a request.  API keys: a file of hashes says whom a key belongs to, which models it may use, and how much.
 
 A key is 256 random bits, so one SHA-256 keeps it: nobody guesses what is behind a hash, and a slow hash would cost each
 request milliseconds.  A key is found by its hash, whose bytes a caller cannot choose, so how long that takes tells
@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -109,6 +109,17 @@ class Keys:
 
 def _principal(key: ApiKey) -> Principal:
     return Principal(key.user or key.id, key.models, key.priority, key.administers, f"key/{key.id}", key.limit)
+
+
+def bearer_of(claims: dict[str, Any], models_claim: str | None) -> Principal:
+    """Who has a token with these claims; ``models_claim`` names the one with the models, if there is one."""
+    models: tuple[str, ...] = (EVERY_MODEL,)
+    if models_claim is not None:
+        named = claims.get(models_claim, ())
+        listed = named.split() if isinstance(named, str) else named
+        models = tuple(str(name) for name in listed) if isinstance(listed, (list, tuple)) else ()
+    user = claims["sub"].encode(errors="replace").decode()
+    return Principal(user, models, scope=f"user/{user}")
 
 
 _NOBODY: Final = (ApiKey(id="nobody", sha256=secrets.token_hex(32), expires=0.0), Principal(""))

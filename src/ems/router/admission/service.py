@@ -13,12 +13,12 @@ import msgspec
 from ems import files
 from ems.errors import ConfigError
 from ems.files import WatchedFiles
+from ems.http import key_set
+from ems.http.bearer import Tokens
 from ems.http.headers import Forwarding
-from ems.router.admission import key_set
-from ems.router.admission.bearer import Tokens
+from ems.http.key_set import KeySetUrl
 from ems.router.admission.gate import CREDENTIALS, Gate
-from ems.router.admission.key_set import KeySetUrl
-from ems.router.admission.keys import KeyFile, Keys
+from ems.router.admission.keys import KeyFile, Keys, bearer_of
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.shared_limits import RedisLimits
 
@@ -36,8 +36,9 @@ class Admission:
         self._running: list[asyncio.Task[None]] = []
         self._url: KeySetUrl | None = None
         self._redis = None if config.limits_redis is None else RedisLimits(config.limits_redis)
-        tokens = None if config.tokens is None else Tokens(config.tokens)
-        if config.tokens is not None and tokens is not None:
+        tokens = None
+        if config.tokens is not None:
+            tokens = Tokens(config.tokens, partial(bearer_of, models_claim=config.tokens.models_claim))
             if config.tokens.key_set.startswith(_URLS):
                 self._url = KeySetUrl(config.tokens.key_set, tokens)
             else:

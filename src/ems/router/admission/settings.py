@@ -7,8 +7,15 @@ import math
 import msgspec
 
 from ems.errors import ConfigError
+from ems.http.bearer import Issuer
 from ems.kthena.rate_limit import RateLimit
-from ems.router.admission.bearer import TokenSettings
+
+
+class TokenSettings(Issuer, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose JSON Web Tokens count."""
+
+    models_claim: str | None = None
+    """The claim with the models that a bearer may use, if there is one."""
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,8 +19,7 @@ from msgspec import Meta
 from ems import files
 from ems.errors import ConfigError
 from ems.kubernetes.manifests import load_yaml
-from ems.router.admission.bearer import TokenSettings
-from ems.router.admission.settings import AdmissionConfig
+from ems.router.admission.settings import AdmissionConfig, TokenSettings
 from ems.router.choosing.kthena import FILTERS, SCORES, Asked, Profile
 
 log = logging.getLogger("ems.router")

@@ -1,4 +1,4 @@
-"""JSON Web Tokens: who a bearer is, when an issuer that the router trusts has signed it.
+"""JSON Web Tokens: who a bearer is, when an issuer that is trusted has signed it.
 
 A token's signature is checked once, which takes some 60 microseconds, and then remembered by the token's hash until it
 ends; what is remembered is bounded, and forgotten when the issuer's keys change.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from joserfc import jwt
@@ -19,7 +20,6 @@ from joserfc.errors import InvalidKeyIdError, JoseError
 from joserfc.jwk import KeySet
 
 from ems.errors import ConfigError, EmsError
-from ems.router.admission.keys import EVERY_MODEL, Principal
 
 ALGORITHMS: Final = (
     *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
@@ -32,6 +32,9 @@ MOST_BYTES: Final = 16 << 10
 """Of a token; what is larger is none."""
 
 
+Bearer = TypeVar("Bearer")
+
+
 class TokenRefused(EmsError):
     """A token opens nothing; the message says why, in words that a client may read."""
 
@@ -40,14 +43,13 @@ class KeyUnknown(TokenRefused):
     """A token names a key that the issuer did not have when it was asked last."""
 
 
-class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose tokens count.  ``models_claim`` names the claim with the models that a bearer may use, if there is one."""
+class Issuer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose tokens count."""
 
     issuer: str
     audiences: tuple[str, ...] = ()
     key_set: str
     """A URL (``https://``, or ``http://`` within a trusted network) or a file with the issuer's JWKS."""
-    models_claim: str | None = None
 
     def __post_init__(self) -> None:
         if not self.issuer or not self.key_set:
@@ -69,26 +71,26 @@ def read_key_set(data: bytes) -> KeySet:
     return keys
 
 
-class Tokens:
-    """Checks tokens of one issuer.  Times are seconds since 1970."""
+class Tokens(Generic[Bearer]):
+    """Checks tokens of one issuer; ``bearer_of`` says who has the claims of one.  Times are seconds since 1970."""
 
-    def __init__(self, settings: TokenSettings) -> None:
-        self._settings = settings
+    def __init__(self, issuer: Issuer, bearer_of: Callable[[dict[str, Any]], Bearer]) -> None:
+        self._bearer_of = bearer_of
         self._keys: KeySet | None = None
-        self._known: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
-        audience: dict[str, Any] = {"essential": True, "values": list(settings.audiences)}
+        self._known: OrderedDict[bytes, tuple[float, Bearer]] = OrderedDict()
+        audience: dict[str, Any] = {"essential": True, "values": list(issuer.audiences)}
         self._claims: dict[str, Any] = {
-            "iss": {"essential": True, "value": settings.issuer},
+            "iss": {"essential": True, "value": issuer.issuer},
             "sub": {"essential": True},
             "exp": {"essential": True},
-            **({"aud": audience} if settings.audiences else {}),
+            **({"aud": audience} if issuer.audiences else {}),
         }
 
     def use(self, keys: KeySet) -> None:
         self._keys = keys
         self._known.clear()
 
-    def recognise(self, token: bytes, wall: float) -> Principal:
+    def recognise(self, token: bytes, wall: float) -> Bearer:
         """Whose token this is.
 
         :raises KeyUnknown: asking for the issuer's keys again may help.
@@ -105,7 +107,7 @@ class Tokens:
             raise TokenRefused("the token has ended")
         return known[1]
 
-    def _check(self, token: bytes, wall: float) -> tuple[float, Principal]:
+    def _check(self, token: bytes, wall: float) -> tuple[float, Bearer]:
         if self._keys is None:
             raise KeyUnknown("the issuer's keys are not known yet")
         if len(token) > MOST_BYTES:
@@ -118,10 +120,4 @@ class Tokens:
             raise KeyUnknown("the token names a key that the issuer does not have") from None
         except (JoseError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise TokenRefused("the token is refused: " + str(error).encode("ascii", "replace").decode()) from None
-        models: tuple[str, ...] = (EVERY_MODEL,)
-        if self._settings.models_claim is not None:
-            named = claims.get(self._settings.models_claim, ())
-            listed = named.split() if isinstance(named, str) else named
-            models = tuple(str(name) for name in listed) if isinstance(listed, (list, tuple)) else ()
-        user = claims["sub"].encode(errors="replace").decode()
-        return ends, Principal(user, models, scope=f"user/{user}")
+        return ends, self._bearer_of(claims)

@@ -1,6 +1,6 @@
 """An issuer's public keys: from a file that is looked at, or from a URL that is asked each hour and when a key is new.
 
-What always holds: a token with a made-up key id makes the router ask at most once in ``LEAST_SECONDS``; an issuer that
+What always holds: a token with a made-up key id makes us ask at most once in ``LEAST_SECONDS``; an issuer that
 does not answer changes nothing, and its keys that are known go on.
 """
 
@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from ems import files
 from ems.errors import ConfigError
-from ems.router.admission.bearer import Tokens, read_key_set
+from ems.http.bearer import Tokens, read_key_set
 
 REFRESH_SECONDS = 3600.0
 LEAST_SECONDS = 10.0
 TIMEOUT = 5.0
 _MAX_BYTES = 1 << 20
 
-log = logging.getLogger("ems.router")
+log = logging.getLogger("ems.http")
 
 
-def load(path: Path, tokens: Tokens) -> None:
+def load(path: Path, tokens: Tokens[Any]) -> None:
     """Take the keys of a JWKS in a file."""
     try:
         tokens.use(read_key_set(files.read(path, what="the key set")))
@@ -35,7 +36,7 @@ def load(path: Path, tokens: Tokens) -> None:
 class KeySetUrl:
     """A JWKS behind a URL."""
 
-    def __init__(self, url: str, tokens: Tokens) -> None:
+    def __init__(self, url: str, tokens: Tokens[Any]) -> None:
         self._url = url
         self._tokens = tokens
         self._asking: asyncio.Task[bool] | None = None

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from ems.errors import ConfigError
-from ems.router.admission import key_set
-from ems.router.admission.bearer import TokenRefused
-from ems.router.admission.key_set import KeySetUrl
-from tests.router.admission.test_bearer import KEY, OTHER, checker, signed
+from ems.http import key_set
+from ems.http.bearer import TokenRefused
+from ems.http.key_set import KeySetUrl
+from tests.http.test_bearer import KEY, OTHER, checker, signed
 
 PUBLIC = {"keys": [OTHER.as_dict(private=False)]}
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,8 +10,8 @@ from joserfc import jws, jwt
 from joserfc.jwk import ECKey, KeySet, OctKey
 
 from ems.errors import ConfigError
-from ems.router.admission.bearer import KeyUnknown, TokenRefused, Tokens, TokenSettings, read_key_set
-from ems.router.admission.keys import Principal
+from ems.http.bearer import Issuer, KeyUnknown, TokenRefused, Tokens, read_key_set
+from ems.router.admission.keys import Principal, bearer_of
 
 KEY = ECKey.generate_key("P-256", {"kid": "k1", "use": "sig", "alg": "ES256"}, private=True)
 OTHER = ECKey.generate_key("P-256", {"kid": "k2", "use": "sig", "alg": "ES256"}, private=True)
@@ -27,11 +28,9 @@ def signed(key: Any = KEY, alg: str = "ES256", **claims: Any) -> bytes:
     return jwt.encode({"alg": alg, "kid": key.kid}, merged, key, algorithms=[alg]).encode()
 
 
-def checker(models_claim: str | None = None) -> Tokens:
-    settings = TokenSettings(
-        issuer="https://issuer", audiences=("router",), key_set="https://issuer/jwks", models_claim=models_claim
-    )
-    tokens = Tokens(settings)
+def checker(models_claim: str | None = None) -> Tokens[Principal]:
+    issuer = Issuer(issuer="https://issuer", audiences=("router",), key_set="https://issuer/jwks")
+    tokens = Tokens(issuer, partial(bearer_of, models_claim=models_claim))
     tokens.use(key_set(KEY))
     return tokens
 
