@@ -16,11 +16,11 @@ from multidict import CIMultiDictProxy
 from yarl import URL
 
 from ems.http.address import Address
+from ems.http.process import listen
 from ems.http.server import Server
 from ems.router.app import Router
 from ems.router.config import RouterConfig
 from ems.router.fleet import Instance, Role
-from ems.router.server import listen
 from tests.router.soundness import unsound
 
 Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]

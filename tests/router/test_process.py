@@ -21,7 +21,7 @@ from aiohttp import web
 
 from ems.cli import run
 from ems.errors import ConfigError
-from ems.router.server import CannotListen, listen
+from ems.http.process import CannotListen, listen
 from tests.router.fakes import ANSWER, FakeEngine, dead_address, prefilled
 
 pytestmark = pytest.mark.process

@@ -8,7 +8,9 @@ No task and no buffer stands between a piece that a server sends and the client'
 - ``server``: connections of clients;
 - ``client``: connections to servers;
 - ``tls``, ``bearer``, ``key_set``: how both sides prove who they are;
-- ``address``: where a server listens.
+- ``access_log``: where lines about requests go;
+- ``address``: where a server listens;
+- ``process``: what a process that serves has of its host.
 
 What always holds: of two readings that a message allows, none is chosen, it is refused; every wait for the other side
 has an end; who sends faster than the receiver takes is not read from until it has caught up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ems.router.observe.access_log import AccessLog
+from ems.http.access_log import AccessLog
 from ems.router.observe.decisions import Decisions
 from ems.router.observe.log_line import line_of
 from ems.router.observe.record import Record

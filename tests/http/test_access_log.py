@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ems.errors import ConfigError
-from ems.router.observe import access_log
-from ems.router.observe.access_log import AccessLog
+from ems.http import access_log
+from ems.http.access_log import AccessLog
 from tests.router.fakes import until
 
 

@@ -23,7 +23,7 @@ FLUSH_SECONDS: Final = 0.1
 MOST_LINES: Final = 65536
 """Lines that wait at most."""
 
-log = logging.getLogger("ems.router")
+log = logging.getLogger("ems.http")
 
 
 class AccessLog:
