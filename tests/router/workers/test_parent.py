@@ -143,6 +143,12 @@ async def test_a_load_of_one_worker_is_seen_by_the_other_until_it_dies() -> None
         third = await successor(router, [first, second])
         await costs(await stack.enter_async_context(client_of(router, third)), "served")
 
+        third.kill()
+        await line(router, "Worker [01] was ended by SIGKILL; another one is started in 1 s")
+        await costs(there, "served beside it")
+        fourth = await successor(router, [first, second, third])
+        await costs(await stack.enter_async_context(client_of(router, fourth)), "served again")
+
 
 async def test_all_streams_of_both_end_well_after_sigterm() -> None:
     held = Held()

@@ -64,10 +64,10 @@ class Workers(RuleBasedStateMachine):
         shares = self.workers[number]
         for instance in shares.fleet.listed(key[0]):
             if instance.address == key[1]:
-                self.woken[number] = False
                 self.holds[number].append(shares.fleet.hold(instance, cost, queued))
                 shares.chooser.sent(instance, PROMPT, 0.0)
                 assert self.woken[number]
+                assert instance in shares.fleet.changed
 
     @rule(number=WORKERS, ends=st.booleans(), draw=st.randoms(use_true_random=False))
     def move_on(self, number: int, draw: Any, *, ends: bool) -> None:
@@ -199,10 +199,25 @@ def test_what_one_sends_somewhere_the_other_chooses_by() -> None:
     assert here.state() is None
 
 
+def test_what_was_told_of_a_prompt_is_not_told_again() -> None:
+    here, there = two()
+    first, other = here.fleet.listed(Role.DECODE)
+    for length in (4, 4, 9):
+        here.chooser.sent(first, PROMPT._replace(hashes=list(range(length)), session=b""), 0.0)
+    here.chooser.sent(other, PROMPT._replace(hashes=[0, 1]), 0.0)
+    state = carried(here.state())
+
+    assert [len(one.hashes) // 4 for one in state.learned] == [4, 5, 2]
+    there.take(0, state, 0.0)
+    prompt = PROMPT._replace(tokens=1000, text_bytes=10 * 256, hashes=list(range(10)))
+    scores = there.chooser.scores(Role.DECODE, there.fleet.usable(Role.DECODE), prompt, 0.0)
+    assert [one.uncached for one in scores] == [100, 800]
+
+
 def test_a_message_of_many_requests_is_bounded() -> None:
     here, _ = two()
-    longest = PROMPT._replace(hashes=list(range(1024)), session=b"s" * 256)
-    for _ in range(3 * MOST_LEARNED):
+    for number in range(3 * MOST_LEARNED):
+        longest = PROMPT._replace(hashes=range(number << 10, (number + 1) << 10), session=b"s" * 256)
         here.chooser.sent(here.fleet.listed(Role.DECODE)[0], longest, 0.0)
 
     packets = [messages.encode(state) for state in iter(here.state, None)]

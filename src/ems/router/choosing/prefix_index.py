@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Final
@@ -119,6 +120,11 @@ class PrefixIndex:
                 self._generation += 1
                 self._old, self._young = young, {}
                 young, old = self._young, self._old
+
+    def unlearned(self, hashes: Sequence[int], bit: int) -> Sequence[int]:
+        """Return the pieces of a prompt, from the first on, that an instance was not noted for in this generation."""
+        young = self._young
+        return hashes[bisect_left(hashes, 1, key=lambda name: not young.get(name, 0) & bit) :]
 
     def unlearn(self, hashes: Iterable[int], bit: int) -> None:
         """Note that an instance does not have these pieces any more."""

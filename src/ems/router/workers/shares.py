@@ -14,6 +14,7 @@ from typing import Final
 
 from ems.http.address import Address
 from ems.router.choosing.chooser import Chooser
+from ems.router.choosing.prefix_index import Place
 from ems.router.choosing.prompt import Prompt
 from ems.router.fleet import Fleet, Hold, Instance, Load, Role
 from ems.router.workers.messages import Learned, State
@@ -30,19 +31,23 @@ class SharedFleet(Fleet):
     def __init__(self, lost: Callable[[Instance], None], wake: Callable[[], None]) -> None:
         super().__init__(lost)
         self._wake = wake
-        """Called when there is something to tell."""
-        self.changed: set[Key] = set()
+        """Called when there is something to tell; not again before it was told."""
+        self.changed: set[Instance] = set()
         self._elsewhere: dict[Key, Load] = {}
 
     def hold(self, instance: Instance, cost: int, queued: int = 0) -> Hold:
-        self.changed.add((instance.role, instance.address))
-        self._wake()
+        if instance not in self.changed:
+            self._change(instance)
         return super().hold(instance, cost, queued)
 
     def release(self, hold: Hold) -> None:
-        self.changed.add((hold.instance.role, hold.instance.address))
-        self._wake()
+        if hold.instance not in self.changed:
+            self._change(hold.instance)
         super().release(hold)
+
+    def _change(self, instance: Instance) -> None:
+        self.changed.add(instance)
+        self._wake()
 
     def add(self, role: Role, address: Address, now: float, *, trusted: bool) -> bool:
         added = super().add(role, address, now, trusted=trusted)
@@ -59,16 +64,17 @@ class SharedFleet(Fleet):
 
 
 class SharedChooser(Chooser):
-    """A chooser that notes what it sends where, for the others."""
+    """A chooser that notes what it sends where, for the others; what it told them before only once a generation."""
 
     def __init__(self, session_lifetime: float) -> None:
         super().__init__(session_lifetime=session_lifetime)
         self.learned: deque[Learned] = deque(maxlen=32 * MOST_LEARNED)
 
     def sent(self, instance: Instance, prompt: Prompt, now: float) -> None:
+        hashes = self._index.unlearned(prompt.hashes, self._bit(instance, Place.ENGINE))
         super().sent(instance, prompt, now)
-        hashes = array("I", prompt.hashes).tobytes()
-        self.learned.append(Learned(instance.role, instance.address, hashes, prompt.session))
+        if hashes or prompt.session:
+            self.learned.append(Learned(instance.role, instance.address, array("I", hashes).tobytes(), prompt.session))
 
     def learn(self, instance: Instance, learned: Learned, now: float) -> None:
         super().sent(instance, Prompt(0, 0, array("I", learned.hashes), learned.session), now)
@@ -88,7 +94,8 @@ class Shares:
         """Return what the others have to be told next; None when it is nothing."""
         fleet, learned = self.fleet, self.chooser.learned
         loads = []
-        for key in fleet.changed | self._told.keys() if full else fleet.changed:
+        changed = {(one.role, one.address) for one in fleet.changed}
+        for key in changed | self._told.keys() if full else changed:
             instance = fleet.find(*key)
             own = Load() if instance is None else instance.own
             if own != self._told.pop(key, Load()) or (full and any(own)):
@@ -96,7 +103,7 @@ class Shares:
             if any(own):
                 self._told[key] = own
         # A prompt is computed without a word of the fleet: what queues is looked at again.
-        fleet.changed = {key for key in fleet.changed if key in self._told and self._told[key].queued}
+        fleet.changed = {one for one in fleet.changed if one.own.queued}
         told = [learned.popleft() for _ in range(min(len(learned), MOST_LEARNED))]
         return State(full, loads, told) if full or loads or told else None
 
