@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ems.router.choosing.figures import FRESH
 from ems.router.choosing.kthena import Measured
-from tests.router.engine_pages import sglang, vllm
+from tests.engines.engine_pages import sglang, vllm
 from tests.router.fakes import FakeEngine, Running, running, until
 
 

@@ -23,7 +23,7 @@ from ems.router.config import RouterConfig
 from ems.router.errors import refuse
 from ems.router.exchange import READS_ONLY, ClientLeft, Exchange, Parts
 from ems.router.fleet import Fleet, Role
-from ems.router.handoff.kinds import of_client
+from ems.router.handoff import of_client
 from ems.router.kthena.config_dump import PREFIX, config_dump
 from ems.router.kthena.router_file import Schedulers
 from ems.router.kthena.router_file import read as read_router_file

@@ -31,7 +31,7 @@ from ems.router.choosing.chooser import Chooser, Score
 from ems.router.choosing.kthena import Profile
 from ems.router.choosing.prompt import Prompt
 from ems.router.fleet import Fleet, Hold, Instance, Role
-from ems.router.handoff.kinds import names_blocks
+from ems.router.handoff import names_blocks
 from ems.router.metrics import Counters, Prefill
 from ems.router.request import REQUEST_OVERHEAD, CompletionRequest
 

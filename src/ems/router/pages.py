@@ -13,13 +13,13 @@ from urllib.parse import unquote
 import msgspec
 from msgspec import Raw
 
+from ems.engines.pages import models_of
 from ems.errors import ConfigError
 from ems.http import headers
 from ems.http.address import Address
 from ems.http.client import Page, UpstreamBroken
 from ems.http.message import Refusal, Request
 from ems.http.reply import Reply
-from ems.router.choosing.figures import models_of
 from ems.router.exchange import Parts
 from ems.router.fleet import Instance, Role
 

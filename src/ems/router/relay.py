@@ -2,7 +2,7 @@
 
 What always holds: nothing is sent before the answer's first piece, so that up to there another instance can still take
 over; no piece is held back, joined or cut, but where an engine may give an answer up: see
-:mod:`ems.router.handoff.recompute`.
+:mod:`ems.engines.recompute`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 
+from ems.engines.recompute import Generated
+from ems.engines.usage import Meter
 from ems.http import headers
 from ems.http.client import Connection, UpstreamBroken
 from ems.http.headers import Returned
 from ems.http.message import Headers
 from ems.http.reply import Reply
 from ems.router.errors import error_events
-from ems.router.handoff.recompute import Generated
-from ems.router.observe.usage import Meter
 
 HELD_LIMIT: Final = 4 << 20
 """Bytes that are held back of an answer that its engine may give up; a larger one, or event, is passed on unwatched."""

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ems.engines.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, read_batch
 from ems.errors import ProtocolError
 from ems.router.choosing.prefix_index import Place, block_hashes
-from ems.router.events.messages import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, read_batch
 from ems.router.events.source import Change, Source
 
 TOKENS = list(range(100, 228))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ems.router.admission.settings import AdmissionConfig
-from tests.router.engine_pages import vllm
+from tests.engines.engine_pages import vllm
 from tests.router.fakes import FakeEngine, Running, running, until
 from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod
 

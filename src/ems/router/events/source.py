@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from ems.engines.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from ems.router.choosing.prefix_index import PIECE_TOKENS, Place, block_hashes
-from ems.router.events.messages import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 
 CAPACITY: Final = 1 << 18
 """Blocks of one publisher that are remembered."""

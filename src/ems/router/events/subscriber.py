@@ -15,11 +15,11 @@ from typing import Any, Final, Self
 import zmq
 import zmq.asyncio
 
+from ems.engines.kv_events import read_batch
 from ems.errors import ProtocolError
 from ems.http.address import Address
 from ems.router.choosing.chooser import Chooser
 from ems.router.config import EventSource
-from ems.router.events.messages import read_batch
 from ems.router.events.source import Source
 from ems.router.fleet import Fleet, Role
 

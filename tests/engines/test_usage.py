@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ems.router.observe.usage import Meter
+from ems.engines.usage import Meter
 
 
 def metered(*pieces: bytes) -> int:

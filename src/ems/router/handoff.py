@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from ems.router.handoff.first_token import first_token_fields
+from ems.engines.first_token import first_token_fields
 from ems.router.request import CompletionRequest
 
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from ems.router.handoff.recompute import MOST_LEGS, CannotContinue, Generated
+from ems.engines.recompute import MOST_LEGS, CannotContinue, Generated
 from tests.router.fakes import FakeEngine, prefilled, running
 
 if TYPE_CHECKING:
