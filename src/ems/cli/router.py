@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from ems.cli.router_flags import AdmissionFlags, ObserveFlags, TlsFlags
+from ems.cli.router_flags import AdmissionFlags, ObserveFlags, TlsFlags, paired
 
 _Many = Parameter(consume_multiple=True, negative=())
 
@@ -80,7 +80,7 @@ def router(
     """
     from ems.errors import ConfigError
     from ems.kubernetes.access import ClusterAccess
-    from ems.router.config import EventSource, RouterConfig, pair
+    from ems.router.config import EventSource, RouterConfig
     from ems.router.server import serve
 
     if kubeconfig is not None and in_cluster:
@@ -96,8 +96,8 @@ def router(
         admitted = read(config).admitted(admitted)
     settings = RouterConfig(
         router_file=config,
-        prefills=pair("prefiller", prefiller_hosts or [], prefiller_ports or []),
-        decodes=pair("decoder", decoder_hosts or [], decoder_ports or []),
+        prefills=paired("prefiller", prefiller_hosts or [], prefiller_ports or []),
+        decodes=paired("decoder", decoder_hosts or [], decoder_ports or []),
         manifests=manifests,
         cluster=access,
         host=host,

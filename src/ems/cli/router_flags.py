@@ -1,4 +1,4 @@
-"""Flags of ``ems router`` that say who may send requests, what is written of them, and what TLS takes."""
+"""Flags of ``ems router`` that go together: instances, who may send requests, what is written of them, TLS."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
+    from ems.http.address import Address
     from ems.kthena.rate_limit import RateLimit
     from ems.router.admission.settings import AdmissionConfig
     from ems.router.admission.tls import TlsConfig
@@ -159,3 +160,23 @@ class TlsFlags:
             engine_key=self.engine_tls_key,
             engine_insecure=self.engine_tls_insecure,
         )
+
+
+def paired(role: str, hosts: list[str], ports: list[int]) -> tuple[Address, ...]:
+    """Join the parallel lists of hosts and ports of one role (``prefiller``, ``decoder``).
+
+    :raises ConfigError: the lists differ in length, or a host or a port is wrong.
+    """
+    from ems.errors import ConfigError
+    from ems.http.address import Address
+
+    if len(hosts) != len(ports):
+        raise ConfigError(
+            f"--{role}-hosts has {_count(hosts, 'host')} and --{role}-ports has {_count(ports, 'port')}: "
+            "expected as many ports as hosts"
+        )
+    return tuple(Address.of(host, port) for host, port in zip(hosts, ports, strict=True))
+
+
+def _count(items: list[str] | list[int], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

@@ -158,20 +158,3 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if name.endswith("_timeout") and value is not None and not 0 < value < math.inf:
                 given = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise ConfigError(f"{given} is not a time-out: expected seconds, more than 0")
-
-
-def pair(role: str, hosts: list[str], ports: list[int]) -> tuple[Address, ...]:
-    """Join the parallel lists of hosts and ports that the command line has for one role (``prefiller``, ``decoder``).
-
-    :raises ConfigError: the lists differ in length, or a host or a port is wrong.
-    """
-    if len(hosts) != len(ports):
-        raise ConfigError(
-            f"--{role}-hosts has {_count(hosts, 'host')} and --{role}-ports has {_count(ports, 'port')}: "
-            "expected as many ports as hosts"
-        )
-    return tuple(Address.of(host, port) for host, port in zip(hosts, ports, strict=True))
-
-
-def _count(items: list[str] | list[int], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
