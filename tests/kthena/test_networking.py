@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ems.errors import ConfigError
-from ems.kthena.networking import ModelRoute, ModelServer
+from ems.kthena.networking import NETWORKING, ModelRoute, ModelServer
 from ems.kthena.rate_limit import Unit
+from ems.kubernetes import manifests
+from ems.kubernetes.objects import Resource
 from tests.router.kthena.manifests import ROUTE, SERVER, documents, read
 
 
@@ -65,7 +67,6 @@ def test_what_is_wrong_in_a_model_server_is_named(written: str, instead: str, sa
         ("- name: default", "- modelMatch: {url: {exact: a}}", "modelMatch: there is an unknown field `url`"),
         ("kimi-k25-pd\n", "kimi-k25-pd\n          weight: 101\n", "targetModels[0].weight: Expected `int` <= 100"),
         ("kimi-k25-pd\n", "kimi-k25-pd\n          weight: 0\n", "spec.rules[0]: the weights of targetModels are all 0"),
-        ("modelServerName", "externalModelProviderName", "this router serves no external providers"),
         ("modelServerName: kimi-k25-pd", "weight: 3", "a target needs either modelServerName or"),
         ("  rules:", "  rateLimit: {unit: week}\n  rules:", "spec.rateLimit.unit: Invalid enum value 'week'"),
     ],
@@ -76,3 +77,13 @@ def test_what_is_wrong_in_a_model_route_is_named(written: str, instead: str, sai
 
     assert message.startswith("a.yaml: ModelRoute kimi-k25: ")
     assert said in message
+
+
+def test_a_target_may_be_an_external_provider_which_the_router_refuses() -> None:
+    text = ROUTE.replace("modelServerName", "externalModelProviderName")
+    routes = Resource("modelroutes", NETWORKING, "ModelRoute", ModelRoute)
+    [route] = manifests.read({"a.yaml": text}, [routes]).objects
+
+    assert isinstance(route, ModelRoute)
+    assert route.spec.rules[0].target_models[0].external_model_provider_name == "kimi-k25-pd"
+    assert "this router serves no external providers" in refusal(text)

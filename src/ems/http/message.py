@@ -15,7 +15,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Refusal(EmsError):
-    """The router answers a request itself, with an error.
+    """A request is answered here, with an error.
 
     ``status`` is the HTTP status, ``code`` a word for programs, ``headers`` what the status calls for; ``kind`` is
     what metrics and logs call it, where ``code`` does not say it.

@@ -150,7 +150,7 @@ class ModelMatch(Spec, frozen=True, kw_only=True):
 
 
 class TargetModel(Spec, frozen=True, kw_only=True):
-    """One of the servers that a rule's requests are spread over."""
+    """One of the servers, or external providers, that a rule's requests are spread over."""
 
     model_server_name: Name | None = None
     external_model_provider_name: Name | None = None
@@ -159,8 +159,6 @@ class TargetModel(Spec, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.model_server_name is None) is (self.external_model_provider_name is None):
             raise ValueError("a target needs either modelServerName or externalModelProviderName")
-        if self.model_server_name is None:
-            raise ValueError("externalModelProviderName: this router serves no external providers, name a ModelServer")
 
 
 class Rule(Spec, frozen=True, kw_only=True):

@@ -18,6 +18,15 @@ BOOTSTRAP_ANNOTATION: Final = "ems.router/bootstrap-port"
 """Of a ``Pod``: where the bootstrap server of an SGLang prefill listens, if not at SGLang's default."""
 
 
+class ServedRoute(ModelRoute, frozen=True, kw_only=True):
+    """A route to nothing but ``ModelServer`` objects."""
+
+    def __post_init__(self) -> None:
+        targets = (target for rule in self.spec.rules for target in rule.target_models)
+        if any(target.model_server_name is None for target in targets):
+            raise ValueError("externalModelProviderName: this router serves no external providers, name a ModelServer")
+
+
 class EnginePod(Pod, frozen=True, kw_only=True):
     """A pod: an instance, once a ``ModelServer`` selects it."""
 
@@ -45,7 +54,7 @@ class EnginePod(Pod, frozen=True, kw_only=True):
 
 RESOURCES: Final = (
     Resource("modelservers", NETWORKING, "ModelServer", ModelServer),
-    Resource("modelroutes", NETWORKING, "ModelRoute", ModelRoute),
+    Resource("modelroutes", NETWORKING, "ModelRoute", ServedRoute),
     Resource("pods", "v1", "Pod", EnginePod),
 )
 
