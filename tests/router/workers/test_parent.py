@@ -253,6 +253,10 @@ async def test_a_file_of_keys_with_limits_needs_limits_that_are_shared(tmp_path:
         client.post("/v1/completions", json={}, headers=bearer(keys["alice"])) as response,
     ):
         assert response.status == 503
+        path.write_text("x")
+        await line(router, "is no file of API keys", times=2)
+        router.process.send_signal(signal.SIGHUP)
+        await line(router, "is no file of API keys", times=4)
 
     key_file(path, alice={"limit": RateLimit(input_tokens_per_unit=5)})
     refused = await start("--port", "0", *flags, "--workers", "2")

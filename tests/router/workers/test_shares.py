@@ -162,6 +162,7 @@ class Workers(RuleBasedStateMachine):
         self.settle()
         for one in self.workers:
             assert not any(any(had.values()) for had in one.others.values())
+            assert one.fleet.leaving() == []
             for role in Role:
                 assert all((each.load, each.queued, each.running) == (0, 0, 0) for each in one.fleet.listed(role))
 
@@ -197,6 +198,53 @@ def test_what_one_sends_somewhere_the_other_chooses_by() -> None:
     assert (one.uncached, one.sticky) == (1024, False)
     assert (other.uncached, other.sticky, other.instance.load, other.instance.own) == (0, True, 10, Load())
     assert here.state() is None
+
+
+def test_an_end_that_was_missed_is_made_up_for_by_what_is_told_in_full() -> None:
+    here, there = two()
+    hold = here.fleet.hold(here.fleet.listed(Role.DECODE)[0], 10)
+    there.take(0, carried(here.state()), 0.0)
+    hold.release()
+    assert carried(here.state()).loads == [(Role.DECODE, Address("h", 1), Load())]
+
+    there.take(0, carried(here.state(full=True)), 0.0)
+
+    assert there.fleet.listed(Role.DECODE)[0].load == 0
+
+
+def test_an_end_is_told_as_soon_as_a_beginning() -> None:
+    here, there = two()
+    hold = here.fleet.hold(here.fleet.listed(Role.DECODE)[0], 10)
+    there.take(0, carried(here.state()), 0.0)
+    hold.release()
+    there.take(0, carried(here.state()), 0.0)
+
+    assert there.fleet.listed(Role.DECODE)[0].running == 0
+
+
+def test_an_instance_that_comes_later_has_the_load_of_others_at_once_and_leaves_without_them() -> None:
+    here, there = two()
+    one = Address("h", 1)
+    hold = here.fleet.hold(here.fleet.listed(Role.DECODE)[0], 10)
+    there.fleet.remove(Role.DECODE, one)
+    assert there.take(0, carried(here.state()), 0.0)
+
+    there.fleet.add(Role.DECODE, one, 0.0, trusted=True)
+    instance = there.fleet.find(Role.DECODE, one)
+    assert instance is not None
+    assert (instance.load, instance.running, instance.own) == (10, 1, Load())
+
+    there.fleet.hold(instance, 5).release()
+    own = there.fleet.hold(instance, 5)
+    there.fleet.remove(Role.DECODE, one)
+    assert there.fleet.leaving() == [instance]
+    own.release()
+    assert there.fleet.leaving() == []
+
+    there.fleet.add(Role.DECODE, one, 0.0, trusted=True)
+    there.fleet.remove(Role.DECODE, one)
+    assert there.fleet.leaving() == [], "it has nothing of its own to finish"
+    hold.release()
 
 
 def test_what_was_told_of_a_prompt_is_not_told_again() -> None:
