@@ -35,13 +35,12 @@ log = logging.getLogger("ems.kubernetes")
 class Informer:
     """Keeps a mirror of resources up to date."""
 
-    def __init__(self, access: ClusterAccess, resources: Sequence[Resource], draw: random.Random | None = None) -> None:
+    def __init__(self, access: ClusterAccess, resources: Sequence[Resource]) -> None:
         self._credentials: Credentials = (
             of_kubeconfig(access.kubeconfig, access.context) if access.kubeconfig else of_pod()
         )
         self._tls = self._credentials.tls()
         self._namespace = access.namespace
-        self._draw = draw or random.Random()
         self.mirror = Mirror(resources)
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
@@ -98,7 +97,7 @@ class Informer:
                 pause = LONGEST_PAUSE
                 log.exception("Following %s failed by a defect", resource.plural)
             # A server that ends each watch at once must not be asked without end.
-            await asyncio.sleep((pause or 0.1) * self._draw.uniform(0.5, 1.0))
+            await asyncio.sleep((pause or 0.1) * random.uniform(0.5, 1.0))
 
     async def _list(self, session: aiohttp.ClientSession, resource: Resource) -> str:
         items: list[object] = []

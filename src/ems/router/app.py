@@ -131,13 +131,10 @@ class Router:
         if self.served is not None and self.config.manifests is not None:
             place = self.config.manifests
             self._files.watch(place, Folder(place, self.served).load, files=partial(files_of, place))
-        if self._cluster is not None:
-            self._tasks.append(asyncio.create_task(self._cluster.run()))
         await self._upstream.__aenter__()
-        await self.admission.__aenter__()
-        self._tasks.append(asyncio.create_task(self._files.run()))
-        self._tasks.append(asyncio.create_task(self._prober.run()))
-        self._tasks.append(asyncio.create_task(Scraper(self._parts).run()))
+        works = [self._files.run(), self._prober.run(), Scraper(self._parts).run()]
+        works += [one.run() for one in (self._cluster, self.admission.issuer) if one is not None]
+        self._tasks = [asyncio.create_task(work) for work in works]
         if self.config.kv_events:
             from ems.router.events.subscriber import Subscriber  # ZeroMQ is loaded by those who want it
 
@@ -151,7 +148,7 @@ class Router:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self._upstream.__aexit__()
-        await self.admission.__aexit__()
+        await self.admission.close()
         self.observer.close()
 
     def reload(self) -> None:

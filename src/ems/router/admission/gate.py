@@ -13,7 +13,7 @@ import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ems.http import headers
 from ems.http.bearer import KeyUnknown, TokenRefused, Tokens
@@ -22,17 +22,12 @@ from ems.router.admission.keys import ANYBODY, Keys, Principal
 from ems.router.admission.limits import Exceeded, Kind, Limited, Limits, Taken
 from ems.router.admission.queue import Place, Queue, State
 from ems.router.admission.settings import AdmissionConfig
+from ems.router.admission.shared_limits import RedisLimits
 
 OUTPUT_WEIGHT = 2
 """What a token of an answer counts for in the queue, beside 1 for one of a prompt: Kthena's weights."""
 
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key")
-
-
-class SharedLimits(Protocol):
-    """Buckets that several routers have in common; see :class:`~ems.router.admission.limits.Limits`."""
-
-    async def take(self, limited: list[Limited], tokens: int) -> Taken | Exceeded: ...
 
 
 class Asked(NamedTuple):
@@ -83,7 +78,7 @@ class Gate:
         keys: Keys | None = None,
         tokens: Tokens[Principal] | None = None,
         renew_keys: Callable[[], Awaitable[bool]] | None = None,
-        shared: SharedLimits | None = None,
+        shared: RedisLimits | None = None,
     ) -> None:
         self.config = config
         self.keys = keys

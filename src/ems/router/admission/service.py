@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -26,25 +23,25 @@ _URLS = ("https://", "http://")
 
 
 class Admission:
-    """An asynchronous context manager; the constructor reads all files.
+    """What requests pass; the constructor reads all files.
 
     :raises ConfigError: a file cannot be used.
     """
 
     def __init__(self, config: AdmissionConfig, watched: WatchedFiles, *, takes_limits: bool = True) -> None:
         self._takes_limits = takes_limits
-        self._running: list[asyncio.Task[None]] = []
-        self._url: KeySetUrl | None = None
+        self.issuer: KeySetUrl | None = None
+        """Who has to be asked for the keys of tokens."""
         self._redis = None if config.limits_redis is None else RedisLimits(config.limits_redis)
         tokens = None
         if config.tokens is not None:
             tokens = Tokens(config.tokens, partial(bearer_of, models_claim=config.tokens.models_claim))
             if config.tokens.key_set.startswith(_URLS):
-                self._url = KeySetUrl(config.tokens.key_set, tokens)
+                self.issuer = KeySetUrl(config.tokens.key_set, tokens)
             else:
                 path = Path(config.tokens.key_set)
                 watched.watch(path, partial(key_set.load, path, tokens))
-        renew_keys = None if self._url is None else self._url.renew
+        renew_keys = None if self.issuer is None else self.issuer.renew
         self.gate = Gate(config, tokens=tokens, renew_keys=renew_keys, shared=self._redis)
         if config.api_keys is not None:
             keys = Path(config.api_keys)
@@ -56,18 +53,8 @@ class Admission:
         elif config.authenticates and not config.forward_credentials:
             self.forwarding = Forwarding(frozenset(CREDENTIALS), b"")
 
-    async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        if self._url is not None:
-            self._running.append(loop.create_task(self._url.run()))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         self.gate.close()
-        for task in self._running:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
         if self._redis is not None:
             await self._redis.__aexit__()
 

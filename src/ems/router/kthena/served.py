@@ -29,9 +29,9 @@ log = logging.getLogger("ems.router")
 class Served:
     """What the router serves at the moment."""
 
-    def __init__(self, parts: Parts, draw: random.Random | None = None) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._draw = draw or random.Random()
+        self._draw = random.Random()
         self._of: dict[ObjectName, tuple[Serving, Parts]] = {}
         self._listed: set[tuple[Role, Address]] = set()
         self._said: set[str] = set()
