@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from ems.http.address import Address
 from ems.router.choosing.chooser import Chooser
@@ -60,6 +62,25 @@ def test_prefill_then_decode_with_their_loads() -> None:
     assert (prefill.load, decode.load) == (0, 0)
     assert counters.prefills == {Prefill.DONE: 1}
     assert (counters.prefill_time.total, counters.first_byte.total) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "worked", "goes_on"),
+    [
+        (b'{"remote_block_ids":[1]}', True, False),
+        (b'{"remote_block_ids":[1]}', False, True),
+        (b'{"ems_stored_tokens":16}', True, True),
+    ],
+)
+def test_blocks_that_a_decode_may_have_fetched_are_for_no_other(params: bytes, worked: bool, goes_on: bool) -> None:
+    course, _ = dispatch(fleet_of(1, 2))
+    course.start(0.0)
+    course.prefill_answered(200, 0.0, Raw(params))
+    assert course.handoff == Raw(params)
+    course.decode_broke(0.0, worked=worked)
+
+    assert (course.handoff is not None) is goes_on
+    course.close()
 
 
 def test_what_is_little_is_computed_by_decode_itself() -> None:
