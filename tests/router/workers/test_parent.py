@@ -233,6 +233,7 @@ async def test_pages_are_those_of_the_router_whichever_worker_answers(tmp_path: 
             while (await (await here.get("/healthcheck")).json())["decode_instances"] != 1:
                 pass
 
+        await until(lambda: lines.read_bytes().count(b"\n") == 3)  # a worker that is killed keeps what it did not write
         both[0].kill()
         third = await successor(router, both)
         async with client_of(router, third) as anew, anew.get("/healthcheck") as response:
