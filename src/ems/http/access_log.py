@@ -10,10 +10,9 @@ import asyncio
 import logging
 import os
 import queue
-import select
+import stat
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -32,8 +31,8 @@ class AccessLog:
     def __init__(self, output: str = "stdout", *, shared: bool = False) -> None:
         self._path = None if output == "stdout" else Path(output)
         self._descriptor = sys.stdout.fileno() if self._path is None else _open(self._path)
-        self._most = select.PIPE_BUF if shared else 1 << 62
-        """Bytes that are written at once: of larger pieces a pipe may put another process's lines into the middle."""
+        self._one_by_one = shared and stat.S_ISFIFO(os.fstat(self._descriptor).st_mode)
+        """Whether a line is a write of its own: into a larger one a pipe may put lines of other processes."""
         self._lines: list[bytes] = []
         self._batches: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._queued = 0
@@ -73,7 +72,7 @@ class AccessLog:
         while (lines := self._batches.get()) is not None:
             try:
                 self._reopen()
-                for piece in _pieces(lines, self._most):
+                for piece in lines if self._one_by_one else (b"".join(lines),):
                     left = memoryview(piece)
                     while left:
                         left = left[os.write(self._descriptor, left) :]
@@ -97,19 +96,6 @@ class AccessLog:
             new = _open(self._path)
             os.close(self._descriptor)
             self._descriptor = new
-
-
-def _pieces(lines: list[bytes], most: int) -> Iterator[bytes]:
-    """Join lines to pieces of ``most`` bytes, or of one line."""
-    piece: list[bytes] = []
-    size = 0
-    for line in lines:
-        size += len(line)
-        if size > most and piece:
-            yield b"".join(piece)
-            piece, size = [], len(line)
-        piece.append(line)
-    yield b"".join(piece)
 
 
 def _open(path: Path) -> int:

@@ -200,6 +200,21 @@ def test_what_one_sends_somewhere_the_other_chooses_by() -> None:
     assert here.state() is None
 
 
+def test_among_equals_it_counts_where_the_others_sent_something_last() -> None:
+    here, there = two()
+    first, other = there.fleet.listed(Role.DECODE)
+    short = PROMPT._replace(hashes=[], session=b"")
+    for taken, next_one in ((0, other), (1, first)):
+        hold = here.fleet.hold(here.fleet.listed(Role.DECODE)[taken], 1)
+        there.take(0, carried(here.state()), 0.0)
+        hold.release()
+        there.take(0, carried(here.state()), 0.0)
+
+        score = there.chooser.choose(Role.DECODE, [first, other], short, 0.0)
+        assert score is not None
+        assert score.instance is next_one
+
+
 def test_an_end_that_was_missed_is_made_up_for_by_what_is_told_in_full() -> None:
     here, there = two()
     hold = here.fleet.hold(here.fleet.listed(Role.DECODE)[0], 10)

@@ -61,6 +61,9 @@ class SharedFleet(Fleet):
             self._elsewhere[key] = load
         if (instance := self.find(*key)) is not None:
             instance.count_elsewhere(load)
+            if after.running > before.running:
+                self._turn += 1
+                instance.turn = self._turn
 
 
 class SharedChooser(Chooser):
