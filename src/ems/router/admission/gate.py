@@ -164,13 +164,17 @@ class Gate:
         if not principal.may_use(asked.model):
             message = f"The model {asked.model[:200]!r} is not for this key"
             raise Refusal(403, message, code="model_not_allowed", param="model")
-        limited = [*self._always, *asked.limited]
+        limited = self._always + asked.limited
         if principal.limit is not None:
-            limited.append((principal.scope, principal.limit))
-        taken = await self._take(limited, asked) if limited else None
+            limited += ((principal.scope, principal.limit),)
+        now, taken = asyncio.get_running_loop().time(), None
+        if limited and self._shared is not None:
+            taken = _let_through(await self._shared.take(limited, asked.input_tokens), asked.input_tokens)
+            now = asyncio.get_running_loop().time()
+        elif limited:
+            taken = _let_through(self.limits.take(limited, asked.input_tokens, now), asked.input_tokens)
         if not self.queue.capacity:
             return Ticket(self, None, taken, asked.input_tokens)
-        now = asyncio.get_running_loop().time()
         place = Place(
             user=principal.user,
             tokens=asked.input_tokens + OUTPUT_WEIGHT * asked.output_tokens,
@@ -203,21 +207,6 @@ class Gate:
         if place is not None:
             used = None if output_tokens is None else input_tokens + OUTPUT_WEIGHT * output_tokens
             self._let_run(self.queue.leave(place, now, used))
-
-    async def _take(self, limited: list[Limited], asked: Asked) -> Taken:
-        if self._shared is not None:
-            taken = await self._shared.take(limited, asked.input_tokens)
-        else:
-            taken = self.limits.take(limited, asked.input_tokens, asyncio.get_running_loop().time())
-        if isinstance(taken, Exceeded):
-            which = "input" if taken.kind is Kind.INPUT else "output"
-            later, said = {"retry-after": str(taken.retry_after)}, f"{which} token rate limit exceeded"
-            if taken.retry_after is None:
-                later = {"x-should-retry": "false"}  # as OpenAI's client libraries understand it
-                prompt, limit = f"about {asked.input_tokens} tokens", f"the limit of {taken.most}"
-                said += f": {prompt} never fit into {limit}; send a shorter prompt"
-            raise Refusal(429, said, code="rate_limit_exceeded", headers=later, kind=f"{which}_rate_limit")
-        return taken
 
     async def _wait(self, place: Place) -> None:
         if place.state is State.GONE:
@@ -263,6 +252,17 @@ def _credential(fields: headers.RawHeaders) -> bytes | None:
             else:
                 found = value
     return found
+
+
+def _let_through(taken: Taken | Exceeded, input_tokens: int) -> Taken:
+    if isinstance(taken, Taken):
+        return taken
+    which = "input" if taken.kind is Kind.INPUT else "output"
+    later, said = {"retry-after": str(taken.retry_after)}, f"{which} token rate limit exceeded"
+    if taken.retry_after is None:
+        later = {"x-should-retry": "false"}  # as OpenAI's client libraries understand it
+        said += f": about {input_tokens} tokens never fit into the limit of {taken.most}; send a shorter prompt"
+    raise Refusal(429, said, code="rate_limit_exceeded", headers=later, kind=f"{which}_rate_limit")
 
 
 def is_loopback(peer: str) -> bool:

@@ -11,8 +11,9 @@ given back at most once; a limit that is removed limits nothing from then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ems.kthena.rate_limit import RateLimit
@@ -157,16 +158,18 @@ class Limits:
             del self._buckets[next(iter(self._buckets))]
 
 
-def buckets_of(limited: Iterable[Limited]) -> Iterator[tuple[Name, int, int]]:
-    """Names of buckets, each with its tokens and seconds."""
-    for scope, limit in limited:
-        if limit.input_tokens_per_unit is not None:
-            yield (scope, Kind.INPUT), limit.input_tokens_per_unit, limit.unit.seconds
-        if limit.output_tokens_per_unit is not None:
-            yield (scope, Kind.OUTPUT), limit.output_tokens_per_unit, limit.unit.seconds
+@lru_cache(4096)
+def buckets_of(limited: tuple[Limited, ...]) -> tuple[tuple[Name, int, int], ...]:
+    """Names of buckets, each with its tokens and seconds; most requests have the same limits as others."""
+    return tuple(
+        ((scope, kind), most, limit.unit.seconds)
+        for scope, limit in limited
+        for kind, most in ((Kind.INPUT, limit.input_tokens_per_unit), (Kind.OUTPUT, limit.output_tokens_per_unit))
+        if most is not None
+    )
 
 
-def never_fits(limited: Iterable[Limited], tokens: int) -> Exceeded | None:
+def never_fits(limited: tuple[Limited, ...], tokens: int) -> Exceeded | None:
     """The smallest of the buckets that never have as many tokens as a prompt."""
     small = [(most, name) for name, most, _ in buckets_of(limited) if name[1] is Kind.INPUT and most < tokens]
     if not small:

@@ -77,6 +77,7 @@ class Queue:
         self.size = size
         self.running = 0
         self._growth = math.log(2) / half_life
+        self._rebase_after = _REBASE * half_life
         self._boost_seconds = boost_seconds
         self._base = 0.0
         self._users: OrderedDict[str, _User] = OrderedDict()
@@ -94,7 +95,7 @@ class Queue:
         """Let a request in: it runs, waits, or is gone because the queue is full.  Return who is gone in its stead."""
         self._order += 1
         place.order = self._order
-        if not self.waiting and self._free:
+        if not self._waiting and self._free:
             self._run(place, now)
             return []
         if self.waiting < self.size:
@@ -126,7 +127,7 @@ class Queue:
             self._sessions.move_to_end(place.session)
             if len(self._sessions) > MOST_SESSIONS:
                 self._sessions.popitem(last=False)
-        return self.grant(now)
+        return self.grant(now) if self._waiting else []
 
     def grant(self, now: float) -> list[Place]:
         """Give free places to who is next; to be called when there may be more of them."""
@@ -272,7 +273,7 @@ class Queue:
                 return
 
     def _charge(self, name: str, tokens: int, now: float) -> None:
-        if self._growth * (now - self._base) > _REBASE * math.log(2):
+        if now - self._base > self._rebase_after:
             self._rebase(now)
         user = self._user(name)
         user.use = max(0.0, user.use + tokens * math.exp(self._growth * (now - self._base)))

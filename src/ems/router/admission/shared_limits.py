@@ -86,13 +86,14 @@ class RedisLimits:
             await asyncio.wait(self._tasks, timeout=2 * TIMEOUT)
         await self._redis.aclose()
 
-    async def take(self, limited: list[Limited], tokens: int) -> Taken | Exceeded:
+    async def take(self, limited: Sequence[Limited], tokens: int) -> Taken | Exceeded:
         loop = asyncio.get_running_loop()
+        limited = tuple(limited)
         if (never := never_fits(limited, tokens)) is not None:
             return never
         if loop.time() < self._retry_at:
             return self._own.take(limited, tokens, loop.time())
-        buckets = list(buckets_of(limited))
+        buckets = buckets_of(limited)
         asked = [(bucket, tokens, -tokens) if bucket[0][1] is Kind.INPUT else (bucket, 1, 0) for bucket in buckets]
         taken = Taken([(bucket[0], bucket) for bucket in buckets], tokens, self._move)
         asking = self._start(self._ask(asked))
