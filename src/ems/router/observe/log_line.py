@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -88,7 +89,13 @@ def _ms(seconds: float) -> float:
 
 
 def _stamp(wall: float) -> str:
-    return datetime.fromtimestamp(wall, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+    second, milli = divmod(round(wall * 1e6) // 1000, 1000)
+    return f"{_second(second)}.{milli:03d}Z"
+
+
+@lru_cache(16)
+def _second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
 
 
 def _word(text: str) -> str:
