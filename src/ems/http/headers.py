@@ -69,7 +69,7 @@ def returned(headers: RawHeaders, request_id: bytes) -> Returned:
         present[name] = pair[1]
         if name not in _NOT_RETURNED:
             kept.append(pair)
-    named = _named(headers)
+    named = _named(headers) if b"connection" in present else set()
     if named:
         kept = [pair for pair in kept if pair[0].lower() not in named]
     kept.append((b"x-request-id", request_id))

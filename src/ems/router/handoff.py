@@ -86,6 +86,8 @@ class Bootstrap(NamedTuple):
 
 def of_client(request: CompletionRequest) -> CompletionRequest:
     """Return a client's request without what only the router may say of a hand-off."""
+    if _OF_CLIENTS.keys().isdisjoint(request.fields):
+        return request
     fields = dict(request.fields)
     for name, allows in _OF_CLIENTS.items():
         if name not in fields:

@@ -54,7 +54,7 @@ _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prom
 class CompletionRequest:
     """A client's request: its bytes, its top-level fields, its estimated tokens."""
 
-    __slots__ = ("_text", "body", "fields", "output_tokens", "prompt_tokens", "single")
+    __slots__ = ("_text", "body", "fields", "model", "output_tokens", "prompt_tokens", "single")
 
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
@@ -66,6 +66,11 @@ class CompletionRequest:
         self.output_tokens = _output_tokens(fields)
         self.single = _is_single(fields)
         """Whether it is for one sequence."""
+        try:
+            self.model = _text.decode(fields.get("model", b'""'))
+        except ValueError:
+            self.model = ""
+        """The model that is asked for; empty where none is named."""
 
     @property
     def priority(self) -> int:
@@ -78,14 +83,6 @@ class CompletionRequest:
     @classmethod
     def of(cls, fields: dict[str, Raw]) -> Self:
         return cls(_encode(fields), fields)
-
-    @property
-    def model(self) -> str:
-        """The model that is asked for; empty where none is named."""
-        try:
-            return _text.decode(self.fields.get("model", b'""'))
-        except ValueError:
-            return ""
 
     def renamed(self, model: str) -> CompletionRequest:
         """The same request for another model."""

@@ -136,12 +136,12 @@ class Chooser:
         for instance in usable:
             bit = self._bits.get(instance, 0)
             own = int(_count(found, bit) * per_piece)
-            pool = 0
+            near = own
             if instance in self._telling:
                 pools = self._pools.get(instance.address.host, 0) | self._cluster
-                pool = int(_count(found, pools) * per_piece) if pools else 0
-            uncached = max(prompt.tokens - max(own, pool), 0)
-            loading = LOAD_WEIGHT * max(pool - own, 0)
+                near = max(own, int(_count(found, pools) * per_piece))
+            uncached = max(prompt.tokens - near, 0)
+            loading = LOAD_WEIGHT * (near - own)
             if role is Role.PREFILL:
                 cost = instance.queued + WORK_WEIGHT * uncached + loading
             elif prefilled:
@@ -187,7 +187,7 @@ class Chooser:
 
 def _count(found: Sequence[tuple[int, int]], bits: int) -> int:
     """How many pieces from the beginning on any of ``bits`` has, at most."""
-    return max((count for count, mask in found if mask & bits), default=0)
+    return next((count for count, mask in reversed(found) if mask & bits), 0)
 
 
 def _rank(score: Score) -> tuple[bool, float, int]:
