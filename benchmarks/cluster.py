@@ -3,8 +3,8 @@
 
 Network namespaces are the hosts, a third one has the master and asks.  Three steps: prompts go to an engine on the
 first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Cold: prompts that
-nobody has seen, in turns with an engine without a pool on the first host.  Fetch: pages of 1 MiB from the first host to
-the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
+nobody has seen, in turns with an engine without a pool on the first host.  Fetch: pages, 128 MiB in all, from the first
+host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
 
     python benchmarks/cluster.py [--parts fetch,ems,mooncake] [--help]
 
@@ -47,13 +47,11 @@ from tests.kit.tiers import key
 from tests.kit.tiny_model import Size, make_model
 from tests.kit.waiting import until
 
-PAGE = 1 << 20
-ROUND = 128
-"""Pages of one round."""
+ROUND_BYTES = 128 << 20
 ROUNDS = 7
 """The first does not count."""
-LOOK_SECONDS = 0.001
-"""Between two lookups of pages that are fetched."""
+LOOK_SECONDS = 0.003
+"""Between two lookups of the last page that is fetched."""
 SECONDS = 600.0
 PARTS = ("fetch", "ems", "mooncake")
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -66,9 +64,10 @@ def say(text: str) -> None:
 class Scene:
     """Two hosts, a third one with a master, a folder for logs."""
 
-    def __init__(self, folder: Path, stack: ExitStack, memory: int, model: Size) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, memory: int, model: Size, page_bytes: int) -> None:
         self.folder = folder
         self.model = model
+        self.page_bytes = page_bytes
         self.stack = stack
         self.memory = memory
         self.first, self.second, self.third = stack.enter_context(Hosts(3)).hosts
@@ -166,23 +165,25 @@ async def cold(bench: Bench) -> list[tuple[float, float]]:
 
 def fetched_by_tier(scene: Scene) -> list[float]:
     """Bytes a second, round by round, from the first lookup until all pages are there."""
-    namespace = Namespace("bench/cluster/pages", PAGE)
+    namespace = Namespace("bench/cluster/pages", scene.page_bytes)
     until(lambda: not scene.lent(), "the master has forgotten what others lent", SECONDS)
     with ExitStack() as stack:
         first, second = scene.node(scene.first, stack), scene.node(scene.second, stack)
         # Memory is lent part by part: what finds no room with the first host would go to the second one.
-        lent = min(2 * (ROUNDS + 1) * ROUND * PAGE, 2 * scene.memory)
+        lent = min(2 * (ROUNDS + 1) * ROUND_BYTES, 2 * scene.memory)
         until(lambda: scene.lent() >= lent, "the hosts lend memory", SECONDS)
         writer, reader = (stack.enter_context(closing(node.client())) for node in (first, second))
         rates = []
         for number in range(ROUNDS):
-            keys = [key(f"{number}/{page}") for page in range(ROUND)]
+            keys = [key(f"{number}/{page}") for page in range(ROUND_BYTES // scene.page_bytes)]
             save(writer, namespace, keys)
             until(lambda: first.figures()["tiers"][0]["queued_bytes"] == 0, "all is written", SECONDS)
             began = time.perf_counter()
-            while reader.lookup(namespace, b"".join(keys)).count < ROUND:
-                time.sleep(LOOK_SECONDS)
-            rates.append(ROUND * PAGE / (time.perf_counter() - began))
+            while reader.lookup(namespace, b"".join(keys)).count < len(keys):
+                # Looks at all pages would take the core that moves them.
+                while not reader.lookup(namespace, keys[-1]).count:
+                    time.sleep(LOOK_SECONDS)
+            rates.append(ROUND_BYTES / (time.perf_counter() - began))
         return rates[1:]
 
 
@@ -190,7 +191,7 @@ def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
     reservation = client.reserve(namespace, NO_PARENT, keys)
     segments = client.segments(reservation.epoch)
     for ref in reservation.granted.values():
-        segments.page(ref, PAGE)[:] = os.urandom(PAGE)
+        segments.page(ref, namespace.page_size)[:] = os.urandom(namespace.page_size)
     client.commit(reservation)
 
 
@@ -211,14 +212,15 @@ def fetched_by_mooncake(scene: Scene) -> list[float]:
 
 
 def side(scene: Scene, host: Host, name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--side", name, host.address, scene.master.endpoint, str(scene.memory)]
+    numbers = (str(scene.memory), str(scene.page_bytes))
+    command = [sys.executable, __file__, "--side", name, host.address, scene.master.endpoint, *numbers]
     with host.entered():
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
 
 
-def be_side(name: str, address: str, master: str, memory: str) -> int:
+def be_side(name: str, address: str, master: str, memory: str, page_bytes: str) -> int:
     """What a process on one of the hosts does with Mooncake's own client."""
     from mooncake.store import MooncakeDistributedStore
 
@@ -226,23 +228,24 @@ def be_side(name: str, address: str, master: str, memory: str) -> int:
     keeps = name == "keep"
     code = store.setup(address, "P2PHANDSHAKE", int(memory) if keeps else 0, 16 << 20, "tcp", "", master)
     assert code == 0, f"Mooncake's client does not start: {code}"
-    size = ROUND * PAGE
-    mapped = mmap.mmap(-1, size)
-    start = addressof((c_char * size).from_buffer(mapped))
-    assert store.register_buffer(start, size) == 0
-    addresses = [start + page * PAGE for page in range(ROUND)]
+    page = int(page_bytes)
+    mapped = mmap.mmap(-1, ROUND_BYTES)
+    start = addressof((c_char * ROUND_BYTES).from_buffer(mapped))
+    assert store.register_buffer(start, ROUND_BYTES) == 0
+    addresses = [*range(start, start + ROUND_BYTES, page)]
+    sizes = [page] * len(addresses)
     rates = []
     if not keeps:
         sys.stdin.readline()
     for number in range(ROUNDS):
-        names = [f"bench-{number}-{page}" for page in range(ROUND)]
+        names = [f"bench-{number}-{at}" for at in range(len(addresses))]
         if keeps:
-            mapped[:] = os.urandom(size)
-            assert not any(store.batch_put_from(names, addresses, [PAGE] * ROUND))
+            mapped[:] = os.urandom(ROUND_BYTES)
+            assert not any(store.batch_put_from(names, addresses, sizes))
             continue
         began = time.perf_counter()
-        assert store.batch_get_into(names, addresses, [PAGE] * ROUND) == [PAGE] * ROUND
-        rates.append(size / (time.perf_counter() - began))
+        assert store.batch_get_into(names, addresses, sizes) == sizes
+        rates.append(ROUND_BYTES / (time.perf_counter() - began))
     sys.stdout.write(json.dumps(rates) + "\n")
     sys.stdout.flush()
     if keeps:
@@ -296,7 +299,10 @@ def main() -> int:
         help="which computes: one of 80 M parameters, or one with the dimensions of Qwen2.5-0.5B, default demo",
     )
     parser.add_argument("--memory-gib", type=int, default=2, help="of each node's pool, and what each host gives")
-    parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--page-mib", type=int, default=4, help="size of the pages of the plain fetch, default 4: 256 tokens of 16 KiB"
+    )
+    parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
         return be_side(*given.side)
@@ -309,7 +315,7 @@ def main() -> int:
     found: dict[str, tuple[list[ThreeSteps], Comparison]] = {}
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
-        scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model)
+        scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model, given.page_mib << 20)
         if "fetch" in parts:
             rates = {"mooncake": fetched_by_mooncake(scene), "ems": fetched_by_tier(scene)}
             say(f"fetch, MB/s: { {part: [round(one / 1e6) for one in rate] for part, rate in rates.items()} }")

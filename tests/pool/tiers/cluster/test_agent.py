@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from ems.pool.tiers.cluster.agent import lend
+from ems.pool.tiers.cluster import calls
+from ems.pool.tiers.cluster.agent import Mover, lend
 from tests.kit.waiting import until
 
 BUSY = """
@@ -73,3 +79,35 @@ def test_what_lends_memory_answers_while_it_lends_more(monkeypatch: pytest.Monke
         assert ours.recv(1) == b"?"
         ours.close()
         lending.result(60)
+
+
+class Registrar:
+    """A store that takes all memory."""
+
+    def register_buffer(self, _address: int, _size: int) -> int:
+        return 0
+
+
+def mapped_bytes(name: str) -> int:
+    """What of the files of this name this process has in its page tables."""
+    found = re.findall(
+        rf"memfd:{name}\b.*?^Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.DOTALL | re.MULTILINE
+    )
+    return sum(map(int, found)) << 10
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut-by-somebody"])
+def test_a_segment_is_mapped_before_pages_come(*, cut: bool) -> None:
+    size, name = 16 << 20, f"ems-warmed-{cut}"
+    file = os.memfd_create(name)
+    os.truncate(file, size)
+    mover = Mover(Registrar(), cast(Any, None), None, None)
+
+    mover.know(calls.Attach(1, size, mapped=True), [os.dup(file)])
+
+    if cut:
+        os.truncate(file, 0)
+        until(lambda: not any(one.name == "ems-warm" for one in threading.enumerate()), "it gave up", 60.0)
+    else:
+        until(lambda: mapped_bytes(name) == size, "all is mapped", 60.0)
+    os.close(file)

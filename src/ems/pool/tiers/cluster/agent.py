@@ -27,6 +27,7 @@ from typing import Any
 
 from ems.errors import ConfigError, EmsError
 from ems.pool.layout import crc32c
+from ems.pool.segments.touch import warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
@@ -69,7 +70,7 @@ class Memory:
             raise EmsError(f"Mooncake does not take {len(mapped)} bytes of memory to move pages in")
 
     def prepare(self, offset: int, size: int, *, writes: bool) -> None:
-        """Map these bytes in one go: a transfer that finds each of their pages unmapped takes many times as long."""
+        """Map these bytes in one go, where they are not: a transfer that has to do it takes many times as long."""
         start = offset - offset % mmap.PAGESIZE
         with contextlib.suppress(OSError):  # an older kernel, or somebody cut the file
             self.mapped.madvise(POPULATE_WRITE if writes else POPULATE_READ, start, offset + size - start)
@@ -121,11 +122,19 @@ class Mover:
                 return
             memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
             self.segments[call.segment] = Segment(descriptor, memory)
+        if memory is not None:
+            threading.Thread(target=_warm, args=(memory,), name="ems-warm", daemon=True).start()
 
     def _detach(self, segment: int) -> None:
         with self._lock:
             if (gone := self.segments.pop(segment, None)) is not None:
                 gone.close()
+
+
+def _warm(memory: Memory) -> None:
+    """Map all of a segment little by little, so that transfers find it mapped."""
+    with contextlib.suppress(OSError):  # no room for what was never touched; or somebody cut the file
+        warm(memory.view)
 
 
 def _behind(threads: int) -> ThreadPoolExecutor:
