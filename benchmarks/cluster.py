@@ -48,9 +48,12 @@ from tests.kit.tiny_model import Size, make_model
 from tests.kit.waiting import until
 
 ROUND_BYTES = 128 << 20
-ROUNDS = 7
-"""The first does not count."""
-LOOK_SECONDS = 0.003
+READER_BYTES = 1 << 30
+"""Memory of the node that fetches."""
+WARM_UPS = READER_BYTES // ROUND_BYTES
+"""Rounds until each place in it was fetched into once, which takes longer; they do not count."""
+ROUNDS = WARM_UPS + 6
+LOOK_SECONDS = 0.005
 """Between two lookups of the last page that is fetched."""
 SECONDS = 600.0
 PARTS = ("fetch", "ems", "mooncake")
@@ -87,8 +90,8 @@ class Scene:
             )
         )
 
-    def node(self, host: Host, stack: ExitStack) -> NodeProcess:
-        node = NodeProcess("--size", str(self.memory), "--tier", f"mooncake:{self.settings}")
+    def node(self, host: Host, stack: ExitStack, size: int = 0) -> NodeProcess:
+        node = NodeProcess("--size", str(size or self.memory), "--tier", f"mooncake:{self.settings}")
         with host.entered():
             stack.enter_context(node)
         node.wait_touched()
@@ -168,9 +171,9 @@ def fetched_by_tier(scene: Scene) -> list[float]:
     namespace = Namespace("bench/cluster/pages", scene.page_bytes)
     until(lambda: not scene.lent(), "the master has forgotten what others lent", SECONDS)
     with ExitStack() as stack:
-        first, second = scene.node(scene.first, stack), scene.node(scene.second, stack)
+        first, second = scene.node(scene.first, stack), scene.node(scene.second, stack, READER_BYTES)
         # Memory is lent part by part: what finds no room with the first host would go to the second one.
-        lent = min(2 * (ROUNDS + 1) * ROUND_BYTES, 2 * scene.memory)
+        lent = 2 * scene.memory
         until(lambda: scene.lent() >= lent, "the hosts lend memory", SECONDS)
         writer, reader = (stack.enter_context(closing(node.client())) for node in (first, second))
         rates = []
@@ -179,12 +182,13 @@ def fetched_by_tier(scene: Scene) -> list[float]:
             save(writer, namespace, keys)
             until(lambda: first.figures()["tiers"][0]["queued_bytes"] == 0, "all is written", SECONDS)
             began = time.perf_counter()
-            while reader.lookup(namespace, b"".join(keys)).count < len(keys):
+            looked = names = b"".join(keys)
+            while reader.lookup(namespace, looked).count < len(keys):
+                time.sleep(LOOK_SECONDS)
                 # Looks at all pages would take the core that moves them.
-                while not reader.lookup(namespace, keys[-1]).count:
-                    time.sleep(LOOK_SECONDS)
+                looked = names if reader.lookup(namespace, keys[-1]).count else keys[-1]
             rates.append(ROUND_BYTES / (time.perf_counter() - began))
-        return rates[1:]
+        return rates[WARM_UPS:]
 
 
 def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
@@ -208,7 +212,7 @@ def fetched_by_mooncake(scene: Scene) -> list[float]:
         rates, _ = taker.communicate("go\n", timeout=SECONDS)
         keeper.communicate("over\n", timeout=SECONDS)
         said: list[float] = json.loads(rates)
-        return said[1:]
+        return said[WARM_UPS:]
 
 
 def side(scene: Scene, host: Host, name: str) -> subprocess.Popen[str]:

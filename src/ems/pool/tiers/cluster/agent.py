@@ -66,11 +66,20 @@ class Memory:
         self._anchor: Any = (ctypes.c_char * len(mapped)).from_buffer(mapped)
         self.address = ctypes.addressof(self._anchor)
         self.view = memoryview(mapped)
+        self._warmed = False
         if store.register_buffer(self.address, len(mapped)):
             raise EmsError(f"Mooncake does not take {len(mapped)} bytes of memory to move pages in")
 
+    def warm(self) -> None:
+        """Map all little by little, so that transfers find it mapped."""
+        with contextlib.suppress(OSError):  # no room for what was never touched; or somebody cut the file
+            warm(self.view)
+            self._warmed = True
+
     def prepare(self, offset: int, size: int, *, writes: bool) -> None:
-        """Map these bytes in one go, where they are not: a transfer that has to do it takes many times as long."""
+        """Map these bytes in one go before all are: a transfer that has to do it takes many times as long."""
+        if self._warmed:
+            return
         start = offset - offset % mmap.PAGESIZE
         with contextlib.suppress(OSError):  # an older kernel, or somebody cut the file
             self.mapped.madvise(POPULATE_WRITE if writes else POPULATE_READ, start, offset + size - start)
@@ -123,18 +132,12 @@ class Mover:
             memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
             self.segments[call.segment] = Segment(descriptor, memory)
         if memory is not None:
-            threading.Thread(target=_warm, args=(memory,), name="ems-warm", daemon=True).start()
+            threading.Thread(target=memory.warm, name="ems-warm", daemon=True).start()
 
     def _detach(self, segment: int) -> None:
         with self._lock:
             if (gone := self.segments.pop(segment, None)) is not None:
                 gone.close()
-
-
-def _warm(memory: Memory) -> None:
-    """Map all of a segment little by little, so that transfers find it mapped."""
-    with contextlib.suppress(OSError):  # no room for what was never touched; or somebody cut the file
-        warm(memory.view)
 
 
 def _behind(threads: int) -> ThreadPoolExecutor:
