@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -57,9 +57,6 @@ class FakeUpstream(Upstream):
         self._answer = answer
         self.asked: list[tuple[float, Address, str]] = []
         self.answers: list[FakeAnswer] = []
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None: ...
 

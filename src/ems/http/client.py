@@ -69,8 +69,10 @@ class Upstream:
         self._kept: dict[Address, list[Connection]] = {}
         self._open: set[Connection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,7 +111,7 @@ class Upstream:
         :raises UpstreamLate: it has not ended after ``within`` seconds; connecting may take longer.
         """
         collector = _Collector(limit)
-        timer = None if within == math.inf else asyncio.get_running_loop().call_later(within, collector.late)
+        timer = None if within == math.inf else self._loop.call_later(within, collector.late)
         try:
             await self.send(address, request_of(method, address, target, fields, body), collector)
         finally:
@@ -119,7 +121,7 @@ class Upstream:
 
     def _keeps(self, address: Address) -> Connection | None:
         kept = self._kept.get(address)
-        oldest = asyncio.get_running_loop().time() - _KEEP_ALIVE_SECONDS
+        oldest = self._loop.time() - _KEEP_ALIVE_SECONDS
         while kept:
             connection = kept.pop()
             if not connection.closed and connection.idle_since > oldest:
@@ -128,11 +130,10 @@ class Upstream:
         return None
 
     async def _connect(self, address: Address) -> Connection:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(loop, self._open), address.host, address.port, ssl=self._tls
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self._loop, self._open), address.host, address.port, ssl=self._tls
                 )
         except TimeoutError:
             raise UpstreamBroken(f"It takes no connection within {self._connect_timeout:g} s") from None
@@ -158,12 +159,12 @@ class Upstream:
         return answered
 
     def _sweep_later(self) -> None:
-        self._sweeping = asyncio.get_running_loop().call_later(_KEEP_ALIVE_SECONDS, self._sweep)
+        self._sweeping = self._loop.call_later(_KEEP_ALIVE_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
         """Close what was not used for long, of servers that are gone as well."""
         self._sweeping = None
-        oldest = asyncio.get_running_loop().time() - _KEEP_ALIVE_SECONDS
+        oldest = self._loop.time() - _KEEP_ALIVE_SECONDS
         for address, connections in list(self._kept.items()):
             fresh = [one for one in connections if not one.closed and one.idle_since > oldest]
             for connection in set(connections).difference(fresh):

@@ -41,7 +41,7 @@ class Reply:
     """
 
     __slots__ = (
-        "_chunked", "_date", "_keeps_alive", "_mute", "_source", "_version", "_write",
+        "_chunked", "_date", "_head", "_keeps_alive", "_mute", "_source", "_version", "_write",
         "blocked", "client_left", "ended", "request_id", "status", "unframed",
     )  # fmt: skip
 
@@ -52,6 +52,8 @@ class Reply:
         self._version = request.version
         self._keeps_alive = keeps_alive
         self._chunked = False
+        self._head = b""
+        """What goes out with the first piece, or with the end."""
         self._source: Source | None = None
         given = find(request.headers, b"x-request-id")
         self.request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(16).encode()
@@ -65,7 +67,7 @@ class Reply:
         self.client_left = False
 
     def head(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, sized: bool) -> None:
-        """Send the head; ``sized``: the headers say how long the body is."""
+        """Send the head with what follows; ``sized``: the headers say how long the body is."""
         self.status = status
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         lines.extend(b"%b: %b\r\n" % pair for pair in headers)
@@ -82,18 +84,24 @@ class Reply:
         elif self._version == "1.0":
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
-        self._write(b"".join(lines))
+        self._head = b"".join(lines)
 
     def piece(self, data: bytes) -> None:
         if self._mute:
             return
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end(self) -> None:
         self.ended = True
         self.comes_from(None)
-        if self._chunked and not self._mute:
-            self._write(b"0\r\n\r\n")
+        last = b"0\r\n\r\n" if self._chunked and not self._mute else b""
+        if last or self._head:
+            self._send(last)
+
+    def _send(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._write(data)
 
     def comes_from(self, source: Source | None) -> None:
         """Name where the pieces come from now, to be paused while the client does not take them.

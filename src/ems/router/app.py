@@ -113,6 +113,7 @@ class Router:
             if config.cluster is not None:
                 self._cluster = Cluster(config.cluster, self.served)
         self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop
         self._subscribed = contextlib.AsyncExitStack()
         pages = Pages(self._parts)
         self._pages = self._table(pages)
@@ -124,7 +125,8 @@ class Router:
                 self._pages[where] = {method: page._replace(serve=serve) for method, page in self._pages[where].items()}
 
     async def __aenter__(self) -> Self:
-        now = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
         for role, addresses in ((Role.PREFILL, self.config.prefills), (Role.DECODE, self.config.decodes)):
             for address in addresses:
                 self.fleet.add(role, address, now, trusted=True)
@@ -273,11 +275,10 @@ class Router:
             counters.running -= 1
             record.status = reply.status or status or CLIENT_LEFT
             counters.answered[request.path, record.status] += 1
-            self.observer.finished(record, asyncio.get_running_loop().time())
+            self.observer.finished(record, self._loop.time())
 
     def _record(self, request: Request, reply: Reply) -> Record:
-        now = asyncio.get_running_loop().time()
-        record = Record(reply.request_id.decode("latin-1"), request.method, request.path, now)
+        record = Record(reply.request_id.decode("latin-1"), request.method, request.path, self._loop.time())
         self.observer.started(record)
         return record
 

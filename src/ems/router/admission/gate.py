@@ -167,6 +167,8 @@ class Gate:
         limited = self._always + asked.limited
         if principal.limit is not None:
             limited += ((principal.scope, principal.limit),)
+        if not limited and not self.queue.capacity:
+            return Ticket(self, None, None, asked.input_tokens)
         now, taken = asyncio.get_running_loop().time(), None
         if limited and self._shared is not None:
             taken = _let_through(await self._shared.take(limited, asked.input_tokens), asked.input_tokens)
@@ -198,6 +200,8 @@ class Gate:
         self, place: Place | None, taken: Taken | None, input_tokens: int = 0, output_tokens: int | None = None
     ) -> None:
         """Give back what a request had; it costs nothing without ``output_tokens``, those of an answer."""
+        if taken is None and place is None:
+            return
         now = asyncio.get_running_loop().time()
         if taken is not None:
             if output_tokens is None:
