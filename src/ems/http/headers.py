@@ -7,11 +7,13 @@ those that the ``Connection`` header names.  Everything else crosses unchanged, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 _OF_PROXIES: Final = (b"proxy-authenticate", b"proxy-authorization", b"proxy-connection")
+_NONE: Final[frozenset[bytes]] = frozenset()
 _HOP_BY_HOP: Final = frozenset(
     (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", *_OF_PROXIES)
 )
@@ -69,7 +71,7 @@ def returned(headers: RawHeaders, request_id: bytes) -> Returned:
         present[name] = pair[1]
         if name not in _NOT_RETURNED:
             kept.append(pair)
-    named = _named(headers) if b"connection" in present else set()
+    named = _named(headers) if b"connection" in present else _NONE
     if named:
         kept = [pair for pair in kept if pair[0].lower() not in named]
     kept.append((b"x-request-id", request_id))
@@ -85,7 +87,7 @@ def returned(headers: RawHeaders, request_id: bytes) -> Returned:
     return Returned(kept, streams, coding not in (b"", b"identity"), kind, sized)
 
 
-def _named(headers: RawHeaders) -> set[bytes]:
+def _named(headers: RawHeaders) -> AbstractSet[bytes]:
     """What ``Connection`` names, however often it is there."""
     values = [value for name, value in headers if name.lower() == b"connection"]
-    return {token.strip().lower() for value in values for token in value.split(b",")}
+    return {token.strip().lower() for value in values for token in value.split(b",")} if values else _NONE

@@ -59,10 +59,9 @@ class CompletionRequest:
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
         self.fields = fields
-        self._text = max((bytes(fields.get(name, b"")) for name in _PROMPTS), key=len)
-        self.prompt_tokens = (
-            _prompt_tokens(self._text) + sum(len(bytes(fields.get(name, b""))) for name in _RENDERED) // 4
-        )
+        self._text = max([bytes(fields[name]) for name in _PROMPTS if name in fields], key=len, default=b"")
+        rendered = sum([len(bytes(fields[name])) for name in _RENDERED if name in fields])
+        self.prompt_tokens = _prompt_tokens(self._text) + rendered // 4
         self.output_tokens = _output_tokens(fields)
         self.single = _is_single(fields)
         """Whether it is for one sequence."""

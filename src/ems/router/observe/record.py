@@ -39,7 +39,10 @@ class Hop:
 
     @property
     def chosen(self) -> Score | None:
-        return next((score for score in self.considered if score.instance is self.instance), None)
+        for score in self.considered:
+            if score.instance is self.instance:
+                return score
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +113,7 @@ class Record:
             chosen = self.hops[0].chosen
             if chosen is not None:
                 self.prefix_tokens = max(0, self.input_tokens - chosen.uncached)
-                known = any(score.sticky for score in self.hops[0].considered)
+                known = [score for score in self.hops[0].considered if score.sticky]
                 self.affinity = chosen.sticky if known else None
 
     @property
