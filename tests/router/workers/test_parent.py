@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
 import signal
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 from ems.kthena.rate_limit import RateLimit
+from ems.router.workers.parent import _SIGNALS, Parent
 from tests.router.fakes import FakeEngine, completion, dead_address, until
 from tests.router.test_admission import bearer, key_file
 from tests.router.test_process import STOPPING, Process, decoders, running, start
@@ -23,7 +26,7 @@ from tests.router.test_process import STOPPING, Process, decoders, running, star
 pytestmark = pytest.mark.process
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from aiohttp import web
 
@@ -214,30 +217,31 @@ async def test_pages_are_those_of_the_router_whichever_worker_answers(tmp_path: 
             async with client.get("/debug/requests") as response:
                 assert [one["request_id"] for one in (await response.json())["requests"]] == ["r2", "r1", "r0"]
 
-        more = str(dead_address())
-        change = {"type": "decode", "instances": more}
+        more, stays = str(dead_address()), str(dead_address())
+        change = {"type": "decode", "instances": [more, stays]}
         async with here.post("/instances/add", json=change) as response:
             added = await response.json()
-        assert added["current_decode_instances"] == [str(engine.address), more]
+        assert added["current_decode_instances"] == [str(engine.address), more, stays]
         assert "pending_workers" not in added
         async with there.post("/instances/add", json=change) as response:
             assert (await response.json())["message"] == "The decode instances were there already"
 
         both[0].suspend()
+        change["instances"] = more
         async with there.post("/instances/remove", json=change) as response:
             removed = await response.json()
-        assert (response.status, removed["current_decode_instances"]) == (200, [str(engine.address)])
+        assert (response.status, removed["current_decode_instances"]) == (200, [str(engine.address), stays])
         assert len(removed["pending_workers"]) == 1
         both[0].resume()
         async with asyncio.timeout(40):
-            while (await (await here.get("/healthcheck")).json())["decode_instances"] != 1:
+            while (await (await here.get("/healthcheck")).json())["decode_instances"] != 2:
                 pass
 
         await until(lambda: lines.read_bytes().count(b"\n") == 3)  # a worker that is killed keeps what it did not write
         both[0].kill()
         third = await successor(router, both)
         async with client_of(router, third) as anew, anew.get("/healthcheck") as response:
-            assert (await response.json())["decode_instances"] == 1, "it begins with what was changed before"
+            assert (await response.json())["decode_instances"] == 2, "it begins with what was changed before"
         router.process.terminate()
         assert (await router.ended())[0] == 0
         names = [json.loads(one)["request_id"] for one in lines.read_text().splitlines()]
@@ -272,3 +276,93 @@ async def test_a_worker_that_is_told_to_end_is_followed_by_another() -> None:
         os.kill(first.pid, signal.SIGTERM)
 
         await line(router, "Worker [01] ended with status 0; another one is started now")
+
+
+async def test_whatever_ends_a_worker_it_is_followed_by_another() -> None:
+    async with running(*decoders(dead_address()), "--workers", "2") as router:
+        workers(router)[1].send_signal(signal.SIGRTMIN + 1)
+
+        await line(router, "Worker [01] was ended by signal [0-9]+; another one is started now")
+
+
+def caught(process: psutil.Process) -> set[int]:
+    """Signals that a process catches."""
+    found = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    assert found is not None
+    return {number for number in range(1, 65) if int(found[1], 16) >> (number - 1) & 1}
+
+
+async def test_who_is_told_to_stop_while_it_starts_starts_nobody_else(tmp_path: Path) -> None:
+    log = tmp_path / "opened when somebody reads it"
+    os.mkfifo(log)
+    flags = ["--workers", "2", "--access-log", "text", "--access-log-output", str(log)]
+    async with FakeEngine() as engine:
+        router = await start("--port", "0", *decoders(engine.address), *flags)
+        await until(lambda: bool(workers(router)), 40)
+        (first,) = workers(router)
+        await until(lambda: caught(first) & {signal.SIGTERM, signal.SIGCHLD} == {signal.SIGTERM}, 40)
+        router.process.terminate()
+        await until(lambda: not psutil.Process(router.process.pid).net_connections(), 40)
+        reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+
+        assert await router.ended() == (0, "")
+    os.close(reader)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Parent, list[str]]]:
+    """A parent that can fork nobody, and what it says."""
+    said: list[str] = []
+    parent = Parent(2, 1.0, said.append)
+
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    yield parent, said
+    parent._signals.close()
+    parent._signalling.close()
+
+
+def test_a_worker_that_cannot_be_forked_costs_the_others_nothing(alone: tuple[Parent, list[str]]) -> None:
+    parent, said = alone
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ()), psutil.Process().num_fds()
+    parent._began = True
+    for _ in range(2):
+        parent._due = {1: 0.0}
+        assert parent._start(1, 0.0) is None
+        assert parent._due.keys() == {1}
+
+    words = "Worker 1 cannot be started: no more processes; another one is started"
+    assert said == [f"{words} now", f"{words} in 1 s"]
+    assert (signal.pthread_sigmask(signal.SIG_BLOCK, ()), psutil.Process().num_fds()) == before
+
+
+def test_a_router_that_has_no_worker_at_all_says_why_and_ends(alone: tuple[Parent, list[str]]) -> None:
+    parent, said = alone
+    assert parent._start(0, 0.0) is None
+
+    assert (said, parent._due, parent._status) == (["error: Worker 0 cannot be started: no more processes"], {}, 1)
+
+
+def test_however_many_signals_come_none_is_missed(
+    alone: tuple[Parent, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, _ = alone
+
+    def start(number: int, now: float) -> None:
+        parent._due[number] = float("inf")
+        for _ in range(1000):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(parent, "_start", start)
+    before = {one: signal.getsignal(one) for one in _SIGNALS}
+    try:
+        with socket.socket() as listener:
+            assert parent.run(listener) == 0
+            assert listener.fileno() == -1, "it was told to stop"
+    finally:
+        signal.set_wakeup_fd(-1)
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -27,6 +27,7 @@ LONGEST_DELAY: Final = 10.0
 PROVEN: Final = 60.0
 """Seconds after which a worker's end is no repetition of the one before."""
 
+_NAMES = {one.value: one.name for one in signal.Signals}  # those of real time have none
 _SIGNALS = (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _GRACE_SECONDS = 10.0  # beyond the time for draining
 _BUFFER = 4 << 20  # the system may give less
@@ -38,7 +39,7 @@ class Post(NamedTuple):
     number: int
     socket: socket.socket
     changes: dict[str, Change]
-    """The last change of each instance that came or went before."""
+    """The last change of each instance that came or went before, of that one alone."""
 
 
 class _Worker(msgspec.Struct, eq=False):
@@ -66,6 +67,8 @@ class Parent:
         self._changes: dict[str, Change] = {}
         self._selector = selectors.PollSelector()  # nothing of it is in the kernel, which a fork would share
         self._signals, self._signalling = socket.socketpair()
+        self._arrived: list[int] = []
+        """Signals; of bytes on the sockets for them some may be lost, when there is no room."""
         self._buffer = memoryview(bytearray(messages.LARGEST))
         self._began = self._announced = False
         self._kill_at = float("inf")
@@ -77,8 +80,8 @@ class Parent:
         for end in (self._signals, self._signalling):
             end.setblocking(False)
         for number in _SIGNALS:
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._signalling.fileno())
+            signal.signal(number, lambda number, _: self._arrived.append(number))
+        signal.set_wakeup_fd(self._signalling.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._signals, selectors.EVENT_READ)
         while self._workers or self._due:
             now = time.monotonic()
@@ -94,19 +97,29 @@ class Parent:
     def _wait(self, seconds: float, listener: socket.socket) -> None:
         for key, _ in self._selector.select(max(seconds, 0.0)):
             if key.data is None:
-                for number in self._signals.recv(4096):
+                self._signals.recv(4096)
+                arrived, self._arrived = self._arrived, []
+                for number in dict.fromkeys(arrived):
                     self._signalled(number, listener)
             elif key.data in self._workers.values():  # else a signal just said that it has ended
                 self._pass_on(key.data)
 
     def _start(self, number: int, now: float) -> Post | None:
         del self._due[number]
-        mine, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        for end in (mine, its):
-            end.setblocking(False)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        pid = os.fork()
+        ends: tuple[socket.socket, ...] = ()
+        try:
+            ends = mine, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            for end in ends:
+                end.setblocking(False)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            pid = os.fork()
+        except OSError as error:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for end in ends:
+                end.close()
+            self._again(number, f"cannot be started: {error.strerror}")
+            return None
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             its.close()
@@ -143,7 +156,7 @@ class Parent:
             os.kill(worker.pid, number)
 
     def _ended(self, worker: _Worker, status: int) -> None:
-        number, now = worker.number, time.monotonic()
+        number = worker.number
         del self._workers[number]
         if worker.socket in self._selector.get_map():
             self._selector.unregister(worker.socket)
@@ -152,13 +165,23 @@ class Parent:
             self._send(other, bytes((number,)), keep=True)
         if self._kill_at < float("inf"):
             return
-        if not self._began:  # it has said why
-            self._status = status if status > 0 else 1
+        if not self._began and status > 0:  # it has said why
+            self._status = status
             return
-        ends = self._ends[number] = 1 if now - worker.started > PROVEN else self._ends[number] + 1
+        how = (
+            f"was ended by {_NAMES.get(-status, f'signal {-status}')}" if status < 0 else f"ended with status {status}"
+        )
+        self._again(number, how, time.monotonic() - worker.started)
+
+    def _again(self, number: int, how: str, lasted: float = 0.0) -> None:
+        """Have another worker started, unless there never was one; later when those before did not last."""
+        if not self._began:
+            self._status = 1
+            self._tell(f"error: Worker {number} {how}")
+            return
+        ends = self._ends[number] = 1 if lasted > PROVEN else self._ends[number] + 1
         delay = min(2.0 ** (ends - 2), LONGEST_DELAY) if ends > 1 else 0.0
-        self._due[number] = now + delay
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self._due[number] = time.monotonic() + delay
         self._tell(f"Worker {number} {how}; another one is started {f'in {delay:g} s' if delay else 'now'}")
 
     def _pass_on(self, worker: _Worker) -> None:
@@ -176,14 +199,15 @@ class Parent:
         elif end == messages.EVERYONE:
             change = decode(body)
             assert isinstance(change, Change)
-            self._changes |= {f"{change.role} {address}": change for address in change.addresses}
+            for one in change.addresses:
+                self._changes[f"{change.role} {one}"] = msgspec.structs.replace(change, addresses=[one])
         for other in list(self._workers.values()):
             if end in (other.number, messages.EVERYONE) or (end == messages.OTHERS and other is not worker):
                 self._send(other, packet, keep=end == messages.EVERYONE)
 
     def _serves(self, worker: _Worker, words: str) -> None:
         worker.serves = True
-        if not self._began:
+        if not self._began and self._kill_at == float("inf"):
             self._began = True
             self._due |= dict.fromkeys(range(1, self._count), 0.0)
         if not self._announced and sum(one.serves for one in self._workers.values()) == self._count:
