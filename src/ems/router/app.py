@@ -68,7 +68,8 @@ class Page(NamedTuple):
     serve: Serve
     guard: Callable[[Request], Awaitable[None]] | None = None
     """Refuses requests of those whom the page is not for."""
-    body_limit: int = 1 << 20
+    body_limit: int = 128 << 10
+    """What workers tell each other of a page's body has room in a packet."""
 
 
 class Router:

@@ -31,7 +31,9 @@ def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
     }
 
 
-ANSWERED = st.dictionaries(st.tuples(st.sampled_from(["/a", '/"\\ b']), st.sampled_from([200, 503])), st.integers(0, 9))
+ANSWERED = st.dictionaries(
+    st.tuples(st.sampled_from(["/a", '/"\\ b', "/\r\n\x85"]), st.sampled_from([200, 503])), st.integers(0, 9)
+)
 
 
 @given(st.lists(st.tuples(ANSWERED, st.lists(st.floats(0.001, 1000), max_size=3)), min_size=1, max_size=4))

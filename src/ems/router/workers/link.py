@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import secrets
+import zlib
 from collections.abc import Callable
 from typing import Final
 
@@ -23,6 +26,8 @@ TELL_SECONDS: Final = 0.01
 
 ASK_SECONDS: Final = 2.0
 """Seconds for the others to answer."""
+
+log = logging.getLogger("ems.router")
 
 
 class Link:
@@ -40,7 +45,8 @@ class Link:
         self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._telling: asyncio.TimerHandle | None = None
-        self._asked = 0
+        self._asked = secrets.randbits(32)
+        """Answers to one that had this number before are for none of its questions."""
         self._waiting: dict[int, tuple[set[int], dict[int, bytes], asyncio.Event]] = {}
         """By question: who has not answered yet, the answers, and whether there is nobody left to wait for."""
         self._buffer = memoryview(bytearray(messages.LARGEST))
@@ -60,7 +66,7 @@ class Link:
         """Return what the others answer."""
         self._asked += 1
         answers = await self._answers(messages.OTHERS, set(self.shares.others), Ask(self._asked, what, argument))
-        return list(answers.values())
+        return [zlib.decompress(one) for one in answers.values()]
 
     async def change_all(self, role: Role, addresses: list[Address], *, listed: bool) -> tuple[str, list[int]]:
         """Change the fleets of all workers; return what that did here, and who may not have done it yet."""
@@ -74,11 +80,14 @@ class Link:
         answers: dict[int, bytes] = {}
         waiting = self._waiting[question.number] = whom, answers, asyncio.Event()
         self._send(end, question)
-        if whom:
-            with contextlib.suppress(TimeoutError):
+        try:
+            if whom:
                 async with asyncio.timeout(ASK_SECONDS):
                     await waiting[2].wait()
-        del self._waiting[question.number]
+        except TimeoutError:
+            pass
+        finally:
+            del self._waiting[question.number]
         return answers
 
     def _receive(self) -> None:
@@ -105,7 +114,8 @@ class Link:
         elif isinstance(message, Answer):
             self._answered(message.number, sender, message.body)
         elif isinstance(message, Ask):
-            self._send(sender, Answer(message.number, self.answers[message.what](message.argument)))
+            page = self.answers[message.what](message.argument)
+            self._send(sender, Answer(message.number, zlib.compress(page, 1)))
         else:
             done = self.change(message.role, message.addresses, listed=message.listed)
             self._send(sender, Answer(message.number, done.encode()))
@@ -142,6 +152,8 @@ class Link:
 
     def _send(self, end: int, message: Message | str) -> None:
         body = message.encode() if isinstance(message, str) else messages.encode(message)
-        if len(body) < messages.LARGEST:
-            with contextlib.suppress(OSError):  # the parent is behind or gone; what counts is told again
-                self._socket.send(bytes((end,)) + body)
+        if len(body) >= messages.LARGEST:
+            log.warning("What is to be told other workers is lost: %d bytes, at most %d", len(body), messages.LARGEST)
+            return
+        with contextlib.suppress(OSError):  # the parent is behind or gone; what counts is told again
+            self._socket.send(bytes((end,)) + body)

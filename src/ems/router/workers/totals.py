@@ -6,6 +6,7 @@ Counters, histograms and gauges of what runs add up; of :data:`_SAME`, which all
 from __future__ import annotations
 
 from collections.abc import Iterable
+from io import BytesIO
 from typing import Final
 
 from prometheus_client.utils import floatToGoString
@@ -18,7 +19,7 @@ def summed(pages: Iterable[bytes]) -> bytes:
     families: dict[bytes, dict[bytes, float]] = {}
     for page in pages:
         head, values = b"", dict[bytes, float]()
-        for line in page.splitlines(keepends=True):
+        for line in BytesIO(page):  # a label may have what ends a line elsewhere
             if line.startswith(b"# HELP"):
                 head = line
                 continue
