@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,13 +51,13 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         AccessLog(str(tmp_path))
 
 
-async def test_what_several_processes_write_into_a_pipe_stays_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short line that is one write goes into a pipe as a whole; files take any write as a whole."""
+async def test_what_several_processes_write_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short line that is one write goes into a pipe or a socket as a whole; files take any write as a whole."""
     pipe, file = tmp_path / "pipe", tmp_path / "file"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ours, journal = socket.socketpair()
+    monkeypatch.setattr(sys, "stdout", ours)
     written: list[bytes] = []
     write = os.write
 
@@ -64,12 +66,14 @@ async def test_what_several_processes_write_into_a_pipe_stays_whole(
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", writes)
-    for path in (pipe, file):
-        log = AccessLog(str(path), shared=True)
+    for output in (str(pipe), "stdout", str(file)):
+        log = AccessLog(output, shared=True)
         for line in (b"one\n", b"two\n"):
             log.add(line)
         log.close()
 
-    assert written == [b"one\n", b"two\n", b"one\ntwo\n"]
+    assert written == [b"one\n", b"two\n"] * 2 + [b"one\ntwo\n"]
     assert file.read_bytes() == b"one\ntwo\n"
     os.close(reader)
+    ours.close()
+    journal.close()

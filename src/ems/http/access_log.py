@@ -31,8 +31,8 @@ class AccessLog:
     def __init__(self, output: str = "stdout", *, shared: bool = False) -> None:
         self._path = None if output == "stdout" else Path(output)
         self._descriptor = sys.stdout.fileno() if self._path is None else _open(self._path)
-        self._one_by_one = shared and stat.S_ISFIFO(os.fstat(self._descriptor).st_mode)
-        """Whether a line is a write of its own: into a larger one a pipe may put lines of other processes."""
+        self._one_by_one = shared and not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        """Whether a line is a write of its own: into a larger one all but a file may put lines of other processes."""
         self._lines: list[bytes] = []
         self._batches: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._queued = 0
