@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ems.router.choosing.prefix_index import MOST_PIECES, PIECE_TOKENS
 from ems.router.request import DEFAULT_OUTPUT, IMAGE_TOKENS, OUTPUT_CAP, REQUEST_OVERHEAD, parse
 
 
@@ -57,3 +58,11 @@ def test_the_answers_tokens_are_bounded(fields: dict[str, Any], tokens: int) -> 
 
     assert tokens == request.output_tokens
     assert tokens + REQUEST_OVERHEAD == request.decode_cost
+
+
+def test_a_long_prompt_of_token_ids_is_looked_at_as_far_as_one_of_text() -> None:
+    ids = [7] * (PIECE_TOKENS * (MOST_PIECES + 9))
+    request = parse(json.dumps({"prompt": ids}).encode())
+
+    assert len(request.prompt(block_tokens=PIECE_TOKENS).hashes) == MOST_PIECES
+    assert request.prompt_tokens == len(ids)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from ems.http.message import Refusal
-from ems.router.choosing.prefix_index import block_hashes, prefix_hashes
+from ems.router.choosing.prefix_index import MOST_PIECES, block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
 
 DEFAULT_OUTPUT: Final = 256
@@ -100,7 +100,7 @@ class CompletionRequest:
         if "cache_salt" in self.fields or not _IDS.match(self._text):  # blocks with a salt are in no event
             return None
         try:
-            ids = _ids.decode(self._text)
+            ids = _ids.decode(self._text)[: MOST_PIECES * block_tokens]
             return block_hashes(ids, block_tokens, self.model if adapters and self.model in adapters else "")
         except (msgspec.DecodeError, OverflowError):
             return None  # the engine will refuse it

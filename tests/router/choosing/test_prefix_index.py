@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ems.router.choosing.prefix_index import MOST_PIECES, PIECE_BYTES, PrefixIndex, prefix_hashes
+from ems.router.choosing.prefix_index import MOST_FORGOTTEN, MOST_PIECES, PIECE_BYTES, PrefixIndex, prefix_hashes
 from ems.router.choosing.sessions import Sessions
 from tests.kit.examples import examples
 
@@ -86,6 +86,20 @@ def test_what_is_used_stays_when_others_come() -> None:
         index.learn([other], bit)
 
     assert [(1, bit)] == index.matched(named([1]))
+
+
+def test_numbers_stay_small_though_an_instance_goes_again_and_again() -> None:
+    index = PrefixIndex()
+    stays = index.add()
+    index.learn([1, 2], stays)
+    for number in range(10 * MOST_FORGOTTEN):
+        bit = index.add()
+        assert bit.bit_length() <= MOST_FORGOTTEN + 2
+        assert all(not mask & bit for _, mask in index.matched([1, 2])), "it has nothing yet"
+        index.learn([1, 100 + number % 7], bit)
+        index.forget(bit)
+
+    assert index.matched([1, 2]) == [(2, stays)]
 
 
 def test_names_depend_on_all_before_and_on_the_salt_and_are_bounded() -> None:

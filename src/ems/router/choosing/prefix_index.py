@@ -33,6 +33,9 @@ MOST_PIECES: Final = 1024
 CAPACITY: Final = 1 << 17
 """Hashes in a generation: about 25 MiB for both."""
 
+MOST_FORGOTTEN: Final = 64
+"""Instances that were forgotten, and whose numbers entries may have."""
+
 _OF_TOKENS = crc32c(b"token ids")
 
 
@@ -91,6 +94,11 @@ class PrefixIndex:
 
     def add(self) -> int:
         """Return the bit of a new instance."""
+        if len(self._free) >= MOST_FORGOTTEN and self._free[0][0] > self._generation:
+            # Instances go more often than generations end, which take long where prompts are few or short.
+            for names in (self._young, self._old):
+                names.update({name: mask & self._live for name, mask in names.items()})
+            self._free = [(self._generation, bit) for _, bit in self._free]
         if self._free and self._free[0][0] <= self._generation:
             bit = self._free.pop(0)[1]
         else:
