@@ -43,7 +43,9 @@ def options(sizes: Sizes) -> EngineOptions:
     longest = max(*sizes.inputs, sizes.cold_tokens) + sizes.output_tokens
     running = sizes.concurrency * -(-longest // BLOCK)
     prefix = -(-(sizes.prefix_tokens + sizes.new_tokens) // BLOCK)
-    return EngineOptions(prefix_caching=True, block_size=BLOCK, gpu_blocks=running + prefix + 8)
+    longest_served = EngineOptions().max_model_len // BLOCK + 1  # vLLM starts with no fewer; one of them is its own
+    blocks = max(running + prefix + 8, longest_served)
+    return EngineOptions(prefix_caching=True, block_size=BLOCK, gpu_blocks=blocks)
 
 
 class Calls(msgspec.Struct):
