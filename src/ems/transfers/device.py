@@ -35,7 +35,7 @@ _ASCEND_PINNED = 0x10000000
 """Flag of ``aclrtHostRegisterV2``: memory that stays where it is."""
 
 SMALL_COPY = 2048
-"""Bytes."""
+"""Bytes of a page's copies in the mean, below which they are small ones."""
 
 Batch = Callable[[CopyPlan, bool], None]
 """Tells a driver of all copies of a plan, on the stream that is current; and whether all of its memory is pinned."""

@@ -3,8 +3,8 @@
 It forks because workers then have the socket that listens, the settings and all modules at once.  It has one thread and
 never an event loop, so that a fork has all of it.
 
-What always holds: a worker that ends is followed by another one within :data:`LONGEST_DELAY` seconds, until the router
-is told to stop; no worker makes the parent wait.
+What always holds: a worker that ends is followed by another one within a bounded time (:mod:`.restarts`), until the
+router is told to stop; no worker makes the parent wait.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from ems.router.workers import messages
 from ems.router.workers.messages import Change, decode
-
-LONGEST_DELAY: Final = 10.0
-PROVEN: Final = 60.0
-"""Seconds after which a worker's end is no repetition of the one before."""
+from ems.router.workers.restarts import Restarts
 
 _NAMES = {one.value: one.name for one in signal.Signals}  # those of real time have none
 _SIGNALS = (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -62,8 +59,7 @@ class Parent:
         self._workers: dict[int, _Worker] = {}
         self._due = {0: 0.0}
         """When workers that do not run are started; the others follow when the first one serves."""
-        self._ends = [0] * count
-        """How often in a row each worker has ended."""
+        self._restarts = Restarts(count)
         self._changes: dict[str, Change] = {}
         self._selector = selectors.PollSelector()  # nothing of it is in the kernel, which a fork would share
         self._signals, self._signalling = socket.socketpair()
@@ -179,8 +175,7 @@ class Parent:
             self._status = 1
             self._tell(f"error: Worker {number} {how}")
             return
-        ends = self._ends[number] = 1 if lasted > PROVEN else self._ends[number] + 1
-        delay = min(2.0 ** (ends - 2), LONGEST_DELAY) if ends > 1 else 0.0
+        delay = self._restarts.delay(number, lasted)
         self._due[number] = time.monotonic() + delay
         self._tell(f"Worker {number} {how}; another one is started {f'in {delay:g} s' if delay else 'now'}")
 
