@@ -286,7 +286,8 @@ class Saver:
         namespace, rows = job.plane.namespace, job.plane.rows
         written: list[int] = []
         positions = reserved.positions
-        count = self._device.pages_at_once(rows.page_bytes, rows.page_copies)
+        copied, of = len(rows.tensors[tensors]), len(rows.tensors)  # one layer of a page is a smaller page
+        count = self._device.pages_at_once(-(-rows.page_bytes * copied // of), rows.page_copies * copied // of)
         for start in range(0, len(positions), count):
             batch = positions[start : start + count]
             if self._client.epoch != reserved.epoch:
