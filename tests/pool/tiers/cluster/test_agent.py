@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 
+from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.agent import Mover, lend
 from tests.kit.waiting import until
@@ -87,6 +88,9 @@ class Registrar:
     def register_buffer(self, _address: int, _size: int) -> int:
         return 0
 
+    def unregister_buffer(self, _address: int) -> int:
+        return 0
+
 
 def mapped_bytes(name: str) -> int:
     """What of the files of this name this process has in its page tables."""
@@ -111,3 +115,21 @@ def test_a_segment_is_mapped_before_pages_come(*, cut: bool) -> None:
     else:
         until(lambda: mapped_bytes(name) == size, "all is mapped", 60.0)
     os.close(file)
+
+
+def test_a_segment_that_is_gone_is_mapped_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, mapped = 64 << 20, list[int]()
+    file = os.memfd_create("ems-given-up")
+    os.truncate(file, size)
+    mover = Mover(Registrar(), cast(Any, None), None, None)
+
+    def warm(view: memoryview) -> None:
+        mapped.append(len(view))
+        mover.know(calls.Detach(1), [])
+
+    monkeypatch.setattr("ems.pool.tiers.cluster.agent.warm", warm)
+    mover.know(calls.Attach(1, size, mapped=True), [os.dup(file)])
+    until(lambda: mapped and not any(one.name == "ems-warm" for one in threading.enumerate()), "it ended", 60.0)
+    os.close(file)
+
+    assert mapped == [TOUCH_STEP]

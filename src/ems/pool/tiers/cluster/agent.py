@@ -27,7 +27,7 @@ from typing import Any
 
 from ems.errors import ConfigError, EmsError
 from ems.pool.layout import crc32c
-from ems.pool.segments.touch import warm
+from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
@@ -50,6 +50,8 @@ RAMP_SECONDS = 5.0
 RAMP_LEAST = 256 << 20
 """Bytes of a part; what is smaller is lent at once."""
 NO_SECRET = b"ems-cluster-without-a-secret"
+_WARMING = threading.Lock()
+"""Held by who maps a segment: one after the other, or their rests would not add up."""
 POPULATE_READ, POPULATE_WRITE = 22, 23
 """Linux 5.14 and newer; Python has no names for them."""
 OTHER_SIZE = -600
@@ -66,14 +68,17 @@ class Memory:
         self._anchor: Any = (ctypes.c_char * len(mapped)).from_buffer(mapped)
         self.address = ctypes.addressof(self._anchor)
         self.view = memoryview(mapped)
-        self._warmed = False
+        self._warmed = self._closed = False
         if store.register_buffer(self.address, len(mapped)):
             raise EmsError(f"Mooncake does not take {len(mapped)} bytes of memory to move pages in")
 
     def warm(self) -> None:
         """Map all little by little, so that transfers find it mapped."""
-        with contextlib.suppress(OSError):  # no room for what was never touched; or somebody cut the file
-            warm(self.view)
+        with _WARMING, contextlib.suppress(OSError):  # no room for what was never touched; or somebody cut the file
+            for start in range(0, len(self.view), TOUCH_STEP):
+                if self._closed:  # what was given up is not to be taken again
+                    return
+                warm(self.view[start : start + TOUCH_STEP])
             self._warmed = True
 
     def prepare(self, offset: int, size: int, *, writes: bool) -> None:
@@ -86,6 +91,7 @@ class Memory:
 
     def close(self) -> None:
         """Its pages leave this process when nobody looks at them any more."""
+        self._closed = True
         self._store.unregister_buffer(self.address)
 
 
