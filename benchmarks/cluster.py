@@ -3,8 +3,8 @@
 
 Network namespaces are the hosts, a third one has the master and asks.  Three steps: prompts go to an engine on the
 first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Cold: prompts that
-nobody has seen, in turns with an engine without a pool on the first host.  Fetch: pages, 128 MiB in all, from the first
-host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
+nobody has seen, in turns with an engine without a pool on the first host.  Fetch: rounds of 128 MiB from the first host
+to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
 
     python benchmarks/cluster.py [--parts fetch,ems,mooncake] [--help]
 
@@ -302,7 +302,9 @@ def main() -> int:
         default="demo",
         help="which computes: one of 80 M parameters, or one with the dimensions of Qwen2.5-0.5B, default demo",
     )
-    parser.add_argument("--memory-gib", type=int, default=2, help="of each node's pool, and what each host gives")
+    parser.add_argument(
+        "--memory-gib", type=int, default=2, help="of each node's pool, and what each host gives; a fetch needs 2"
+    )
     parser.add_argument(
         "--page-mib", type=int, default=4, help="size of the pages of the plain fetch, default 4: 256 tokens of 16 KiB"
     )
