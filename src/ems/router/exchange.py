@@ -270,6 +270,8 @@ class Exchange:
             passes = 200 <= answer.status < 300 and self._parts.handoff.passes_params
             params = params_of(answer.body) if passes else None
         except UpstreamLate:
+            if self._prefill_until >= self._deadline:  # timers may be a fraction of a millisecond early
+                raise _too_late() from None
             self._failed(instance, "the time for prefill is over")
             return dispatch.prefill_timed_out(self._loop.time())
         except (UpstreamBroken, ValueError) as error:

@@ -266,6 +266,8 @@ async def test_the_time_of_a_request_ends_it_in_prefill_and_in_decode(tmp_path: 
         async with serving(tmp_path, server, ROUTE, one, two) as router:
             response = await router.post(json=BODY)
             assert (response.status, json.loads(await response.read())["error"]["code"]) == (504, "request_timeout")
+            assert [one.failures for one in router.instances()] == [0, 0]
+    assert len(decode.seen) == 2, "what comes after the request's own time is not asked for"
 
 
 @pytest.mark.parametrize("attempts", [0, 2])
