@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from ems.engines.first_token import SHAPES_ANSWERS
+from ems.engines.handoff import Bootstrap, HandoffKind, params_of
 from ems.http.message import Refusal
-from ems.router.handoff import Bootstrap, HandoffKind, decode_body, of_client, params_of, prefill_body
+from ems.router.handoff import decode_body, of_client, prefill_body
 from ems.router.request import parse
 from tests.router.fakes import HANDOFF, FakeEngine, prefilled, running
 from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod

@@ -27,11 +27,11 @@ from typing import Final, NamedTuple
 
 from msgspec import Raw
 
+from ems.engines.handoff import names_blocks
 from ems.router.choosing.chooser import Chooser, Score
 from ems.router.choosing.kthena import Profile
 from ems.router.choosing.prompt import Prompt
 from ems.router.fleet import Fleet, Hold, Instance, Role
-from ems.router.handoff import names_blocks
 from ems.router.metrics import Counters, Prefill
 from ems.router.request import REQUEST_OVERHEAD, CompletionRequest
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ems.engines.handoff import ROOM_BITS, Bootstrap, HandoffKind, params_of
 from ems.engines.recompute import CannotContinue, Generated
 from ems.http import headers
 from ems.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
@@ -27,7 +28,7 @@ from ems.router.choosing.prompt import Prompt
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
-from ems.router.handoff import ROOM_BITS, Bootstrap, HandoffKind, decode_body, params_of, prefill_body
+from ems.router.handoff import decode_body, prefill_body
 from ems.router.kthena.router_file import Schedulers
 from ems.router.metrics import Counters
 from ems.router.observe.observer import Observer

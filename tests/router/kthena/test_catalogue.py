@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from ems.engines.handoff import HandoffKind
 from ems.errors import ConfigError
 from ems.kthena.networking import ModelServer
 from ems.router.fleet import Role
-from ems.router.handoff import HandoffKind
 from ems.router.kthena.catalogue import Catalogue
 from ems.router.kthena.objects import handoff_of
 from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod, read

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from ems.engines.handoff import BOOTSTRAP_PORT, HandoffKind
 from ems.errors import ConfigError
 from ems.http.address import Address
 from ems.kthena.networking import NETWORKING, ModelRoute, ModelServer, ModelServerSpec
 from ems.kubernetes.objects import Pod, Resource
-from ems.router.handoff import BOOTSTRAP_PORT, HandoffKind
 
 PORT_ANNOTATION: Final = "ems.router/port"
 """Of a ``Pod``: its own port instead of its ``ModelServer``'s, for several instances at one address."""
