@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
+from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain, page_keys
 from ems.pool.layout import (
     HEADERS_OFFSET,
     Description,
@@ -63,7 +63,7 @@ from ems.vllm.loads import Loader
 from ems.vllm.metadata import StepMetadata
 from ems.vllm.model import CHUNK_TOKENS, LocalPlane
 from ems.vllm.pages import PlaneRows
-from ems.vllm.planes import Plane, Portion, page_keys
+from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Load, LoadPart, Save
 from tests.kit.node import NodeProcess
 

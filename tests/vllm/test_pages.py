@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ems.errors import ConfigError
-from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.keys import KEY_BYTES, Tail, page_key
 from ems.pool.layout import REF_BYTES
 from ems.transfers.device import CpuDevice
 from ems.transfers.plan import Slots
@@ -16,7 +16,7 @@ from ems.transfers.rows import PageBlocks, PartsOfPages
 from ems.vllm.layers import LayerOrder
 from ems.vllm.model import LocalPlane
 from ems.vllm.pages import PlaneRows, plane_rows
-from ems.vllm.planes import Plane, Portion, TokenOrder, page_key
+from ems.vllm.planes import Plane, Portion, TokenOrder
 from ems.vllm.requests import LoadPart, Save
 
 BLOCKS, HEADS, TOKENS, WIDTH = 4, 2, 6, 8

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.errors import ConfigError
-from ems.pool.keys import KEY_BYTES, NO_PARENT
-from ems.vllm.planes import first_in_sight, page_key, page_keys, portion, shard_count
+from ems.pool.keys import KEY_BYTES, NO_PARENT, page_key, page_keys
+from ems.vllm.planes import first_in_sight, portion, shard_count
 
 
 @given(heads=st.integers(1, 64), power=st.integers(0, 6), blocks=st.integers(1, 20))

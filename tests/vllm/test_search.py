@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.client.answers import Hits, Lease, Namespace, TailHit
-from ems.pool.keys import KEY_BYTES, KeyChain, Tail, cut
+from ems.pool.keys import KEY_BYTES, KeyChain, Tail, cut, page_key, page_keys
 from ems.pool.layout import REF_BYTES
 from ems.pool.reasons.words import Reason
-from ems.vllm.planes import Plane, first_in_sight, page_key, page_keys
+from ems.vllm.planes import Plane, first_in_sight
 from ems.vllm.requests import NOTHING
 from ems.vllm.search import Prompt, Search
 

@@ -14,29 +14,17 @@ from ems.cli.options import ASKING, Asking, Tokens
 from ems.cli.shown import present_facts
 from ems.cli.status import because, show
 from ems.errors import ConfigError, PoolRefused
+from ems.pool.administration.selection import model_of, tenant_of
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, KeyChain
-from ems.pool.names import own_name
+from ems.pool.keys import KEY_BYTES, page_keys
+from ems.pool.prompts import DescribedPlane, described_plane
 from ems.pool.protocol.acts import List, Show
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
-from ems.vllm.planes import page_keys
 
 _MISSING = {"first_missing", "reason", "sentence", "detail"}
 """What is said of a prompt that is not there whole."""
-
-
-class Plane(msgspec.Struct, frozen=True):
-    """One namespace that an engine described: where its chains begin, how its chunks are cut."""
-
-    namespace: str
-    identity: str
-    tenant: str
-    model: str
-    chunk_tokens: int
-    shards: int
-    window: int
 
 
 def explain(
@@ -123,32 +111,28 @@ def ids_of(prompt: str | None, model: Path | None, tokens: Path | None) -> list[
     return read_tokens(tokens) if tokens is not None else _tokenize(prompt or "", model)
 
 
-def described_planes(client: PoolClient) -> list[Plane]:
-    found = []
-    for row in client.administer(List())["namespaces"]:
-        name: str = row["namespace"]
-        facts: dict[str, str] = client.administer(Show(name))["facts"]
-        if facts.get("kind") == "vllm" and "chunk_tokens" in facts:
-            sizes = [int(facts[field]) for field in ("chunk_tokens", "page_shards", "window")]
-            found.append(Plane(name, own_name(name).rpartition("/")[0], row["tenant"], row["model"], *sizes))
-    return found
+def described_planes(client: PoolClient) -> list[DescribedPlane]:
+    names = [row["namespace"] for row in client.administer(List())["namespaces"]]
+    planes = (described_plane(name, client.administer(Show(name))["facts"]) for name in names)
+    return [plane for plane in planes if plane is not None]
 
 
-def look(client: PoolClient, plane: Plane, ids: list[int]) -> dict[str, Any]:
+def look(client: PoolClient, plane: DescribedPlane, ids: list[int]) -> dict[str, Any]:
     """What ``plane`` has of a prompt with the tokens ``ids``; its last chunk is one that need not be full."""
     size = plane.chunk_tokens
-    chain = KeyChain(plane.identity, size)
+    chain = plane.chain()
     full = chain.extend(ids)
     rest = chain.tail(full, ids[full * size :])
     names = chain.packed(0, full) + (rest.key if rest.tokens else b"")
     chunks = len(names) // KEY_BYTES
-    known = ("namespace", "tenant", "model", "chunk_tokens", "window")
-    row: dict[str, Any] = {name: getattr(plane, name) for name in known}
+    name = plane.namespace
+    row: dict[str, Any] = {"namespace": name, "tenant": tenant_of(name), "model": model_of(name)}
+    row |= {"chunk_tokens": size, "window": plane.window}
     row |= {"chunks": chunks, "leading": 0, "present": 0, "tier": "DRAM", "reasons": {}}
     step = MAX_KEYS // plane.shards
     for start in range(0, chunks, step):
         keys = page_keys(names[start * KEY_BYTES : (start + step) * KEY_BYTES], plane.shards)
-        explained = client.explain(plane.namespace, keys)
+        explained = client.explain(name, keys)
         for offset in range(len(explained.codes) // plane.shards):
             codes = explained.codes[offset * plane.shards : (offset + 1) * plane.shards]
             missing = next((code for code in codes if code not in (0, Reason.GAP.code)), 0)
@@ -158,7 +142,7 @@ def look(client: PoolClient, plane: Plane, ids: list[int]) -> dict[str, Any]:
     if first < chunks:
         part = chain.tail(first, ids[first * size : (first + 1) * size])
         with suppress(PoolRefused):  # a node with tenants lets its administrator look nothing up
-            row["tokens"] += client.lookup_tail(Namespace(plane.namespace, 0), part).tokens
+            row["tokens"] += client.lookup_tail(Namespace(name, 0), part).tokens
     if row["tokens"] == len(ids):  # the rest is the beginning of a longer block, so nothing is missing
         row = {name: value for name, value in row.items() if name not in _MISSING} | {"reasons": {}}
     return row

@@ -16,10 +16,9 @@ from ems.cli.shown import complain, counted, print_json, say
 from ems.config import format_size, parse_duration, parse_size
 from ems.errors import ConfigError, PoolRefused
 from ems.pool.core.pins import MAX_PIN_SECONDS
-from ems.pool.keys import KEY_BYTES, KeyChain, split_keys
+from ems.pool.keys import KEY_BYTES, split_keys
 from ems.pool.protocol.acts import Clear, Pin, Refill, Warm
 from ems.pool.protocol.limits import MAX_KEYS
-from ems.vllm.planes import page_keys
 
 
 def clear(
@@ -214,8 +213,9 @@ def warm(
             raise PoolRefused("no engine has described such a layout to this node, give the namespace and the keys")
         wanted = []
         for plane in planes:
-            chain = KeyChain(plane.identity, plane.chunk_tokens)
-            wanted.append((plane.namespace, page_keys(chain.packed(0, chain.extend(ids)), plane.shards)))
+            chain = plane.chain()
+            chain.extend(ids)
+            wanted.append((plane.namespace, plane.keys(chain)))
     most = MAX_KEYS * KEY_BYTES
     reports = [
         {"namespace": name, **ask(asked.at, Warm(name, raw[start : start + most]), dry_run=asked.dry_run)}

@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, NewType
+from typing import TYPE_CHECKING, Annotated, NewType
 
 import msgspec
 import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 KEY_BYTES = 16
 BlockKey = NewType("BlockKey", bytes)
@@ -160,3 +163,29 @@ def cut(raw: bytes, size: int) -> list[bytes]:
 
 def split_keys(raw: bytes) -> list[bytes]:
     return cut(raw, KEY_BYTES)
+
+
+@functools.lru_cache(maxsize=64)
+def _masks(shards: int) -> npt.NDArray[np.uint8]:
+    """One row of 16 bytes a shard; the first is zero, so that a chunk of one shard keeps its key."""
+    rows = [hashlib.sha256(b"ems-shard-v1\0%d" % shard).digest()[:KEY_BYTES] for shard in range(shards)]
+    masks = np.frombuffer(b"".join(rows), np.uint8).reshape(shards, KEY_BYTES).copy()
+    masks[0] = 0
+    masks.setflags(write=False)
+    return masks
+
+
+def page_keys(keys: bytes, shards: int) -> bytes:
+    """The keys of all pages of the chunks ``keys``, chunk by chunk: a key and a shard's constant, combined by XOR.
+
+    Keys are hashes, so that two chunks' shards meet no more often than two hashes do.
+    """
+    if shards == 1:
+        return keys
+    chunks = np.frombuffer(keys, np.uint8).reshape(-1, 1, KEY_BYTES)
+    return (chunks ^ _masks(shards)).tobytes()
+
+
+def page_key(key: bytes, shard: int) -> bytes:
+    """The key of one shard of the chunk ``key``; no parent stays no parent."""
+    return key if key == NO_PARENT else page_keys(key, shard + 1)[-KEY_BYTES:]

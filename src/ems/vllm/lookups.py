@@ -20,12 +20,12 @@ import msgspec
 from ems.errors import EmsError, NoSpace, PoolUnavailable
 from ems.pool.client.answers import Announcement, Lease, Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, KeyChain
+from ems.pool.keys import KEY_BYTES, KeyChain, page_keys
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
 from ems.transfers.lane import Lane
 from ems.vllm.configuration.settings import ConnectorSettings
-from ems.vllm.planes import Plane, page_keys
+from ems.vllm.planes import Plane
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import NOTHING, Found
 from ems.vllm.search import Prompt, Search

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from ems.errors import ConfigError
 from ems.pool.keys import fingerprint, namespace_name
 from ems.pool.names import MODEL, PLANE, TENANT, plain_facts
+from ems.pool.prompts import SERVES
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings, check_kvcache_type
 from ems.vllm.planes import Plane, Portion, TokenOrder, portion, shard_count
@@ -175,7 +176,9 @@ def describe(
     }
     name = Path(str(model.model)).name
     identity = namespace_name(settings.tenant, name, fingerprint(facts))
-    in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **facts})
+    # With adapters, only who asks for the model by its name means pages without one.
+    serves = {} if getattr(vllm_config, "lora_config", None) is None else {SERVES: model.served_model_name}
+    in_words = plain_facts({"kind": "vllm", TENANT: settings.tenant, MODEL: name, **serves, **facts})
     planes: list[Plane] = []
     for group, spec, pages, order in zip(numbers, specs, shards, orders, strict=True):
         window, state, parts = _window(spec), _keeps_state(spec), block_size // spec.block_size

@@ -10,10 +10,9 @@ import numpy as np
 
 from ems.errors import ConfigError
 from ems.pool.client.answers import Namespace
-from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.keys import KEY_BYTES, Tail, page_key, page_keys
 from ems.pool.layout import REF_BYTES
 from ems.transfers.rows import BlockRows, PageBlocks, PartsOfPages
-from ems.vllm.planes import page_key, page_keys
 from ems.vllm.token_order import in_order
 
 if TYPE_CHECKING:

@@ -9,16 +9,11 @@ than ranks) are stored once.  All functions are pure.
 from __future__ import annotations
 
 import enum
-import hashlib
 import math
-from functools import lru_cache
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from ems.errors import ConfigError
-from ems.pool.keys import KEY_BYTES, NO_PARENT
 
 FINEST = 8
 """Pages that a chunk is cut into where nothing asks for more; serves tensor-parallel sizes up to this."""
@@ -116,32 +111,6 @@ def portion(heads: int, shards: int, ranks: int, rank: int) -> Portion:
         )
     count = shards // holders
     return Portion(rank // replicas * count, count, rank % replicas, replicas)
-
-
-@lru_cache(maxsize=64)
-def _masks(shards: int) -> npt.NDArray[np.uint8]:
-    """One row of 16 bytes a shard; the first is zero, so that a chunk of one shard keeps its key."""
-    rows = [hashlib.sha256(b"ems-shard-v1\0%d" % shard).digest()[:KEY_BYTES] for shard in range(shards)]
-    masks = np.frombuffer(b"".join(rows), np.uint8).reshape(shards, KEY_BYTES).copy()
-    masks[0] = 0
-    masks.setflags(write=False)
-    return masks
-
-
-def page_keys(keys: bytes, shards: int) -> bytes:
-    """The keys of all pages of the chunks ``keys``, chunk by chunk: a key and a shard's constant, combined by XOR.
-
-    Keys are hashes, so that two chunks' shards meet no more often than two hashes do.
-    """
-    if shards == 1:
-        return keys
-    chunks = np.frombuffer(keys, np.uint8).reshape(-1, 1, KEY_BYTES)
-    return (chunks ^ _masks(shards)).tobytes()
-
-
-def page_key(key: bytes, shard: int) -> bytes:
-    """The key of one shard of the chunk ``key``; no parent stays no parent."""
-    return key if key == NO_PARENT else page_keys(key, shard + 1)[-KEY_BYTES:]
 
 
 def first_in_sight(window: int, tokens: int, size: int) -> int:

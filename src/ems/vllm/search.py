@@ -14,11 +14,11 @@ import msgspec
 from ems.errors import EmsError
 from ems.pool.client.answers import NO_TAIL, Hits, Lease, Namespace, TailHit
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, KeyChain, Tail
+from ems.pool.keys import KEY_BYTES, KeyChain, Tail, page_keys
 from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
-from ems.vllm.planes import Plane, first_in_sight, page_keys
+from ems.vllm.planes import Plane, first_in_sight
 from ems.vllm.requests import NOTHING, Found, Pages
 
 ATTEMPTS = 8

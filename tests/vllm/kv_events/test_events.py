@@ -19,12 +19,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from ems.errors import PoolRefused
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain
+from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain, page_keys
 from ems.vllm.hooks import note_publisher
 from ems.vllm.kv_events import events as module
 from ems.vllm.kv_events.events import BlockEvents, ChangeFeed
 from ems.vllm.model import BlockModel
-from ems.vllm.planes import Plane, page_keys
+from ems.vllm.planes import Plane
 from ems.vllm.requests import Found, Pages, Save
 from tests.e2e.engines import Node, running_node, wait_for
 

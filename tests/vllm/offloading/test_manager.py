@@ -13,12 +13,12 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, Schedu
 
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, NO_PARENT, cut
+from ems.pool.keys import KEY_BYTES, NO_PARENT, cut, page_keys
 from ems.pool.layout import REF_BYTES
 from ems.vllm.configuration.settings import ConnectorSettings, read_settings
 from ems.vllm.model import BlockModel
 from ems.vllm.offloading.manager import EmsOffloadingManager
-from ems.vllm.planes import Plane, page_keys
+from ems.vllm.planes import Plane
 from ems.vllm.requests import EAGER_LEASES
 from tests.e2e.engines import PATIENT, Node, running_node, wait_for
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
 from ems.pool.client.answers import Lease
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import NO_PARENT, KeyChain
+from ems.pool.keys import NO_PARENT, KeyChain, page_keys
 from ems.pool.layout import REF_BYTES
 from ems.transfers.checksums import PageSums
 from ems.transfers.device import CpuDevice, Device, DevicePair
@@ -19,7 +19,7 @@ from ems.transfers.plan import CopyPlan
 from ems.vllm.model import LocalPlane
 from ems.vllm.offloading.worker import ChunkRun, EmsOffloadingWorker, PagesToLoad, PagesToStore
 from ems.vllm.pages import plane_rows
-from ems.vllm.planes import Plane, Portion, page_keys
+from ems.vllm.planes import Plane, Portion
 from ems.vllm.requests import Pages
 from ems.vllm.saves import SaveJob
 from tests.e2e.engines import Node, first, running_node, wait_for

@@ -2,7 +2,7 @@
 
 ``/health``, ``/livez``, ``/readyz`` and ``/version`` are for everybody, and so are the metrics of an open node, without
 what namespaces are called; all else is for who knows the token, because anybody can connect.  A page under ``/admin``
-answers what the verb of ``ems`` of that name says with ``-o json``.
+answers what the verb of ``ems`` of that name says with ``-o json``.  ``/prefetch`` alone is told something.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from ems.errors import PoolRefused
 from ems.pool.administration.figures import By, grouped, judge
 from ems.pool.http.metrics import PoolCollector
+from ems.pool.http.prefetch import PrefetchPage
 from ems.pool.protocol.acts import List, Show
 from ems.version import __version__
 
@@ -86,6 +87,7 @@ def build_app(
         routes=[
             *(Route(path, page) for path, page in for_all.items()),
             *(Route(path, _for_bearers(page, token, for_others.get(path, _refuse))) for path, page in guarded.items()),
+            Route("/prefetch", PrefetchPage(host, token).__call__, methods=["POST"]),
         ]
     )
 

@@ -39,6 +39,7 @@ from ems.pool.segments.folder import PINS_NAME
 from ems.pool.segments.recovery import recover
 from ems.pool.segments.side_file import Pins, SideFile
 from ems.pool.service.handling import RequestHandler
+from ems.pool.service.prompts import PromptFetcher
 from ems.pool.service.storing import Steps, Storing
 from ems.pool.tenants.registry import Registry
 from ems.pool.tenants.tenancy import Tenancy
@@ -99,6 +100,7 @@ class Node:
         self.tier_manager = self._new_tier_manager()
         self.admin = AdminRunner(self)
         self.handler = RequestHandler(self.core, self.storing, self.applier, self.tier_manager, self.clients)
+        self.prompts = PromptFetcher(self.core, self.tier_manager)
         self.restart = Restart(self._held, self._refuse_restart)
         self._recover()
 

@@ -165,7 +165,7 @@ class RequestHandler:
             client_id, ns, _parts(request.keys), asked, lease=request.lease, request=request.request
         )
         if self._below.states:
-            promoting = yield from _some_at_a_time(request.keys, len(found.pages), partial(self._looked_up, request))
+            promoting = yield from some_at_a_time(request.keys, len(found.pages), partial(self._looked_up, request))
         return self._hits(request, found, promoting)
 
     def _looked_up(self, request: messages.Lookup, keys: list[bytes], found: int) -> int:
@@ -198,7 +198,7 @@ class RequestHandler:
 
     def _prefetch_some(self, request: messages.Prefetch | messages.Announce) -> Steps[int]:
         prefetch = partial(self._below.prefetch, request.namespace, local_only=request.local_only)
-        return (yield from _some_at_a_time(request.keys, 0, lambda some, start: prefetch(some) - start))
+        return (yield from some_at_a_time(request.keys, 0, lambda some, start: prefetch(some) - start))
 
     def _release(self, client_id: int, request: messages.Release, _now: float) -> None:
         # Nobody waits for an answer, and one would be taken for that of the next request.
@@ -365,7 +365,7 @@ def _parts(keys: bytes) -> Iterator[list[bytes]]:
         yield split_keys(keys[start : start + STEP * KEY_BYTES])
 
 
-def _some_at_a_time(keys: bytes, start: int, ask: Callable[[list[bytes], int], int]) -> Steps[int]:
+def some_at_a_time(keys: bytes, start: int, ask: Callable[[list[bytes], int], int]) -> Steps[int]:
     """``ask`` for ``keys`` from ``start`` on, :data:`MOST_AT_ONCE` at a time; how many come without a gap.
 
     It gets some keys and where those begin that are asked for: the one before says what they continue.

@@ -129,13 +129,34 @@ class Gate:
 
         Raises Unauthorised: it is not a good one.
         """
+        return self._prove(pending.access_id, pending.transcript, proof, peer, now, wall)
+
+    def hashing(self, access_id: str) -> tuple[bytes, int]:
+        """The salt and how often the key of ``access_id`` is hashed, whether there is such a tenant or not."""
         registry = self._registry
-        found = None if registry is None else registry.recognise(pending.access_id, pending.transcript, proof, wall)
+        return (b"", 0) if registry is None else (registry.salt_for(access_id), registry.iterations)
+
+    def recognise(
+        self, access_id: str, message: bytes, proof: bytes, peer: Hashable, now: float, wall: float
+    ) -> Principal:
+        """Who signed a ``message`` that came without a greeting, from ``peer``.
+
+        Raises Unauthorised: nobody who is known.
+        """
+        if not self._limiter.allows(peer, now):
+            raise self._refusal()
+        return self._prove(access_id, message, proof, peer, now, wall)[0]
+
+    def _prove(
+        self, access_id: str, message: bytes, proof: bytes, peer: Hashable, now: float, wall: float
+    ) -> tuple[Principal, bytes]:
+        registry = self._registry
+        found = None if registry is None else registry.recognise(access_id, message, proof, wall)
         if found is None:
             self._limiter.failed(peer, now)
             raise self._refusal()
         key, signature = found
-        return Principal(pending.access_id, key), signature
+        return Principal(access_id, key), signature
 
     def admits(self, principal: Principal, wall: float) -> bool:
         if self._registry is None or not principal.stores:

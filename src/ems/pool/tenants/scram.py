@@ -65,29 +65,40 @@ def _xor(first: bytes, second: bytes) -> bytes:
 
 def verifier(key: str, salt: bytes, iterations: int) -> Verifier:
     """What a node has to know so that the owner of ``key`` can prove it."""
-    salted = _salted(key, salt, iterations)
-    return Verifier(hashlib.sha256(_hmac(salted, b"Client Key")).digest(), _hmac(salted, b"Server Key"))
+    hashed = _salted(key, salt, iterations)
+    return Verifier(hashlib.sha256(_hmac(hashed, b"Client Key")).digest(), _hmac(hashed, b"Server Key"))
 
 
-def transcript(hello: bytes, challenge: bytes) -> bytes:
+def transcript(hello: bytes, challenge: bytes, protocol: bytes = b"ems-scram-sha-256") -> bytes:
     """What both sides sign: the bodies of the frames that went to and fro."""
-    return b"".join(len(part).to_bytes(4) + part for part in (b"ems-scram-sha-256", hello, challenge))
+    return b"".join(len(part).to_bytes(4) + part for part in (protocol, hello, challenge))
 
 
 def prove(key: str, salt: bytes, iterations: int, message: bytes) -> Proof:
     """The answer of the owner of ``key`` to a challenge.
 
-    Raises Unauthorised: the challenge asks for less or more work than is sensible.
+    Raises Unauthorised: as :func:`salted`.
+    """
+    return signed(salted(key, salt, iterations), message)
+
+
+def salted(key: str, salt: bytes, iterations: int) -> bytes:
+    """What the owner of ``key`` signs with.
+
+    Raises Unauthorised: it is to be made with less or more work than is sensible.
     """
     if not ITERATIONS <= iterations <= MOST_ITERATIONS or len(salt) < SALT_BYTES:
         raise Unauthorised(
             f"the node asks for a key hashed {iterations} times with a salt of {len(salt)} bytes, expected "
             f"{ITERATIONS} to {MOST_ITERATIONS} times and at least {SALT_BYTES} bytes"
         )
-    salted = _salted(key, salt, iterations)
-    client_key = _hmac(salted, b"Client Key")
-    signed = _hmac(hashlib.sha256(client_key).digest(), message)
-    return Proof(_xor(client_key, signed), _hmac(_hmac(salted, b"Server Key"), message))
+    return _salted(key, salt, iterations)
+
+
+def signed(salted_key: bytes, message: bytes) -> Proof:
+    client_key = _hmac(salted_key, b"Client Key")
+    mask = _hmac(hashlib.sha256(client_key).digest(), message)
+    return Proof(_xor(client_key, mask), _hmac(_hmac(salted_key, b"Server Key"), message))
 
 
 def proves(known: Verifier, message: bytes, proof: bytes) -> bool:

@@ -23,12 +23,11 @@ from ems.errors import EmsError
 from ems.pool.client.announced import Announced, BlockEvent, Chunk, Page
 from ems.pool.client.answers import PageLocation, PoolChanges
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, KeyChain
+from ems.pool.keys import KEY_BYTES, KeyChain, page_keys
 from ems.pool.media import EXTERNAL, MEDIA, MEMORY, asked_for
 from ems.transfers.lane import Lane
 from ems.vllm import compat
 from ems.vllm.model import BlockModel
-from ems.vllm.planes import page_keys
 from ems.vllm.requests import Found, Save
 
 _PLACES = {MEMORY: {"locality": "LOCAL"}, EXTERNAL: {"locality": "REMOTE", "ownership": "mooncake"}}

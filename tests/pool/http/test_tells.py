@@ -1,0 +1,67 @@
+"""Which nodes are told of prompts, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from ems.errors import ConfigError
+from ems.http.address import Address
+from ems.pool.http.tells import LONGEST_PAUSE, MOST_UNDER_WAY, Outcome, PoolNode, Tells
+
+NODE, OTHER = PoolNode(Address("10.0.0.1", 9410)), PoolNode(Address("10.0.0.2", 9410))
+
+
+def test_so_many_are_under_way_and_no_more() -> None:
+    tells = Tells()
+    assert [tells.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY + 2)] == [True] * MOST_UNDER_WAY + [False] * 2
+    assert tells.begin(OTHER, 0.0)
+    assert not tells.ended(NODE, Outcome.TAKEN, 0.0)
+    assert tells.begin(NODE, 0.0)
+    assert tells.counts == {Outcome.DROPPED: 2, Outcome.TAKEN: 1}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED])
+def test_a_node_that_is_gone_is_tried_less_and_less_and_named_once(outcome: Outcome) -> None:
+    tells, now, complaints = Tells(), 0.0, 0
+    for failure in range(10):
+        assert tells.begin(NODE, now)
+        assert not failure or not tells.begin(NODE, now), "one at a time"
+        complaints += tells.ended(NODE, outcome, now)
+        pause = min(2.0**failure, LONGEST_PAUSE)
+        assert not tells.begin(NODE, now + pause - 0.01)
+        now += pause
+    assert complaints == 1
+    assert tells.begin(NODE, now)
+    assert not tells.ended(NODE, Outcome.TAKEN, now)
+    assert [tells.begin(NODE, now) for _ in range(2)] == [True, True]
+    assert tells.ended(NODE, outcome, now), "it was well in between"
+
+
+def test_what_was_under_way_when_a_node_went_counts_as_one_failure() -> None:
+    tells = Tells()
+    assert all(tells.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY))
+    assert [tells.ended(NODE, Outcome.FAILED, 0.5) for _ in range(MOST_UNDER_WAY)].count(True) == 1
+    assert tells.begin(NODE, 1.5)
+
+
+def test_a_node_that_is_busy_is_well() -> None:
+    tells = Tells()
+    assert tells.begin(NODE, 0.0)
+    assert not tells.ended(NODE, Outcome.DROPPED, 0.0)
+    assert [tells.begin(NODE, 0.0) for _ in range(2)] == [True, True]
+
+
+def test_a_node_is_named_by_its_url() -> None:
+    engine = Address("10.0.0.1", 8000)
+    assert PoolNode.parse("10.0.0.1:8000=http://10.0.0.1:9410") == (engine, NODE)
+    assert PoolNode.parse("10.0.0.1:8000=http://acme@10.0.0.1:9410/") == (engine, PoolNode(NODE.address, "acme"))
+    assert PoolNode.parse("[::1]:8=http://[::1]:9") == (Address("::1", 8), PoolNode(Address("::1", 9)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "h:1", "h:1=h:2", "h:1=https://h:2", "h:1=http://h", "h:1=http://@h:2", "h:1=http://a b@h:2", "h=http://h:2"],
+)
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected|HOST:PORT"):
+        PoolNode.parse(text)
