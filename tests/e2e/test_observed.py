@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from tests.e2e.engines import (
 from tests.e2e.routed_worker import SAYS, RoutedWorker, needs_router, vllm_router
 from tests.kit.engine import VllmServer, free_port
 from tests.kit.prepared import PreparedServer
+from tests.kit.process import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -192,6 +195,66 @@ def test_a_router_of_somebody_else_goes_by_what_the_pool_has(observed: Observed,
         # The router hears of it by another connection.  What it still gives to the engine is in the pool again.
         left = iter(prompts[2:])
         wait_for(lambda: complete(url, next(left)) == SAYS, "the router gives a prompt to the other worker")
+
+
+def fetched(url: str) -> Any:
+    with urllib.request.urlopen(url) as answer:  # noqa: S310 - a server of our own
+        return json.load(answer)
+
+
+@contextmanager
+def own_router(observed: Observed, log: Path) -> Iterator[str]:
+    """The address of a router that knows the engine by two names, and hears what the first one publishes."""
+    port, there = free_port(), str(observed.server.port)
+    source = f"127.0.0.1:{there}={observed.endpoint},{observed.replay_endpoint}"
+    command = [sys.executable, "-m", "ems.cli", "router", "--port", str(port), "--tokenize-within", "60"]
+    command += ["--decoder-hosts", "127.0.0.1", "localhost", "--decoder-ports", there, there, "--kv-events", source]
+    router = ServerProcess(command, name="router", port=port, log=log)
+    try:
+        router.start()
+        router.wait_ready()
+        yield router.url
+    finally:
+        router.stop()
+
+
+@pytest.mark.parametrize("seed", [40, 50], ids=["text", "chat"])
+def test_a_text_is_found_by_the_tokens_of_events(observed: Observed, logs: Path, seed: int) -> None:
+    """What the router asks an engine for are the tokens that it computes: others would match nothing."""
+
+    def ask(url: str, number: int) -> list[int]:
+        text = " ".join(map(str, random_prompt(seed + number, 250)))
+        body: dict[str, Any] = {"max_tokens": 2, "return_token_ids": True}
+        if seed == 40:
+            answer = post(url, "/v1/completions", {**body, "prompt": text})
+            return list(answer["choices"][0]["prompt_token_ids"])
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+        body |= {"messages": messages, "reasoning_effort": "low", "chat_template_kwargs": {"some": 1}}
+        answer = post(url, "/v1/chat/completions", body)
+        return list(answer["prompt_token_ids"])
+
+    def last(url: str) -> Any:
+        """Why the newest request went where it went."""
+        newest = fetched(f"{url}/debug/requests")["requests"][0]
+        return fetched(f"{url}/debug/requests/{newest['request_id']}")
+
+    ids = ask(observed.server.url, 0)
+    with own_router(observed, logs / f"own-router-{seed}.log") as url:
+        others = iter(range(1, 10))
+
+        def hears() -> bool:
+            ask(url, next(others))
+            return last(url)["choice"]["tokenized"] is not None
+
+        wait_for(hears, "the router hears what the engine publishes, and has the rest of it replayed")
+        ask(url, 0)
+        found = last(url)
+
+    here, elsewhere = found["choice"]["attempts"][0]["scores"]
+    assert found["request"]["estimated_input_tokens"] == len(ids)
+    assert (found["choice"]["tokenized"]["outcome"], found["choice"]["decode"]) == ("done", here["instance"])
+    assert here["uncached_tokens"] == len(ids) % CHUNK_TOKENS
+    assert elsewhere["uncached_tokens"] == len(ids)
 
 
 def test_who_missed_events_has_them_replayed(observed: Observed) -> None:

@@ -37,6 +37,7 @@ def router(
     session_header: str = "X-Session-Id",
     session_lifetime: float = 600.0,
     kv_events: Annotated[list[str] | None, _Many] = None,
+    tokenize_within: float = 0.0,
     max_body_mib: int = 64,
     admission: AdmissionFlags = AdmissionFlags(),  # noqa: B008  frozen
     observe: ObserveFlags = ObserveFlags(),  # noqa: B008
@@ -72,6 +73,7 @@ def router(
         session_header: Header that names a conversation, whose turns stay on the same servers.
         session_lifetime: Seconds for which a conversation's servers are remembered after its last turn.
         kv_events: Where servers publish KV events: HOST:PORT=tcp://HOST:PORT, with ,tcp://HOST:PORT for replays.
+        tokenize_within: Seconds for a server to say the token ids of a text, so that KV events count; 0 asks for none.
         max_body_mib: Largest request body in MiB.
         admission: Who may send requests, and how much.
         observe: What is written of requests.
@@ -113,6 +115,7 @@ def router(
         session_header=session_header.lower().encode(),
         session_lifetime=session_lifetime,
         kv_events=dict(map(EventSource.parse, kv_events or [])),
+        tokenize_within=tokenize_within,
         max_body_bytes=max_body_mib << 20,
         admission=admitted,
         observe=observe.settings(),

@@ -92,6 +92,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Processes that serve the port."""
     kv_events: dict[Address, EventSource] = {}
     """Where instances publish their KV events."""
+    tokenize_within: float = 0.0
+    """Seconds for an instance to say the token ids of a prompt of text, which events tell of; 0 asks for none."""
     max_body_bytes: int = 64 << 20
     """Largest request body; what is larger is refused with 413."""
     admission: AdmissionConfig = AdmissionConfig()
@@ -110,6 +112,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             twice = {str(address) for address in addresses if addresses.count(address) > 1}
             if twice:
                 raise ConfigError(f"The {role} instance {min(twice)} was given twice: name each instance once")
+        if self.tokenize_within and not self.kv_events:
+            raise ConfigError("--tokenize-within is for the token ids that KV events tell of: add --kv-events")
         self._check_numbers()
         self._check_workers()
         if not re.fullmatch(rb"[a-z0-9!#$%&'*+.^_`|~-]+", self.session_header):
@@ -149,8 +153,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"--retry-delay {self.retry_delay} is not a delay: expected seconds, 0 or more")
         if self.prefill_above < 0:
             raise ConfigError(f"--prefill-above {self.prefill_above} is no number of tokens: expected 0 or more")
-        if not 0 <= self.session_lifetime < math.inf:
-            raise ConfigError(f"--session-lifetime {self.session_lifetime} is no time: expected seconds, 0 or more")
+        for name in ("session_lifetime", "tokenize_within"):
+            if not 0 <= getattr(self, name) < math.inf:
+                given = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ConfigError(f"{given} is no time: expected seconds, 0 or more")
         if self.max_body_bytes < 1:
             raise ConfigError("--max-body-mib must be at least 1")
         for name in self.__struct_fields__:

@@ -11,11 +11,13 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ems.engines.handoff import ROOM_BITS, Bootstrap, HandoffKind, params_of
 from ems.engines.recompute import CannotContinue, Generated
+from ems.engines.tokenize import token_ids_of, tokenize_body
 from ems.http import headers
 from ems.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
 from ems.http.message import Refusal, Request, find
@@ -25,14 +27,15 @@ from ems.router.admission.limits import Limited
 from ems.router.admission.service import Admission
 from ems.router.choosing.chooser import Chooser
 from ems.router.choosing.prompt import Prompt
+from ems.router.choosing.tokenizers import Tokenizers
 from ems.router.config import RouterConfig
 from ems.router.dispatch import Dispatch, PassOn, Policy, Step, Try
 from ems.router.fleet import Fleet, Instance, Role
 from ems.router.handoff import decode_body, prefill_body
 from ems.router.kthena.router_file import Schedulers
-from ems.router.metrics import Counters
+from ems.router.metrics import Counters, Tokenized
 from ems.router.observe.observer import Observer
-from ems.router.observe.record import UNRESOLVED, Hop, Record
+from ems.router.observe.record import UNRESOLVED, Hop, Record, Tokenization
 from ems.router.prober import Prober
 from ems.router.relay import Relay
 from ems.router.request import CompletionRequest
@@ -44,6 +47,9 @@ CONTINUED: Final = frozenset(("/v1/completions", "/v1/chat/completions"))
 
 READS_ONLY: Final = frozenset(("/v1/embeddings", "/tokenize"))
 """Endpoints that generate no tokens."""
+
+TOKENS_LIMIT: Final = 4 << 20
+"""Bytes of an answer with token ids: half a million of them."""
 
 ANSWER_LIMIT: Final = 64 << 20
 """Bytes of a prefill's answer, which may have the log-probabilities of its prompt."""
@@ -74,6 +80,7 @@ class Parts:
     handoff: HandoffKind = HandoffKind.NIXL
     limited: tuple[Limited, ...] = ()
     """Limits of the route."""
+    tokenizers: Tokenizers = field(default_factory=Tokenizers)
 
 
 class ClientLeft(Exception):
@@ -174,6 +181,10 @@ class Exchange:
 
     async def _serve(self) -> None:
         config = self._parts.config
+        if config.request_timeout is not None:
+            self._deadline = self._loop.time() + config.request_timeout
+        if config.tokenize_within:
+            await self._tokenize()
         self._dispatch = Dispatch(
             self._parts.fleet,
             self._parts.chooser,
@@ -192,8 +203,6 @@ class Exchange:
         )
         try:
             now = self._loop.time()
-            if config.request_timeout is not None:
-                self._deadline = now + config.request_timeout
             self._prefill_until = min(now + config.prefill_timeout, self._deadline)
             step: Step | None = self._dispatch.start(now)
             while step is not None:
@@ -203,6 +212,50 @@ class Exchange:
                 self._timer.cancel()
                 self._timer = None
             self._dispatch.close()
+
+    async def _tokenize(self) -> None:
+        """Have an engine say the token ids of a prompt of text; without them it is known by what was sent where.
+
+        :raises Refusal: the time for the request is over.
+        """
+        parts, request, began = self._parts, self._request, self._loop.time()
+        usable = [one for role in Role for one in parts.fleet.usable(role, parts.server)]
+        if not parts.chooser.would_match(usable, request.prompt_tokens):
+            return
+        body = tokenize_body(self._client.path, request.fields)
+        instance = None if body is None else parts.tokenizers.begin(usable, began)
+        if instance is None:
+            return
+        within = min(parts.config.tokenize_within, self._deadline - began)
+        fields = self._fields(to_prefill=True)
+        outcome: Tokenized | None = None
+        reason: object = "its answer has no token ids"
+        try:
+            async with asyncio.timeout(within):
+                answer = await parts.upstream.page(
+                    "POST", instance.address, b"/tokenize", fields, body, limit=TOKENS_LIMIT
+                )
+            outcome = Tokenized.FAILED
+            with suppress(ValueError):
+                request.tokenized(token_ids_of(answer.body))
+                outcome = Tokenized.DONE
+        except TimeoutError:
+            if within < parts.config.tokenize_within:
+                raise _too_late() from None
+            outcome, reason = Tokenized.LATE, f"not within {within:g} s"
+        except UpstreamBroken as error:
+            outcome, reason = Tokenized.BROKEN, error
+        finally:
+            now = self._loop.time()
+            parts.tokenizers.end(instance, now, rests=outcome in (Tokenized.LATE, Tokenized.BROKEN))
+        parts.counters.tokenized[outcome] += 1
+        parts.counters.tokenize_time.observe(now - began)
+        self._record.tokenization = Tokenization(instance, outcome, now - began)
+        self._record.input_tokens = request.prompt_tokens
+        if outcome is not Tokenized.DONE:
+            log.debug(
+                "Request %s: %s does not say the token ids: %s", self._record.request_id, instance.address, reason
+            )
 
     async def _take(self, step: Step) -> Step | None:
         if isinstance(step, Try) and step.delay:

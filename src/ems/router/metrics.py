@@ -41,6 +41,16 @@ class Prefill(StrEnum):
     """Not done in time: decode computed the prompt itself."""
 
 
+class Tokenized(StrEnum):
+    """How it ended to ask an engine for the token ids of a prompt."""
+
+    DONE = "done"
+    FAILED = "failed"
+    """It answered something else."""
+    BROKEN = "broken"
+    LATE = "late"
+
+
 class Counters:
     """One set a router."""
 
@@ -50,6 +60,7 @@ class Counters:
         self.answered: Counter[tuple[str, int]] = Counter()
         """Requests by endpoint and status; 499 stands for a client that left before it had an answer."""
         self.prefills: Counter[Prefill] = Counter()
+        self.tokenized: Counter[Tokenized] = Counter()
         self.retries: Counter[Role] = Counter()
         self.disconnects = 0
         """Clients that left before the end."""
@@ -59,6 +70,8 @@ class Counters:
         """Seconds from a request's arrival to the first byte of its answer."""
         self.prefill_time = Histogram(SECONDS)
         """Seconds of the prefills that were done."""
+        self.tokenize_time = Histogram(SECONDS)
+        """Seconds until token ids were there, or were done without."""
 
 
 class RouterCollector(Collector):
@@ -77,6 +90,9 @@ class RouterCollector(Collector):
         yield family("counter", "ems_router_requests", text, ("endpoint", "status"), answered)
         prefills = {(outcome,): count for outcome, count in sorted(counts.prefills.items())}
         yield family("counter", "ems_router_prefills", "Prefills by how they ended", ("outcome",), prefills)
+        tokenized = {(outcome,): count for outcome, count in sorted(counts.tokenized.items())}
+        text = "Prompts whose token ids an engine was asked for"
+        yield family("counter", "ems_router_tokenizations", text, ("outcome",), tokenized)
         retries = {(role,): counts.retries[role] for role in Role}
         yield family("counter", "ems_router_retries", "Attempts after the first one", ("role",), retries)
         alone: tuple[tuple[Kind, str, str, float | Histogram], ...] = (
@@ -85,6 +101,7 @@ class RouterCollector(Collector):
             ("counter", "broken_answers", "Answers that ended early after the first byte", counts.breaks),
             ("histogram", "time_to_first_byte_seconds", "From a request to its answer's first byte", counts.first_byte),
             ("histogram", "prefill_seconds", "Duration of the prefills that were done", counts.prefill_time),
+            ("histogram", "tokenize_seconds", "Time until token ids were there, or done without", counts.tokenize_time),
             ("gauge", "instances_leaving", "Removed instances that still finish requests", len(fleet.leaving())),
         )
         for kind, name, text, value in alone:

@@ -7,7 +7,7 @@ owns is ever encoded again: numbers keep their digits, strings their escapes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, Self
 
 import msgspec
@@ -54,7 +54,7 @@ _BATCH = re.compile(rb'\[\s*["\[\]]')  # not a list of tokens, which is one prom
 class CompletionRequest:
     """A client's request: its bytes, its top-level fields, its estimated tokens."""
 
-    __slots__ = ("_text", "body", "fields", "model", "output_tokens", "prompt_tokens", "single")
+    __slots__ = ("_ids", "_text", "body", "fields", "model", "output_tokens", "prompt_tokens", "single")
 
     def __init__(self, body: bytes, fields: dict[str, Raw]) -> None:
         self.body = body
@@ -70,6 +70,7 @@ class CompletionRequest:
         except ValueError:
             self.model = ""
         """The model that is asked for; empty where none is named."""
+        self._ids: Sequence[int] = ()
 
     @property
     def priority(self) -> int:
@@ -89,18 +90,25 @@ class CompletionRequest:
             return self
         return CompletionRequest.of({**self.fields, "model": Raw(_encode(model))})
 
+    def tokenized(self, ids: Sequence[int]) -> None:
+        """Take the token ids that an engine makes of the prompt."""
+        self._ids = ids
+        self.prompt_tokens = len(ids)
+
     def prompt(self, session: bytes = b"", block_tokens: int = 0, adapters: Collection[str] = ()) -> Prompt:
-        """Return what matters for choosing; a prompt of token ids has pieces of ``block_tokens``, if that is given."""
+        """Return what matters for choosing; with known token ids and ``block_tokens`` a piece has so many of these."""
         salt = b"\0".join(bytes(self.fields.get(name, b"")) for name in _BEFORE_THE_PROMPT)
-        if block_tokens and (blocks := self._blocks(block_tokens, adapters)) is not None:
-            return Prompt(self.prompt_tokens, len(self._text), blocks, session, block_tokens)
-        return Prompt(self.prompt_tokens, len(self._text), prefix_hashes(self._text, salt), session)
+        blocks = self._blocks(block_tokens, adapters) if block_tokens else None
+        text = prefix_hashes(self._text, salt) if blocks is None or self._ids else []
+        if blocks is None:
+            return Prompt(self.prompt_tokens, len(self._text), text, session)
+        return Prompt(self.prompt_tokens, len(self._text), blocks, session, block_tokens, text)
 
     def _blocks(self, block_tokens: int, adapters: Collection[str]) -> list[int] | None:
-        if "cache_salt" in self.fields or not _IDS.match(self._text):  # blocks with a salt are in no event
+        if "cache_salt" in self.fields or not (self._ids or _IDS.match(self._text)):  # no event has blocks with a salt
             return None
         try:
-            ids = _ids.decode(self._text)[: MOST_PIECES * block_tokens]
+            ids = (self._ids or _ids.decode(self._text))[: MOST_PIECES * block_tokens]
             return block_hashes(ids, block_tokens, self.model if adapters and self.model in adapters else "")
         except (msgspec.DecodeError, OverflowError):
             return None  # the engine will refuse it

@@ -200,6 +200,23 @@ def test_what_one_sends_somewhere_the_other_chooses_by() -> None:
     assert here.state() is None
 
 
+def test_a_text_with_known_tokens_is_known_to_the_other_by_both() -> None:
+    here, there = two()
+    both = Prompt(128, 600, [1, 2], b"talk", 64, [7, 8])
+    here.chooser.sent(here.fleet.listed(Role.DECODE)[1], both, 0.0)
+
+    told = carried(here.state())
+    there.take(0, told, 0.0)
+    for hashes in ([1, 2], [7, 8]):
+        for shares in (here, there):
+            asked = both._replace(hashes=hashes, text_hashes=())
+            scores = shares.chooser.scores(Role.DECODE, shares.fleet.usable(Role.DECODE), asked, 0.0)
+            assert [score.uncached for score in scores] == [128, 0]
+    assert [one.session for one in told.learned] == [b"talk", b""]
+    here.chooser.sent(here.fleet.listed(Role.DECODE)[1], both._replace(session=b""), 0.0)
+    assert here.state() is None
+
+
 def test_among_equals_it_counts_where_the_others_sent_something_last() -> None:
     here, there = two()
     first, other = there.fleet.listed(Role.DECODE)

@@ -6,9 +6,8 @@ and besides a share of the KV tokens that it holds, which slow each of its steps
 costs what it holds, and a share of what has to be moved to it.  So a prefix draws requests to the instance that has it,
 until waiting there costs more than computing it elsewhere.
 
-Prefixes are known from what was sent where, and from KV events.  Events tell of tokens, so they count for prompts that
-are lists of token ids.  What a pool has need not
-be computed either, but it has to be loaded.
+Prefixes are known from what was sent where, and from KV events.  Events tell of tokens, so they count for prompts whose
+token ids are known.  What a pool has need not be computed either, but it has to be loaded.
 
 A session stays where it was, unless that costs :data:`STICKY_TOKENS` more than the best.
 
@@ -125,6 +124,11 @@ class Chooser:
             bit = self._bits[instance] = self._index.add()
         return bit
 
+    def would_match(self, usable: Sequence[Instance], tokens: int) -> bool:
+        """Whether events may tell apart who has a prompt of so many tokens, once its token ids are known."""
+        told = len(usable) > 1 and not self._telling.isdisjoint(usable)
+        return told and tokens >= self.block_tokens
+
     def scores(
         self, role: Role, usable: Sequence[Instance], prompt: Prompt, now: float, *, prefilled: bool = False
     ) -> list[Score]:
@@ -181,6 +185,7 @@ class Chooser:
         """A request goes to an instance, which will have its prefix."""
         bit = self._bit(instance, Place.ENGINE)
         self._index.learn(prompt.hashes, bit)
+        self._index.learn(prompt.text_hashes, bit)
         if prompt.session:
             self._sessions[instance.role].keep(prompt.session, bit, now)
 

@@ -10,7 +10,7 @@ class Prompt(NamedTuple):
     """A prompt by its size and its prefixes."""
 
     tokens: int
-    """Estimated tokens of the prompt."""
+    """Tokens of the prompt, estimated where it is text of which no engine said them."""
     text_bytes: int
     """Bytes of JSON that ``tokens`` were estimated from."""
     hashes: Sequence[int]
@@ -18,3 +18,5 @@ class Prompt(NamedTuple):
     session: bytes = b""
     """The name of the conversation; empty where the client gave none."""
     block_tokens: int = 0
+    text_hashes: Sequence[int] = ()
+    """Of a text with known tokens: learned beside ``hashes``, for when an engine does not say the tokens."""

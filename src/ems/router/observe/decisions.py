@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final
 
-from ems.router.observe.record import Hop, Record
+from ems.router.observe.record import Hop, Record, Tokenization
 
 KEPT: Final = 1024
 LISTED: Final = 50
@@ -59,6 +59,7 @@ def explained(record: Record) -> dict[str, Any]:
             "decode": record.decode or None,
             "prefix_tokens": record.prefix_tokens,
             "session_affinity": record.affinity,
+            "tokenized": _tokenization(record.tokenization),
             "attempts": [_attempt(record, hop) for hop in record.hops],
         },
         "times": {"queued": round(record.queued, 6)} | {name: since(getattr(record, name)) for name in _TIMES},
@@ -70,6 +71,12 @@ def explained(record: Record) -> dict[str, Any]:
             "error": {"type": record.error_type, "message": record.error_message} if record.error_type else None,
         },
     }
+
+
+def _tokenization(asked: Tokenization | None) -> dict[str, Any] | None:
+    if asked is None:
+        return None
+    return {"instance": str(asked.instance.address), "outcome": asked.outcome, "seconds": round(asked.seconds, 6)}
 
 
 def _attempt(record: Record, hop: Hop) -> dict[str, Any]:

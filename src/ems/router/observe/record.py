@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from ems.router.admission.keys import ANYBODY, Principal
 from ems.router.choosing.chooser import Score
 from ems.router.fleet import Instance, Role
+from ems.router.metrics import Tokenized
 
 NEVER: Final = 0.0
 
@@ -45,6 +46,14 @@ class Hop:
         return None
 
 
+class Tokenization(NamedTuple):
+    """An engine was asked for a prompt's token ids."""
+
+    instance: Instance
+    outcome: Tokenized
+    seconds: float
+
+
 @dataclass(slots=True, eq=False)
 class Record:
     """One request.  Whoever serves it sets what it knows; nothing reads it before the end but the debug page."""
@@ -57,7 +66,7 @@ class Record:
     principal: Principal = ANYBODY
     user: str = ""
     input_tokens: int = 0
-    """Estimated."""
+    """Estimated, or counted by an engine that was asked for token ids."""
     output_tokens: int = 0
     prefix_tokens: int = 0
     """Tokens of the prompt that the chosen instances are thought to have."""
@@ -89,6 +98,7 @@ class Record:
     decode_sent: float = NEVER
     first_byte: float = NEVER
     ended: float = NEVER
+    tokenization: Tokenization | None = None
     hops: list[Hop] = field(default_factory=list)
     span: object = None
 

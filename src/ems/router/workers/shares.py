@@ -74,10 +74,13 @@ class SharedChooser(Chooser):
         self.learned: deque[Learned] = deque(maxlen=32 * MOST_LEARNED)
 
     def sent(self, instance: Instance, prompt: Prompt, now: float) -> None:
-        hashes = self._index.unlearned(prompt.hashes, self._bit(instance, Place.ENGINE))
+        bit, session = self._bit(instance, Place.ENGINE), prompt.session
+        named = [self._index.unlearned(hashes, bit) for hashes in (prompt.hashes, prompt.text_hashes)]
         super().sent(instance, prompt, now)
-        if hashes or prompt.session:
-            self.learned.append(Learned(instance.role, instance.address, array("I", hashes).tobytes(), prompt.session))
+        for hashes in named:
+            if hashes or session:
+                self.learned.append(Learned(instance.role, instance.address, array("I", hashes).tobytes(), session))
+            session = b""
 
     def learn(self, instance: Instance, learned: Learned, now: float) -> None:
         super().sent(instance, Prompt(0, 0, array("I", learned.hashes), learned.session), now)

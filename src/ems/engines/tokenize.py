@@ -1,0 +1,88 @@
+"""What ``/tokenize`` of an engine takes and says: the token ids that a prompt of text becomes.
+
+An engine renders a chat there as it does for an answer, but takes fewer fields.  What else its chat template sees of a
+request goes into ``chat_template_kwargs``, where vLLM puts it by itself for an answer.
+
+What always holds: nothing is asked for a prompt whose token ids do not say all of it, such as one with images.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta, Raw
+
+_OF_COMPLETIONS: Final = ("model", "add_special_tokens")
+_OF_CHATS: Final = (
+    *("model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+    *("chat_template", "chat_template_kwargs"),
+)
+_OF_TEMPLATES: Final = ("documents", "reasoning_effort")
+_BESIDE_TOKENS: Final = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens")
+"""Fields by which a prompt's KV is not that of all its tokens, or not of them alone."""
+_NULL: Final = b"null"
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(min_length=1)]
+
+
+_messages = msgspec.json.Decoder(list[_Message])
+_one_text = msgspec.json.Decoder(tuple[Raw])
+_object = msgspec.json.Decoder(dict[str, Raw])
+_tokenized = msgspec.json.Decoder(_Tokenized)
+_encode = msgspec.json.Encoder().encode
+
+
+def tokenize_body(path: str, fields: dict[str, Raw]) -> bytes | None:
+    """Return what an engine is asked for the token ids of a request to ``path``; None where that makes no sense."""
+    if not fields.keys().isdisjoint(_BESIDE_TOKENS):
+        return None
+    try:
+        if path == "/v1/completions" and "prompt" in fields:
+            return _of_completion(fields)
+        if path == "/v1/chat/completions" and "messages" in fields:
+            return _of_chat(fields)
+    except (ValueError, RecursionError):
+        pass  # nothing that an engine takes, or no text alone
+    return None
+
+
+def token_ids_of(answer: bytes) -> list[int]:
+    """Return the token ids of an answer.
+
+    :raises ValueError: it has none.
+    """
+    return _tokenized.decode(answer).tokens
+
+
+def _of_completion(fields: dict[str, Raw]) -> bytes | None:
+    prompt = fields["prompt"]
+    if bytes(prompt).startswith(b"["):
+        (prompt,) = _one_text.decode(prompt)
+    if not bytes(prompt).startswith(b'"'):
+        return None
+    return _encode({name: fields[name] for name in _OF_COMPLETIONS if name in fields} | {"prompt": prompt})
+
+
+def _of_chat(fields: dict[str, Raw]) -> bytes:
+    _messages.decode(fields["messages"])
+    asked = {name: fields[name] for name in _OF_CHATS if name in fields}
+    seen = {name: fields[name] for name in _OF_TEMPLATES if bytes(fields.get(name, _NULL)) != _NULL}
+    if seen:
+        given = fields.get("chat_template_kwargs", Raw(_NULL))
+        kwargs = {} if bytes(given) == _NULL else _object.decode(given)
+        if "reasoning_effort" in seen:
+            thinks = bytes(seen["reasoning_effort"]) != b'"none"'
+            kwargs.setdefault("enable_thinking", Raw(b"true" if thinks else b"false"))
+        asked["chat_template_kwargs"] = Raw(_encode(kwargs | seen))
+    return _encode(asked)

@@ -1,0 +1,95 @@
+"""What an engine is asked for a prompt's token ids, and which of its answers count."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from ems.engines.tokenize import token_ids_of, tokenize_body
+
+TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+CHAT = "/v1/chat/completions"
+
+
+def asked(path: str, **fields: Any) -> Any:
+    body = tokenize_body(path, msgspec.json.decode(json.dumps(fields), type=dict[str, msgspec.Raw]))
+    return None if body is None else json.loads(body)
+
+
+def test_a_completion_is_asked_for_by_what_changes_its_tokens() -> None:
+    given = {"model": "m", "prompt": "Hello", "add_special_tokens": False}
+
+    assert asked("/v1/completions", **given, max_tokens=3, stream=True, echo=True) == given
+    assert asked("/v1/completions", prompt=["Hello"]) == {"prompt": "Hello"}
+
+
+def test_a_chat_is_asked_for_by_what_its_template_sees() -> None:
+    given = {
+        "model": "m",
+        "messages": [*TALK, {"role": "user", "content": [{"type": "text", "text": "And?", "cache_control": {}}]}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+        "chat_template": "{{ messages }}",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+
+    assert asked(CHAT, **given, prompt="passed over", temperature=0, documents=None, reasoning_effort=None) == given
+
+
+@pytest.mark.parametrize(
+    ("effort", "given", "thinks"),
+    [("high", {}, True), ("none", {}, False), ("high", {"enable_thinking": False}, False)],
+)
+def test_what_an_engine_takes_for_an_answer_alone_reaches_the_template(
+    effort: str, given: dict[str, Any], thinks: bool
+) -> None:
+    documents = [{"text": "Caches"}]
+    body = asked(CHAT, messages=TALK, reasoning_effort=effort, documents=documents, chat_template_kwargs=given)
+
+    kwargs = {"reasoning_effort": effort, "documents": documents, "enable_thinking": thinks}
+    assert body == {"messages": TALK, "chat_template_kwargs": kwargs}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [1, 2, 3]}),
+        ("/v1/completions", {"prompt": [[1, 2, 3]]}),
+        ("/v1/completions", {"prompt": ["one", "two"]}),
+        ("/v1/completions", {"prompt": []}),
+        ("/v1/completions", {"prompt": None}),
+        ("/v1/completions", {"messages": TALK}),
+        ("/v1/completions", {"prompt": "Hello", "cache_salt": "s"}),
+        ("/v1/completions", {"prompt": "Hello", "prompt_embeds": "AAAA"}),
+        ("/v1/completions", {"prompt": "Hello", "truncate_prompt_tokens": 5}),
+        (CHAT, {"messages": TALK, "cache_salt": "s"}),
+        (CHAT, {"messages": "Hello"}),
+        (CHAT, {"messages": None}),
+        (CHAT, {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]}),
+        (CHAT, {"messages": [{"content": [{"image_url": "http://a/b"}]}]}),
+        (CHAT, {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]}]}),
+        (CHAT, {"prompt": "Hello"}),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/embeddings", {"input": "Hello", "prompt": "Hello", "messages": TALK}),
+        ("/tokenize", {"prompt": "Hello"}),
+    ],
+)
+def test_nothing_is_asked_where_token_ids_are_there_or_do_not_say_all(path: str, fields: dict[str, Any]) -> None:
+    assert asked(path, **fields) is None
+
+
+def test_token_ids_are_read() -> None:
+    assert token_ids_of(b'{"count":2,"max_model_len":9,"tokens":[7,4294967295],"token_strs":null}') == [7, 2**32 - 1]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"[]", b"{}", b'{"tokens":[]}', b'{"tokens":[-1]}', b'{"tokens":[4294967296]}', b'{"tokens":["a"]}']
+)
+def test_an_answer_without_token_ids_is_said_to_be_none(answer: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        token_ids_of(answer)
