@@ -18,6 +18,7 @@ from ems.router.choosing.prefix_index import Place, block_hashes
 from ems.router.config import EventSource, RouterConfig
 from ems.router.fleet import Role
 from tests.router.fakes import FakeEngine, Handler, RawEngine, Running, completion, running, status, until
+from tests.router.kthena.manifests import ROUTE, SERVER, documents, pod
 
 BLOCK = 64
 TEXT = "one two three four five six seven eight nine ten " * 40
@@ -265,6 +266,24 @@ async def test_an_engine_gets_the_credentials_that_it_gets_with_requests(tmp_pat
             assert {one.path for one in seen} == {"/tokenize", "/v1/completions"}
             assert {one.headers["Authorization"] for one in seen} == {expected}
             assert {one.headers["X-Request-Id"] for one in seen} == {"r-7"}
+
+
+async def test_engines_of_the_model_are_asked_under_its_name_there_if_they_told(tmp_path: Path) -> None:
+    async with FakeEngine(speaking()) as one, FakeEngine(speaking()) as two, FakeEngine(speaking()) as others:
+        pods = [pod("p", "prefill", one.address.port), pod("d", "decode", two.address.port)]
+        more = [
+            pod(f"{role}-2", role, others.address.port).replace("kimi-k25-pd", "glm") for role in ("prefill", "decode")
+        ]
+        glm = [text.replace("kimi-k25", "glm").replace("glm-pd", "glm") for text in (SERVER, ROUTE)]
+        (tmp_path / "all.yaml").write_text(documents(SERVER, ROUTE, *pods, *glm, *more))
+        settings: dict[str, Any] = {"kv_events": {one.address: NOBODY}, "tokenize_within": 30.0}
+        async with running(manifests=tmp_path, **settings) as router:
+            tell(router, one, [7] * BLOCK)
+            for model in ("kimi-k25", "glm"):
+                assert (await router.post(json={"model": model, "prompt": TEXT})).status == 200
+
+    assert asked_of(one, two) == [{"model": "kimi_k25", "prompt": TEXT}]
+    assert (asked_of(others), served(others)) == ([], 2)
 
 
 def test_it_takes_kv_events_and_a_time() -> None:
