@@ -140,7 +140,7 @@ async def test_reset_prefix_cache_reaches_everyone_and_names_who_failed() -> Non
         decode.answer = status(500)
         response = await router.post("/reset_prefix_cache", data=b"")
 
-        assert (500, [str(decode.address)]) == (response.status, json.loads(await response.read())["failed"])
+        assert (502, [str(decode.address)]) == (response.status, json.loads(await response.read())["failed"])
 
 
 # ----------------------------------------------------------------------------------------------------------- instances

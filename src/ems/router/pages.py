@@ -169,7 +169,7 @@ class Pages:
         answers = zip(asked, pages, strict=True)
         failed = [str(instance.address) for instance, page in answers if page is None or page.status != 200]
         if failed:
-            reply.json(500, {"message": "Some instances did not reset their prefix cache", "failed": failed})
+            reply.json(502, {"message": "Some instances did not reset their prefix cache", "failed": failed})
         else:
             reply.json(200, {"message": f"Reset the prefix cache of {len(asked)} instances", "failed": []})
 
