@@ -26,7 +26,7 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: PolicyName = "forecast"
 
 _UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": 1 << 40}
-_SIZE = re.compile(r"\s*([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(-?[0-9]{1,24}(?:\.[0-9]{1,24})?)\s*(?:([kmgt])i?)?b?\s*", re.IGNORECASE)
 
 _MOST = 1 << 60
 _LEAST_WITHOUT_UNIT = 4096
@@ -38,17 +38,18 @@ _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])?\s*", re
 
 def parse_size(text: str | int, *, name: str = "size") -> int:
     """Bytes meant by ``text``: a plain number, or a number with a unit of base 1024 (``1GB`` = 2**30)."""
+    expected = f"{name} is {text!r}, expected a number above 0 with a unit such as 1GB, 512MB or 64KB"
     if isinstance(text, int) and not isinstance(text, bool):
         value = text
     else:
         match = _SIZE.fullmatch(str(text))
         if match is None:
-            raise ConfigError(f"{name} is {text!r}, expected bytes or a number with a unit such as 1GB, 512MB or 64KB")
+            raise ConfigError(expected)
         value = int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
         if 0 < value < _LEAST_WITHOUT_UNIT and str(text).strip().isdigit():
             raise ConfigError(f"{name} is {text!r}, which means bytes, expected a unit such as {text}GB or {text}MB")
     if value <= 0:
-        raise ConfigError(f"{name} is {text!r}, expected a positive number of bytes")
+        raise ConfigError(expected)
     if value > _MOST:
         raise ConfigError(f"{name} is {text!r}, expected what a machine can have, at most {format_size(_MOST)}")
     return value

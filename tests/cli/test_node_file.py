@@ -131,7 +131,7 @@ def test_the_file_of_the_system_is_read_where_no_other_is_named(
         ("sise = 1", "{} has the unknown key 'sise', did you mean size?"),
         ("fresh = true", "{} has the unknown key 'fresh', expected one of dir, allow-disk,"),
         ("[node]\nsize = 1", "{} has the unknown key 'node'"),
-        ('size = "lots"', "{}, key size: size is 'lots', expected bytes"),
+        ('size = "lots"', "{}, key size: size is 'lots', expected a number above 0"),
         ("size = true", "{}, key size: True is given, expected a size such as"),
         ("size = 5.5", "{}, key size: 5.5 is given, expected a size"),
         ('http-port = "x"', "{}, key http-port: 'x' is given, expected a whole number"),

@@ -10,20 +10,23 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
-    from cyclopts import App
+    from cyclopts import App, ArgumentCollection
 
 __all__ = ["build_app", "main"]
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_NEGATIVE = re.compile(r"-[0-9][0-9.]*[A-Za-z]+")
+"""A size or a time that begins like an option."""
 _STDOUT_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 VERBS = {
@@ -107,6 +110,7 @@ def build_app(tokens: Sequence[str] = ()) -> App:
         exit_on_error=False,
         print_error=False,
         suppress_keyboard_interrupt=False,
+        config=_check_whole_numbers,
     )
 
     def add(to: App, verbs: dict[str, tuple[str, str]], called: Sequence[str]) -> None:
@@ -125,6 +129,19 @@ def build_app(tokens: Sequence[str] = ()) -> App:
         add(group, verbs, tokens[1:] if tokens[:1] == [name] else ())
         app.command(group)
     return app
+
+
+def _check_whole_numbers(_: App, __: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """The parser would round fractions."""
+    from cyclopts import CoercionError
+
+    def kinds(hint: Any) -> set[Any]:
+        return {hint}.union(*map(kinds, get_args(hint)))
+
+    for argument in arguments:
+        for token in argument.tokens:
+            if "." in token.value and int in kinds(argument.hint):
+                raise CoercionError(token=token, argument=argument, target_type=int)
 
 
 def _description(path: str) -> str:
@@ -176,13 +193,25 @@ def _call(tokens: Sequence[str]) -> object:
 
     try:
         _check_text(tokens)
-        return build_app(list(tokens))(list(tokens), result_action="return_value")
+        joined = _with_negatives(tokens)
+        return build_app(joined)(joined, result_action="return_value")
     except CycloptsError as error:
         complain(sentence(error))
         return EXIT_USAGE
     except EmsError as error:
         complain(" ".join(str(error).split()).removesuffix("."))
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
+
+
+def _with_negatives(tokens: Sequence[str]) -> list[str]:
+    """Join a negative value to its option, whose own words refuse it."""
+    joined: list[str] = []
+    for token in tokens:
+        if _NEGATIVE.fullmatch(token) and joined and joined[-1].startswith("--") and len(joined[-1]) > 2:
+            joined[-1] += f"={token}"
+        else:
+            joined.append(token)
+    return joined
 
 
 def _check_text(tokens: Sequence[str]) -> None:

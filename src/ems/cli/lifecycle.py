@@ -145,7 +145,12 @@ def _back(client: PoolClient, node: str, deadline: float) -> dict[str, Any]:
 
 
 def resize(
-    size: str | None = None, /, *, cancel: Flag = False, timeout: Seconds = 120.0, asked: Changing = CHANGING
+    size: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    /,
+    *,
+    cancel: Flag = False,
+    timeout: Seconds = 120.0,
+    asked: Changing = CHANGING,
 ) -> None:
     """Give the running pool another size, in whole segments.
 

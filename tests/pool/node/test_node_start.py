@@ -179,8 +179,8 @@ def test_a_pool_that_cannot_be_made_is_refused(home: Path, flags: tuple[str, ...
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--size", "huge"), "expected bytes or a number with a unit"),
-        (("--size", "0"), "expected a positive number"),
+        (("--size", "huge"), "expected a number above 0 with a unit"),
+        (("--size", "0"), "expected a number above 0"),
         (("--size", "4095"), "expected a unit such as"),
         (("--size", "1MB", "--segment-size", "2MB"), "is larger than the pool"),
         (("--high-watermark", "1.5"), "expected a share above 0 and at most 1"),

@@ -64,7 +64,7 @@ def test_masters_are_named_in_these_ways(master: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"global_segment_size": "1XB"}, "global_segment_size in mooncake.json is '1XB', expected bytes or a number"),
+        ({"global_segment_size": "1XB"}, "global_segment_size in mooncake.json is '1XB', expected a number above 0"),
         ({"global_segment_size": "-1GB"}, "global_segment_size in mooncake.json is '-1GB'"),
         ({"global_segment_size": True}, "global_segment_size in mooncake.json is True, expected bytes or a size"),
         ({"local_buffer_size": [1]}, "local_buffer_size in mooncake.json is [1], expected bytes or a size"),
