@@ -306,7 +306,11 @@ def main() -> int:
         "--memory-gib", type=int, default=2, help="of each node's pool, and what each host gives; a fetch needs 2"
     )
     parser.add_argument(
-        "--page-mib", type=int, default=4, help="size of the pages of the plain fetch, default 4: 256 tokens of 16 KiB"
+        "--page-mib",
+        type=int,
+        choices=(1, 2, 4, 8, 16, 32),
+        default=4,
+        help="size of the pages of the plain fetch, default 4: 256 tokens of 16 KiB",
     )
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -315,6 +319,13 @@ def main() -> int:
     parts = given.parts.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts is {given.parts}, expected some of {', '.join(PARTS)} separated by commas")
+    least = {"--memory-gib": 2 if "fetch" in parts else 1, "--requests": 1, "--concurrency": 1, "--pairs": 1}
+    for flag, number in least.items():
+        value = getattr(given, flag[2:].replace("-", "_"))
+        if value < number:
+            parser.error(f"{flag} is {value}, expected at least {number}")
+    if os.geteuid():
+        parser.error("network namespaces take root, start it with sudo")
     sizes = Sizes(
         requests=given.requests, concurrency=given.concurrency, pairs=given.pairs, prefix_tokens=1024, new_tokens=0
     )

@@ -306,11 +306,20 @@ def lines(shape: str, before: Measured, now: Measured) -> Iterator[list[str]]:
         yield ["", "of a plain copy", f"{before.plain / before.copying:.0%}", f"{now.plain / now.copying:.0%}", ""]
 
 
+def _is_there(kind: str) -> bool:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == kind
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=128 * 1024, help="of the prompt (default: 131072)")
-    parser.add_argument("--device", default="cpu", help="cpu (nothing is copied), cuda, xpu or npu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "xpu", "npu"), default="cpu", help="cpu: nothing is copied")
     options = parser.parse_args()
+    if options.tokens < CHUNK_TOKENS:
+        parser.error(f"--tokens is {options.tokens}, expected at least {CHUNK_TOKENS}, which is a page")
+    if options.device != "cpu" and not _is_there(options.device):
+        parser.error(f"--device is {options.device}, which torch does not find here, expected cpu or what is there")
     table: list[list[str]] = []
     with (
         NodeProcess("--size", "1GB", "--segment-size", "32MB") as node,
