@@ -366,9 +366,11 @@ def fuzz(
 answers: Counter[tuple[str, int]] = Counter()
 
 
-@schemathesis.hook
 def after_call(_context: Any, case: Any, response: Any) -> None:
     answers[case.operation.label, response.status_code] += 1
+
+
+schemathesis.hook(after_call)
 
 
 def main() -> int:
