@@ -90,7 +90,7 @@ class SteppedNode:
         held = Lease(self.node, self.epoch, found.lease, found.refs) if found.lease else None
         return Hits(count, found.pending, held, Reason.of_code(found.code), below)
 
-    def lookup_tail(self, _: Namespace, tail: Tail, *, lease: bool = False, timeout: float) -> TailHit:
+    def lookup_tail(self, _: Namespace, tail: Tail, *, lease: bool = False, timeout: float, shards: int) -> TailHit:
         del tail, lease, timeout
         return TailHit(0, b"", pending=False, lease=None)
 

@@ -48,7 +48,9 @@ class Shelf:
         held = self._lease(wanted[:count]) if lease and count else None
         return Hits(count, 0, held, None, sum(key in self.below for key in wanted[count:]))
 
-    def lookup_tail(self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float) -> TailHit:
+    def lookup_tail(
+        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float, shards: int
+    ) -> TailHit:
         assert timeout
         self.asked.append((tail.directory, lease))
         here = self._here(namespace)

@@ -186,6 +186,19 @@ def page_keys(keys: bytes, shards: int) -> bytes:
     return (chunks ^ _masks(shards)).tobytes()
 
 
+def shard_masks(shards: int) -> bytes:
+    """What, combined by XOR with the key of a chunk, names its pages but the first, joined."""
+    return _masks(shards)[1:].tobytes()
+
+
+def masked(key: bytes, masks: bytes) -> list[bytes]:
+    """``key`` and, combined with each of ``masks``, the keys of the other pages of its chunk."""
+    return [
+        key,
+        *split_keys((np.frombuffer(masks, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(key, np.uint8)).tobytes()),
+    ]
+
+
 def page_key(key: bytes, shard: int) -> bytes:
     """The key of one shard of the chunk ``key``; no parent stays no parent."""
     return key if key == NO_PARENT else page_keys(key, shard + 1)[-KEY_BYTES:]

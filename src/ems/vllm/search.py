@@ -235,7 +235,8 @@ class Search:
         name = self.tail_name(prompt, chunks + ahead)
         if name is None:
             return NO_TAIL
-        hit = self._client.lookup_tail(self._namespaces[0], name, lease=lease and not ahead, timeout=self._timeout)
+        shards, held = self._planes[0].shards, lease and not ahead
+        hit = self._client.lookup_tail(self._namespaces[0], name, lease=held, timeout=self._timeout, shards=shards)
         self.promoting = max(ahead, int(hit.below))
         return TailHit(0, b"", hit.pending, None) if ahead else hit
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.keys import NO_PARENT, Tail, page_keys, shard_masks, split_keys
 from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
 from ems.pool.media import STORAGE, asked_for, named
 from ems.pool.protocol.messages import FROM_NOW
@@ -130,6 +130,22 @@ async def test_part_of_a_block_that_comes_up_is_waited_for(bench: Callable[..., 
     one.tier.gate.set()
     await one.until(lambda: one.present([bytes(tail.key)]) == 1)
     assert not comes()
+
+
+async def test_the_pages_of_a_tails_chunk_come_up_together(bench: Callable[..., Bench]) -> None:
+    one, tail = bench(kind="mooncake"), Tail(key("directory"), b"five" + b"six.")
+    await one.until(lambda: one.node.core.stats()["bytes_touched"] == 2 << 20)
+    pages = split_keys(page_keys(tail.key, 3))
+    reserved = one.node.promise(1, one.namespace, bytes(NO_PARENT), pages, [tail, None, None])
+    for granted, name in zip(reserved.granted, pages, strict=True):
+        one.memory(granted)[:] = page(name)
+    one.tier_manager.committed(one.namespace, one.node.storing.commit(1, reserved.reservation).pages)
+    await one.until(lambda: one.state.counts["pages_written"] == 3)
+    await one.until(one.nothing_is_held)
+    one.forget()
+    longer = Tail(tail.directory, tail.tokens + b"more")
+    assert one.tier_manager.looked_up_tail(one.namespace, longer, 0, shard_masks(3))
+    await one.until(lambda: one.present(pages) == 3)
 
 
 async def test_a_read_that_hangs_frees_its_keys_at_once_and_its_slots_when_it_ends(bench: Callable[..., Bench]) -> None:

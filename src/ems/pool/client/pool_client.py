@@ -31,7 +31,7 @@ from ems.pool.client.introduction import Introduction
 from ems.pool.client.line import Connection, Line, Pins, SegmentMap, Sent, Turn
 from ems.pool.client.promised import PromisedSlots
 from ems.pool.client.retry import ConnectionEnded
-from ems.pool.keys import KEY_BYTES, Tail
+from ems.pool.keys import KEY_BYTES, Tail, shard_masks
 from ems.pool.layout import REF_BYTES
 from ems.pool.names import check_facts, qualified
 from ems.pool.pages import ClusterWrite, Outcome
@@ -238,15 +238,20 @@ class PoolClient(Line):
         return self.call(timeout, ask)
 
     def lookup_tail(
-        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float | None = None
+        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float | None = None, shards: int = 1
     ) -> TailHit:
-        """The page that shares most leading tokens with ``tail``; with ``lease`` it stays until released."""
+        """The page that shares most leading tokens with ``tail``; with ``lease`` it stays until released.
+
+        It is the first of ``shards`` pages of its chunk, which tiers bring up together.
+        """
 
         def look(turn: Turn) -> TailHit:
             number = self._opened(turn, namespace)
             if number is None:
                 return NO_TAIL
-            answer = turn.ask(messages.Lookup(number, b"", lease, tail, local_only=self._local_only), messages.Hits)
+            answer = turn.ask(
+                messages.Lookup(number, shard_masks(shards), lease, tail, local_only=self._local_only), messages.Hits
+            )
             held = _held(turn.connection, answer)
             return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
 

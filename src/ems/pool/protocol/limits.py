@@ -17,6 +17,8 @@ TAIL_FRAME_BYTES = 32
 """What a tail takes in a request beside its tokens, and its position."""
 MAX_TAIL_BYTES = 2 << 20
 """What a client sends of tails in one request: with the most keys it still fits into a frame, which bounds both."""
+MAX_SHARDS = 256
+"""Other pages of a chunk that come up together with one that is found by its tokens."""
 MAX_ID = 256
 """Characters of a request's id that count."""
 MAX_CORRUPT = 64

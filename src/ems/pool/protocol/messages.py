@@ -122,7 +122,8 @@ class Abort(Storing, frozen=True):
 class Lookup(Storing, frozen=True):
     """How many leading ``keys`` are present, with a lease on them if ``lease``; answered by :class:`Hits`.
 
-    With ``tail`` and no keys: the page of that directory that shares most leading tokens.
+    With ``tail``: the page of that directory that shares most leading tokens.  Each of ``keys``, combined by XOR with
+    the key of the page that is found, then names another page of the same chunk: a tier brings them up together.
     """
 
     namespace: int

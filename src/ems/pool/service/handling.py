@@ -25,6 +25,7 @@ from ems.pool.names import refuse_marked
 from ems.pool.pages import Outcome, packed_refs
 from ems.pool.protocol import messages
 from ems.pool.protocol.acts import Acts, Follow, List, Show, Upgrade
+from ems.pool.protocol.limits import MAX_SHARDS
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.service.storing import Applier, Steps, Storing
@@ -189,7 +190,9 @@ class RequestHandler:
 
     def _lookup_tail(self, client_id: int, request: messages.Lookup, tail: Tail) -> messages.Hits:
         shared, held = self._core.reading.lookup_tail(client_id, request.namespace, tail, lease=request.lease)
-        comes = self._below.looked_up_tail(request.namespace, tail, shared, local_only=request.local_only)
+        comes = self._below.looked_up_tail(
+            request.namespace, tail, shared, request.keys[: MAX_SHARDS * KEY_BYTES], local_only=request.local_only
+        )
         key = held.pages[0].key if held.pages else b""
         return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, int(comes))
 

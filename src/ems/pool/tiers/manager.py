@@ -22,7 +22,7 @@ from ems.config import MIB
 from ems.errors import StaleReference
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.writing import Reserved
-from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.keys import NO_PARENT, Tail, masked
 from ems.pool.layout import PageRef, writer_of
 from ems.pool.media import medium_of
 from ems.pool.movement.promotion import Portion, Promotions
@@ -165,18 +165,25 @@ class TierManager:
         """
         return self._want(namespace, keys, 0, 0.0, urgent=False, local_only=local_only)[0]
 
-    def looked_up_tail(self, namespace: int, tail: Tail, shared: int, *, local_only: bool = False) -> bool:
-        """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now."""
+    def looked_up_tail(
+        self, namespace: int, tail: Tail, shared: int, masks: bytes = b"", *, local_only: bool = False
+    ) -> bool:
+        """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now.
+
+        With it come the other pages of its chunk, by ``masks`` of their keys.
+        """
         name = self._host.core.named(namespace)[0]
+        again = partial(self.looked_up_tail, namespace, tail, shared, masks)
         for state in self._moves(name, local_only=local_only):
-            if state.reads and state.tier.asks and self._asks_tails(state, namespace, name, tail, shared):
+            if state.reads and state.tier.asks and self._asks_tails(state, name, tail, again):
                 return True
             best = state.tier.find_tail(name, tail) if state.reads else None
             if best is None or best.tail.common(tail.tokens) <= shared:
                 continue
-            if (page := self._host.core.page(namespace, best.tail.key)) is None:
-                return self._ask(state, namespace, best.parent, [best.tail.key], urgent=True)
-            if not page.present and (namespace, best.tail.key) in self._promoting:
+            pages = [(key, self._host.core.page(namespace, key)) for key in masked(best.tail.key, masks)]
+            if missing := [key for key, page in pages if page is None]:
+                return self._ask(state, namespace, best.parent, missing, urgent=True)
+            if any(not page.present and (namespace, key) in self._promoting for key, page in pages if page is not None):
                 return True
         return False
 
@@ -260,12 +267,11 @@ class TierManager:
         self._events_of(state).missed(name, keys)
         again()
 
-    def _asks_tails(self, state: TierState, namespace: int, name: str, tail: Tail, shared: int) -> bool:
-        """Whether a tail may turn out to be in ``state``, which is looked up again then."""
+    def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object]) -> bool:
+        """Whether a tail may turn out to be in ``state``; it is looked up ``again`` then."""
         tier = cast("AskedTier", state.tier)
         maybe, unknown = tier.unknown_tail(name, tail)
         if unknown:
-            again = partial(self.looked_up_tail, namespace, tail, shared)
             self._question(state, partial(tier.ask_tails, name, tail.directory), again)
         return maybe
 
