@@ -12,8 +12,8 @@ FIRST_PAUSE = 0.002
 """Seconds between the first two looks."""
 MOST_PAUSE = 0.05
 """Seconds between two looks at most, once the scheduler asked."""
-GROWTH = 1.2
-"""Each pause to the one before once the scheduler asked: what came meanwhile waits a fifth of the time that it took."""
+GROWTH = 1.1
+"""Each pause to the one before once the scheduler asked: what came meanwhile waits a tenth of the time that it took."""
 QUEUED_PAUSE = 1.0
 """Seconds between two looks at most while the request stands in the queue; there each is twice the one before."""
 GRACE_SECONDS = 0.5
