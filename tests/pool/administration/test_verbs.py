@@ -218,6 +218,9 @@ def test_show_tells_of_namespaces_pages_and_requests(client: PoolClient, ems: Em
     assert "never_stored" in shown
     explained = ems("explain", "--request", "4711")
     assert re.sub(r"\d+s ago", "", explained) == re.sub(r"\d+s ago", "", shown), "but for the time between them"
+    client.lookup(SPACE, b"".join(chain("x", 3)), lease=False, request="cmpl-4712-0")
+    said = ems("explain", "--request", "cmpl", status=1)
+    assert "'cmpl' is in the ids of 2 requests, cmpl-4711-0 and cmpl-4712-0 the last of them: give a part" in said
     assert "nothing here is called" in ems("show", "no such thing", status=1)
 
 

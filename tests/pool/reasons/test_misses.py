@@ -150,16 +150,16 @@ def test_lookups_are_found_by_request_and_by_a_part_that_only_one_has() -> None:
     save(core, space, chain("x", 1))
     core.reading.lookup(1, space, chain("x", 2), lease=True, request="cmpl-17-0-abc")
     core.reading.missed_namespace("b", 4, "cmpl-17-0-abc")
-    name, looks = core.reasons.requests.find("cmpl-17")
+    (name,) = core.reasons.requests.find("cmpl-17")
+    looks = core.reasons.requests.looks(name)
     assert name == "cmpl-17-0-abc"
     assert [(look.namespace, look.asked, look.found, Reason.of_code(look.code)) for look in looks] == [
         ("a", 2, 1, Reason.NEVER_STORED),
         ("b", 4, 0, Reason.NEVER_STORED),
     ]
-    assert core.reasons.requests.find("cmpl-18") == ("", [])
+    assert core.reasons.requests.find("cmpl-18") == core.reasons.requests.find("") == []
     core.reading.lookup(1, space, chain("x", 2), lease=False, request="cmpl-17-1-abc")
-    assert core.reasons.requests.find("cmpl-17") == ("", []), "two have it"
-    assert core.reasons.requests.find("") == ("", [])
+    assert core.reasons.requests.find("cmpl-17") == ["cmpl-17-0-abc", "cmpl-17-1-abc"]
 
 
 def test_requests_and_their_lookups_are_bounded() -> None:
@@ -167,10 +167,10 @@ def test_requests_and_their_lookups_are_bounded() -> None:
     for number in range(MAX_REQUESTS + 10):
         requests.looked(f"r{number:06}", Look("a", 1, 0, 1, b"", 0.0))
     assert len(requests._looks) == MAX_REQUESTS
-    assert requests.find("r000009") == ("", [])
+    assert requests.find("r000009") == []
     for _ in range(MAX_LOOKS + 3):
         requests.looked("r000500", Look("a", 1, 0, 1, b"", 0.0))
-    assert len(requests.find("r000500")[1]) == MAX_LOOKS
+    assert len(requests.looks("r000500")) == MAX_LOOKS
 
 
 def test_descriptions_are_bounded_and_checked() -> None:
@@ -202,7 +202,7 @@ def test_the_longest_ids_and_names_take_no_more_than_is_promised() -> None:
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held < 1.2 * REQUESTS_BYTES
-    assert requests.find(f"{3 * MAX_REQUESTS - 1}" + "\U0001f600" * MAX_ID)[1], "the newest is known"
+    assert requests.find(f"{3 * MAX_REQUESTS - 1}" + "\U0001f600" * MAX_ID), "the newest is known"
 
 
 def test_one_tenant_does_not_describe_the_layouts_of_others_away() -> None:

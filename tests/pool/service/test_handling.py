@@ -320,7 +320,7 @@ def test_a_long_lookup_answers_as_a_short_one_does(large: Surroundings, there: i
     assert hits.pending == granted.outcomes.count(Outcome.GRANTED)
     assert large.core.counters.keys_looked_up == 2 * LONG
     assert large.core.counters.keys_hit == 2 * there
-    assert large.core.reasons.requests.find("long")[1] == large.core.reasons.requests.find("short")[1]
+    assert large.core.reasons.requests.looks("long") == large.core.reasons.requests.looks("short")
     assert bool(hits.lease) is (lease and there > 0)
     assert len(large.core.leases.pages(1, hits.lease)) == (there if lease else 0)
     large.core.settle()

@@ -68,20 +68,28 @@ class Inspector:
     def show(self, what: str, now: float) -> Report:
         """All that is known of ``what``: a namespace's name, a key in hex, or (a part of) a request's id.
 
-        Raises PoolRefused: nothing is called so.
+        Raises PoolRefused: nothing is called so, or several requests are.
         """
         below = self._held_below().get(what, [])
         if below or self._core.find_namespace(what) >= 0:
             return self._show_namespace(self._row(what, now, self._core.leases.by_namespace(), below))
         if len(what) == 2 * KEY_BYTES and all(digit in "0123456789abcdefABCDEF" for digit in what):
             return self._show_key(bytes.fromhex(what), now)
-        request, looks = self._core.reasons.requests.find(what)
-        if not looks:
+        requests = self._core.reasons.requests
+        found = requests.find(what)
+        if not found:
             raise PoolRefused(
                 f"nothing here is called {what[:80]!r}: expected a namespace's name, a key of {2 * KEY_BYTES} hex "
                 "digits, or the id of a request that was looked up lately (or a part that only one has)"
             )
-        return {"kind": "request", "request": request, "lookups": [self._told_look(look, now) for look in looks]}
+        if len(found) > 1:
+            newest = " and ".join(one[:80] for one in found[-2:])
+            raise PoolRefused(
+                f"{what[:80]!r} is in the ids of {len(found)} requests, {newest} the last of them: give a part that "
+                "only one has"
+            )
+        looks = [self._told_look(look, now) for look in requests.looks(found[0])]
+        return {"kind": "request", "request": found[0], "lookups": looks}
 
     def _told_look(self, look: Any, now: float) -> Report:
         # What is known by now may be more than a code, as long as the key is still missing for the same reason.

@@ -72,16 +72,18 @@ class Requests:
         if looks:
             looks[-1] = msgspec.structs.replace(looks[-1], code=code)
 
-    def find(self, request: str) -> tuple[str, list[Look]]:
-        """The whole id and the lookups of ``request``, an id or a part that only one has; nothing when there is none.
+    def find(self, request: str) -> list[str]:
+        """The ids that are meant by ``request``, an id or a part of some, those looked up last at the end.
 
         Engines add to the id that a client knows, hence the part.
         """
-        exact = self._looks.get(request[:MAX_ID])
-        if exact is not None:
-            return request[:MAX_ID], list(exact)
-        alike = [name for name in self._looks if request and request in name]
-        return (alike[0], list(self._looks[alike[0]])) if len(alike) == 1 else ("", [])
+        if request[:MAX_ID] in self._looks:
+            return [request[:MAX_ID]]
+        return [name for name in self._looks if request and request in name]
+
+    def looks(self, request: str) -> list[Look]:
+        """The lookups of a whole id that was found."""
+        return list(self._looks[request])
 
 
 def _size(look: Look) -> int:
