@@ -239,6 +239,8 @@ async def test_a_port_in_use_is_one_line_and_exit_status_3() -> None:
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--port", "x"], "--port"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--retry-delay", "-1"], "--retry-delay -1"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--log-level", "loud"], "--log-level"),
+        (["--queue-size", "5"], "--queue-size is for a queue, which takes --max-running"),
+        (["--session-boost", "30"], "--session-boost is for a queue, which takes --max-running"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--no-such-flag"], "--no-such-flag"),
         (["--decoder-hosts", "a", "--decoder-ports", "1", "--workers", "0"], "--workers 0 is out of range"),
         ([*TWO_WORKERS, "--max-running", "1"], "--max-running 1 gives some of --workers 2 nothing to run"),

@@ -59,6 +59,10 @@ class AdmissionFlags:
         from ems.errors import ConfigError
         from ems.router.admission.settings import AdmissionConfig, TokenSettings
 
+        if not self.max_running:
+            for name in ("queue_size", "queue_timeout", "fair_half_life", "session_boost"):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ConfigError(f"--{name.replace('_', '-')} is for a queue, which takes --max-running")
         tokens = None
         if self.jwt_issuer is not None or self.jwt_key_set is not None:
             audiences = () if self.jwt_audience is None else (self.jwt_audience,)

@@ -6,13 +6,14 @@ Texts that look like dates stay texts, and a field without a value is not there,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import yaml
 
 from ems.errors import ConfigError
-from ems.kubernetes.objects import Object, ObjectName, Resource, decode
+from ems.kubernetes.objects import Object, Resource, decode
 
 _LARGEST: Final = 16 << 20
 """Characters of a document with its aliases written out."""
@@ -55,6 +56,20 @@ class Manifests(NamedTuple):
     objects: tuple[Object, ...]
     ignored: tuple[str, ...]
     """One line for each file with other kinds."""
+    sources: Mapping[str, str] = {}
+    """The file of each object, by kind and name."""
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Say of a mistake, whose sentence begins with an object's kind and name, in which file it stands.
+
+        :raises ConfigError: such a mistake.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            source = self.sources.get(str(error).partition(":")[0])
+            raise ConfigError(f"{source}: {error}" if source else str(error)) from None
 
 
 def load_yaml(text: str, *, source: str) -> list[object]:
@@ -75,7 +90,7 @@ def read(texts: dict[str, str], resources: Sequence[Resource]) -> Manifests:
     """
     objects: list[Object] = []
     ignored = []
-    found: dict[tuple[str, ObjectName], str] = {}
+    found: dict[str, str] = {}
     for source, text in texts.items():
         others: Counter[str] = Counter()
         for document in _flat(load_yaml(text, source=source)):
@@ -84,15 +99,15 @@ def read(texts: dict[str, str], resources: Sequence[Resource]) -> Manifests:
                 assert isinstance(document, dict)
                 others[str(document["kind"])] += 1
                 continue
-            before = found.get((one.kind, one.key))
-            if before is not None:
-                raise ConfigError(f"{source}: {one.kind} {one.key} is there twice: it also stands in {before}")
-            found[one.kind, one.key] = source
+            name = f"{one.kind} {one.key}"
+            if name in found:
+                raise ConfigError(f"{source}: {name} is there twice: it also stands in {found[name]}")
+            found[name] = source
             objects.append(one)
         if others:
             counted = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
             ignored.append(f"{source}: {counted}")
-    return Manifests(tuple(objects), tuple(ignored))
+    return Manifests(tuple(objects), tuple(ignored), found)
 
 
 def _flat(documents: list[object]) -> Iterator[object]:

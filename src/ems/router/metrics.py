@@ -56,7 +56,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.running = 0
-        """Completion requests that are being served."""
+        """Completion requests that have come and are not answered, those that wait for a place as well."""
         self.answered: Counter[tuple[str, int]] = Counter()
         """Requests by endpoint and status; 499 stands for a client that left before it had an answer."""
         self.prefills: Counter[Prefill] = Counter()
@@ -96,7 +96,7 @@ class RouterCollector(Collector):
         retries = {(role,): counts.retries[role] for role in Role}
         yield family("counter", "ems_router_retries", "Attempts after the first one", ("role",), retries)
         alone: tuple[tuple[Kind, str, str, float | Histogram], ...] = (
-            ("gauge", "requests_running", "Completion requests being served", counts.running),
+            ("gauge", "requests_running", "Completion requests not yet answered, queued ones too", counts.running),
             ("counter", "client_disconnects", "Clients that left before their answer was complete", counts.disconnects),
             ("counter", "broken_answers", "Answers that ended early after the first byte", counts.breaks),
             ("histogram", "time_to_first_byte_seconds", "From a request to its answer's first byte", counts.first_byte),

@@ -129,20 +129,20 @@ class Pages:
             )
         return role, addresses
 
-    def change(self, role: Role, addresses: Sequence[Address], *, listed: bool) -> str:
+    def change(self, role: Role, addresses: Sequence[Address], *, listed: bool, level: int = logging.INFO) -> str:
         """List instances, or remove those that are listed; return what an administrator is told."""
         if not listed:
             for address in addresses:
                 self._fleet.remove(role, address)
             names = ", ".join(map(str, addresses))
-            log.info("Removed %s instances: %s", role, names)
+            log.log(level, "Removed %s instances: %s", role, names)
             return f"Removed {role} instances: {names}; requests that run there will finish"
         now = asyncio.get_running_loop().time()
         added = [str(one) for one in addresses if self._fleet.add(role, one, now, trusted=False)]
         self._parts.prober.wake()
         if not added:
             return f"The {role} instances were there already"
-        log.info("Added %s instances: %s", role, ", ".join(added))
+        log.log(level, "Added %s instances: %s", role, ", ".join(added))
         return f"Added {role} instances: {', '.join(added)}; each gets requests once it is healthy"
 
     def changed(self, message: str, reply: Reply, **more: object) -> None:

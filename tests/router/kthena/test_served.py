@@ -220,7 +220,7 @@ async def test_a_mistake_at_the_start_keeps_the_router_from_starting(tmp_path: P
 async def test_the_limit_of_a_route_is_no_limit_of_several_workers_without_redis(tmp_path: Path) -> None:
     path = tmp_path / "all.yaml"
     path.write_text(documents(SERVER, ROUTE.replace("spec:", "spec:\n  rateLimit: {inputTokensPerUnit: 5}")))
-    said = r"ModelRoute dev/kimi-k25: each of several --workers .* add --limits-redis$"
+    said = r"/all.yaml: ModelRoute dev/kimi-k25: each of several --workers .* add --limits-redis$"
     with pytest.raises(ConfigError, match=said):
         async with Router(RouterConfig(manifests=path, workers=2)):
             raise AssertionError

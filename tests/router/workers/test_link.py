@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from contextlib import closing, suppress
 
-from ems.router.app import Page
+import pytest
+
+from ems.http.address import Address
+from ems.router.app import Page, Router
+from ems.router.config import RouterConfig
+from ems.router.fleet import Role
 from ems.router.pages import read_change
 from ems.router.workers import messages
 from ems.router.workers.link import Link
@@ -42,6 +48,28 @@ async def test_an_answer_to_a_worker_that_is_gone_answers_no_question_of_its_suc
             numbers.append(question.number)
 
     assert numbers[0] != numbers[1]
+
+
+async def test_a_worker_that_follows_another_one_does_not_log_old_changes_as_new(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    kept, gone = Address("127.0.0.1", 7101), Address("127.0.0.1", 7102)
+    changes = {
+        "kept": Change(1, Role.DECODE, [kept], listed=True),
+        "gone": Change(2, Role.DECODE, [gone], listed=False),
+    }
+    near, far = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    near.setblocking(False)
+    with closing(near), closing(far):
+        link = Link(Post(1, near, changes), 60.0, lambda: None)
+        async with Router(RouterConfig(decodes=(gone,)), link=link) as router:
+            link.open()
+            asyncio.get_running_loop().remove_reader(near)
+
+            assert [one.address for one in router.fleet.listed(Role.DECODE)] == [kept]
+    assert "Added" not in caplog.text
+    assert "Removed" not in caplog.text
 
 
 def test_the_largest_change_of_instances_has_room_in_a_packet() -> None:

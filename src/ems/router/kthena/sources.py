@@ -37,13 +37,14 @@ class Folder:
         :raises ConfigError: one of them cannot be read or is wrong, or there is none.
         """
         found = folder.load(self._path, RESOURCES)
-        catalogue = Catalogue(found.objects, self._served.catalogue)
+        with found.placed():
+            catalogue = Catalogue(found.objects, self._served.catalogue)
+            self._served.apply(catalogue, asyncio.get_running_loop().time(), trusted=self._trusted)
+        self._trusted = False
         if found.ignored != self._said:
             self._said = found.ignored
             for line in found.ignored:
                 log.info("Ignored what does not concern the router: %s", line)
-        self._served.apply(catalogue, asyncio.get_running_loop().time(), trusted=self._trusted)
-        self._trusted = False
 
 
 class Cluster:

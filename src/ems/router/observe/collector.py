@@ -90,9 +90,9 @@ class RequestCollector(Collector):
 
     def _now(self) -> Iterator[tuple[str, str, tuple[str, ...], Counter[Any]]]:
         active = [(self._name(one.model), one) for one in self._active]
-        yield "active_requests", "Requests being served", (), Counter({(): len(active)})
+        yield "active_requests", "Requests not yet answered, queued ones too", (), Counter({(): len(active)})
         being = Counter((model,) for model, _ in active)
-        yield "active_downstream_requests", "Requests being served", _MODEL, being
+        yield "active_downstream_requests", "Requests not yet answered, queued ones too", _MODEL, being
         sent = [one for _, one in active if one.hops]
         there = Counter(
             (one.server or NONE, one.route or NONE, one.backend_type, one.backend or NONE, one.upstream_model or NONE)

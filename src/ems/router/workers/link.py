@@ -54,7 +54,7 @@ class Link:
     def open(self) -> None:
         """Hear the others, from the changes on that were before."""
         for change in self._changes.values():
-            self.change(change.role, change.addresses, listed=change.listed)
+            self.change(change.role, change.addresses, listed=change.listed, level=logging.DEBUG)
         self._loop.add_reader(self._socket, self._receive)
         self._tell_all()
 
