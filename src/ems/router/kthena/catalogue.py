@@ -12,10 +12,10 @@ from typing import NamedTuple
 from ems.errors import ConfigError
 from ems.http.address import Address
 from ems.kthena.networking import ModelRoute, ModelServer, ModelServerSpec
+from ems.kthena.routes import Routes
 from ems.kubernetes.objects import Labels, Object, ObjectName
 from ems.router.fleet import Role
 from ems.router.kthena.objects import EnginePod
-from ems.router.kthena.routes import Routes
 
 
 class Member(NamedTuple):

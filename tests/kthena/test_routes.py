@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.kthena.networking import NETWORKING, ModelRoute
+from ems.kthena.routes import Routes
 from ems.kubernetes.objects import decode
 from ems.router.kthena.objects import RESOURCES
-from ems.router.kthena.routes import Routes
 
 
 def route(name: str, *, created: int | None = None, **spec: Any) -> ModelRoute:
