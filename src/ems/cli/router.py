@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from ems.cli.router_flags import AdmissionFlags, ObserveFlags, TlsFlags, paired
+from ems.cli.router_flags import AdmissionFlags, ObserveFlags, TlsFlags, event_source, paired
 
 _Many = Parameter(consume_multiple=True, negative=())
 
@@ -38,6 +38,8 @@ def router(
     session_lifetime: float = 600.0,
     kv_events: Annotated[list[str] | None, _Many] = None,
     tokenize_within: float = 0.0,
+    pool_nodes: Annotated[list[str] | None, _Many] = None,
+    pool_key: Path | None = None,
     max_body_mib: int = 64,
     admission: AdmissionFlags = AdmissionFlags(),  # noqa: B008  frozen
     observe: ObserveFlags = ObserveFlags(),  # noqa: B008
@@ -74,6 +76,8 @@ def router(
         session_lifetime: Seconds for which a conversation's servers are remembered after its last turn.
         kv_events: Where servers publish KV events: HOST:PORT=tcp://HOST:PORT, with ,tcp://HOST:PORT for replays.
         tokenize_within: Seconds for a server to say the token ids of a text, so that KV events count; 0 asks for none.
+        pool_nodes: Pool nodes of servers' hosts, told of prompts that come: HOST:PORT=http://[TENANT@]HOST:PORT.
+        pool_key: File with the token of these nodes, or the tenants' key.
         max_body_mib: Largest request body in MiB.
         admission: Who may send requests, and how much.
         observe: What is written of requests.
@@ -82,7 +86,8 @@ def router(
     """
     from ems.errors import ConfigError
     from ems.kubernetes.access import ClusterAccess
-    from ems.router.config import EventSource, RouterConfig
+    from ems.pool.http.tells import PoolNode
+    from ems.router.config import RouterConfig
     from ems.router.server import serve
 
     if kubeconfig is not None and in_cluster:
@@ -114,8 +119,10 @@ def router(
         prefill_above=prefill_above,
         session_header=session_header.lower().encode(),
         session_lifetime=session_lifetime,
-        kv_events=dict(map(EventSource.parse, kv_events or [])),
+        kv_events=dict(map(event_source, kv_events or [])),
         tokenize_within=tokenize_within,
+        pool_nodes=dict(map(PoolNode.parse, pool_nodes or [])),
+        pool_key=pool_key,
         max_body_bytes=max_body_mib << 20,
         admission=admitted,
         observe=observe.settings(),

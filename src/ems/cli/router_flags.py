@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ems.kthena.rate_limit import RateLimit
     from ems.router.admission.settings import AdmissionConfig
     from ems.router.admission.tls import TlsConfig
+    from ems.router.config import EventSource
     from ems.router.observe.settings import ObserveConfig
 
 Unit = Literal["second", "minute", "hour", "day", "month"]
@@ -164,6 +166,25 @@ class TlsFlags:
             engine_key=self.engine_tls_key,
             engine_insecure=self.engine_tls_insecure,
         )
+
+
+def event_source(text: str) -> tuple[Address, EventSource]:
+    """Read ``HOST:PORT=tcp://HOST:PORT`` with an optional second endpoint for replays behind a comma.
+
+    :raises ConfigError: anything else.
+    """
+    from ems.errors import ConfigError
+    from ems.http.address import Address
+    from ems.router.config import EventSource
+
+    instance, _, endpoints = text.partition("=")
+    parts = [part.strip() for part in endpoints.split(",")]
+    if not 1 <= len(parts) <= 2 or not all(re.fullmatch(r"tcp://\S+:\d{1,5}|ipc://\S+", part) for part in parts):
+        raise ConfigError(
+            f"{text!r} is no source of KV events: expected HOST:PORT=tcp://HOST:PORT, "
+            "with ,tcp://HOST:PORT behind it where replays are had"
+        )
+    return Address.parse(instance), EventSource(*parts)
 
 
 def paired(role: str, hosts: list[str], ports: list[int]) -> tuple[Address, ...]:

@@ -19,7 +19,7 @@ _OF_CHATS: Final = (
     *("chat_template", "chat_template_kwargs"),
 )
 _OF_TEMPLATES: Final = ("documents", "reasoning_effort")
-_BESIDE_TOKENS: Final = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens")
+BESIDE_TOKENS: Final = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens")
 """Fields by which a prompt's KV is not that of all its tokens, or not of them alone."""
 _NULL: Final = b"null"
 
@@ -45,7 +45,7 @@ _encode = msgspec.json.Encoder().encode
 
 def tokenize_body(path: str, fields: dict[str, Raw]) -> bytes | None:
     """Return what an engine is asked for the token ids of a request to ``path``; None where that makes no sense."""
-    if not fields.keys().isdisjoint(_BESIDE_TOKENS):
+    if not fields.keys().isdisjoint(BESIDE_TOKENS):
         return None
     try:
         if path == "/v1/completions" and "prompt" in fields:

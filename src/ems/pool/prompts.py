@@ -17,8 +17,6 @@ from ems.pool.names import own_name
 
 SERVES: Final = "serves"
 """The fact of an engine with adapters that says under which name it serves the model without any of them."""
-MOST_PROMPT_TOKENS: Final = 1 << 17
-"""Tokens of a prompt that a node is told of; what comes behind them the engine asks for."""
 MOST_CHUNK_TOKENS: Final = 1 << 20
 MOST_SHARDS: Final = 1024
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import msgspec
 
 from ems.errors import ConfigError
 from ems.http.address import Address
 from ems.kubernetes.access import ClusterAccess
+from ems.pool.http.tells import PoolNode
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.tls import TlsConfig
 from ems.router.observe.settings import ObserveConfig
 
 MOST_WORKERS: Final = 64
-
-_ENDPOINT = re.compile(r"tcp://\S+:\d{1,5}|ipc://\S+")
 
 
 class EventSource(NamedTuple):
@@ -26,21 +25,6 @@ class EventSource(NamedTuple):
 
     endpoint: str
     replay: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> tuple[Address, Self]:
-        """Read ``HOST:PORT=tcp://HOST:PORT`` with an optional second endpoint for replays behind a comma.
-
-        :raises ConfigError: anything else.
-        """
-        instance, _, endpoints = text.partition("=")
-        parts = [part.strip() for part in endpoints.split(",")]
-        if not 1 <= len(parts) <= 2 or not all(_ENDPOINT.fullmatch(part) for part in parts):
-            raise ConfigError(
-                f"{text!r} is no source of KV events: expected HOST:PORT=tcp://HOST:PORT, "
-                "with ,tcp://HOST:PORT behind it where replays are had"
-            )
-        return Address.parse(instance), cls(*parts)
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +78,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where instances publish their KV events."""
     tokenize_within: float = 0.0
     """Seconds for an instance to say the token ids of a prompt of text, which events tell of; 0 asks for none."""
+    pool_nodes: dict[Address, PoolNode] = {}
+    """The pool node of an instance's host, which is told of prompts that go there."""
+    pool_key: Path | None = None
+    """File with the nodes' token, or the tenants' key."""
     max_body_bytes: int = 64 << 20
     """Largest request body; what is larger is refused with 413."""
     admission: AdmissionConfig = AdmissionConfig()
@@ -112,8 +100,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             twice = {str(address) for address in addresses if addresses.count(address) > 1}
             if twice:
                 raise ConfigError(f"The {role} instance {min(twice)} was given twice: name each instance once")
-        if self.tokenize_within and not self.kv_events:
-            raise ConfigError("--tokenize-within is for the token ids that KV events tell of: add --kv-events")
+        if self.tokenize_within and not self.kv_events and not self.pool_nodes:
+            raise ConfigError("--tokenize-within is for KV events and pool nodes: add --kv-events or --pool-nodes")
+        if self.pool_key is None and any(node.tenant for node in self.pool_nodes.values()):
+            raise ConfigError("A tenant is named in --pool-nodes, and needs its key: add --pool-key")
         self._check_numbers()
         self._check_workers()
         if not re.fullmatch(rb"[a-z0-9!#$%&'*+.^_`|~-]+", self.session_header):

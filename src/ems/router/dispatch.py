@@ -28,6 +28,7 @@ from typing import Final, NamedTuple
 from msgspec import Raw
 
 from ems.engines.handoff import names_blocks
+from ems.pool.http.tells import LEAST_TOKENS
 from ems.router.choosing.chooser import Chooser, Score
 from ems.router.choosing.kthena import Profile
 from ems.router.choosing.prompt import Prompt
@@ -53,6 +54,8 @@ class Try:
     """What else might have been chosen; the instance's own score is among them."""
     prefill: Try | None = None
     """The attempt to be made at the same time."""
+    ahead: tuple[Instance, ...] = field(default=(), compare=False)
+    """Whose hosts' pools should fetch now what they can of the prompt: this instance's, and the next one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class Policy(NamedTuple):
     """Kthena's plugins that choose; None is the router's own way."""
     together: bool = False
     """Whether prefill and decode have to be asked at once."""
+    ahead: bool = False
+    """Whether pools are told of prompts that come."""
 
 
 class Dispatch:
@@ -115,6 +120,7 @@ class Dispatch:
         self._holds: dict[Role, Hold] = {}
         self._started = False
         self._tried: dict[Role, list[Instance]] = {Role.PREFILL: [], Role.DECODE: []}
+        self._told: set[Instance] = set()
         self._began = 0.0
 
     def start(self, now: float) -> Step:
@@ -140,6 +146,7 @@ class Dispatch:
         self._prefilled = self._started = False
         self.params = None
         self._tried = {role: [] for role in Role}
+        self._told.clear()
         return self.start(now)
 
     def prefill_answered(self, status: int, now: float, params: Raw | None = None) -> Step | None:
@@ -254,17 +261,15 @@ class Dispatch:
         retries = len(tried)
         if retries > self._policy.max_retries:
             return None
-        usable, profile = self._usable(role), self._policy.profile
+        usable = self._usable(role)
         if tried:
             fresh = [one for one in usable if one not in tried]
             usable = fresh or (usable if again else [])
-        if profile is None:
-            score = self._chooser.choose(role, usable, self._prompt, now, prefilled=self._prefilled)
-        else:
-            score = self._chooser.choose_by(profile, self._request.model, role, usable, self._prompt, now)
+        score = self._choose(role, usable, now, prefilled=self._prefilled)
         if score is None:
             return None
         instance, considered = score.instance, self._chooser.considered
+        ahead = self._ahead(score, now) if self._policy.ahead else ()
         tried.append(instance)
         if role is Role.PREFILL:
             self._holds[role] = self._fleet.hold(instance, score.uncached + REQUEST_OVERHEAD, score.uncached)
@@ -273,9 +278,30 @@ class Dispatch:
             self._holds[role] = self._fleet.hold(instance, self._request.decode_cost, queued)
         self._chooser.sent(instance, self._prompt, now)
         if not retries:
-            return Try(instance, 0.0, considered)
+            return Try(instance, 0.0, considered, ahead=ahead)
         self._counters.retries[role] += 1
-        return Try(instance, min(self._policy.retry_delay * 2.0 ** (retries - 1), DELAY_CAP), considered)
+        delay = min(self._policy.retry_delay * 2.0 ** (retries - 1), DELAY_CAP)
+        return Try(instance, delay, considered, ahead=ahead)
+
+    def _choose(self, role: Role, usable: list[Instance], now: float, *, prefilled: bool) -> Score | None:
+        profile = self._policy.profile
+        if profile is None:
+            return self._chooser.choose(role, usable, self._prompt, now, prefilled=prefilled)
+        return self._chooser.choose_by(profile, self._request.model, role, usable, self._prompt, now)
+
+    def _ahead(self, chosen: Score, now: float) -> tuple[Instance, ...]:
+        """Say whose pool has something to gain: the chosen instance's, and that of the decode that it would be now."""
+        scores = [chosen]
+        if chosen.instance.role is Role.PREFILL and not self._policy.together:
+            server = self._policy.server
+            group = chosen.instance.groups.get(server, "")
+            usable = self._fleet.usable(Role.DECODE, server)
+            beside = [one for one in usable if not group or one.groups[server] == group]
+            decode = self._choose(Role.DECODE, beside, now, prefilled=True)
+            scores += [] if decode is None else [decode]
+        told = tuple(one.instance for one in scores if one.unknown >= LEAST_TOKENS and one.instance not in self._told)
+        self._told.update(told)
+        return told
 
     def _usable(self, role: Role) -> list[Instance]:
         """Those of the model server: prefills of groups that can decode, decodes of the group that did the prefill."""

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ems.engines.handoff import ROOM_BITS, Bootstrap, HandoffKind, params_of
 from ems.engines.recompute import CannotContinue, Generated
@@ -22,6 +22,7 @@ from ems.http import headers
 from ems.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
 from ems.http.message import Refusal, Request, find
 from ems.http.reply import Reply
+from ems.pool.http.tells import LEAST_TOKENS
 from ems.router.admission.gate import Asked, Ticket
 from ems.router.admission.limits import Limited
 from ems.router.admission.service import Admission
@@ -39,6 +40,9 @@ from ems.router.observe.record import UNRESOLVED, Hop, Record, Tokenization
 from ems.router.prober import Prober
 from ems.router.relay import Relay
 from ems.router.request import CompletionRequest
+
+if TYPE_CHECKING:
+    from ems.pool.http.teller import Teller
 
 _TRACE: Final = frozenset((b"traceparent", b"tracestate"))
 
@@ -81,6 +85,8 @@ class Parts:
     limited: tuple[Limited, ...] = ()
     """Limits of the route."""
     tokenizers: Tokenizers = field(default_factory=Tokenizers)
+    teller: Teller | None = None
+    """Tells pool nodes of prompts, if there are any."""
 
 
 class ClientLeft(Exception):
@@ -110,6 +116,8 @@ class Exchange:
         self._generated: Generated | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._bootstrap: Bootstrap | None = None
+        self._tokens: Sequence[int] = ()
+        """Of the prompt, where pools are told of it."""
 
     async def run(self) -> None:
         """Serve the request.
@@ -185,6 +193,8 @@ class Exchange:
             self._deadline = self._loop.time() + config.request_timeout
         if config.tokenize_within:
             await self._tokenize()
+        if self._parts.teller is not None and self._client.path not in READS_ONLY:
+            self._tokens = self._request.token_ids()
         self._dispatch = Dispatch(
             self._parts.fleet,
             self._parts.chooser,
@@ -199,6 +209,7 @@ class Exchange:
                 self._client.path not in READS_ONLY,
                 self._parts.schedulers.of(self._record.model),
                 self._parts.handoff is HandoffKind.SGLANG and self._client.path not in READS_ONLY,
+                bool(self._tokens),
             ),
         )
         try:
@@ -220,7 +231,8 @@ class Exchange:
         """
         parts, request, began = self._parts, self._request, self._loop.time()
         usable = [one for role in Role for one in parts.fleet.usable(role, parts.server)]
-        if not parts.chooser.would_match(usable, request.prompt_tokens):
+        told = parts.teller is not None and request.prompt_tokens >= LEAST_TOKENS
+        if not told and not parts.chooser.would_match(usable, request.prompt_tokens):
             return
         body = tokenize_body(self._client.path, request.fields)
         instance = None if body is None else parts.tokenizers.begin(usable, began)
@@ -264,9 +276,9 @@ class Exchange:
         if now >= self._deadline:
             raise _too_late()
         if isinstance(step, Try):
-            hop, beside = Hop(step.instance, step.considered, now), step.prefill
+            hop, beside = Hop(step.instance, step.considered, now, self._tell(step)), step.prefill
             if beside is not None:
-                prefill = Hop(beside.instance, beside.considered, now)
+                prefill = Hop(beside.instance, beside.considered, now, self._tell(beside))
                 self._record.hops += (prefill, hop)
                 return await self._both(prefill, hop)
             self._record.hops.append(hop)
@@ -277,6 +289,14 @@ class Exchange:
             raise Refusal(503, "The answer cannot be continued; send the request again", code="recomputed")
         message, later = f"No {step.role} server is available; try again later", {"retry-after": str(step.retry_after)}
         raise Refusal(503, message, code=f"no_{step.role}_server", headers=later)
+
+    def _tell(self, step: Try) -> Sequence[Instance]:
+        """Have pools fetch the prompt; return of which hosts."""
+        teller = self._parts.teller
+        for instance in step.ahead:
+            assert teller is not None
+            teller.tell(instance.address, self._request.model, self._tokens)
+        return step.ahead
 
     async def _both(self, prefill: Hop, decode: Hop) -> Step | None:
         """Ask engines that meet by themselves; what fails first, before the answer begins, ends the attempt of both.

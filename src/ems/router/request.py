@@ -13,6 +13,7 @@ from typing import Final, Self
 import msgspec
 from msgspec import Raw
 
+from ems.engines.tokenize import BESIDE_TOKENS
 from ems.http.message import Refusal
 from ems.router.choosing.prefix_index import MOST_PIECES, block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
@@ -112,6 +113,15 @@ class CompletionRequest:
             return block_hashes(ids, block_tokens, self.model if adapters and self.model in adapters else "")
         except (msgspec.DecodeError, OverflowError):
             return None  # the engine will refuse it
+
+    def token_ids(self) -> Sequence[int]:
+        """The prompt's token ids; none where they are not known, or do not say by themselves what its KV is."""
+        if not self._ids and not (_IDS.match(self._text) and self.fields.keys().isdisjoint(BESIDE_TOKENS)):
+            return ()
+        try:
+            return self._ids or _ids.decode(self._text)
+        except msgspec.DecodeError:
+            return ()  # the engine will refuse it
 
     @property
     def decode_cost(self) -> int:

@@ -19,9 +19,8 @@ from ems.http.address import Address
 from ems.pool.http import prefetch, teller
 from ems.pool.http.server import HttpServer
 from ems.pool.http.teller import Teller
-from ems.pool.http.tells import MOST_BYTES, Outcome, PoolNode
+from ems.pool.http.tells import MOST_BYTES, MOST_PROMPT_TOKENS, Outcome, PoolNode
 from ems.pool.names import qualified
-from ems.pool.prompts import MOST_PROMPT_TOKENS
 from ems.pool.service.prompts import Fetched, PromptFetcher
 from ems.pool.service.storing import Steps
 from ems.pool.tenants import scram

@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from ems.cli.router_flags import event_source
 from ems.errors import ConfigError
 from ems.http.address import Address
 from ems.router.config import EventSource
@@ -155,11 +156,11 @@ async def test_a_publisher_that_is_not_there_holds_nothing_up() -> None:
 
 def test_a_source_is_read() -> None:
     text = "h:8000=tcp://h:5557, tcp://h:5558"
-    assert EventSource.parse(text) == (Address("h", 8000), EventSource("tcp://h:5557", "tcp://h:5558"))
-    assert EventSource.parse("[::1]:8=tcp://[::1]:9")[1] == EventSource("tcp://[::1]:9")
+    assert event_source(text) == (Address("h", 8000), EventSource("tcp://h:5557", "tcp://h:5558"))
+    assert event_source("[::1]:8=tcp://[::1]:9")[1] == EventSource("tcp://[::1]:9")
 
 
 @pytest.mark.parametrize("text", ["", "h:8000", "h:8000=h:5557", "h=tcp://h:5557", "h:1=tcp://h:2,tcp://h:3,tcp://h:4"])
 def test_what_is_no_source_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected HOST:PORT"):
-        EventSource.parse(text)
+        event_source(text)

@@ -18,8 +18,7 @@ from ems.errors import ConfigError, Unauthorised
 from ems.http.address import Address
 from ems.http.client import Page, Upstream, UpstreamBroken
 from ems.http.message import find
-from ems.pool.http.tells import Outcome, PoolNode, Prompt, Tells
-from ems.pool.prompts import MOST_PROMPT_TOKENS
+from ems.pool.http.tells import MOST_PROMPT_TOKENS, Outcome, PoolNode, Prompt, Tells
 from ems.pool.tenants import scram
 from ems.pool.tenants.signed_requests import Challenge, Signed, sign
 
@@ -46,7 +45,7 @@ class Teller:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def counts(self) -> Mapping[Outcome, int]:
+    def counts(self) -> Mapping[str, int]:
         return self._tells.counts
 
     def load_key(self, path: Path) -> None:

@@ -17,8 +17,11 @@ import msgspec
 from ems.errors import ConfigError
 from ems.http.address import Address
 from ems.pool.names import is_tenant
-from ems.pool.prompts import MOST_PROMPT_TOKENS
 
+MOST_PROMPT_TOKENS: Final = 1 << 17
+"""Tokens of a prompt that a node is told of; what comes behind them the engine asks for."""
+LEAST_TOKENS: Final = 256
+"""Of a prompt of which nodes are told: what engines store as one chunk, unless they are set otherwise."""
 MOST_UNDER_WAY: Final = 8
 LONGEST_PAUSE: Final = 60.0
 
@@ -79,7 +82,7 @@ class Tells:
     """All tells of one sender."""
 
     def __init__(self) -> None:
-        self.counts: Counter[Outcome] = Counter()
+        self.counts: Counter[str] = Counter()
         self._nodes: dict[PoolNode, _State] = {}
 
     def begin(self, node: PoolNode, now: float) -> bool:

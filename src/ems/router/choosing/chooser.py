@@ -56,6 +56,8 @@ class Score(NamedTuple):
     cost: float
     """Expected work before the first token, in tokens of prefill."""
     sticky: bool
+    unknown: int = 0
+    """Tokens of the prompt that it has not told to have, by its events."""
 
 
 class Chooser:
@@ -152,7 +154,8 @@ class Chooser:
                 cost = instance.load + MOVE_WEIGHT * uncached
             else:
                 cost = instance.queued + WORK_WEIGHT * uncached + loading + HELD_WEIGHT * instance.load
-            scores.append(Score(instance, uncached, cost, bool(sticky & bit)))
+            unknown = prompt.tokens - own if instance in self._telling else prompt.tokens
+            scores.append(Score(instance, uncached, cost, bool(sticky & bit), unknown))
         return scores
 
     def choose(

@@ -29,6 +29,8 @@ class Hop:
     considered: Sequence[Score]
     """What else might have been chosen; the instance's own score is among them."""
     sent: float
+    told: Sequence[Instance] = ()
+    """Of whose hosts the pools were told of the prompt."""
     status: int = 0
     """What it answered; 0 when it did not."""
     answered_at: float = NEVER
