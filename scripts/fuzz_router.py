@@ -187,6 +187,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": TEXT, "messages": _schema("array", items=_schema("object")), "add_special_tokens": {}},
 }
 READABLE = ("/health", "/healthz", "/livez", "/readyz", "/version", "/metrics", "/healthcheck")
+NAMES = ("a", "a.", "a.-", "_", "0", "x" * 63, "x" * 64, ".".join("x" * 120))
+"""Parts of names that nobody has, and of which some cannot be."""
 ID = {"anyOf": [{"const": "request-1"}, TEXT]}
 HEADERS = {"X-Session-Id": TEXT, "X-Request-Id": ID, "traceparent": TEXT, "Accept-Encoding": TEXT}
 IN_PATHS: dict[str, Any] = {
@@ -235,7 +237,7 @@ def describe(face: Face, stubs: Stubs) -> dict[str, Any]:
     def readable(kind: str) -> dict[str, Any]:
         return {"get": operation(kind, guarded=False), "head": operation(kind, guarded=False)}
 
-    changed = [f"127.0.0.1:{stubs.spare}", f"127.0.0.1:{free_port()}"]
+    changed = [f"127.0.0.1:{stubs.spare}", f"127.0.0.1:{free_port()}", *(f"{one}.invalid:80" for one in NAMES)]
     one = {"anyOf": [{"enum": changed}, TEXT]}
     instances = _schema(
         "object",

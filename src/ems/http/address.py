@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from ems.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*(?<!-)\.?")
 
 
 class Address(NamedTuple):

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import ssl
+from socket import SOCK_STREAM
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 import httptools
@@ -132,9 +133,7 @@ class Upstream:
     async def _connect(self, address: Address) -> Connection:
         try:
             async with asyncio.timeout(self._connect_timeout):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop, self._open), address.host, address.port, ssl=self._tls
-                )
+                connection = await self._first_of(address)
         except TimeoutError:
             raise UpstreamBroken(f"It takes no connection within {self._connect_timeout:g} s") from None
         except OSError as error:
@@ -142,6 +141,29 @@ class Upstream:
         if not connection.closed:
             self._open.add(connection)
         return connection
+
+    async def _first_of(self, address: Address) -> Connection:
+        """Connect to the first address of a name that takes a connection.
+
+        Names are looked up here: of a lookup within ``create_connection`` that fails when nobody waits any more, uvloop
+        writes a trace.
+        """
+        refused: OSError | None = None
+        for family, _, _, _, where in await self._loop.getaddrinfo(address.host, address.port, type=SOCK_STREAM):
+            try:
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self._loop, self._open),
+                    str(where[0]),
+                    address.port,
+                    family=family,
+                    ssl=self._tls,
+                    server_hostname=None if self._tls is None else address.host,
+                )
+            except OSError as error:
+                refused = refused or error
+            else:
+                return connection
+        raise refused or OSError("Its name has no address")
 
     async def _carry(self, connection: Connection, address: Address, request: bytes, receiver: Receiver) -> bool:
         """Return False when a kept connection turned out to be closed."""
