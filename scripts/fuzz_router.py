@@ -306,10 +306,11 @@ def faces(folder: Path, stubs: Stubs) -> list[Face]:
     queue = ["--max-running", "2", "--session-boost", "5", "--prefill-above", "16", "--max-body-mib", "1"]
     log = ["--access-log", "json", "--access-log-output", str(folder / "access.log"), "--debug-requests", "64"]
     issuer = ["--jwt-issuer", "https://issuer", "--jwt-key-set", str(tokens), "--jwt-models-claim", "models"]
+    events = ["--kv-events", f"127.0.0.1:{stubs.decode}=tcp://127.0.0.1:{free_port()}", "--tokenize-within", "0.5"]
     limits = ["--input-tokens-per-unit", "100000000", "--output-tokens-per-unit", "100000000"]
     return [
         Face("open", [*pair, *queue, *log]),
-        Face("keys", [*pair, *queue, *log, *limits, "--api-keys", str(limited)], ADMINISTRATOR),
+        Face("keys", [*pair, *queue, *log, *limits, *events, "--api-keys", str(limited)], ADMINISTRATOR),
         Face("tokens", [*pair, *issuer, "--api-keys", str(limited), "--forward-credentials"], draws_keys=True),
         Face("workers", [*pair, *queue, *log, "--workers", "2", "--api-keys", str(keys)], ADMINISTRATOR),
         Face("kthena", ["--manifests", str(manifests), *queue, *log]),
