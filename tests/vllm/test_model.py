@@ -107,6 +107,16 @@ def folder(tmp_path: Path) -> Path:
 SETTINGS = ConnectorSettings(saves=True, socket=Path("node.sock"), directory=Path())
 
 
+def test_an_engine_with_adapters_says_by_which_name_it_serves_the_model_itself(folder: Path) -> None:
+    config = make_config(folder)
+    plain = describe(config, make_groups(make_spec()), SETTINGS)
+    config.lora_config = SimpleNamespace(max_loras=1)
+    config.model_config.served_model_name = "base"
+    served = describe(config, make_groups(make_spec()), SETTINGS)
+    assert (plain.facts.get("serves"), served.facts["serves"]) == (None, "base")
+    assert served.identity == plain.identity
+
+
 def name_of(folder: Path, kv: KVCacheConfig | None = None, **changes: Any) -> str:
     return describe(make_config(folder, **changes), kv or make_groups(make_spec()), SETTINGS).identity
 
