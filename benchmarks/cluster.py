@@ -44,7 +44,7 @@ from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
 from tests.kit.process import free_port
 from tests.kit.tiers import key
-from tests.kit.tiny_model import Size, make_model
+from tests.kit.tiny_model import SHAPES, Size, make_model
 from tests.kit.waiting import until
 
 ROUND_BYTES = 128 << 20
@@ -55,6 +55,8 @@ WARM_UPS = READER_BYTES // ROUND_BYTES
 ROUNDS = WARM_UPS + 6
 LOOK_SECONDS = 0.005
 """Between two lookups of the last page that is fetched."""
+CHUNK = 256
+"""Tokens of a page."""
 SECONDS = 600.0
 PARTS = ("fetch", "ems", "mooncake")
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -199,24 +201,32 @@ def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
     client.commit(reservation)
 
 
-def fetched_by_mooncake(scene: Scene) -> list[float]:
-    """Bytes a second, round by round, of one call for all pages of the round."""
+def fetched_by_mooncake(scene: Scene, page_bytes: int, pages: int) -> list[float]:
+    """Seconds, round by round, of one call for all pages of the round."""
     with ExitStack() as stack:
         keeper, taker = (
-            stack.enter_context(side(scene, host, name))
+            stack.enter_context(side(scene, host, name, page_bytes, pages))
             for host, name in ((scene.first, "keep"), (scene.second, "take"))
         )
         assert keeper.stdout is not None
         assert taker.stdin is not None
         keeper.stdout.readline()
-        rates, _ = taker.communicate("go\n", timeout=SECONDS)
+        seconds, _ = taker.communicate("go\n", timeout=SECONDS)
         keeper.communicate("over\n", timeout=SECONDS)
-        said: list[float] = json.loads(rates)
+        said: list[float] = json.loads(seconds)
         return said[WARM_UPS:]
 
 
-def side(scene: Scene, host: Host, name: str) -> subprocess.Popen[str]:
-    numbers = (str(scene.memory), str(scene.page_bytes))
+def own_calls(scene: Scene, tokens: int) -> float:
+    """Seconds of Mooncake's own call for the pages that a prompt of the scene's model has."""
+    shape = SHAPES[scene.model]
+    # A page has the keys and values of one head, 2 bytes a number, for all layers.
+    page_bytes = CHUNK * shape.layers * 2 * shape.head_dim * 2
+    return median(fetched_by_mooncake(scene, page_bytes, -(-tokens // CHUNK) * shape.kv_heads))
+
+
+def side(scene: Scene, host: Host, name: str, page_bytes: int, pages: int) -> subprocess.Popen[str]:
+    numbers = (str(scene.memory), str(page_bytes), str(pages))
     command = [sys.executable, __file__, "--side", name, host.address, scene.master.endpoint, *numbers]
     with host.entered():
         return subprocess.Popen(
@@ -224,7 +234,7 @@ def side(scene: Scene, host: Host, name: str) -> subprocess.Popen[str]:
         )
 
 
-def be_side(name: str, address: str, master: str, memory: str, page_bytes: str) -> int:
+def be_side(name: str, address: str, master: str, memory: str, page_bytes: str, pages: str) -> int:
     """What a process on one of the hosts does with Mooncake's own client."""
     from mooncake.store import MooncakeDistributedStore
 
@@ -232,25 +242,25 @@ def be_side(name: str, address: str, master: str, memory: str, page_bytes: str) 
     keeps = name == "keep"
     code = store.setup(address, "P2PHANDSHAKE", int(memory) if keeps else 0, 16 << 20, "tcp", "", master)
     assert code == 0, f"Mooncake's client does not start: {code}"
-    page = int(page_bytes)
-    mapped = mmap.mmap(-1, ROUND_BYTES)
-    start = addressof((c_char * ROUND_BYTES).from_buffer(mapped))
-    assert store.register_buffer(start, ROUND_BYTES) == 0
-    addresses = [*range(start, start + ROUND_BYTES, page)]
+    page, total = int(page_bytes), int(page_bytes) * int(pages)
+    mapped = mmap.mmap(-1, total)
+    start = addressof((c_char * total).from_buffer(mapped))
+    assert store.register_buffer(start, total) == 0
+    addresses = [*range(start, start + total, page)]
     sizes = [page] * len(addresses)
-    rates = []
+    seconds = []
     if not keeps:
         sys.stdin.readline()
     for number in range(ROUNDS):
         names = [f"bench-{number}-{at}" for at in range(len(addresses))]
         if keeps:
-            mapped[:] = os.urandom(ROUND_BYTES)
+            mapped[:] = os.urandom(total)
             assert not any(store.batch_put_from(names, addresses, sizes))
             continue
         began = time.perf_counter()
         assert store.batch_get_into(names, addresses, sizes) == sizes
-        rates.append(ROUND_BYTES / (time.perf_counter() - began))
-    sys.stdout.write(json.dumps(rates) + "\n")
+        seconds.append(time.perf_counter() - began)
+    sys.stdout.write(json.dumps(seconds) + "\n")
     sys.stdout.flush()
     if keeps:
         sys.stdin.readline()
@@ -260,7 +270,9 @@ def be_side(name: str, address: str, master: str, memory: str, page_bytes: str) 
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def report(found: dict[str, tuple[list[ThreeSteps], Comparison]], rates: dict[str, list[float]]) -> Table:
+def report(
+    found: dict[str, tuple[list[ThreeSteps], Comparison]], rates: dict[str, list[float]], own: dict[int, float]
+) -> Table:
     rows: list[list[str]] = []
     for index, three in enumerate(next(iter(found.values()))[0] if found else []):
         for step in range(3):
@@ -271,13 +283,20 @@ def report(found: dict[str, tuple[list[ThreeSteps], Comparison]], rates: dict[st
             for part, (steps, _) in found.items()
         }
         rows.append([f"{three.input_tokens:,} tokens, TTFT3 / TTFT2", *cells(hops, "{:.2f}", "")])
+        if "ems" in found and three.input_tokens in own:
+            second, third = (step.ttft.mean for step in found["ems"][0][index].steps[1:])
+            more = {"ems": (third - second) * 1e3, "mooncake": own[three.input_tokens] * 1e3}
+            rows.append([f"{three.input_tokens:,} tokens, TTFT3 - TTFT2; own call, ms", *cells(more, "{:.1f}", "ems")])
     if found:
         colds = {part: cold.difference * 1e3 for part, (_, cold) in found.items()}
         rows.append(["cold request above no pool, ms", *cells(colds, "{:.1f}", "")])
     if rates:
         fetches = {part: median(rate) / 1e6 for part, rate in rates.items()}
         rows.append(["fetch from the other host, MB/s", *cells(fetches, "{:.0f}", "mooncake")])
-    remark = "Ratio: Mooncake's time to that of EMS; rate of the tier to that of batch_get_into."
+    remark = (
+        "Ratio: Mooncake's time to that of EMS; rate of the tier to that of batch_get_into. "
+        "Own call: batch_get_into for the pages of one prompt, on hosts with nothing else to do."
+    )
     return Table(["", "EMS", "Mooncake", "ratio"], rows, remark=remark)
 
 
@@ -312,7 +331,7 @@ def main() -> int:
         default=4,
         help="size of the pages of the plain fetch, default 4: 256 tokens of 16 KiB",
     )
-    parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--side", nargs=6, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
         return be_side(*given.side)
@@ -334,12 +353,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
         scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model, given.page_mib << 20)
         if "fetch" in parts:
-            rates = {"mooncake": fetched_by_mooncake(scene), "ems": fetched_by_tier(scene)}
+            seconds = fetched_by_mooncake(scene, scene.page_bytes, ROUND_BYTES // scene.page_bytes)
+            rates = {"mooncake": [ROUND_BYTES / one for one in seconds], "ems": fetched_by_tier(scene)}
             say(f"fetch, MB/s: { {part: [round(one / 1e6) for one in rate] for part, rate in rates.items()} }")
+        own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
         for part in ("ems", "mooncake"):
             if part in parts:
                 found[part] = examine(scene, part, sizes)
-    sys.stdout.write("\n".join(report(found, rates).lines(None)) + "\n")
+    sys.stdout.write("\n".join(report(found, rates, own).lines(None)) + "\n")
     return 0
 
 
