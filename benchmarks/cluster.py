@@ -104,6 +104,9 @@ class Scene:
         with self.third.entered():
             return self.master.metrics()["master_total_capacity_bytes"]
 
+    def wait_forgotten(self) -> None:
+        until(lambda: not self.lent(), "the master has forgotten what others lent", SECONDS)
+
     def engine(
         self, host: Host, name: str, sizes: Sizes, config: dict[str, object] | None, environment: dict[str, str]
     ) -> VllmServer:
@@ -171,7 +174,7 @@ async def cold(bench: Bench) -> list[tuple[float, float]]:
 def fetched_by_tier(scene: Scene) -> list[float]:
     """Bytes a second, round by round, from the first lookup until all pages are there."""
     namespace = Namespace("bench/cluster/pages", scene.page_bytes)
-    until(lambda: not scene.lent(), "the master has forgotten what others lent", SECONDS)
+    scene.wait_forgotten()
     with ExitStack() as stack:
         first, second = scene.node(scene.first, stack), scene.node(scene.second, stack, READER_BYTES)
         # Memory is lent part by part: what finds no room with the first host would go to the second one.
@@ -203,6 +206,7 @@ def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
 
 def fetched_by_mooncake(scene: Scene, page_bytes: int, pages: int) -> list[float]:
     """Seconds, round by round, of one call for all pages of the round."""
+    scene.wait_forgotten()
     with ExitStack() as stack:
         keeper, taker = (
             stack.enter_context(side(scene, host, name, page_bytes, pages))
