@@ -159,6 +159,30 @@ def test_who_connects_and_says_half_keeps_nobody_out(said: bytes) -> None:
         client.stats()
 
 
+@pytest.mark.parametrize(
+    "request_in_many_parts",
+    [
+        b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 50_000,
+        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a:b\r\n" * 10_000 + b"\r\n",
+    ],
+    ids=["chunks", "fields"],
+)
+def test_what_comes_in_thousands_of_parts_is_refused_before_these_are_read(request_in_many_parts: bytes) -> None:
+    with NodeProcess("--size", "1MB", "--http-port", "0") as node:
+        node.wait_touched()
+        until(lambda: "http=http://" in node.log and "segments touched" in node.log, "the node says all that it has to")
+        host, _, port = node.log.split("http=http://")[1].split()[0].rpartition(":")
+        before = node.log
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                with contextlib.suppress(ConnectionError):  # it is closed before all of that was sent
+                    connection.sendall(request_in_many_parts)
+                with contextlib.suppress(ConnectionError):
+                    assert connection.recv(1 << 10)[:13] in (b"HTTP/1.1 400 ", b"")
+        assert get(f"{host}:{port}", "/health")[0] == 200
+        assert node.log == before, "strangers fill no log"
+
+
 async def test_requests_are_answered_one_after_the_other_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,10 +8,12 @@ the time costs a small share of the loop's.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import h11
 import structlog
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -27,6 +29,10 @@ EXCHANGE_SECONDS = 10.0
 """How long a request and its answer may take, and how long a connection may be idle."""
 RETRY_SECONDS = 0.1
 """Pause after a connection could not be accepted."""
+ACCEPT_SECONDS = 0.001
+"""From one connection to the next: one that is refused at once costs the loop a fifth of that."""
+HEAD_BYTES: Final = 8 << 10
+"""Of a request's head; thousands of short fields would cost the loop more than all that is done about them."""
 
 if TYPE_CHECKING:
     from ems.pool.node.pool_node import Node
@@ -34,7 +40,26 @@ if TYPE_CHECKING:
 PAUSE_SECONDS = 0.005
 """From one answer to the next: the node's own clients are served in between, however much is asked for here."""
 
+_HEAD_ENDS: Final = re.compile(rb"\n\r?\n")
+
 _log = structlog.get_logger("ems.node")
+
+
+class _Requests(h11.Connection):
+    """Reads requests with small heads and without chunks: one that comes as many small parts would stall the loop."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEAD_BYTES)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
+        if self.their_state is h11.IDLE:
+            unread, _ = self.trailing_data
+            if len(unread) > HEAD_BYTES and _HEAD_ENDS.search(unread, 0, HEAD_BYTES) is None:
+                raise h11.RemoteProtocolError("its head is too large")
+        event = super().next_event()
+        if isinstance(event, h11.Request) and any(name == b"transfer-encoding" for name, _ in event.headers):
+            raise h11.RemoteProtocolError("its length is not said")
+        return event
 
 
 class Exchange(H11Protocol):
@@ -46,6 +71,7 @@ class Exchange(H11Protocol):
 
     def __init__(self, waiting: dict[Exchange, None], config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
+        self.conn = _Requests()
         self._waiting = waiting
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -108,6 +134,7 @@ class HttpServer:
             http="h11",
             ws="none",
             log_config=None,
+            log_level="error",  # it warns of what anybody sends
             access_log=False,
             lifespan="off",
             timeout_keep_alive=int(EXCHANGE_SECONDS),
@@ -125,6 +152,7 @@ class HttpServer:
                 try:
                     sock, _ = await loop.sock_accept(listener)
                     await loop.connect_accepted_socket(exchange, sock)
+                    await asyncio.sleep(ACCEPT_SECONDS)
                 except OSError as error:
                     _log.warning("cannot accept an HTTP connection", reason=error.strerror)
                     await asyncio.sleep(RETRY_SECONDS)
