@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from ems.errors import ConfigError
 from ems.http.address import Address
-from ems.pool.http import prefetch, teller
+from ems.pool.http import prefetch, teller, tells
 from ems.pool.http.server import HttpServer
 from ems.pool.http.teller import Teller
 from ems.pool.http.tells import MOST_BYTES, MOST_PROMPT_TOKENS, Outcome, PoolNode
@@ -144,6 +144,23 @@ async def test_a_tenant_has_its_own_pages_brought_up(bench: Callable[..., Admini
         assert core.counters.prompts_told == 2
 
 
+async def test_a_tenant_that_the_node_gets_to_know_later_is_listened_to_then(
+    bench: Callable[..., Administered], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the node asks for a signature with a salt that it makes up."""
+    monkeypatch.setattr(tells, "LONGEST_PAUSE", 0.0)
+    one = bench()
+    one.node.tenancy.gate = Gate(registry_of(BOB), 0, lambda count: b"n" * count)
+    async with serving(one) as address, telling(PoolNode(address, "ann"), secret(tmp_path, ANN.access_key)) as sender:
+        sender.tell(ENGINE, "m", PROMPT)
+        await one.until(counts(sender, 1))
+        one.node.tenancy.gate.replace(registry_of(ANN, BOB))
+        for number in (2, 3):
+            sender.tell(ENGINE, "m", PROMPT)
+            await one.until(counts(sender, number))
+        assert sender.counts[Outcome.TAKEN] >= 1
+
+
 async def test_a_proof_is_good_for_one_body_and_one_life_of_the_node(bench: Callable[..., Administered]) -> None:
     one = bench()
     one.node.tenancy.gate = Gate(registry_of(ANN), 0, lambda count: b"n" * count)
@@ -223,6 +240,57 @@ async def test_one_prompt_at_a_time_is_worked_on_and_few_wait(
         assert (await first)[0] == 200
         await asyncio.gather(*others)
         assert at_work == [2]
+
+
+async def test_who_sends_a_prompt_slowly_or_not_at_all_keeps_nobody_out(
+    bench: Callable[..., Administered], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench()
+    head = f"POST /prefetch HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\ncontent-length: {len(BODY)}\r\n\r\n"
+    async with serving(one) as address:
+        slow = [await asyncio.open_connection(*address) for _ in range(prefetch.MOST_WAITING + 1)]
+        for _, writer in slow:
+            writer.write(head.encode() + BODY[:-1])
+            await writer.drain()
+        assert (await post(address, b'{"tokens": []}'))[0] == 200
+        for _, writer in slow[1:]:
+            writer.close()
+            await writer.wait_closed()
+        reader, writer = slow[0]
+        writer.write(BODY[-1:])
+        assert (await reader.readline()).split()[1] == b"200"
+        writer.close()
+        assert (await post(address, b'{"tokens": []}'))[0] == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_one_tenant_takes_half_of_the_places(
+    bench: Callable[..., Administered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "MOST_WAITING", 4)
+    one, go_on = bench(), asyncio.Event()
+    one.node.tenancy.gate = Gate(registry_of(ANN, BOB), 0, lambda count: b"n" * count)
+
+    def fetch(_tenant: str, _model: str, _tokens: Sequence[int]) -> Steps[Fetched]:
+        while not go_on.is_set():
+            yield
+        return Fetched()
+
+    async with serving(one) as address:
+        monkeypatch.setattr(one.node.prompts, "fetch", fetch)
+
+        async def told(by: Credentials) -> int:
+            challenge = Challenge.parse((await post(address, headers={"authorization": str(Signed(by.access_id))}))[2])
+            assert challenge is not None
+            key = scram.salted(by.access_key, challenge.salt, challenge.iterations)
+            signed = sign(by.access_id, key, challenge.nonce, BODY)
+            return (await post(address, headers={"authorization": str(signed)}))[0]
+
+        asked = [asyncio.create_task(told(ANN)) for _ in range(4)]
+        await one.until(lambda: sum(task.done() for task in asked) == 2)
+        asked.append(asyncio.create_task(told(BOB)))
+        go_on.set()
+        assert sorted(await asyncio.gather(*asked)) == [200, 200, 200, 503, 503]
 
 
 async def test_a_node_that_is_gone_costs_nothing_and_is_named_once(

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from ems.pool.keys import KeyChain, page_keys, split_keys
 from ems.pool.names import qualified
 from ems.pool.protocol.limits import MAX_KEYS
+from ems.pool.service import prompts
 from ems.pool.service.prompts import Fetched, PromptFetcher
 from tests.pool.tiers.administered import Administered, administered, below
 from tests.pool.tiers.node_with_tier import NAME, stored
@@ -124,3 +126,16 @@ async def test_what_is_described_bounds_no_work_but_the_node_does(bench: Callabl
     assert found.pages == 2, "the last page of each of two"
     assert steps == MAX_KEYS // 256
     await asyncio.sleep(0)
+
+
+async def test_layouts_of_large_chunks_make_no_more_work(
+    bench: Callable[..., Administered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = PromptFetcher((one := bench()).node.core, one.tier_manager)
+    for number in range(5):
+        described(one, f"t/m/{number}/0.0", page_shards="1")
+    assert fetched(fetcher, PROMPT) == (Fetched(30, 0), 5)
+    monkeypatch.setattr(prompts, "MOST_TOKENS", 13 * CHUNK)
+    assert fetched(fetcher, PROMPT)[0] == Fetched(13, 0), "two of them in full, and a chunk of the third"
+    monkeypatch.setattr(prompts, "STEP_TOKENS", CHUNK)
+    assert fetched(fetcher, PROMPT) == (Fetched(13, 0), 13)

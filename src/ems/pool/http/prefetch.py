@@ -3,8 +3,8 @@
 The body is a :class:`~ems.pool.http.tells.Prompt`.  The answer says what is asked for, and does not wait for it.
 
 What always holds: on an open node nobody is listened to who does not know the node's token, on a node with tenants
-nobody but a tenant who signs, for pages of its own; nothing of a body is read before that; one prompt at a time is
-worked on, in steps between which the node serves its clients.
+nobody but a tenant who signs, for pages of its own; nothing of a body is read before that; who sends one slowly keeps
+nobody out; one prompt at a time is worked on, in steps between which the node serves its clients.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ems.errors import Unauthorised
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from ems.pool.node.pool_node import Node
     from ems.pool.service.prompts import Fetched
 
-MOST_WAITING: Final = 8
-"""Prompts that wait for the one that is worked on; more are refused."""
+MOST_WAITING: Final = 16
+"""Prompts that are here at a time, half of them of one tenant; more are refused."""
 PAUSE_SECONDS: Final = 0.001
 """Between two steps."""
 
@@ -46,7 +48,8 @@ class PrefetchPage:
         self._token = token
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()
+        """Prompts by tenant, the one that is worked on among them."""
 
     async def __call__(self, request: Request) -> Response:
         gate = self._host.tenancy.gate
@@ -72,28 +75,29 @@ class PrefetchPage:
                 return _unauthorised(str(error), SCHEME)
         if not self._host.tier_manager.states:
             return _mistake(409, "this node has no tier below memory from which pages could be brought")
-        if self._waiting >= MOST_WAITING:
-            return _mistake(503, "too many prompts wait")
-        self._waiting += 1
         try:
-            return await self._read(request, signed)
-        finally:
-            self._waiting -= 1
+            return await self._take(signed, await _read(request))
+        except ClientDisconnect:
+            return _mistake(400, "the body has no end")  # which nobody hears
 
-    async def _read(self, request: Request, signed: Signed) -> Response:
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MOST_BYTES:
-                return _mistake(413, f"the body has more than {MOST_BYTES} bytes")
+    async def _take(self, signed: Signed, body: bytes) -> Response:
+        tenant, waiting = signed.access_id, self._waiting
+        if len(body) > MOST_BYTES:
+            return _mistake(413, f"the body has more than {MOST_BYTES} bytes")
         if signed.digest and hashlib.sha256(body).digest() != signed.digest:
             return _unauthorised("the body is not the one that was signed", SCHEME)
+        if waiting.total() >= MOST_WAITING or (tenant and waiting[tenant] >= MOST_WAITING // 2):
+            return _mistake(503, "too many prompts wait")
+        waiting[tenant] += 1
         try:
-            prompt = _decode(body)
+            async with self._turn:
+                fetched = await self._fetch(tenant, _decode(body))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _mistake(400, f"the body is no prompt: {error}")
-        async with self._turn:
-            fetched = await self._fetch(signed.access_id, prompt)
+        finally:
+            waiting[tenant] -= 1
+            if not waiting[tenant]:
+                del waiting[tenant]
         return _json(200, fetched._asdict())
 
     async def _fetch(self, tenant: str, prompt: Prompt) -> Fetched:
@@ -105,6 +109,16 @@ class PrefetchPage:
                 fetched: Fetched = end.value
                 return fetched
             await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def _read(request: Request) -> bytes:
+    """The body, or its beginning where that is too large."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_BYTES:
+            break
+    return body
 
 
 def _unauthorised(sentence: str, how: str) -> Response:

@@ -98,11 +98,13 @@ class Teller:
         known = self._signing.get(node)
         page = await self._post(node, str(sign(node.tenant, *known, body) if known else Signed(node.tenant)), body)
         challenge = Challenge.parse((find(page.headers, b"www-authenticate") or b"").decode("latin-1"))
-        if page.status != 401 or challenge is None:
-            return page
-        salted = await asyncio.to_thread(scram.salted, self._key, challenge.salt, challenge.iterations)
-        signing = self._signing[node] = salted, challenge.nonce
-        return await self._post(node, str(sign(node.tenant, *signing, body)), body)
+        if page.status == 401 and challenge is not None:
+            salted = await asyncio.to_thread(scram.salted, self._key, challenge.salt, challenge.iterations)
+            signing = self._signing[node] = salted, challenge.nonce
+            page = await self._post(node, str(sign(node.tenant, *signing, body)), body)
+        if page.status == 401:
+            self._signing.pop(node, None)  # the node, or the file, may have another key of the tenant by now
+        return page
 
     async def _post(self, node: PoolNode, credential: str, body: bytes) -> Page:
         fields = b"content-type: application/json\r\n"
