@@ -124,6 +124,8 @@ def main() -> int:
     ):
         if not value >= least:
             parser.error(f"{flag} is {value}, expected at least {least}")
+    if given.folder is not None and not given.folder.is_dir():
+        parser.error(f"--folder {given.folder} is no folder")
     page = CHUNK * given.token_kib << 10
     with tempfile.TemporaryDirectory(prefix="ems-ahead-", dir=given.folder) as name:
         key = Path(name) / "key"

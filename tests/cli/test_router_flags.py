@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from ems.cli.router_flags import paired
+from ems.cli.router_flags import by_instance, event_source, paired, told_nodes
 from ems.errors import ConfigError
 from ems.http.address import Address
 
@@ -25,3 +27,21 @@ def test_hosts_and_ports_are_paired_in_order() -> None:
 def test_lists_that_do_not_fit_are_refused(hosts: list[str], ports: list[int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         paired("decoder", hosts, ports)
+
+
+NODE = "10.0.0.1:8000=http://acme@10.0.0.1:9410"
+
+
+@pytest.mark.parametrize(("texts", "key"), [([NODE], None), ([], Path("key"))])
+def test_pool_nodes_and_their_key_go_together(texts: list[str], key: Path | None) -> None:
+    with pytest.raises(ConfigError, match="--pool-nodes and --pool-key go together"):
+        told_nodes(texts, key)
+    assert told_nodes([], None) == {}
+    assert list(told_nodes([NODE], Path("key"))) == [Address("10.0.0.1", 8000)]
+
+
+def test_an_instance_has_one_source_and_one_node() -> None:
+    with pytest.raises(ConfigError, match=r"--pool-nodes names 10\.0\.0\.1:8000 twice"):
+        told_nodes([NODE, NODE], Path("key"))
+    with pytest.raises(ConfigError, match="--kv-events names h:1 twice"):
+        by_instance("kv-events", map(event_source, ["h:1=tcp://h:2", "h:1=tcp://h:3"]))

@@ -82,7 +82,7 @@ async def test_a_new_key_is_asked_for_again_after_a_while(monkeypatch: pytest.Mo
 async def test_keys_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "jwks.json"
     tokens = checker()
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=f"^Cannot read the key set {path}: "):
         key_set.load(path, tokens)
     path.write_bytes(msgspec.json.encode(PUBLIC))
     key_set.load(path, tokens)

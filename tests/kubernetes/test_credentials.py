@@ -18,6 +18,7 @@ from tests.kubernetes.kubeconfigs import kubeconfig
         ({"users": [{"name": "u", "user": {"exec": {}}}]}, "the user signs in by 'exec'"),
         ({"clusters": []}, "has no cluster 'c' under clusters"),
         ({"contexts": None}, "has no context 'here' under contexts"),
+        ({"current-context": ""}, "has no current-context: give --kube-context"),
         ({"clusters": [{"name": "c", "cluster": {"server": "c"}}]}, "the cluster has the server 'c': expected a URL"),
         ({"users": [{"name": "u", "user": {"client-key-data": "?"}}]}, "client-key-data is not in base64"),
         ({"users": [{"name": "u", "user": {"client-key": "none"}}]}, "Cannot read the client-key"),

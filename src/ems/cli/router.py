@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from ems.cli.router_flags import AdmissionFlags, ObserveFlags, TlsFlags, event_source, paired
+from ems.cli.router_flags import AdmissionFlags, ObserveFlags, TlsFlags, by_instance, event_source, paired, told_nodes
 
 _Many = Parameter(consume_multiple=True, negative=())
 
@@ -86,7 +86,6 @@ def router(
     """
     from ems.errors import ConfigError
     from ems.kubernetes.access import ClusterAccess
-    from ems.pool.http.tells import PoolNode
     from ems.router.config import RouterConfig
     from ems.router.server import serve
 
@@ -119,9 +118,9 @@ def router(
         prefill_above=prefill_above,
         session_header=session_header.lower().encode(),
         session_lifetime=session_lifetime,
-        kv_events=dict(map(event_source, kv_events or [])),
+        kv_events=by_instance("kv-events", map(event_source, kv_events or [])),
         tokenize_within=tokenize_within,
-        pool_nodes=dict(map(PoolNode.parse, pool_nodes or [])),
+        pool_nodes=told_nodes(pool_nodes or [], pool_key),
         pool_key=pool_key,
         max_body_bytes=max_body_mib << 20,
         admission=admitted,

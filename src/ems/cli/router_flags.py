@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from ems.http.address import Address
     from ems.kthena.rate_limit import RateLimit
+    from ems.pool.http.tells import PoolNode
     from ems.router.admission.settings import AdmissionConfig
     from ems.router.admission.tls import TlsConfig
     from ems.router.config import EventSource
     from ems.router.observe.settings import ObserveConfig
 
 Unit = Literal["second", "minute", "hour", "day", "month"]
+Told = TypeVar("Told")
 
 
 @Parameter(name="*")
@@ -179,12 +184,54 @@ def event_source(text: str) -> tuple[Address, EventSource]:
 
     instance, _, endpoints = text.partition("=")
     parts = [part.strip() for part in endpoints.split(",")]
-    if not 1 <= len(parts) <= 2 or not all(re.fullmatch(r"tcp://\S+:\d{1,5}|ipc://\S+", part) for part in parts):
+    if not 1 <= len(parts) <= 2 or not all(map(_is_endpoint, parts)):
         raise ConfigError(
             f"{text!r} is no source of KV events: expected HOST:PORT=tcp://HOST:PORT, "
             "with ,tcp://HOST:PORT behind it where replays are had"
         )
     return Address.parse(instance), EventSource(*parts)
+
+
+def told_nodes(texts: list[str], key: Path | None) -> dict[Address, PoolNode]:
+    """Read what :meth:`PoolNode.parse` reads, which takes a key: nodes listen to nobody without.
+
+    :raises ConfigError: anything else, or one of the two is missing.
+    """
+    from ems.errors import ConfigError
+    from ems.pool.http.tells import PoolNode
+
+    if (key is None) != (not texts):
+        raise ConfigError("--pool-nodes and --pool-key go together: nodes listen to nobody without a key")
+    return by_instance("pool-nodes", map(PoolNode.parse, texts))
+
+
+def by_instance(flag: str, pairs: Iterable[tuple[Address, Told]]) -> dict[Address, Told]:
+    """Join what was said of instances.
+
+    :raises ConfigError: an instance comes twice.
+    """
+    from ems.errors import ConfigError
+
+    found: dict[Address, Told] = {}
+    for instance, what in pairs:
+        if instance in found:
+            raise ConfigError(f"--{flag} names {instance} twice: expected each server once")
+        found[instance] = what
+    return found
+
+
+def _is_endpoint(text: str) -> bool:
+    """Whether one can connect to it; ``tcp://*:PORT`` says where to listen, and a socket's path has 107 bytes."""
+    from ems.errors import ConfigError
+    from ems.http.address import Address
+
+    if text.startswith("tcp://"):
+        try:
+            Address.parse(text.removeprefix("tcp://"))
+        except ConfigError:
+            return False
+        return True
+    return re.fullmatch(r"ipc://\S{1,107}", text) is not None
 
 
 def paired(role: str, hosts: list[str], ports: list[int]) -> tuple[Address, ...]:

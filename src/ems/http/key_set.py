@@ -27,8 +27,9 @@ log = logging.getLogger("ems.http")
 
 def load(path: Path, tokens: Tokens[Any]) -> None:
     """Take the keys of a JWKS in a file."""
+    read = files.read(path, what="the key set")
     try:
-        tokens.use(read_key_set(files.read(path, what="the key set")))
+        tokens.use(read_key_set(read))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

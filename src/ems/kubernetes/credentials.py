@@ -84,6 +84,8 @@ def of_kubeconfig(path: str, context: str | None = None) -> Credentials:
     documents = load_yaml(files.read(file, what="the kubeconfig").decode("utf-8", "replace"), source=path)
     config = documents[0] if documents and isinstance(documents[0], dict) else {}
     name = context or config.get("current-context")
+    if not name:
+        raise ConfigError(f"{path} has no current-context: give --kube-context")
     chosen = _named(config, "contexts", name, "context", path)
     cluster = _named(config, "clusters", chosen.get("cluster"), "cluster", path)
     user = _named(config, "users", chosen.get("user"), "user", path) if chosen.get("user") else {}

@@ -102,8 +102,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"The {role} instance {min(twice)} was given twice: name each instance once")
         if self.tokenize_within and not self.kv_events and not self.pool_nodes:
             raise ConfigError("--tokenize-within is for KV events and pool nodes: add --kv-events or --pool-nodes")
-        if self.pool_key is None and any(node.tenant for node in self.pool_nodes.values()):
-            raise ConfigError("A tenant is named in --pool-nodes, and needs its key: add --pool-key")
         self._check_numbers()
         self._check_workers()
         if not re.fullmatch(rb"[a-z0-9!#$%&'*+.^_`|~-]+", self.session_header):

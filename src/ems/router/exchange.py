@@ -292,11 +292,8 @@ class Exchange:
 
     def _tell(self, step: Try) -> Sequence[Instance]:
         """Have pools fetch the prompt; return of which hosts."""
-        teller = self._parts.teller
-        for instance in step.ahead:
-            assert teller is not None
-            teller.tell(instance.address, self._request.model, self._tokens)
-        return step.ahead
+        teller, model = self._parts.teller, self._request.model
+        return [one for one in step.ahead if teller is not None and teller.tell(one.address, model, self._tokens)]
 
     async def _both(self, prefill: Hop, decode: Hop) -> Step | None:
         """Ask engines that meet by themselves; what fails first, before the answer begins, ends the attempt of both.

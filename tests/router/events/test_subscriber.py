@@ -160,7 +160,21 @@ def test_a_source_is_read() -> None:
     assert event_source("[::1]:8=tcp://[::1]:9")[1] == EventSource("tcp://[::1]:9")
 
 
-@pytest.mark.parametrize("text", ["", "h:8000", "h:8000=h:5557", "h=tcp://h:5557", "h:1=tcp://h:2,tcp://h:3,tcp://h:4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "h:8000",
+        "h:8000=h:5557",
+        "h=tcp://h:5557",
+        "h:1=tcp://h:2,tcp://h:3,tcp://h:4",
+        "h:1=tcp://*:5557",
+        "h:1=tcp://h:5557,tcp://*:5558",
+        "h:1=tcp://h:99999",
+        "h:1=ipc://",
+        f"h:1=ipc:///{'x' * 107}",
+    ],
+)
 def test_what_is_no_source_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected HOST:PORT"):
         event_source(text)

@@ -69,15 +69,17 @@ class Teller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._upstream.__aexit__()
 
-    def tell(self, engine: Address, model: str, tokens: Sequence[int]) -> None:
-        """An engine will be asked for a prompt that begins with these tokens."""
+    def tell(self, engine: Address, model: str, tokens: Sequence[int]) -> bool:
+        """An engine will be asked for a prompt that begins with these tokens; return whether a node is told of it."""
         node = self._nodes.get(engine)
         loop = asyncio.get_running_loop()
-        if node is not None and self._tells.begin(node, loop.time()):
-            body = _encode(Prompt(list(tokens[:MOST_PROMPT_TOKENS]), model))
-            task = loop.create_task(self._send(node, body))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if node is None or not self._tells.begin(node, loop.time()):
+            return False
+        body = _encode(Prompt(list(tokens[:MOST_PROMPT_TOKENS]), model))
+        task = loop.create_task(self._send(node, body))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
 
     async def _send(self, node: PoolNode, body: bytes) -> None:
         outcome, reason = Outcome.FAILED, "it could not be told"

@@ -28,7 +28,7 @@ LONGEST_PAUSE: Final = 60.0
 MOST_BYTES: Final = 1 << 20
 """Of a tell."""
 
-_NODE = re.compile(r"http://(?:([^@/]*)@)?([^@/]+)/?")
+_NODE = re.compile(r"http://(?:([^@/]*)@)?([^@/]+:\d+)/?", re.ASCII)
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
