@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
+from socket import AF_INET, IPPROTO_TCP, SOCK_STREAM
 from typing import Any, Final
 
 HIGH: Final = 4096
@@ -43,6 +44,9 @@ class NetworkLoop(VirtualLoop):
         super().__init__()
         self.listening: dict[int, Callable[[], asyncio.Protocol] | None] = {}
         """What answers on a port; None where nothing is heard of a connection."""
+
+    async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:
+        return [(AF_INET, SOCK_STREAM, IPPROTO_TCP, "", (host, port))]
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         await asyncio.sleep(0)
