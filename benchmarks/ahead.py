@@ -36,6 +36,8 @@ CHUNK = 256
 NAME = "default/m/layout/0.0"
 FACTS = {"kind": "vllm", "tenant": "default", "model": "m", "page_shards": "1", "window": "0"}
 PATIENCE = 120.0
+LEAST_QUEUE = 16 << 20
+"""Bytes: a pack must fit into it."""
 PAUSE = 0.001
 """Between two looks of the decode."""
 
@@ -131,9 +133,10 @@ def main() -> int:
         key = Path(name) / "key"
         key.write_text("token")
         key.chmod(0o600)
-        size = 4 * given.tokens * given.token_kib << 10
+        size = 4 * max(given.tokens, 2 * CHUNK) * given.token_kib << 10  # a segment has room for its header and a page
+        tier = f"dir:{name}/tier?queue={max(size, LEAST_QUEUE)}"
         flags = ["--size", str(size), "--segment-size", str(size // 4), "--http-port", "0"]
-        node = NodeProcess(*flags, "--http-token-file", str(key), "--tier", f"dir:{name}/tier?queue={size}")
+        node = NodeProcess(*flags, "--http-token-file", str(key), "--tier", tier)
         with node:
             node.wait_touched()
             with closing(node.client()) as client:

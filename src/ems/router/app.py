@@ -242,6 +242,11 @@ class Router:
             if self.config.admission.authenticates:
                 await administrators(request)
 
+        async def changing(request: Request) -> None:
+            await operators(request)
+            if self.served is not None:  # their next change would undo a removal, and no route names what is added
+                raise Refusal(404, "Which servers there are is said by manifests here: change those", code="not_found")
+
         completions = Page(self._complete, body_limit=self.config.max_body_bytes)
         return {
             **{path: {"POST": completions} for path in COMPLETIONS},
@@ -253,8 +258,8 @@ class Router:
             "/readyz": readable(pages.readyz),
             "/metrics": readable(lambda reply: reply.whole(200, self._metrics_page(), kind=CONTENT_TYPE)),
             "/version": readable(lambda reply: reply.json(200, {"version": __version__})),
-            "/instances/add": {"POST": Page(pages.add, guard=operators)},
-            "/instances/remove": {"POST": Page(pages.remove, guard=operators)},
+            "/instances/add": {"POST": Page(pages.add, guard=changing)},
+            "/instances/remove": {"POST": Page(pages.remove, guard=changing)},
             "/debug/requests": {"GET": Page(pages.decisions, guard=administrators)},
             "/debug/requests/": {"GET": Page(pages.decision, guard=administrators)},
             PREFIX: {"GET": Page(self._dump, guard=administrators)},

@@ -55,6 +55,19 @@ def ports(router: Running) -> set[int]:
     return {one.address.port for one in router.instances()}
 
 
+@pytest.mark.parametrize("page", ["add", "remove"])
+async def test_who_serves_is_said_by_the_objects_alone(tmp_path: Path, page: str) -> None:
+    async with (
+        FakeEngine() as decode,
+        serving(tmp_path, SERVER, ROUTE, pod("d", "decode", decode.address.port)) as router,
+    ):
+        change = {"type": "decode", "instances": str(decode.address)}
+        answer = await router.post(f"/instances/{page}", json=change)
+
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "not_found")
+        assert ports(router) == {decode.address.port}
+
+
 async def test_a_request_passes_prefill_and_decode_under_the_engines_name(tmp_path: Path) -> None:
     async with FakeEngine(prefilled) as prefill, FakeEngine() as decode:
         pods = [pod("p", "prefill", prefill.address.port), pod("d", "decode", decode.address.port)]
