@@ -56,6 +56,27 @@ def test_what_an_engine_takes_for_an_answer_alone_reaches_the_template(
 
 
 @pytest.mark.parametrize(
+    ("said", "asked_for"),
+    [
+        ({"reasoning_content": "Hm"}, {"reasoning": "Hm"}),
+        ({"reasoning_content": "Hm", "reasoning": None}, {"reasoning": "Hm"}),
+        ({"reasoning_content": "Hm", "reasoning": "Aha"}, {"reasoning": "Aha"}),
+        ({"reasoning_content": None}, {"reasoning_content": None}),
+    ],
+)
+def test_what_an_assistant_thought_has_the_name_that_it_has_for_an_answer(
+    said: dict[str, Any], asked_for: dict[str, Any]
+) -> None:
+    turn = {"role": "assistant", "content": "Hello"}
+    assert asked(CHAT, messages=[*TALK, turn | said]) == {"messages": [*TALK, turn | asked_for]}
+
+
+def test_a_field_that_says_nothing_is_none() -> None:
+    nothing = dict.fromkeys(("cache_salt", "prompt_embeds", "truncate_prompt_tokens", "suffix"))
+    assert asked("/v1/completions", prompt="Hello", **nothing) == {"prompt": "Hello"}
+
+
+@pytest.mark.parametrize(
     ("path", "fields"),
     [
         ("/v1/completions", {"prompt": [1, 2, 3]}),
@@ -67,6 +88,7 @@ def test_what_an_engine_takes_for_an_answer_alone_reaches_the_template(
         ("/v1/completions", {"prompt": "Hello", "cache_salt": "s"}),
         ("/v1/completions", {"prompt": "Hello", "prompt_embeds": "AAAA"}),
         ("/v1/completions", {"prompt": "Hello", "truncate_prompt_tokens": 5}),
+        ("/v1/completions", {"prompt": "Hello", "suffix": "!"}),
         (CHAT, {"messages": TALK, "cache_salt": "s"}),
         (CHAT, {"messages": "Hello"}),
         (CHAT, {"messages": None}),

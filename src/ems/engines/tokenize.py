@@ -1,13 +1,15 @@
 """What ``/tokenize`` of an engine takes and says: the token ids that a prompt of text becomes.
 
 An engine renders a chat there as it does for an answer, but takes fewer fields.  What else its chat template sees of a
-request goes into ``chat_template_kwargs``, where vLLM puts it by itself for an answer.
+request goes into ``chat_template_kwargs``, where vLLM puts it by itself for an answer; what an assistant thought is
+given the name that vLLM knows it by.
 
 What always holds: nothing is asked for a prompt whose token ids do not say all of it, such as one with images.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -19,9 +21,9 @@ _OF_CHATS: Final = (
     *("chat_template", "chat_template_kwargs"),
 )
 _OF_TEMPLATES: Final = ("documents", "reasoning_effort")
-BESIDE_TOKENS: Final = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens")
+_BESIDE_TOKENS: Final = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens", "suffix")
 """Fields by which a prompt's KV is not that of all its tokens, or not of them alone."""
-_NULL: Final = b"null"
+_NULL: Final = Raw(b"null")
 
 
 class _Part(msgspec.Struct):
@@ -30,6 +32,7 @@ class _Part(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
+    reasoning_content: Raw = _NULL
 
 
 class _Tokenized(msgspec.Struct):
@@ -39,13 +42,14 @@ class _Tokenized(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_Message])
 _one_text = msgspec.json.Decoder(tuple[Raw])
 _object = msgspec.json.Decoder(dict[str, Raw])
+_objects = msgspec.json.Decoder(list[dict[str, Raw]])
 _tokenized = msgspec.json.Decoder(_Tokenized)
 _encode = msgspec.json.Encoder().encode
 
 
 def tokenize_body(path: str, fields: dict[str, Raw]) -> bytes | None:
     """Return what an engine is asked for the token ids of a request to ``path``; None where that makes no sense."""
-    if not fields.keys().isdisjoint(BESIDE_TOKENS):
+    if not tokens_say_all(fields):
         return None
     try:
         if path == "/v1/completions" and "prompt" in fields:
@@ -55,6 +59,11 @@ def tokenize_body(path: str, fields: dict[str, Raw]) -> bytes | None:
     except (ValueError, RecursionError):
         pass  # nothing that an engine takes, or no text alone
     return None
+
+
+def tokens_say_all(fields: Mapping[str, Raw]) -> bool:
+    """Whether nothing but the tokens of its prompt says what KV a request has."""
+    return all(_is_null(fields.get(name)) for name in _BESIDE_TOKENS)
 
 
 def token_ids_of(answer: bytes) -> list[int]:
@@ -75,14 +84,28 @@ def _of_completion(fields: dict[str, Raw]) -> bytes | None:
 
 
 def _of_chat(fields: dict[str, Raw]) -> bytes:
-    _messages.decode(fields["messages"])
+    messages = _messages.decode(fields["messages"])
     asked = {name: fields[name] for name in _OF_CHATS if name in fields}
-    seen = {name: fields[name] for name in _OF_TEMPLATES if bytes(fields.get(name, _NULL)) != _NULL}
+    if not all(_is_null(message.reasoning_content) for message in messages):
+        asked["messages"] = Raw(_encode([_with_reasoning(one) for one in _objects.decode(fields["messages"])]))
+    seen = {name: fields[name] for name in _OF_TEMPLATES if not _is_null(fields.get(name))}
     if seen:
-        given = fields.get("chat_template_kwargs", Raw(_NULL))
-        kwargs = {} if bytes(given) == _NULL else _object.decode(given)
+        given = fields.get("chat_template_kwargs", _NULL)
+        kwargs = {} if _is_null(given) else _object.decode(given)
         if "reasoning_effort" in seen:
             thinks = bytes(seen["reasoning_effort"]) != b'"none"'
             kwargs.setdefault("enable_thinking", Raw(b"true" if thinks else b"false"))
         asked["chat_template_kwargs"] = Raw(_encode(kwargs | seen))
     return _encode(asked)
+
+
+def _with_reasoning(message: dict[str, Raw]) -> dict[str, Raw]:
+    """A message without ``reasoning_content``, which vLLM renames for an answer and passes over here."""
+    named = message.pop("reasoning_content", _NULL)
+    if _is_null(message.get("reasoning")) and not _is_null(named):
+        message["reasoning"] = named
+    return message
+
+
+def _is_null(value: Raw | None) -> bool:
+    return value is None or bytes(value) == b"null"

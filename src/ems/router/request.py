@@ -13,7 +13,7 @@ from typing import Final, Self
 import msgspec
 from msgspec import Raw
 
-from ems.engines.tokenize import BESIDE_TOKENS
+from ems.engines.tokenize import tokens_say_all
 from ems.http.message import Refusal
 from ems.router.choosing.prefix_index import MOST_PIECES, block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
@@ -106,17 +106,16 @@ class CompletionRequest:
         return Prompt(self.prompt_tokens, len(self._text), blocks, session, block_tokens, text)
 
     def _blocks(self, block_tokens: int, adapters: Collection[str]) -> list[int] | None:
-        if "cache_salt" in self.fields or not (self._ids or _IDS.match(self._text)):  # no event has blocks with a salt
-            return None
+        ids = self.token_ids()[: MOST_PIECES * block_tokens]
         try:
-            ids = (self._ids or _ids.decode(self._text))[: MOST_PIECES * block_tokens]
-            return block_hashes(ids, block_tokens, self.model if adapters and self.model in adapters else "")
-        except (msgspec.DecodeError, OverflowError):
+            adapter = self.model if adapters and self.model in adapters else ""
+            return block_hashes(ids, block_tokens, adapter) if ids else None
+        except OverflowError:
             return None  # the engine will refuse it
 
     def token_ids(self) -> Sequence[int]:
         """The prompt's token ids; none where they are not known, or do not say by themselves what its KV is."""
-        if not self._ids and not (_IDS.match(self._text) and self.fields.keys().isdisjoint(BESIDE_TOKENS)):
+        if not self._ids and not (_IDS.match(self._text) and tokens_say_all(self.fields)):
             return ()
         try:
             return self._ids or _ids.decode(self._text)
