@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
@@ -20,6 +21,7 @@ from ems.errors import ConfigError, PoolTimeout
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.movement.speed import LEAST_SAMPLES
+from ems.pool.protocol.acts import Show
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.lookups import LookupAnswer, Lookups
 from ems.vllm.metadata import QUIET, StepReport
@@ -738,6 +740,24 @@ def test_a_rank_that_is_still_copying_keeps_the_blocks(make: Make, node: Node) -
     assert blocks.get_num_free_blocks() == 3
     side.received((), (), set(), saved(1))
     assert blocks.get_num_free_blocks() == 7
+    side.close()
+
+
+def test_a_node_is_told_where_keys_of_named_weights_begin(node: Node) -> None:
+    def told() -> str:
+        side.found(request())
+        client.open(NAMESPACE)
+        return str(client.administer(Show(NAMESPACE.name))["facts"].get("chain"))
+
+    given = {"socket": str(node.socket), "autostart": False, "weights_version": "one"}
+    model = msgspec.structs.replace(MODEL, facts={"tenant": "default", "model": "model"})
+    side, client = Side(read_settings("kv_both", given, {})[0], model), PoolClient(node.socket, "administrator")
+    assert told() == "weights/one"
+    side.reset()
+    assert told() == "weights/one"
+    side.weights_declared("two")
+    assert told() == "weights/two"
+    client.close()
     side.close()
 
 

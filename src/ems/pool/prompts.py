@@ -17,6 +17,8 @@ from ems.pool.names import own_name
 
 SERVES: Final = "serves"
 """The fact of an engine with adapters that says under which name it serves the model without any of them."""
+CHAIN: Final = "chain"
+"""The fact of an engine with a weights version that says where chains begin, behind the name of model and layout."""
 MOST_CHUNK_TOKENS: Final = 1 << 20
 MOST_SHARDS: Final = 1024
 
@@ -26,6 +28,9 @@ class DescribedPlane(msgspec.Struct, frozen=True):
 
     namespace: str
     identity: str
+    """The name of model and layout, to all planes the same."""
+    chain_name: str
+    """Where its chains of keys begin."""
     chunk_tokens: int
     shards: int
     window: int
@@ -33,11 +38,18 @@ class DescribedPlane(msgspec.Struct, frozen=True):
     """The only name in requests that means this; empty where all do."""
 
     def chain(self) -> KeyChain:
-        return KeyChain(self.identity, self.chunk_tokens)
+        return KeyChain(self.chain_name, self.chunk_tokens)
 
     def keys(self, chain: KeyChain, first: int = 0) -> bytes:
         """The keys of all pages of the chunks of ``chain`` from ``first`` on."""
         return page_keys(chain.packed(first, len(chain)), self.shards)
+
+    def full_chunks(self, tokens: int) -> int:
+        """How many full chunks of a prompt of so many tokens an engine may go on behind.
+
+        It computes the last token again, so that a state (a window of one token) that has it is of no use.
+        """
+        return max(tokens - (self.window == 1), 0) // self.chunk_tokens
 
     def first_in_sight(self, chunks: int) -> int:
         """The first of so many chunks that is needed to go on behind the last one."""
@@ -55,4 +67,5 @@ def described_plane(namespace: str, facts: Mapping[str, str]) -> DescribedPlane 
     if not (0 < chunk <= MOST_CHUNK_TOKENS and 0 < shards <= MOST_SHARDS and window >= 0):
         return None
     identity = own_name(namespace).rpartition("/")[0]
-    return DescribedPlane(namespace, identity, chunk, shards, window, facts.get(SERVES, ""))
+    chain_name = f"{identity}/{facts[CHAIN]}" if facts.get(CHAIN) else identity
+    return DescribedPlane(namespace, identity, chain_name, chunk, shards, window, facts.get(SERVES, ""))

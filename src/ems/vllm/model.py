@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from ems.errors import ConfigError
 from ems.pool.keys import fingerprint, namespace_name
 from ems.pool.names import MODEL, PLANE, TENANT, plain_facts
-from ems.pool.prompts import SERVES
+from ems.pool.prompts import CHAIN, SERVES
 from ems.vllm import compat
 from ems.vllm.configuration.settings import ConnectorSettings, check_kvcache_type
 from ems.vllm.planes import Plane, Portion, TokenOrder, portion, shard_count
@@ -83,11 +83,15 @@ class BlockModel(msgspec.Struct, frozen=True):
         """
         return self.groups > 1 or any(plane.window for plane in self.planes)
 
-    def descriptions(self) -> dict[str, dict[str, str]]:
+    def descriptions(self, chain_name: str) -> dict[str, dict[str, str]]:
+        """What each plane's namespace means; chains of keys begin with ``chain_name``."""
+        chain = chain_name[len(self.identity) + 1 :]
         return {
             plane.namespace: {
                 **self.facts,
                 PLANE: f"{plane.group}.{plane.stage}",
+                **plain_facts({CHAIN: chain} if chain else {}),
+                "chunk_tokens": str(self.chunk_tokens // plane.parts),
                 "page_shards": str(plane.shards),
                 "window": str(plane.window),
             }

@@ -54,9 +54,8 @@ class SchedulerShell:
     ) -> None:
         self._settings, self._model = settings, model
         self._client = make_client(settings, name)
-        for namespace, facts in model.descriptions().items():
-            self._client.describe(namespace, facts)
         self._epoch = KeyEpoch(model.identity, settings.weights_version, partial(secrets.token_hex, 16))
+        self._describe()
         self._observer = Observer(settings, model.block_size, logger, step_tokens=step_tokens)
         self._book = RequestBook(
             settings, model.block_size, model.planes, model.groups, model.page_blocks, several_ranks=workers > 1
@@ -165,8 +164,14 @@ class SchedulerShell:
             "next request, name them with update_weight_version, or weight_version of finish_weight_update"
         )
 
+    def _describe(self) -> None:
+        for namespace, facts in self._model.descriptions(self._epoch.chain_name).items():
+            self._client.describe(namespace, facts)
+
     def _begin_epoch(self) -> None:
         """What was computed until now is not found again."""
+        if self._epoch.version:  # one without a name is this engine's alone, others may have described the same planes
+            self._describe()
         self._lookups.chain_name = self._epoch.chain_name
         self._do(self._book.reset())
 

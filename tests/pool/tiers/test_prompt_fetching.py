@@ -121,7 +121,7 @@ async def test_what_is_described_bounds_no_work_but_the_node_does(bench: Callabl
     one = bench()
     for number in range(4):
         fetcher = described(one, f"t/n/{number}/0.0", chunk_tokens="1", page_shards="1", window="1")
-    tokens = list(range(MAX_KEYS // 2))
+    tokens = list(range(MAX_KEYS // 2 + 1))
     found, steps = fetched(fetcher, tokens)
     assert found.pages == 2, "the last page of each of two"
     assert steps == MAX_KEYS // 256

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -139,7 +139,8 @@ class Connection(msgspec.Struct):
     tenant: str
     """Whose pages it is for; empty on an open node."""
     namespaces: dict[Namespace, int] = msgspec.field(default_factory=dict)
-    described: set[str] = msgspec.field(default_factory=set)
+    described: dict[str, Mapping[str, str]] = msgspec.field(default_factory=dict)
+    """What the node was told of namespaces."""
     sent: deque[Sent[messages.Message]] = msgspec.field(default_factory=deque)
     """What was not answered, in the order in which it was sent."""
     reader: coding.FrameReader = msgspec.field(default_factory=coding.FrameReader)

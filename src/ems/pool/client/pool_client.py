@@ -150,9 +150,9 @@ class PoolClient(Line):
 
     def _opened(self, turn: Turn, namespace: Namespace) -> int | None:
         """The number of ``namespace`` on this connection; None: nobody stored anything in it."""
+        self._describe(turn, namespace.name)
         number = turn.connection.namespaces.get(namespace)
         if number is None:
-            self._describe(turn, namespace.name)
             request = messages.Open(namespace.name, namespace.page_size)
             number = turn.ask(request, messages.Opened).namespace
             if number < 0:
@@ -178,9 +178,9 @@ class PoolClient(Line):
 
     def _describe(self, turn: Turn, name: str) -> None:
         facts = self._facts.get(name)
-        if facts is not None and name not in turn.connection.described:
+        if facts is not None and turn.connection.described.get(name) is not facts:
             turn.ask(messages.Describe(name, dict(facts)), messages.Done)
-            turn.connection.described.add(name)
+            turn.connection.described[name] = facts
 
     def lookup(
         self,

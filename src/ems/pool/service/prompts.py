@@ -54,7 +54,7 @@ class PromptFetcher:
             if plane is None or plane.serves not in ("", model):
                 continue
             size = plane.chunk_tokens
-            chunks = min(min(len(tokens), tokens_left) // size, left // plane.shards)
+            chunks = min(plane.full_chunks(min(len(tokens), tokens_left)), left // plane.shards)
             left, tokens_left = left - chunks * plane.shards, tokens_left - chunks * size
             step = min(STEP, max(STEP_TOKENS // size, 1))
             chain = plane.chain()
