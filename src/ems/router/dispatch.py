@@ -120,7 +120,8 @@ class Dispatch:
         self._holds: dict[Role, Hold] = {}
         self._started = False
         self._tried: dict[Role, list[Instance]] = {Role.PREFILL: [], Role.DECODE: []}
-        self._told: set[Instance] = set()
+        self._told: frozenset[Instance] = frozenset()
+        """Of whose hosts the pools were told of the prompt."""
         self._began = 0.0
 
     def start(self, now: float) -> Step:
@@ -146,7 +147,7 @@ class Dispatch:
         self._prefilled = self._started = False
         self.params = None
         self._tried = {role: [] for role in Role}
-        self._told.clear()
+        self._told = frozenset()
         return self.start(now)
 
     def prefill_answered(self, status: int, now: float, params: Raw | None = None) -> Step | None:
@@ -299,8 +300,9 @@ class Dispatch:
             beside = [one for one in usable if not group or one.groups[server] == group]
             decode = self._choose(Role.DECODE, beside, now, prefilled=True)
             scores += [] if decode is None else [decode]
-        told = tuple(one.instance for one in scores if one.unknown >= LEAST_TOKENS and one.instance not in self._told)
-        self._told.update(told)
+        most = self._prompt.tokens - LEAST_TOKENS
+        told = tuple(one.instance for one in scores if one.told <= most and one.instance not in self._told)
+        self._told |= {*told}
         return told
 
     def _usable(self, role: Role) -> list[Instance]:

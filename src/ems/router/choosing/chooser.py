@@ -56,8 +56,8 @@ class Score(NamedTuple):
     cost: float
     """Expected work before the first token, in tokens of prefill."""
     sticky: bool
-    unknown: int = 0
-    """Tokens of the prompt that it has not told to have, by its events."""
+    told: int = 0
+    """Tokens of the prompt that an instance with events has; 0 where it publishes none."""
 
 
 class Chooser:
@@ -142,8 +142,9 @@ class Chooser:
         for instance in usable:
             bit = self._bits.get(instance, 0)
             own = int(_count(found, bit) * per_piece)
-            near = own
+            near, told = own, 0
             if instance in self._telling:
+                told = own
                 pools = self._pools.get(instance.address.host, 0) | self._cluster
                 near = max(own, int(_count(found, pools) * per_piece))
             uncached = max(prompt.tokens - near, 0)
@@ -154,8 +155,7 @@ class Chooser:
                 cost = instance.load + MOVE_WEIGHT * uncached
             else:
                 cost = instance.queued + WORK_WEIGHT * uncached + loading + HELD_WEIGHT * instance.load
-            unknown = prompt.tokens - own if instance in self._telling else prompt.tokens
-            scores.append(Score(instance, uncached, cost, bool(sticky & bit), unknown))
+            scores.append(Score(instance, uncached, cost, bool(sticky & bit), told))
         return scores
 
     def choose(
@@ -188,7 +188,8 @@ class Chooser:
         """A request goes to an instance, which will have its prefix."""
         bit = self._bit(instance, Place.ENGINE)
         self._index.learn(prompt.hashes, bit)
-        self._index.learn(prompt.text_hashes, bit)
+        if prompt.text_hashes:
+            self._index.learn(prompt.text_hashes, bit)
         if prompt.session:
             self._sessions[instance.role].keep(prompt.session, bit, now)
 
