@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ems.errors import ConfigError
 from ems.router.admission.settings import AdmissionConfig
+from ems.router.choosing import tokenizers
 from ems.router.choosing.prefix_index import Place, block_hashes
 from ems.router.config import EventSource, RouterConfig
 from ems.router.fleet import Role
@@ -24,6 +25,12 @@ BLOCK = 64
 TEXT = "one two three four five six seven eight nine ten " * 40
 IMAGE = {"type": "image_url", "image_url": {"url": "http://a/b"}}
 NOBODY = EventSource("tcp://127.0.0.1:1")
+
+
+@pytest.fixture
+def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rest ends within a test, however slow the machine is."""
+    monkeypatch.setattr(tokenizers, "REST", 3600.0)
 
 
 def ids_of(text: str) -> list[int]:
@@ -190,7 +197,7 @@ async def test_an_engine_that_says_something_else_fails_no_request(tokenize: Han
         assert not any(one.failures or one.breaker.doubted for one in router.instances())
 
 
-async def test_an_engine_that_breaks_off_is_not_asked_again_at_once() -> None:
+async def test_an_engine_that_breaks_off_is_not_asked_again_at_once(long_rests: None) -> None:
     async with RawEngine(closes) as broken, FakeEngine(speaking()) as telling:
         settings: dict[str, Any] = {"kv_events": {telling.address: NOBODY}, "tokenize_within": 30.0}
         async with running([broken.address], [telling.address], prefill_above=1 << 20, **settings) as router:
@@ -201,7 +208,7 @@ async def test_an_engine_that_breaks_off_is_not_asked_again_at_once() -> None:
             assert (broken.requests, router.instances()[0].failures) == (1, 0), "requests will find out by themselves"
 
 
-async def test_an_engine_that_hangs_is_waited_for_as_long_as_was_said_and_then_rests() -> None:
+async def test_an_engine_that_hangs_is_waited_for_as_long_as_was_said_and_then_rests(long_rests: None) -> None:
     async with routed(hangs, tokenize_within=0.01) as (router, silent, telling):
         late = [(await decision(router, prompt=TEXT))["tokenized"] for _ in range(3)]
 

@@ -26,6 +26,9 @@ _BESIDE_TOKENS: Final = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens"
 _NULL: Final = Raw(b"null")
 
 
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
 class _Part(msgspec.Struct):
     type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
 
@@ -36,7 +39,7 @@ class _Message(msgspec.Struct):
 
 
 class _Tokenized(msgspec.Struct):
-    tokens: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(min_length=1)]
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
 
 
 _messages = msgspec.json.Decoder(list[_Message])

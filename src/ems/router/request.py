@@ -13,7 +13,7 @@ from typing import Final, Self
 import msgspec
 from msgspec import Raw
 
-from ems.engines.tokenize import tokens_say_all
+from ems.engines.tokenize import TokenId, tokens_say_all
 from ems.http.message import Refusal
 from ems.router.choosing.prefix_index import MOST_PIECES, block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
@@ -37,7 +37,7 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Raw])
 _text = msgspec.json.Decoder(str)
 _number = msgspec.json.Decoder(int)
-_ids = msgspec.json.Decoder(list[int])
+_ids = msgspec.json.Decoder(list[TokenId])
 _encode = msgspec.json.Encoder().encode
 
 _NULL = b"null"
@@ -107,11 +107,8 @@ class CompletionRequest:
 
     def _blocks(self, block_tokens: int, adapters: Collection[str]) -> list[int] | None:
         ids = self.token_ids()[: MOST_PIECES * block_tokens]
-        try:
-            adapter = self.model if adapters and self.model in adapters else ""
-            return block_hashes(ids, block_tokens, adapter) if ids else None
-        except OverflowError:
-            return None  # the engine will refuse it
+        adapter = self.model if adapters and self.model in adapters else ""
+        return block_hashes(ids, block_tokens, adapter) if ids else None
 
     def token_ids(self) -> Sequence[int]:
         """The prompt's token ids; none where they are not known, or do not say by themselves what its KV is."""

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ems.errors import ConfigError
 from ems.http.address import Address
-from ems.pool.http.tells import LONGEST_PAUSE, MOST_UNDER_WAY, Outcome, PoolNode, Tells
+from ems.pool.http.tells import (
+    LONGEST_PAUSE,
+    MOST_BYTES,
+    MOST_PROMPT_TOKENS,
+    MOST_UNDER_WAY,
+    Outcome,
+    PoolNode,
+    Prompt,
+    Tells,
+)
 
 NODE, OTHER = PoolNode(Address("10.0.0.1", 9410)), PoolNode(Address("10.0.0.2", 9410))
+
+
+def test_a_node_takes_the_longest_prompt_whatever_its_ids_are() -> None:
+    assert len(msgspec.json.encode(Prompt([2**32 - 1] * MOST_PROMPT_TOKENS, "\n" * 256))) <= MOST_BYTES
 
 
 def test_so_many_are_under_way_and_no_more() -> None:

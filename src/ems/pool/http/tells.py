@@ -25,8 +25,8 @@ LEAST_TOKENS: Final = 256
 MOST_UNDER_WAY: Final = 8
 LONGEST_PAUSE: Final = 60.0
 
-MOST_BYTES: Final = 1 << 20
-"""Of a tell."""
+MOST_BYTES: Final = 2 << 20
+"""Of a tell, which has room for the longest prompt whatever its ids are."""
 
 _NODE = re.compile(r"http://(?:([^@/]*)@)?([^@/]+:\d+)/?", re.ASCII)
 
