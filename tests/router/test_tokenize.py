@@ -16,6 +16,7 @@ from ems.errors import ConfigError
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.choosing import tokenizers
 from ems.router.choosing.prefix_index import Place, block_hashes
+from ems.router.choosing.tokenizers import SHORT
 from ems.router.config import EventSource, RouterConfig
 from ems.router.fleet import Role
 from tests.router.fakes import FakeEngine, Handler, RawEngine, Running, completion, running, status, until
@@ -206,6 +207,16 @@ async def test_an_engine_that_breaks_off_is_not_asked_again_at_once(long_rests: 
 
             assert [one["outcome"] for one in told] == ["broken", "done"]
             assert (broken.requests, router.instances()[0].failures) == (1, 0), "requests will find out by themselves"
+
+
+async def test_who_is_late_with_a_long_prompt_is_asked_for_short_ones(long_rests: None) -> None:
+    async def slow_with_much(request: web.Request, body: bytes) -> web.StreamResponse:
+        return await (hangs if len(body) > SHORT else tokenized)(request, body)
+
+    async with routed(slow_with_much, tokenize_within=0.2) as (router, _silent, _telling):
+        long = TEXT * 200
+        told = [(await decision(router, prompt=prompt))["tokenized"] for prompt in (long, long, long, TEXT)]
+        assert [one and one["outcome"] for one in told] == ["late", "late", None, "done"]
 
 
 async def test_an_engine_that_hangs_is_waited_for_as_long_as_was_said_and_then_rests(long_rests: None) -> None:

@@ -235,8 +235,8 @@ class Exchange:
         if not told and not parts.chooser.would_match(usable, request.prompt_tokens):
             return
         body = tokenize_body(self._client.path, request.fields)
-        instance = None if body is None else parts.tokenizers.begin(usable, began)
-        if instance is None:
+        instance = None if body is None else parts.tokenizers.begin(usable, len(body), began)
+        if instance is None or body is None:
             return
         within = min(parts.config.tokenize_within, self._deadline - began)
         fields = self._fields(to_prefill=True)
@@ -259,7 +259,8 @@ class Exchange:
             outcome, reason = Tokenized.BROKEN, error
         finally:
             now = self._loop.time()
-            parts.tokenizers.end(instance, now, rests=outcome in (Tokenized.LATE, Tokenized.BROKEN))
+            rests = outcome in (Tokenized.LATE, Tokenized.BROKEN)
+            parts.tokenizers.end(instance, len(body), now, rests=rests)
         parts.counters.tokenized[outcome] += 1
         parts.counters.tokenize_time.observe(now - began)
         self._record.tokenization = Tokenization(instance, outcome, now - began)
