@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ems.engines.tokenize import token_ids_of, tokenize_body
+from ems.engines.tokenize import first_ids, token_ids_of, tokenize_body
 
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
 CHAT = "/v1/chat/completions"
@@ -110,8 +110,36 @@ def test_token_ids_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", b"[]", b"{}", b'{"tokens":[]}', b'{"tokens":[-1]}', b'{"tokens":[4294967296]}', b'{"tokens":["a"]}']
+    "answer",
+    [
+        *(b"", b"[]", b"{}", b'{"tokens":[]}', b'{"tokens":[-1]}', b'{"tokens":[4294967296]}', b'{"tokens":["a"]}'),
+        b'{"x":' + b"[" * 100_000,
+    ],
 )
 def test_an_answer_without_token_ids_is_said_to_be_none(answer: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         token_ids_of(answer)
+
+
+def test_of_a_list_without_end_the_beginning_is_read() -> None:
+    assert first_ids(b"[1, 2,3 ]") == [1, 2, 3]
+    long = b"[%b1]" % (b"4294967295, " * (4 << 20))
+    assert set(first_ids(long)) == {4294967295}
+    assert 170_000 < len(first_ids(long)) < 180_000
+    for other in (
+        b"[1, -1]",
+        b"[4294967296]",
+        b"[1.5]",
+        b'[1, "2"]',
+        b"[1, [2]]",
+        b'[1, "%b"]' % (b"," * (4 << 20)),
+        b"[1",
+    ):
+        with pytest.raises(ValueError):  # noqa: PT011  whatever the decoder says
+            first_ids(other)
+
+
+def test_nobody_is_asked_for_what_cannot_be_said_in_time() -> None:
+    assert asked("/v1/completions", prompt="a " * (1 << 20)) is None
+    assert asked(CHAT, messages=[{"role": "user", "content": "a " * (1 << 20)}]) is None
+    assert asked("/v1/completions", prompt="a " * (1 << 19)) is not None

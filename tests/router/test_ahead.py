@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import shutil
 import socket
@@ -244,6 +245,23 @@ async def test_a_text_is_told_of_by_the_tokens_that_an_engine_says() -> None:
             await until(lambda: len(node.told) == 1)
     assert node.told == [{"model": "m", "tokens": PROMPT}]
     assert [one.path for one in decode.seen] == ["/tokenize", "/v1/completions", "/v1/completions"]
+
+
+@pytest.mark.process
+async def test_nothing_that_a_client_sends_has_a_node_left_alone(tmp_path: Path) -> None:
+    """A node refuses what is no prompt or too large, and is told of nothing for a while then."""
+    host = Host(tmp_path, None)
+    with host.node:
+        until_true(lambda: "http=http://" in host.node.log, "it says where it serves HTTP", 45)
+        async with FakeEngine() as decode:
+            nodes = {decode.address: host.http}
+            async with running([], [decode.address], pool_nodes=nodes, pool_key=host.key) as router:
+                for token in (-1, 1 << 32, (1 << 32) - 1, 1):
+                    body = json.dumps({"model": "m", "prompt": [token] * (1 << 17)}).encode()
+                    assert (await router.post(data=io.BytesIO(body))).status == 200
+                counts = router.router.counters.tells
+                await until(lambda: sum(counts.values()) == 2)
+                assert counts == {"taken": 2}
 
 
 async def test_a_node_that_hangs_or_refuses_costs_a_request_nothing() -> None:

@@ -24,6 +24,10 @@ _OF_TEMPLATES: Final = ("documents", "reasoning_effort")
 _BESIDE_TOKENS: Final = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens", "suffix")
 """Fields by which a prompt's KV is not that of all its tokens, or not of them alone."""
 _NULL: Final = Raw(b"null")
+_MOST_READ: Final = 2 << 20
+"""Bytes of a list of token ids; nobody looks at what comes behind, which would take ten times its size in memory."""
+_MOST_ASKED: Final = 2 << 20
+"""Bytes of a prompt of text: some half a million tokens, more than an engine can say in time."""
 
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -47,6 +51,7 @@ _one_text = msgspec.json.Decoder(tuple[Raw])
 _object = msgspec.json.Decoder(dict[str, Raw])
 _objects = msgspec.json.Decoder(list[dict[str, Raw]])
 _tokenized = msgspec.json.Decoder(_Tokenized)
+_ids = msgspec.json.Decoder(list[TokenId])
 _encode = msgspec.json.Encoder().encode
 
 
@@ -54,14 +59,15 @@ def tokenize_body(path: str, fields: dict[str, Raw]) -> bytes | None:
     """Return what an engine is asked for the token ids of a request to ``path``; None where that makes no sense."""
     if not tokens_say_all(fields):
         return None
+    body = None
     try:
         if path == "/v1/completions" and "prompt" in fields:
-            return _of_completion(fields)
-        if path == "/v1/chat/completions" and "messages" in fields:
-            return _of_chat(fields)
+            body = _of_completion(fields)
+        elif path == "/v1/chat/completions" and "messages" in fields:
+            body = _of_chat(fields)
     except (ValueError, RecursionError):
         pass  # nothing that an engine takes, or no text alone
-    return None
+    return None if body is None or len(body) > _MOST_ASKED else body
 
 
 def tokens_say_all(fields: Mapping[str, Raw]) -> bool:
@@ -74,7 +80,20 @@ def token_ids_of(answer: bytes) -> list[int]:
 
     :raises ValueError: it has none.
     """
-    return _tokenized.decode(answer).tokens
+    try:
+        return _tokenized.decode(answer).tokens
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def first_ids(prompt: bytes) -> list[int]:
+    """Return the token ids of a prompt that is a list of these, or the first 170,000 and more of a longer one.
+
+    :raises ValueError: it is something else.
+    """
+    if len(prompt) > _MOST_READ:
+        prompt = prompt[: prompt.rfind(b",", 0, _MOST_READ)] + b"]"
+    return _ids.decode(prompt)
 
 
 def _of_completion(fields: dict[str, Raw]) -> bytes | None:

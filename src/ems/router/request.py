@@ -13,7 +13,7 @@ from typing import Final, Self
 import msgspec
 from msgspec import Raw
 
-from ems.engines.tokenize import TokenId, tokens_say_all
+from ems.engines.tokenize import first_ids, tokens_say_all
 from ems.http.message import Refusal
 from ems.router.choosing.prefix_index import MOST_PIECES, block_hashes, prefix_hashes
 from ems.router.choosing.prompt import Prompt
@@ -37,7 +37,6 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Raw])
 _text = msgspec.json.Decoder(str)
 _number = msgspec.json.Decoder(int)
-_ids = msgspec.json.Decoder(list[TokenId])
 _encode = msgspec.json.Encoder().encode
 
 _NULL = b"null"
@@ -115,7 +114,7 @@ class CompletionRequest:
         if not self._ids and not (_IDS.match(self._text) and tokens_say_all(self.fields)):
             return ()
         try:
-            return self._ids or _ids.decode(self._text)
+            return self._ids or first_ids(self._text)
         except msgspec.DecodeError:
             return ()  # the engine will refuse it
 
