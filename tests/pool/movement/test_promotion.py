@@ -66,6 +66,18 @@ def test_one_tenants_wants_are_bounded_and_leave_room_for_anothers() -> None:
     assert wrong_promotions(promotions) == []
 
 
+def test_many_wants_of_one_tenant_keep_none_of_another_waiting() -> None:
+    promotions = Promotions(MAX_WANTS * PAGE, lambda _tier: PAGE, lambda namespace: ("ann", "bob")[namespace])
+    many = [number.to_bytes(16, "big") for number in range(MAX_WANTS + 1)]
+    assert [ask(promotions, [key]) for key in many] == [True] * MAX_WANTS + [False]
+    assert promotions.ask(0, 1, PAGE, ROOT, many[:3], 0.0, urgent=True)
+    assert promotions.ask(0, 1, PAGE, ROOT, many[3:5], 0.0, urgent=False)
+    portions = [promotions.next(0.0) for _ in range(8)]
+    assert [portion.namespace for portion in portions if portion] == [0, 1, 0, 1, 0, 1, 0, 0], "what is urgent first"
+    assert [portion.keys for portion in portions if portion and portion.namespace] == [(key,) for key in many[:3]]
+    assert wrong_promotions(promotions) == []
+
+
 def test_no_more_is_under_way_than_allowed() -> None:
     promotions = Promotions(LIMIT, lambda _tier: BATCH)
     ask(promotions, chain(1, 30))

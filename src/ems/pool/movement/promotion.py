@@ -3,7 +3,8 @@
 A brain.  A want is a run of keys that a tier has and memory has not.  It is cut into portions; each is reserved in
 memory like any writer's pages, so that everybody sees its keys as being written, then fetched, then committed.  What
 always holds: the portions under way are never more than the limit (but for a single page); a want that waited too long
-is let go; a want is queued once; the keys of what waits are bounded, those of each tenant and all.
+is let go; a want is queued once; what waits is bounded, that of each tenant and all; tenants take turns, each with what
+was looked up first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 MAX_WANTS = 1024
-"""Wants that wait at most; more are not taken."""
+"""Wants of one tenant that wait at most; more are not taken."""
+MAX_ALL_WANTS = 2 * MAX_WANTS
+"""The same of all tenants."""
 MAX_WANTED = 1 << 20
 """Keys that all wants may name together (64 bytes each)."""
 MAX_WANTED_TENANT = 1 << 18
@@ -60,6 +63,9 @@ class Promotions:
         """Bytes that wait, by tier."""
         self._wanted: Counter[str] = Counter()
         """Keys that wait, by tenant."""
+        self._served: dict[str, int] = {}
+        """The last turn of each tenant, since something waits."""
+        self._turn = 0
         self.under_way = 0
         """Bytes that were handed out and have not ended."""
 
@@ -86,7 +92,7 @@ class Promotions:
         want = self._wants.get(name)
         more = len(keys) - len(want.keys) if want is not None else len(keys)
         if want is None:
-            if len(self._wants) >= MAX_WANTS or self._too_many(tenant, more):
+            if self._is_full(tenant) or self._too_many(tenant, more):
                 return False
             want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tenant, now, urgent)
             self._count(want, more)
@@ -96,6 +102,11 @@ class Promotions:
         want.at = now
         want.urgent = want.urgent or urgent
         return True
+
+    def _is_full(self, tenant: str) -> bool:
+        count = len(self._wants)
+        own = sum(want.tenant == tenant for want in self._wants.values()) if count >= MAX_WANTS else 0
+        return own >= MAX_WANTS or count >= MAX_ALL_WANTS
 
     def _too_many(self, tenant: str, more: int) -> bool:
         return self._wanted[tenant] + more > MAX_WANTED_TENANT or self._wanted.total() + more > MAX_WANTED
@@ -110,8 +121,9 @@ class Promotions:
         """The next portion, which is under way from now on; None while nothing waits or enough is under way."""
         self._drop([name for name, want in self._wants.items() if now - want.at >= PATIENCE])
         if not self._wants:
+            self._served.clear()
             return None
-        name = next((name for name, want in self._wants.items() if want.urgent), next(iter(self._wants)))
+        name = self._first()
         want = self._wants[name]
         room = (self._limit - self.under_way) // want.page_size
         if room <= 0 and self.under_way:
@@ -122,6 +134,8 @@ class Promotions:
         portion = Portion(want.tier, want.namespace, want.parent, keys, size)
         self._count(want, -count)
         self.under_way += size
+        self._turn += 1
+        self._served[want.tenant] = self._turn
         del self._wants[name]
         if want.keys and (want.namespace, want.keys[0]) in self._wants:
             self._count(want, -len(want.keys))  # somebody asked for the rest by itself
@@ -131,6 +145,19 @@ class Promotions:
             self._wants[rest] = want
             self._wants.move_to_end(rest, last=False)
         return portion
+
+    def _first(self) -> tuple[int, bytes]:
+        """Which want is next: an urgent one if there is any, of the tenant whose last turn is longest ago."""
+        turns = {tenant: self._served.get(tenant, 0) for tenant in self._wanted}
+        best = min(turns.values())
+        found: dict[tuple[bool, int], tuple[int, bytes]] = {}
+        for name, want in self._wants.items():
+            order = not want.urgent, turns[want.tenant]
+            if order not in found:
+                found[order] = name
+                if order == (False, best):
+                    break
+        return found[min(found)]
 
     def ended(self, portion: Portion) -> None:
         self.under_way -= portion.size
