@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ems.http.address import Address
     from ems.kthena.rate_limit import RateLimit
-    from ems.pool.http.tells import PoolNode
+    from ems.pool.http.prefetch_hints import PoolNode
     from ems.router.admission.settings import AdmissionConfig
     from ems.router.admission.tls import TlsConfig
     from ems.router.config import EventSource
@@ -198,7 +198,7 @@ def told_nodes(texts: list[str], key: Path | None) -> dict[Address, PoolNode]:
     :raises ConfigError: anything else, or one of the two is missing.
     """
     from ems.errors import ConfigError
-    from ems.pool.http.tells import PoolNode
+    from ems.pool.http.prefetch_hints import PoolNode
 
     if (key is None) != (not texts):
         raise ConfigError("--pool-nodes and --pool-key go together: nodes listen to nobody without a key")

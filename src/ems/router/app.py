@@ -40,7 +40,7 @@ from ems.router.scraper import Scraper
 from ems.version import __version__
 
 if TYPE_CHECKING:
-    from ems.pool.http.teller import Teller
+    from ems.pool.http.prefetch_client import PrefetchClient
     from ems.router.workers.link import Link
 
 CLIENT_LEFT = 499
@@ -95,14 +95,14 @@ class Router:
         if config.router_file is not None:
             place = config.router_file
             self._files.watch(place, lambda: schedulers.use(read_router_file(place)))
-        self._teller: Teller | None = None
+        self._prefetch: PrefetchClient | None = None
         if config.pool_nodes:
-            from ems.pool.http.teller import Teller  # as for ZeroMQ below
+            from ems.pool.http.prefetch_client import PrefetchClient  # as for ZeroMQ below
 
-            self._teller = Teller(config.pool_nodes)
-            self.counters.tells = self._teller.counts
+            self._prefetch = PrefetchClient(config.pool_nodes)
+            self.counters.hints = self._prefetch.counts
             if config.pool_key is not None:
-                self._files.watch(config.pool_key, partial(self._teller.load_key, config.pool_key))
+                self._files.watch(config.pool_key, partial(self._prefetch.load_key, config.pool_key))
         self._parts = Parts(
             config,
             self.fleet,
@@ -113,7 +113,7 @@ class Router:
             self.admission,
             self.observer,
             schedulers,
-            teller=self._teller,
+            prefetch=self._prefetch,
         )
         requests = RequestCollector(self.observer.series, self.observer.active)
         self._metrics = (RouterCollector(self.fleet, self.counters), requests)
@@ -148,8 +148,8 @@ class Router:
         works = [self._files.run(), self._prober.run(), Scraper(self._parts).run()]
         works += [one.run() for one in (self._cluster, self.admission.issuer) if one is not None]
         self._tasks = [asyncio.create_task(work) for work in works]
-        if self._teller is not None:
-            await self._subscribed.enter_async_context(self._teller)
+        if self._prefetch is not None:
+            await self._subscribed.enter_async_context(self._prefetch)
         if self.config.kv_events:
             from ems.router.events.subscriber import Subscriber  # ZeroMQ is loaded by those who want it
 

@@ -12,7 +12,7 @@ import msgspec
 from ems.errors import ConfigError
 from ems.http.address import Address
 from ems.kubernetes.access import ClusterAccess
-from ems.pool.http.tells import PoolNode
+from ems.pool.http.prefetch_hints import PoolNode
 from ems.router.admission.settings import AdmissionConfig
 from ems.router.admission.tls import TlsConfig
 from ems.router.observe.settings import ObserveConfig

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 from msgspec import Raw
 
 from ems.engines.handoff import names_blocks
-from ems.pool.http.tells import LEAST_TOKENS
+from ems.pool.http.prefetch_hints import LEAST_TOKENS
 from ems.router.choosing.chooser import Chooser, Score
 from ems.router.choosing.kthena import Profile
 from ems.router.choosing.prompt import Prompt

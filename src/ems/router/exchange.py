@@ -22,7 +22,7 @@ from ems.http import headers
 from ems.http.client import Page, Upstream, UpstreamBroken, UpstreamLate, request_of
 from ems.http.message import Refusal, Request, find
 from ems.http.reply import Reply
-from ems.pool.http.tells import LEAST_TOKENS
+from ems.pool.http.prefetch_hints import LEAST_TOKENS
 from ems.router.admission.gate import Asked, Ticket
 from ems.router.admission.limits import Limited
 from ems.router.admission.service import Admission
@@ -42,7 +42,7 @@ from ems.router.relay import Relay
 from ems.router.request import CompletionRequest
 
 if TYPE_CHECKING:
-    from ems.pool.http.teller import Teller
+    from ems.pool.http.prefetch_client import PrefetchClient
 
 _TRACE: Final = frozenset((b"traceparent", b"tracestate"))
 
@@ -85,8 +85,8 @@ class Parts:
     limited: tuple[Limited, ...] = ()
     """Limits of the route."""
     tokenizers: Tokenizers = field(default_factory=Tokenizers)
-    teller: Teller | None = None
-    """Tells pool nodes of prompts, if there are any."""
+    prefetch: PrefetchClient | None = None
+    """PrefetchHints pool nodes of prompts, if there are any."""
 
 
 class ClientLeft(Exception):
@@ -193,7 +193,7 @@ class Exchange:
             self._deadline = self._loop.time() + config.request_timeout
         if config.tokenize_within:
             await self._tokenize()
-        if self._parts.teller is not None and self._client.path not in READS_ONLY:
+        if self._parts.prefetch is not None and self._client.path not in READS_ONLY:
             self._tokens = self._request.token_ids()
         self._dispatch = Dispatch(
             self._parts.fleet,
@@ -231,7 +231,7 @@ class Exchange:
         """
         parts, request, began = self._parts, self._request, self._loop.time()
         usable = [one for role in Role for one in parts.fleet.usable(role, parts.server)]
-        told = parts.teller is not None and request.prompt_tokens >= LEAST_TOKENS
+        told = parts.prefetch is not None and request.prompt_tokens >= LEAST_TOKENS
         if not told and not parts.chooser.would_match(usable, request.prompt_tokens):
             return
         body = tokenize_body(self._client.path, request.fields)
@@ -293,8 +293,8 @@ class Exchange:
 
     def _tell(self, step: Try) -> Sequence[Instance]:
         """Have pools fetch the prompt; return of which hosts."""
-        teller, model = self._parts.teller, self._request.model
-        return [one for one in step.ahead if teller is not None and teller.tell(one.address, model, self._tokens)]
+        prefetch, model = self._parts.prefetch, self._request.model
+        return [one for one in step.ahead if prefetch is not None and prefetch.hint(one.address, model, self._tokens)]
 
     async def _both(self, prefill: Hop, decode: Hop) -> Step | None:
         """Ask engines that meet by themselves; what fails first, before the answer begins, ends the attempt of both.

@@ -62,8 +62,8 @@ class Counters:
         self.prefills: Counter[Prefill] = Counter()
         self.tokenized: Counter[Tokenized] = Counter()
         self.retries: Counter[Role] = Counter()
-        self.tells: Mapping[str, int] = {}
-        """What pool nodes were told of prompts, by what became of it."""
+        self.hints: Mapping[str, int] = {}
+        """Prefetch hints, by what became of them."""
         self.disconnects = 0
         """Clients that left before the end."""
         self.breaks = 0
@@ -97,8 +97,8 @@ class RouterCollector(Collector):
         yield family("counter", "ems_router_tokenizations", text, ("outcome",), tokenized)
         retries = {(role,): counts.retries[role] for role in Role}
         yield family("counter", "ems_router_retries", "Attempts after the first one", ("role",), retries)
-        tells = {(outcome,): count for outcome, count in sorted(counts.tells.items())}
-        yield family("counter", "ems_router_pool_tells", "Prompts that pool nodes were told of", ("outcome",), tells)
+        hints = {(outcome,): count for outcome, count in sorted(counts.hints.items())}
+        yield family("counter", "ems_router_prefetch_hints", "Hints of prompts to pool nodes", ("outcome",), hints)
         alone: tuple[tuple[Kind, str, str, float | Histogram], ...] = (
             ("gauge", "requests_running", "Completion requests not yet answered, queued ones too", counts.running),
             ("counter", "client_disconnects", "Clients that left before their answer was complete", counts.disconnects),

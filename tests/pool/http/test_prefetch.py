@@ -16,10 +16,10 @@ import pytest_asyncio
 
 from ems.errors import ConfigError
 from ems.http.address import Address
-from ems.pool.http import prefetch, teller, tells
+from ems.pool.http import prefetch, prefetch_client, prefetch_hints
+from ems.pool.http.prefetch_client import PrefetchClient
+from ems.pool.http.prefetch_hints import MOST_BYTES, MOST_PROMPT_TOKENS, Outcome, PoolNode
 from ems.pool.http.server import HttpServer
-from ems.pool.http.teller import Teller
-from ems.pool.http.tells import MOST_BYTES, MOST_PROMPT_TOKENS, Outcome, PoolNode
 from ems.pool.names import qualified
 from ems.pool.service.prompts import Fetched, PromptFetcher
 from ems.pool.service.storing import Steps
@@ -69,8 +69,8 @@ def secret(folder: Path, text: str) -> Path:
 
 
 @asynccontextmanager
-async def telling(node: PoolNode, key: Path | None = None) -> AsyncIterator[Teller]:
-    async with Teller({ENGINE: node}) as one:
+async def telling(node: PoolNode, key: Path | None = None) -> AsyncIterator[PrefetchClient]:
+    async with PrefetchClient({ENGINE: node}) as one:
         if key is not None:
             one.load_key(key)
         yield one
@@ -94,16 +94,16 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-def counts(one: Teller, number: int) -> Callable[[], bool]:
+def counts(one: PrefetchClient, number: int) -> Callable[[], bool]:
     return lambda: sum(one.counts.values()) == number
 
 
 async def test_pages_come_up_by_what_is_told(bench: Callable[..., Administered], tmp_path: Path) -> None:
     one = bench()
     async with serving(one) as address, telling(PoolNode(address), secret(tmp_path, TOKEN)) as sender:
-        sender.tell(Address("10.0.0.9", 8000), "m", PROMPT)
+        sender.hint(Address("10.0.0.9", 8000), "m", PROMPT)
         assert not sender.counts, "that host's node is not known"
-        sender.tell(ENGINE, "m", PROMPT)
+        sender.hint(ENGINE, "m", PROMPT)
         await one.until(lambda: one.present(keys_of(IDENTITY)) == 12)
         await one.until(counts(sender, 1))
         assert sender.counts == {Outcome.TAKEN: 1}
@@ -130,33 +130,33 @@ async def test_a_tenant_has_its_own_pages_brought_up(bench: Callable[..., Admini
         core.reasons.layouts.describe(own, FACTS)
         assert (await post(address))[0] == 401, "the administrator's token opens no tenant"
         async with telling(PoolNode(address, "ann"), secret(tmp_path, ANN.access_key)) as sender:
-            sender.tell(ENGINE, "m", PROMPT)
+            sender.hint(ENGINE, "m", PROMPT)
             await one.until(counts(sender, 1))
-            sender.tell(ENGINE, "m", PROMPT)
+            sender.hint(ENGINE, "m", PROMPT)
             await one.until(counts(sender, 2))
             assert sender.counts == {Outcome.TAKEN: 2}
-        assert core.counters.prompts_told == 2
+        assert core.counters.prefetch_hints == 2
         assert one.present(keys_of(IDENTITY)) == 0, "those are nobody's on this node"
         async with telling(PoolNode(address, "bob"), secret(tmp_path, ANN.access_key)) as sender:
-            sender.tell(ENGINE, "m", PROMPT)
+            sender.hint(ENGINE, "m", PROMPT)
             await one.until(counts(sender, 1))
             assert sender.counts == {Outcome.REFUSED: 1}
-        assert core.counters.prompts_told == 2
+        assert core.counters.prefetch_hints == 2
 
 
 async def test_a_tenant_that_the_node_gets_to_know_later_is_listened_to_then(
     bench: Callable[..., Administered], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then the node asks for a signature with a salt that it makes up."""
-    monkeypatch.setattr(tells, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(prefetch_hints, "LONGEST_PAUSE", 0.0)
     one = bench()
     one.node.tenancy.gate = Gate(registry_of(BOB), 0, lambda count: b"n" * count)
     async with serving(one) as address, telling(PoolNode(address, "ann"), secret(tmp_path, ANN.access_key)) as sender:
-        sender.tell(ENGINE, "m", PROMPT)
+        sender.hint(ENGINE, "m", PROMPT)
         await one.until(counts(sender, 1))
         one.node.tenancy.gate.replace(registry_of(ANN, BOB))
         for number in (2, 3):
-            sender.tell(ENGINE, "m", PROMPT)
+            sender.hint(ENGINE, "m", PROMPT)
             await one.until(counts(sender, number))
         assert sender.counts[Outcome.TAKEN] >= 1
 
@@ -208,7 +208,7 @@ async def test_a_node_without_a_tier_says_so(
     async with serving(one) as address, telling(PoolNode(address), secret(tmp_path, TOKEN)) as sender:
         states, one.tier_manager.states = one.tier_manager.states, []
         for number in range(1, 4):
-            sender.tell(ENGINE, "m", PROMPT)
+            sender.hint(ENGINE, "m", PROMPT)
             await one.until(counts(sender, number))
         one.tier_manager.states = states
     assert sender.counts == {Outcome.REFUSED: 1, Outcome.DROPPED: 2}
@@ -300,7 +300,7 @@ async def test_a_node_that_is_gone_costs_nothing_and_is_named_once(
         listener.bind(("127.0.0.1", 0))  # nobody listens
         async with telling(PoolNode(Address(*listener.getsockname())), secret(tmp_path, TOKEN)) as sender:
             for _ in range(20):
-                sender.tell(ENGINE, "m", PROMPT)
+                sender.hint(ENGINE, "m", PROMPT)
             await until(counts(sender, 20))
             assert sender.counts == {Outcome.FAILED: 8, Outcome.DROPPED: 12}
     assert len([record for record in caplog.records if record.name == "ems.pool"]) == 1
@@ -311,24 +311,24 @@ async def test_a_node_that_does_not_answer_holds_up_no_end(caplog: pytest.LogCap
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         async with telling(PoolNode(Address(*listener.getsockname()))) as sender:
-            sender.tell(ENGINE, "m", PROMPT)
+            sender.hint(ENGINE, "m", PROMPT)
             await asyncio.sleep(0)
     assert not caplog.records
 
 
 async def test_a_node_that_answers_too_late_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teller, "WITHIN_SECONDS", 0.01)
+    monkeypatch.setattr(prefetch_client, "WITHIN_SECONDS", 0.01)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         async with telling(PoolNode(Address(*listener.getsockname()))) as sender:
-            sender.tell(ENGINE, "m", PROMPT)
+            sender.hint(ENGINE, "m", PROMPT)
             await until(counts(sender, 1))
             assert sender.counts == {Outcome.FAILED: 1}
 
 
 def test_a_key_is_one_word_that_others_cannot_read(tmp_path: Path) -> None:
-    one = Teller({})
+    one = PrefetchClient({})
     for text in ("", "two words", "é"):
         with pytest.raises(ConfigError, match="is no key"):
             one.load_key(secret(tmp_path, text))
@@ -339,4 +339,4 @@ def test_a_key_is_one_word_that_others_cannot_read(tmp_path: Path) -> None:
 
 
 def test_a_sender_says_nothing_of_its_key() -> None:
-    assert "ems_key" not in repr(Teller({})) + repr(Credentials("ann", "ems_key"))
+    assert "ems_key" not in repr(PrefetchClient({})) + repr(Credentials("ann", "ems_key"))

@@ -64,7 +64,7 @@ async def test_pages_of_a_prompt_come_up(bench: Callable[..., Administered]) -> 
     assert fetched(fetcher, PROMPT)[0] == Fetched(12, 12)
     await one.until(lambda: one.present(keys) == 12)
     assert one.right(keys)
-    assert one.node.core.counters.prompts_told == 1
+    assert one.node.core.counters.prefetch_hints == 1
     assert fetched(fetcher, PROMPT)[0] == Fetched(12, 12), "nothing is left to come"
     assert fetched(fetcher, PROMPT[: CHUNK - 1])[0] == Fetched(0, 0)
     assert fetched(fetcher, [9, *PROMPT])[0] == Fetched(12, 0), "another prompt has other pages"

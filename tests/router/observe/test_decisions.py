@@ -18,7 +18,7 @@ def test_says_where_a_request_went_and_why() -> None:
             "instance": "10.0.0.2:2",
             "sent": 0.2,
             "status": 200,
-            "pools_told_of": [],
+            "prefetch_hints_to": [],
             "scores": [
                 {"instance": "10.0.0.2:2", "cost": 40.0, "uncached_tokens": 10, "session_was_here": True},
                 {"instance": "10.0.0.2:3", "cost": 80.0, "uncached_tokens": 20, "session_was_here": True},

@@ -62,7 +62,7 @@ class Counters(msgspec.Struct):
     refused_share: int = 0
     pages_corrupt: int = 0
     corrupt_unconfirmed: int = 0
-    prompts_told: int = 0
+    prefetch_hints: int = 0
 
 
 class PoolCore:

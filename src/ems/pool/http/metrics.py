@@ -63,7 +63,7 @@ _COUNTERS = (
     ("reservations_lost", "reservations_lost", "Reservations ended by their holder's disappearance"),
     ("reservations_expired", "reservations_expired", "Reservations that were not committed in time"),
     ("pages_corrupt", "pages_corrupt", "Pages whose bytes did not match their checksum, taken out of the pool"),
-    ("prompts_told", "prompts_told", "Prompts of which it was told over HTTP that an engine will be asked for them"),
+    ("prefetch_hints", "prefetch_hints", "Hints over HTTP of prompts that an engine will be asked for"),
     ("corrupt_unconfirmed", "corrupt_unconfirmed", "Pages that a reader called corrupt and the node found to be right"),
 )
 _NAMESPACE_GAUGES = (

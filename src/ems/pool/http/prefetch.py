@@ -1,6 +1,7 @@
 """``POST /prefetch``: who is about to send a prompt to an engine of this host has its pages brought up from the tiers.
 
-The body is a :class:`~ems.pool.http.tells.Prompt`.  The answer says what is asked for, and does not wait for it.
+The body is a :class:`~ems.pool.http.prefetch_hints.Prompt`.  The answer says what is asked for, and does not wait for
+it.
 
 What always holds: on an open node nobody is listened to who does not know the node's token, on a node with tenants
 nobody but a tenant who signs, for pages of its own; nothing of a body is read before that; who sends one slowly keeps
@@ -21,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ems.errors import Unauthorised
-from ems.pool.http.tells import MOST_BYTES, Prompt
+from ems.pool.http.prefetch_hints import MOST_BYTES, Prompt
 from ems.pool.protocol.limits import NONCE_BYTES
 from ems.pool.tenants.signed_requests import SCHEME, Challenge, Signed
 

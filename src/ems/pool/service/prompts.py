@@ -46,7 +46,7 @@ class PromptFetcher:
 
     def fetch(self, tenant: str, model: str, tokens: Sequence[int]) -> Steps[Fetched]:
         """Fetch the full blocks of a prompt for ``model``, as requests call it, from the tiers below memory."""
-        self._core.counters.prompts_told += 1
+        self._core.counters.prefetch_hints += 1
         pages = coming = 0
         left, tokens_left = MAX_KEYS, MOST_TOKENS
         for name, facts in list(self._core.reasons.layouts.all.items()):

@@ -86,7 +86,7 @@ def _attempt(record: Record, hop: Hop) -> dict[str, Any]:
         "instance": str(hop.instance.address),
         "sent": round(hop.sent - record.arrived, 6),
         "status": hop.status or None,
-        "pools_told_of": [str(one.address) for one in hop.told],
+        "prefetch_hints_to": [str(one.address) for one in hop.told],
         "scores": [
             {
                 "instance": str(score.instance.address),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import ahead
+from benchmarks import prefetch
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from benchmarks import ahead
 def test_what_cannot_be_measured(
     arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["ahead.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["prefetch.py", *arguments])
 
     with pytest.raises(SystemExit, match="2"):
-        ahead.main()
+        prefetch.main()
 
     assert f"error: {sentence}" in capsys.readouterr().err.splitlines()[-1]

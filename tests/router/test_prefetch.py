@@ -17,7 +17,7 @@ from aiohttp import web
 from ems.http.address import Address
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.http.tells import LEAST_TOKENS, MOST_UNDER_WAY, PoolNode
+from ems.pool.http.prefetch_hints import LEAST_TOKENS, MOST_UNDER_WAY, PoolNode
 from ems.pool.keys import KeyChain
 from ems.pool.tenants.scram import Credentials
 from ems.router.choosing.chooser import Chooser
@@ -226,9 +226,9 @@ async def test_the_decodes_node_hears_of_a_prompt_before_the_decode_does() -> No
             assert len(node.told) == 1
             explained = await (await router.get("/debug/requests/a")).json()
             attempts = explained["choice"]["attempts"]
-            assert [one["pools_told_of"] for one in attempts] == [[str(decode.address)], []]
+            assert [one["prefetch_hints_to"] for one in attempts] == [[str(decode.address)], []]
             page = await (await router.get("/metrics")).text()
-            assert 'ems_router_pool_tells_total{outcome="taken"} 1.0' in page
+            assert 'ems_router_prefetch_hints_total{outcome="taken"} 1.0' in page
 
 
 async def test_a_text_is_told_of_by_the_tokens_that_an_engine_says() -> None:
@@ -259,7 +259,7 @@ async def test_nothing_that_a_client_sends_has_a_node_left_alone(tmp_path: Path)
                 for token in (-1, 1 << 32, (1 << 32) - 1, 1):
                     body = json.dumps({"model": "m", "prompt": [token] * (1 << 17)}).encode()
                     assert (await router.post(data=io.BytesIO(body))).status == 200
-                counts = router.router.counters.tells
+                counts = router.router.counters.hints
                 await until(lambda: sum(counts.values()) == 2)
                 assert counts == {"taken": 2}
 
@@ -274,7 +274,7 @@ async def test_a_node_that_hangs_or_refuses_costs_a_request_nothing() -> None:
                 assert (response.status, await response.read()) == (200, ANSWER)
             await until(lambda: len(node.told) == MOST_UNDER_WAY)
             page = await (await router.get("/metrics")).text()
-            assert 'ems_router_pool_tells_total{outcome="dropped"} 3.0' in page
+            assert 'ems_router_prefetch_hints_total{outcome="dropped"} 3.0' in page
             node.go_on.set()
 
 
@@ -286,9 +286,9 @@ async def test_a_node_that_is_gone_costs_a_request_nothing(caplog: pytest.LogCap
             async with running([], [decode.address], pool_nodes=nodes) as router:
                 for _ in range(5):
                     assert (await router.post(data=BODY)).status == 200
-                await until(lambda: any("is not told of prompts" in record.message for record in caplog.records))
+                await until(lambda: any("gets no prefetch hints" in record.message for record in caplog.records))
                 assert (await router.post(data=BODY)).status == 200
-    assert sum("is not told of prompts" in record.message for record in caplog.records) == 1
+    assert sum("gets no prefetch hints" in record.message for record in caplog.records) == 1
 
 
 PAGE = 64 << 10
@@ -380,4 +380,4 @@ async def test_pages_are_in_memory_before_the_decode_is_asked(tmp_path: Path, cr
                     assert read(client, Namespace(NAME, PAGE), keys()) == [page(one, PAGE) for one in keys()]
                     go_on.set()
                     assert (await request).status == 200
-        assert host.node.figures()["counters"]["prompts_told"] == 1
+        assert host.node.figures()["counters"]["prefetch_hints"] == 1

@@ -25,7 +25,7 @@ from rich.table import Table
 from ems.http.address import Address
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.http.tells import PoolNode
+from ems.pool.http.prefetch_hints import PoolNode
 from ems.pool.keys import NO_PARENT, KeyChain
 from ems.pool.protocol.acts import Clear
 from tests.kit.node import NodeProcess

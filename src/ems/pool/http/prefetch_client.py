@@ -1,6 +1,6 @@
-"""Tells pool nodes of prompts that engines of their hosts will be asked for.  :mod:`~ems.pool.http.tells` decides.
+"""Hints to pool nodes of prompts that engines of their hosts will be asked for; ``prefetch_hints`` decides which.
 
-What always holds: nobody waits for a tell, and none of them fails anything.
+What always holds: nobody waits for a hint, and none of them fails anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ems.errors import ConfigError, Unauthorised
 from ems.http.address import Address
 from ems.http.client import Page, Upstream, UpstreamBroken
 from ems.http.message import find
-from ems.pool.http.tells import MOST_PROMPT_TOKENS, Outcome, PoolNode, Prompt, Tells
+from ems.pool.http.prefetch_hints import MOST_PROMPT_TOKENS, Outcome, PoolNode, PrefetchHints, Prompt
 from ems.pool.tenants import scram
 from ems.pool.tenants.signed_requests import Challenge, Signed, sign
 
@@ -32,13 +32,13 @@ log = logging.getLogger("ems.pool")
 _encode = msgspec.json.Encoder().encode
 
 
-class Teller:
+class PrefetchClient:
     """One sender; an asynchronous context manager.  ``nodes`` are by the addresses of their hosts' engines."""
 
     def __init__(self, nodes: Mapping[Address, PoolNode], upstream: Upstream | None = None) -> None:
         self._nodes = nodes
         self._upstream = upstream or Upstream(WITHIN_SECONDS)
-        self._tells = Tells()
+        self._hints = PrefetchHints()
         self._key = ""
         self._signing: dict[PoolNode, tuple[bytes, bytes]] = {}
         """The hashed key and the nonce by which requests to a node are signed."""
@@ -46,7 +46,7 @@ class Teller:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        return self._tells.counts
+        return self._hints.counts
 
     def load_key(self, path: Path) -> None:
         """Read the nodes' token, or the tenants' key.
@@ -69,11 +69,11 @@ class Teller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._upstream.__aexit__()
 
-    def tell(self, engine: Address, model: str, tokens: Sequence[int]) -> bool:
-        """An engine will be asked for a prompt that begins with these tokens; return whether a node is told of it."""
+    def hint(self, engine: Address, model: str, tokens: Sequence[int]) -> bool:
+        """An engine will be asked for a prompt that begins with these tokens; return whether its node gets a hint."""
         node = self._nodes.get(engine)
         loop = asyncio.get_running_loop()
-        if node is None or not self._tells.begin(node, loop.time()):
+        if node is None or not self._hints.begin(node, loop.time()):
             return False
         body = _encode(Prompt(list(tokens[:MOST_PROMPT_TOKENS]), model))
         task = loop.create_task(self._send(node, body))
@@ -82,17 +82,17 @@ class Teller:
         return True
 
     async def _send(self, node: PoolNode, body: bytes) -> None:
-        outcome, reason = Outcome.FAILED, "it could not be told"
+        outcome, reason = Outcome.FAILED, "it could not be sent"
         try:
             page = await self._ask(node, body)
             outcome = _OUTCOMES.get(page.status, Outcome.REFUSED)
             reason = f"it answers {page.status}: {page.body[:200].decode(errors='replace')}"
         except (UpstreamBroken, Unauthorised) as error:
             reason = str(error)
-        except Exception:  # the root of the tell's task: a defect must not pass for a node that is gone
-            log.exception("A prompt could not be told by a defect")
-        if self._tells.ended(node, outcome, asyncio.get_running_loop().time()):
-            log.warning("The pool node %s is not told of prompts for now: %s", node.address, reason)
+        except Exception:  # the root of the hint's task: a defect must not pass for a node that is gone
+            log.exception("A prefetch hint was not sent by a defect")
+        if self._hints.ended(node, outcome, asyncio.get_running_loop().time()):
+            log.warning("The pool node %s gets no prefetch hints for now: %s", node.address, reason)
 
     async def _ask(self, node: PoolNode, body: bytes) -> Page:
         if not node.tenant:

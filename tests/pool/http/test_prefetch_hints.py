@@ -7,15 +7,15 @@ import pytest
 
 from ems.errors import ConfigError
 from ems.http.address import Address
-from ems.pool.http.tells import (
+from ems.pool.http.prefetch_hints import (
     LONGEST_PAUSE,
     MOST_BYTES,
     MOST_PROMPT_TOKENS,
     MOST_UNDER_WAY,
     Outcome,
     PoolNode,
+    PrefetchHints,
     Prompt,
-    Tells,
 )
 
 NODE, OTHER = PoolNode(Address("10.0.0.1", 9410)), PoolNode(Address("10.0.0.2", 9410))
@@ -26,43 +26,43 @@ def test_a_node_takes_the_longest_prompt_whatever_its_ids_are() -> None:
 
 
 def test_so_many_are_under_way_and_no_more() -> None:
-    tells = Tells()
-    assert [tells.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY + 2)] == [True] * MOST_UNDER_WAY + [False] * 2
-    assert tells.begin(OTHER, 0.0)
-    assert not tells.ended(NODE, Outcome.TAKEN, 0.0)
-    assert tells.begin(NODE, 0.0)
-    assert tells.counts == {Outcome.DROPPED: 2, Outcome.TAKEN: 1}
+    hints = PrefetchHints()
+    assert [hints.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY + 2)] == [True] * MOST_UNDER_WAY + [False] * 2
+    assert hints.begin(OTHER, 0.0)
+    assert not hints.ended(NODE, Outcome.TAKEN, 0.0)
+    assert hints.begin(NODE, 0.0)
+    assert hints.counts == {Outcome.DROPPED: 2, Outcome.TAKEN: 1}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED])
 def test_a_node_that_is_gone_is_tried_less_and_less_and_named_once(outcome: Outcome) -> None:
-    tells, now, complaints = Tells(), 0.0, 0
+    hints, now, complaints = PrefetchHints(), 0.0, 0
     for failure in range(10):
-        assert tells.begin(NODE, now)
-        assert not failure or not tells.begin(NODE, now), "one at a time"
-        complaints += tells.ended(NODE, outcome, now)
+        assert hints.begin(NODE, now)
+        assert not failure or not hints.begin(NODE, now), "one at a time"
+        complaints += hints.ended(NODE, outcome, now)
         pause = min(2.0**failure, LONGEST_PAUSE)
-        assert not tells.begin(NODE, now + pause - 0.01)
+        assert not hints.begin(NODE, now + pause - 0.01)
         now += pause
     assert complaints == 1
-    assert tells.begin(NODE, now)
-    assert not tells.ended(NODE, Outcome.TAKEN, now)
-    assert [tells.begin(NODE, now) for _ in range(2)] == [True, True]
-    assert tells.ended(NODE, outcome, now), "it was well in between"
+    assert hints.begin(NODE, now)
+    assert not hints.ended(NODE, Outcome.TAKEN, now)
+    assert [hints.begin(NODE, now) for _ in range(2)] == [True, True]
+    assert hints.ended(NODE, outcome, now), "it was well in between"
 
 
 def test_what_was_under_way_when_a_node_went_counts_as_one_failure() -> None:
-    tells = Tells()
-    assert all(tells.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY))
-    assert [tells.ended(NODE, Outcome.FAILED, 0.5) for _ in range(MOST_UNDER_WAY)].count(True) == 1
-    assert tells.begin(NODE, 1.5)
+    hints = PrefetchHints()
+    assert all(hints.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY))
+    assert [hints.ended(NODE, Outcome.FAILED, 0.5) for _ in range(MOST_UNDER_WAY)].count(True) == 1
+    assert hints.begin(NODE, 1.5)
 
 
 def test_a_node_that_is_busy_is_well() -> None:
-    tells = Tells()
-    assert tells.begin(NODE, 0.0)
-    assert not tells.ended(NODE, Outcome.DROPPED, 0.0)
-    assert [tells.begin(NODE, 0.0) for _ in range(2)] == [True, True]
+    hints = PrefetchHints()
+    assert hints.begin(NODE, 0.0)
+    assert not hints.ended(NODE, Outcome.DROPPED, 0.0)
+    assert [hints.begin(NODE, 0.0) for _ in range(2)] == [True, True]
 
 
 def test_a_node_is_named_by_its_url() -> None:

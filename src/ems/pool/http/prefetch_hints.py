@@ -1,7 +1,7 @@
-"""What nodes are told of prompts, which of them, and when one is left alone.
+"""Prefetch hints: which nodes get one, and when a node is left alone.
 
-A brain; times are seconds on one monotonic clock.  What always holds: at most :data:`MOST_UNDER_WAY` tells to one node
-are under way, the others are dropped and counted; a node that fails is asked for one tell after 1, 2, 4, ... 60 seconds
+A brain; times are seconds on one monotonic clock.  What always holds: at most :data:`MOST_UNDER_WAY` hints to one node
+are under way, the others are dropped and counted; a node that fails is given one hint after 1, 2, 4, ... 60 seconds
 until it takes one, and is complained of once.
 """
 
@@ -26,7 +26,7 @@ MOST_UNDER_WAY: Final = 8
 LONGEST_PAUSE: Final = 60.0
 
 MOST_BYTES: Final = 2 << 20
-"""Of a tell, which has room for the longest prompt whatever its ids are."""
+"""Of a hint, which has room for the longest prompt whatever its ids are."""
 
 _NODE = re.compile(r"http://(?:([^@/]*)@)?([^@/]+:\d+)/?", re.ASCII)
 
@@ -60,7 +60,7 @@ class PoolNode(NamedTuple):
 
 
 class Outcome(StrEnum):
-    """What became of a tell."""
+    """What became of a hint."""
 
     TAKEN = "taken"
     DROPPED = "dropped"
@@ -78,15 +78,15 @@ class _State(msgspec.Struct):
     again_at: float = 0.0
 
 
-class Tells:
-    """All tells of one sender."""
+class PrefetchHints:
+    """All hints of one sender."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._nodes: dict[PoolNode, _State] = {}
 
     def begin(self, node: PoolNode, now: float) -> bool:
-        """Whether ``node`` is told one more thing now; :meth:`ended` follows then."""
+        """Whether ``node`` gets one more hint now; :meth:`ended` follows then."""
         state = self._nodes.setdefault(node, _State())
         if state.under_way >= (1 if state.failures else MOST_UNDER_WAY) or now < state.again_at:
             self.counts[Outcome.DROPPED] += 1

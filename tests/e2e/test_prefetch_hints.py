@@ -10,8 +10,8 @@ import pytest
 
 from ems.http.address import Address
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.http.teller import Teller
-from ems.pool.http.tells import PoolNode
+from ems.pool.http.prefetch_client import PrefetchClient
+from ems.pool.http.prefetch_hints import PoolNode
 from ems.pool.protocol.acts import Clear
 from ems.vllm.model import CHUNK_TOKENS
 from tests.e2e.engines import OPTIONS, Reference, complete, connector, random_prompt, running, wait_for
@@ -23,13 +23,13 @@ ENGINE = Address("127.0.0.1", 1)
 
 
 async def tell(node: PoolNode, key: Path, prompt: list[int]) -> None:
-    async with Teller({ENGINE: node}) as teller:
-        teller.load_key(key)
-        teller.tell(ENGINE, "tiny", prompt)
+    async with PrefetchClient({ENGINE: node}) as client:
+        client.load_key(key)
+        client.hint(ENGINE, "tiny", prompt)
         async with asyncio.timeout(60):
-            while not teller.counts:  # noqa: ASYNC110  what is waited for has no event
+            while not client.counts:  # noqa: ASYNC110  what is waited for has no event
                 await asyncio.sleep(0.01)
-        assert teller.counts == {"taken": 1}
+        assert client.counts == {"taken": 1}
 
 
 def test_what_an_engine_stored_comes_up_for_its_tokens(
