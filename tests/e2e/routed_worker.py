@@ -34,13 +34,8 @@ def vllm_router(events: Mapping[str, str], log: Path) -> Iterator[str]:
     command += ["--worker-urls", *events]
     for worker, endpoint in events.items():
         command += ["--kv-event-source", f"{worker}={endpoint}"]
-    router = ServerProcess(command, name="vllm-router", port=port, log=log)
-    try:
-        router.start()
-        router.wait_ready()
+    with ServerProcess(command, name="vllm-router", port=port, log=log) as router:
         yield router.url
-    finally:
-        router.stop()
 
 
 class Handler(BaseHTTPRequestHandler):

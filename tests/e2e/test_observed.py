@@ -209,13 +209,8 @@ def own_router(observed: Observed, log: Path) -> Iterator[str]:
     source = f"127.0.0.1:{there}={observed.endpoint},{observed.replay_endpoint}"
     command = [sys.executable, "-m", "ems.cli", "router", "--port", str(port), "--tokenize-within", "60"]
     command += ["--decoder-hosts", "127.0.0.1", "localhost", "--decoder-ports", there, there, "--kv-events", source]
-    router = ServerProcess(command, name="router", port=port, log=log)
-    try:
-        router.start()
-        router.wait_ready()
+    with ServerProcess(command, name="router", port=port, log=log) as router:
         yield router.url
-    finally:
-        router.stop()
 
 
 @pytest.mark.parametrize("seed", [40, 50], ids=["text", "chat"])

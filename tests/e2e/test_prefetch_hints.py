@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 ENGINE = Address("127.0.0.1", 1)
 
 
-async def tell(node: PoolNode, key: Path, prompt: list[int]) -> None:
+async def hint(node: PoolNode, key: Path, prompt: list[int]) -> None:
     async with PrefetchClient({ENGINE: node}) as client:
         client.load_key(key)
         client.hint(ENGINE, "tiny", prompt)
@@ -53,7 +53,7 @@ def test_what_an_engine_stored_comes_up_for_its_tokens(
             assert node.figures()["bytes_used"] == 0
             lookups = node.figures()["counters"]["lookups"]
             http = Address.parse(node.log.rpartition("http=http://")[2].split()[0])
-            asyncio.run(tell(PoolNode(http), key, prompt))
+            asyncio.run(hint(PoolNode(http), key, prompt))
             wait_for(lambda: node.figures()["tiers"][0]["pages_fetched"] >= 2, "both chunks are in memory")
             assert node.figures()["counters"]["lookups"] == lookups
             assert complete(server.url, prompt) == text == reference.text(prompt)

@@ -12,7 +12,7 @@ from ems.pool.http.prefetch_hints import (
     MOST_BYTES,
     MOST_PROMPT_TOKENS,
     MOST_UNDER_WAY,
-    Outcome,
+    HintOutcome,
     PoolNode,
     PrefetchHints,
     Prompt,
@@ -29,13 +29,13 @@ def test_so_many_are_under_way_and_no_more() -> None:
     hints = PrefetchHints()
     assert [hints.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY + 2)] == [True] * MOST_UNDER_WAY + [False] * 2
     assert hints.begin(OTHER, 0.0)
-    assert not hints.ended(NODE, Outcome.TAKEN, 0.0)
+    assert not hints.ended(NODE, HintOutcome.TAKEN, 0.0)
     assert hints.begin(NODE, 0.0)
-    assert hints.counts == {Outcome.DROPPED: 2, Outcome.TAKEN: 1}
+    assert hints.counts == {HintOutcome.DROPPED: 2, HintOutcome.TAKEN: 1}
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED])
-def test_a_node_that_is_gone_is_tried_less_and_less_and_named_once(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [HintOutcome.FAILED, HintOutcome.REFUSED])
+def test_a_node_that_is_gone_is_tried_less_and_less_and_named_once(outcome: HintOutcome) -> None:
     hints, now, complaints = PrefetchHints(), 0.0, 0
     for failure in range(10):
         assert hints.begin(NODE, now)
@@ -46,7 +46,7 @@ def test_a_node_that_is_gone_is_tried_less_and_less_and_named_once(outcome: Outc
         now += pause
     assert complaints == 1
     assert hints.begin(NODE, now)
-    assert not hints.ended(NODE, Outcome.TAKEN, now)
+    assert not hints.ended(NODE, HintOutcome.TAKEN, now)
     assert [hints.begin(NODE, now) for _ in range(2)] == [True, True]
     assert hints.ended(NODE, outcome, now), "it was well in between"
 
@@ -54,14 +54,14 @@ def test_a_node_that_is_gone_is_tried_less_and_less_and_named_once(outcome: Outc
 def test_what_was_under_way_when_a_node_went_counts_as_one_failure() -> None:
     hints = PrefetchHints()
     assert all(hints.begin(NODE, 0.0) for _ in range(MOST_UNDER_WAY))
-    assert [hints.ended(NODE, Outcome.FAILED, 0.5) for _ in range(MOST_UNDER_WAY)].count(True) == 1
+    assert [hints.ended(NODE, HintOutcome.FAILED, 0.5) for _ in range(MOST_UNDER_WAY)].count(True) == 1
     assert hints.begin(NODE, 1.5)
 
 
 def test_a_node_that_is_busy_is_well() -> None:
     hints = PrefetchHints()
     assert hints.begin(NODE, 0.0)
-    assert not hints.ended(NODE, Outcome.DROPPED, 0.0)
+    assert not hints.ended(NODE, HintOutcome.DROPPED, 0.0)
     assert [hints.begin(NODE, 0.0) for _ in range(2)] == [True, True]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -125,7 +124,6 @@ async def test_what_is_described_bounds_no_work_but_the_node_does(bench: Callabl
     found, steps = fetched(fetcher, tokens)
     assert found.pages == 2, "the last page of each of two"
     assert steps == MAX_KEYS // 256
-    await asyncio.sleep(0)
 
 
 async def test_layouts_of_large_chunks_make_no_more_work(

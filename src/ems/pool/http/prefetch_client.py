@@ -18,14 +18,14 @@ from ems.errors import ConfigError, Unauthorised
 from ems.http.address import Address
 from ems.http.client import Page, Upstream, UpstreamBroken
 from ems.http.message import find
-from ems.pool.http.prefetch_hints import MOST_PROMPT_TOKENS, Outcome, PoolNode, PrefetchHints, Prompt
+from ems.pool.http.prefetch_hints import MOST_PROMPT_TOKENS, HintOutcome, PoolNode, PrefetchHints, Prompt
 from ems.pool.tenants import scram
 from ems.pool.tenants.signed_requests import Challenge, Signed, sign
 
 WITHIN_SECONDS: Final = 5.0
 """For a node to answer; connecting may take as long."""
 _ANSWER_LIMIT: Final = 64 << 10
-_OUTCOMES: Final = {200: Outcome.TAKEN, 503: Outcome.DROPPED}
+_OUTCOMES: Final = {200: HintOutcome.TAKEN, 503: HintOutcome.DROPPED}
 
 log = logging.getLogger("ems.pool")
 
@@ -82,10 +82,10 @@ class PrefetchClient:
         return True
 
     async def _send(self, node: PoolNode, body: bytes) -> None:
-        outcome, reason = Outcome.FAILED, "it could not be sent"
+        outcome, reason = HintOutcome.FAILED, "it could not be sent"
         try:
             page = await self._ask(node, body)
-            outcome = _OUTCOMES.get(page.status, Outcome.REFUSED)
+            outcome = _OUTCOMES.get(page.status, HintOutcome.REFUSED)
             reason = f"it answers {page.status}: {page.body[:200].decode(errors='replace')}"
         except (UpstreamBroken, Unauthorised) as error:
             reason = str(error)

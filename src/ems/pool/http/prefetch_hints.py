@@ -59,7 +59,7 @@ class PoolNode(NamedTuple):
         return Address.parse(engine), cls(Address.parse(found[2]), found[1] or "")
 
 
-class Outcome(StrEnum):
+class HintOutcome(StrEnum):
     """What became of a hint."""
 
     TAKEN = "taken"
@@ -89,17 +89,17 @@ class PrefetchHints:
         """Whether ``node`` gets one more hint now; :meth:`ended` follows then."""
         state = self._nodes.setdefault(node, _State())
         if state.under_way >= (1 if state.failures else MOST_UNDER_WAY) or now < state.again_at:
-            self.counts[Outcome.DROPPED] += 1
+            self.counts[HintOutcome.DROPPED] += 1
             return False
         state.under_way += 1
         return True
 
-    def ended(self, node: PoolNode, outcome: Outcome, now: float) -> bool:
+    def ended(self, node: PoolNode, outcome: HintOutcome, now: float) -> bool:
         """Note what became of a tell; whether that is to be complained of."""
         state = self._nodes[node]
         state.under_way -= 1
         self.counts[outcome] += 1
-        if outcome in (Outcome.TAKEN, Outcome.DROPPED):
+        if outcome in (HintOutcome.TAKEN, HintOutcome.DROPPED):
             state.failures, state.again_at = 0, 0.0
             return False
         if now < state.again_at:
