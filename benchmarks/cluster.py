@@ -2,11 +2,12 @@
 """Two hosts: EMS over its cluster tier beside vLLM's own connector of Mooncake Store, on one master.
 
 Network namespaces are the hosts, a third one has the master and asks.  Three steps: prompts go to an engine on the
-first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Cold: prompts that
-nobody has seen, in turns with an engine without a pool on the first host.  Fetch: rounds of 128 MiB from the first host
-to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
+first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Ahead: the same with
+nodes that copy what another host used again before they are asked for it.  All rest for ``--rest`` seconds before step
+3.  Cold: prompts that nobody has seen, in turns with an engine without a pool on the first host.  Fetch: rounds of 128
+MiB from the first host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
 
-    python benchmarks/cluster.py [--parts fetch,ems,mooncake] [--help]
+    python benchmarks/cluster.py [--parts fetch,ems,ahead,mooncake] [--help]
 
 Needs root, for the namespaces.
 """
@@ -22,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from ctypes import addressof, c_char
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -58,7 +61,8 @@ LOOK_SECONDS = 0.005
 CHUNK = 256
 """Tokens of a page."""
 SECONDS = 600.0
-PARTS = ("fetch", "ems", "mooncake")
+PARTS = ("fetch", "ems", "ahead", "mooncake")
+COLUMNS = PARTS[1:]
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
@@ -92,8 +96,9 @@ class Scene:
             )
         )
 
-    def node(self, host: Host, stack: ExitStack, size: int = 0) -> NodeProcess:
-        node = NodeProcess("--size", str(size or self.memory), "--tier", f"mooncake:{self.settings}")
+    def node(self, host: Host, stack: ExitStack, size: int = 0, copy_ahead: str = "never") -> NodeProcess:
+        tier = f"mooncake:{self.settings}?copy_ahead={copy_ahead}"
+        node = NodeProcess("--size", str(size or self.memory), "--tier", tier)
         with host.entered():
             stack.enter_context(node)
         node.wait_touched()
@@ -123,8 +128,10 @@ class Scene:
 # ------------------------------------------------------------------------------------------------------------- engines
 
 
-def ems_engine(scene: Scene, host: Host, name: str, sizes: Sizes, stack: ExitStack) -> VllmServer:
-    node = scene.node(host, stack)
+def ems_engine(
+    scene: Scene, host: Host, name: str, sizes: Sizes, stack: ExitStack, copy_ahead: str = "never"
+) -> VllmServer:
+    node = scene.node(host, stack, copy_ahead=copy_ahead)
     environment = {"EMS_SOCKET": str(node.socket), "EMS_DIR": str(node.directory), "EMS_AUTOSTART": "0"}
     return scene.engine(host, name, sizes, {"kv_connector": "EmsStoreConnector", **LOAD_FAILURE}, environment)
 
@@ -140,7 +147,12 @@ def mooncake_engine(scene: Scene, host: Host, name: str, sizes: Sizes, _stack: E
     return scene.engine(host, name, sizes, config, environment)
 
 
-MAKE = {"ems": ems_engine, "mooncake": mooncake_engine}
+Make = Callable[[Scene, Host, str, Sizes, ExitStack], VllmServer]
+MAKE: dict[str, Make] = {
+    "ems": ems_engine,
+    "ahead": partial(ems_engine, copy_ahead="on_second_use"),
+    "mooncake": mooncake_engine,
+}
 
 
 def examine(scene: Scene, part: str, sizes: Sizes) -> tuple[list[ThreeSteps], Comparison]:
@@ -301,16 +313,17 @@ def report(
         "Ratio: Mooncake's time to that of EMS; rate of the tier to that of batch_get_into. "
         "Own call: batch_get_into for the pages of one prompt, on hosts with nothing else to do."
     )
-    return Table(["", "EMS", "Mooncake", "ratio"], rows, remark=remark)
+    return Table(["", "EMS", "ahead", "Mooncake", "ratio", "ratio ahead"], rows, remark=remark)
 
 
 def cells(values: dict[str, float], form: str, below: str) -> list[str]:
-    """Both figures, and the ratio with that of ``below`` below the line."""
-    texts = [form.format(values[part]) if part in values else "-" for part in ("ems", "mooncake")]
-    if below and len(values) == len(texts):
-        above = "mooncake" if below == "ems" else "ems"
-        return [*texts, f"{values[above] / values[below]:.2f}"]
-    return [*texts, ""]
+    """All figures, and Mooncake's beside each of the others; ``below`` says which of the two is below the line."""
+    texts = [form.format(values[part]) if part in values else "-" for part in COLUMNS]
+    if not below or "mooncake" not in values:
+        return [*texts, "", ""]
+    power = 1 if below == "ems" else -1
+    ratios = [f"{(values['mooncake'] / values[part]) ** power:.2f}" if part in values else "" for part in COLUMNS[:2]]
+    return [*texts, *ratios]
 
 
 def main() -> int:
@@ -318,6 +331,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"what is measured, default {','.join(PARTS)}")
     parser.add_argument("--requests", type=int, default=40, help="prompts of a set in the three steps")
     parser.add_argument("--concurrency", type=int, default=10, help="requests under way at the same time there")
+    parser.add_argument("--rest", type=float, default=3.0, help="seconds before the third step, default 3")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of cold requests")
     parser.add_argument(
         "--model",
@@ -350,7 +364,12 @@ def main() -> int:
     if os.geteuid():
         parser.error("network namespaces take root, start it with sudo")
     sizes = Sizes(
-        requests=given.requests, concurrency=given.concurrency, pairs=given.pairs, prefix_tokens=1024, new_tokens=0
+        requests=given.requests,
+        concurrency=given.concurrency,
+        pairs=given.pairs,
+        rest=given.rest,
+        prefix_tokens=1024,
+        new_tokens=0,
     )
     found: dict[str, tuple[list[ThreeSteps], Comparison]] = {}
     rates: dict[str, list[float]] = {}
@@ -361,7 +380,7 @@ def main() -> int:
             rates = {"mooncake": [ROUND_BYTES / one for one in seconds], "ems": fetched_by_tier(scene)}
             say(f"fetch, MB/s: { {part: [round(one / 1e6) for one in rate] for part, rate in rates.items()} }")
         own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
-        for part in ("ems", "mooncake"):
+        for part in COLUMNS:
             if part in parts:
                 found[part] = examine(scene, part, sizes)
     sys.stdout.write("\n".join(report(found, rates, own).lines(None)) + "\n")

@@ -45,6 +45,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[int, ...] = (1024, 1100)
     """Prompt lengths of the three steps: whole blocks only, and a part of a block."""
     output_tokens: int = 10
+    rest: float = 0.0
+    """Seconds before the third step."""
     pairs: int = 40
     waves: int = 12
     """Pairs of waves, each of ``concurrency`` prompts that nobody has seen, all at once."""
@@ -189,7 +191,9 @@ async def _three_steps(bench: Bench, tokens: int) -> ThreeSteps:
             marks[name] = cpu_seconds(_processes(bench))
 
     assert bench.second is not None
-    report = await measure((bench.first.url, bench.second.url), plan, model=SERVED_MODEL, progress=watch)
+    report = await measure(
+        (bench.first.url, bench.second.url), plan, model=SERVED_MODEL, progress=watch, rest=sizes.rest
+    )
     await asyncio.sleep(QUIET_SECONDS)
     if report.failed:
         raise ServerError(f"{report.failed} of {3 * sizes.requests} requests failed, expected none")

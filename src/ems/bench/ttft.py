@@ -37,11 +37,12 @@ async def measure(
     timeout: float = 600.0,
     socket: Path | None = None,
     progress: Progress | None = None,
+    rest: float = 0.0,
 ) -> Report:
     """Run the procedure and return its report.
 
     ``urls`` are roots of servers, ``timeout`` is in seconds for one request, ``socket`` is that of a pool node whose
-    figures are added when it answers.
+    figures are added when it answers; before step 3 nothing is sent for ``rest`` seconds.
     """
     tell = progress or (lambda _name, _done, _all: None)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -60,6 +61,7 @@ async def measure(
         passes = [await _send(first, chosen, plan, ("1  A to server 1, cold", a), tell)]
         await _send(first, chosen, plan, ("   B to server 1, evicts A", b), tell)
         passes.append(await _send(first, chosen, plan, ("2  A to server 1 again", a), tell))
+        await asyncio.sleep(rest)
         passes.append(await _send(second, chosen, plan, ("3  A to server 2", a), tell))
         after = _pool_figures(socket)
     pool = changes(before, after) if before and after else None

@@ -193,6 +193,8 @@ class RequestHandler:
         comes = self._below.looked_up_tail(
             request.namespace, tail, shared, request.keys[: MAX_SHARDS * KEY_BYTES], local_only=request.local_only
         )
+        if held.lease and self._below.states:
+            self._below.used(request.namespace, held.pages)
         key = held.pages[0].key if held.pages else b""
         return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, int(comes))
 

@@ -32,6 +32,7 @@ from ems.pool.names import tenant_of
 from ems.pool.pages import ClusterWrite, Page
 from ems.pool.segments.arena import Arena
 from ems.pool.tiers.answers import ForgetRequest, Holding, KeyRun, Outcome
+from ems.pool.tiers.copying_ahead import CopyingAhead
 from ems.pool.tiers.offering_again import OfferingAgain
 from ems.pool.tiers.pass_through import Leaving
 from ems.pool.tiers.seam import AskedTier, Tier
@@ -97,7 +98,13 @@ class TierManager:
         self._closed = False
         self.states = [TierState(number, *one, self._tell, clock, crew) for number, one in enumerate(tiers)]
         self._again = [OfferingAgain(state, host.core, self._offer) for state in self.states if state.tier.asks]
-        limit = min(MOST_UNDER_WAY, sum(host.arena.sizes) // SHARE_UNDER_WAY)
+        memory = sum(host.arena.sizes)
+        self._ahead = {
+            state.number: CopyingAhead(state, host.core, memory, self._question, self.bring, clock)
+            for state in self.states
+            if state.tier.asks and state.config.copy_ahead != "never"
+        }
+        limit = min(MOST_UNDER_WAY, memory // SHARE_UNDER_WAY)
         self._promotions = Promotions(
             limit, lambda tier: min(self._portion(tier), limit) or 1, lambda one: tenant_of(host.core.named(one)[0])
         )
@@ -313,6 +320,8 @@ class TierManager:
             state.keep(now)
         for again in self._again:
             again.step()
+        for ahead in self._ahead.values():
+            ahead.step()
         for events in self._events.values():
             events.look()
         self._clean()
@@ -502,10 +511,12 @@ class TierManager:
             state.counts["pages_written"] += outcomes.count(Outcome.DONE)
             state.counts["write_corrupt"] += outcomes.count(Outcome.CORRUPT)
             settled = [use for use, outcome in zip(uses, outcomes, strict=True) if outcome in SETTLED]
+            there = [page for page, outcome in zip(pages, outcomes, strict=True) if outcome in THERE]
             if state.reads:
-                there = [page.key for page, outcome in zip(pages, outcomes, strict=True) if outcome in THERE]
-                self._events_of(state).seen(name, there, self._clock())
+                self._events_of(state).seen(name, [page.key for page in there], self._clock())
             state.pre_eviction.settled(units[0].namespace, settled)
+            if (ahead := self._ahead.get(state.number)) is not None:
+                ahead.written(name, there)
         self._pump_soon()
 
     def _let_go(self, state: TierState, units: list[Unit]) -> None:
@@ -572,6 +583,10 @@ class TierManager:
 
     def used(self, namespace: int, pages: Sequence[Page]) -> None:
         """Engines load ``pages``, which were saved before."""
+        if self._ahead:
+            name = self._host.core.named(namespace)[0]
+            for ahead in self._ahead.values():
+                ahead.used(name, pages)
         if self._offer_when("on_second_use", namespace, pages):
             self._pump_soon()
 

@@ -6,10 +6,11 @@ turn out to be there counts as coming meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ems.pool.keys import Tail
+from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.segment_file import FileRange
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail
 from ems.pool.tiers.pass_through import Leaving
@@ -66,7 +67,8 @@ class Tier(KnownPages, Protocol):
 class AskedTier(Tier, Protocol):
     """A tier that does not know by itself what it has, and that hosts lend memory.
 
-    :meth:`ask` and :meth:`ask_tails` block; so does :meth:`maintain`, which sees to what is wished here.
+    :meth:`ask`, :meth:`ask_tails` and :meth:`share_hot` block; so does :meth:`maintain`, which sees to what is wished
+    here.
     """
 
     lends: int
@@ -92,3 +94,11 @@ class AskedTier(Tier, Protocol):
     def ask(self, namespace: str, keys: Sequence[bytes]) -> None: ...
 
     def ask_tails(self, namespace: str, directory: bytes) -> None: ...
+
+    def share_hot(self, told: Mapping[str, Sequence[HotRun]]) -> dict[str, list[HotRun]]:
+        """The lists of hot pages by namespace, after what is ``told`` was put onto them."""
+        ...
+
+    def know_tail(self, namespace: str, tail: Tail) -> None:
+        """The page of ``tail`` is found by it, too, once it is fetched."""
+        ...

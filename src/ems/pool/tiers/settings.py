@@ -32,7 +32,7 @@ _PACKS, _CLUSTER = ("dir", "s3"), ("mooncake",)
 _ONLY_FOR = {
     **dict.fromkeys(("endpoint", "region", "style"), ("s3",)),
     **dict.fromkeys(("size", "ttl", "compress", "element", "key"), _PACKS),
-    **dict.fromkeys(("replicas", "placement", "local_only"), _CLUSTER),
+    **dict.fromkeys(("replicas", "placement", "local_only", "copy_ahead"), _CLUSTER),
     "sync": ("dir",),
 }
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
@@ -86,6 +86,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where in a cluster pages are kept: in the memory that this host gives, as long as there is room, or anywhere."""
     local_only: bool = False
     """Whether pages are only written to a cluster, and never fetched from it."""
+    copy_ahead: Literal["never", "on_save", "on_second_use"] = "never"
+    """Which pages the hosts of a cluster copy from each other before they are asked for them: what another one saved,
+    or what it used again."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.readers <= MAX_THREADS:

@@ -27,6 +27,7 @@ from typing import Any
 
 from ems.errors import ConfigError, EmsError
 from ems.pool.layout import crc32c
+from ems.pool.movement.hot_list import merged
 from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
@@ -159,28 +160,23 @@ class Lane:
         self._store = mover.store
         self._headers = Memory(mover.store, mmap.mmap(-1, AT_ONCE * HEADER_BYTES))
         self._staging: Memory | None = None
+        self._answers: dict[type[calls.Call], Callable[[Any], calls.Answer]] = {
+            calls.Exist: lambda call: calls.Answer(self._exist(call)),
+            calls.Fetch: lambda call: self._in_parts(call, self._fetch),
+            calls.Store: lambda call: self._in_parts(call, self._put),
+            calls.FindTails: lambda call: calls.Answer(tails=self._find_tails(call)),
+            calls.ListTails: lambda call: calls.Answer(self._list_tails(call)),
+            calls.ShareHot: lambda call: calls.Answer(hot=self._share_hot(call)),
+            calls.Clear: lambda call: calls.Answer(self._clear(call)),
+            calls.Probe: lambda _: self._probe(),
+            calls.Mark: lambda call: calls.Answer([self._mark(call.name)]),
+        }
 
     def answer(self, call: calls.Call, descriptors: list[int]) -> calls.Answer:
-        match call:
-            case calls.Attach() | calls.Detach():
-                self._mover.know(call, descriptors)
-            case calls.Exist():
-                return calls.Answer(self._exist(call))
-            case calls.Fetch():
-                return self._in_parts(call, self._fetch)
-            case calls.Store():
-                return self._in_parts(call, self._put)
-            case calls.FindTails():
-                return calls.Answer(tails=self._find_tails(call))
-            case calls.ListTails():
-                return calls.Answer(self._list_tails(call))
-            case calls.Clear():
-                return calls.Answer(self._clear(call))
-            case calls.Probe():
-                self._probe()
-            case calls.Mark():
-                return calls.Answer([self._mark(call.name)])
-        return calls.Answer()
+        if isinstance(call, calls.Attach | calls.Detach):
+            self._mover.know(call, descriptors)
+            return calls.Answer()
+        return self._answers[type(call)](call)
 
     def _seal(self, namespace: str) -> ObjectSeal | None:
         return self._mover.objects.of(namespace)
@@ -340,6 +336,19 @@ class Lane:
                 codes.append(self._store.upsert(name, seal.listing(directory, [*before, *new]), self._mover.config))
         return codes
 
+    def _share_hot(self, call: calls.ShareHot) -> list[calls.HotList]:
+        sealed = [(one, seal) for one in call.lists if (seal := self._seal(one.namespace)) is not None]
+        raws = self._store.get_batch([seal.hot_name for _, seal in sealed]) if sealed else []
+        lists = []
+        for (told, seal), raw in zip(sealed, raws, strict=True):
+            before = seal.hot_listed(raw)
+            after = merged(before, told.runs)
+            if after != before:
+                # Who writes at the same moment may win: what was told is told again.
+                self._store.upsert(seal.hot_name, seal.hot_list(after), self._mover.config)
+            lists.append(calls.HotList(told.namespace, after))
+        return lists
+
     def _clear(self, call: calls.Clear) -> list[int]:
         seal = self._seal(call.namespace)
         if seal is None:
@@ -356,7 +365,7 @@ class Lane:
             raise EmsError(f"the master did not say whether what this host lends is still there ({code})")
         return found
 
-    def _probe(self) -> None:
+    def _probe(self) -> calls.Answer:
         name, content = f"ems-probe-{secrets.token_hex(8)}", secrets.token_bytes(4096)
         if code := self._store.put(name, content, self._mover.config):
             raise EmsError(f"what was written for a test was not taken ({code})")
@@ -365,6 +374,7 @@ class Lane:
                 raise EmsError("what was written for a test is not what was read back")
         finally:
             self._store.remove(name, force=True)
+        return calls.Answer()
 
 
 def _read(segment: Segment, offset: int, into: memoryview) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 
 from ems.errors import ProtocolError
 from ems.pool.keys import Tail
+from ems.pool.movement.hot_list import HotRun
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 MAX_FRAME = 16 << 20
@@ -107,6 +108,19 @@ class ListTails(Call, frozen=True, tag=True):
     tails: list[Listed]
 
 
+class HotList(msgspec.Struct, frozen=True, array_like=True):
+    """Runs of ``namespace`` that are hot."""
+
+    namespace: str
+    runs: list[HotRun]
+
+
+class ShareHot(Call, frozen=True, tag=True):
+    """Add to the lists of hot pages, and say what is on them."""
+
+    lists: list[HotList]
+
+
 class Clear(Call, frozen=True, tag=True):
     """Remove all of ``namespace``, whoever stored it."""
 
@@ -132,12 +146,13 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     codes: list[int] = []
     sums: list[int] = []
     tails: list[Listed] = []
+    hot: list[HotList] = []
     text: str = ""
     unsafe: bool = False
     error: str = ""
 
 
-Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | Clear | Probe | Mark
+Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | ShareHot | Clear | Probe | Mark
 _encoder = msgspec.msgpack.Encoder()
 calls: msgspec.msgpack.Decoder[Calls] = msgspec.msgpack.Decoder(Calls)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -147,7 +147,10 @@ class KnownKeys:
         until = now + (PRESENT_SECONDS if tails else ABSENT_SECONDS)
         _put(self._places, (namespace, directory), _Place(tails, until), MOST_PLACES)
         for one in tails:
-            _put(self._tails, (namespace, bytes(one.tail.key)), one.tail, MOST_PLACES * 4)
+            self.know_tail(namespace, one.tail)
+
+    def know_tail(self, namespace: str, tail: Tail) -> None:
+        _put(self._tails, (namespace, bytes(tail.key)), tail, MOST_PLACES * 4)
 
     def tail(self, namespace: str, key: bytes) -> Tail | None:
         return self._tails.get((namespace, key))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from ems.pool.keys import KEY_BYTES, MAX_TAIL, Tail
+from ems.pool.movement.hot_list import HotRun
 from ems.pool.tiers.answers import StoredTail
 from ems.pool.tiers.pack_seal import NONCE_BYTES, SALT_BYTES, TAG_BYTES, PackSeal, SealKeys
 
@@ -23,6 +25,9 @@ MAX_LISTED = 16
 """Tails of one directory that are listed; the oldest leave the list."""
 MAX_LISTING = 256 << 10
 """Bytes of the largest list that is written or believed."""
+MAX_HOT_LIST = 64 << 10
+"""The same of a list of hot pages, which each host reads each time it looks."""
+_HOT = b"ems-hot-pages"
 
 _HEADER = struct.Struct(f"<8sHHIQ{KEY_BYTES}s{KEY_BYTES}s{NONCE_BYTES}s{TAG_BYTES}s")
 HEADER_BYTES = 128
@@ -30,6 +35,7 @@ _SALT = hashlib.sha256(b"ems-cluster-object-v1").digest()[:SALT_BYTES]
 _NAME_BYTES = 20
 
 Buffer = bytes | bytearray | memoryview
+_Told = TypeVar("_Told")
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -56,6 +62,10 @@ class ObjectSeal:
     def listing_name(self, directory: bytes) -> str:
         return self._named(b"tails", directory)
 
+    @property
+    def hot_name(self) -> str:
+        return self._named(b"hot", b"")
+
     def _named(self, kind: bytes, key: bytes) -> str:
         digest = hashlib.blake2b(kind + b"\0" + key, digest_size=_NAME_BYTES, key=self._naming)
         return f"{self._prefix}{digest.hexdigest()}"
@@ -80,30 +90,47 @@ class ObjectSeal:
 
     def listing(self, directory: bytes, tails: Sequence[StoredTail]) -> bytes:
         """The object that lists ``tails`` of ``directory``, the newest last."""
-        while True:
-            body = msgspec.msgpack.encode([(one.tail.tokens, one.parent) for one in tails[-MAX_LISTED:]])
-            if len(body) <= MAX_LISTING:
-                break
-            tails = tails[1:]
-        nonce, tag, _ = self._seal.seal(body, directory)
-        return nonce + tag + body
+        told = [(one.tail.tokens, one.parent) for one in tails[-MAX_LISTED:]]
+        return self._sealed_list(told, directory, MAX_LISTING)
 
     def listed(self, directory: bytes, raw: Buffer) -> list[StoredTail]:
         """The tails in ``raw``; none when it is not what was sealed."""
-        nonce, tag, body = raw[:NONCE_BYTES], raw[NONCE_BYTES:][:TAG_BYTES], raw[NONCE_BYTES + TAG_BYTES :]
-        if len(raw) > MAX_LISTING + NONCE_BYTES + TAG_BYTES or len(tag) < TAG_BYTES:
-            return []
-        if self._seal.open(body, bytes(nonce), bytes(tag), directory) is None:
-            return []
-        try:
-            told = msgspec.msgpack.decode(body, type=list[tuple[bytes, bytes]])
-        except msgspec.MsgspecError:  # without a secret anybody may have put it there
-            return []
+        told = self._opened_list(raw, directory, MAX_LISTING, list[tuple[bytes, bytes]])
         return [
             StoredTail(Tail(directory, tokens), parent)
             for tokens, parent in told[-MAX_LISTED:]
             if 0 < len(tokens) <= MAX_TAIL and not len(tokens) % 4 and len(parent) == KEY_BYTES
         ]
+
+    def hot_list(self, runs: Sequence[HotRun]) -> bytes:
+        """The object that lists ``runs``, the newest last, as many as there is room for."""
+        return self._sealed_list(runs, _HOT, MAX_HOT_LIST)
+
+    def hot_listed(self, raw: Buffer) -> list[HotRun]:
+        """The runs in ``raw``; none when it is not what was sealed."""
+        return [run for run in self._opened_list(raw, _HOT, MAX_HOT_LIST, list[HotRun]) if run.sound]
+
+    def _sealed_list(self, told: Sequence[object], name: bytes, limit: int) -> bytes:
+        """``told``, of which the first are left out until it has at most ``limit`` bytes."""
+        parts = [msgspec.msgpack.encode(one) for one in told]
+        size, first = 5 + sum(map(len, parts)), 0  # msgpack's longest head of a list
+        while size > limit:
+            size -= len(parts[first])
+            first += 1
+        body = msgspec.msgpack.encode([msgspec.Raw(part) for part in parts[first:]])
+        nonce, tag, _ = self._seal.seal(body, name)
+        return nonce + tag + body
+
+    def _opened_list(self, raw: Buffer, name: bytes, limit: int, kind: type[_Told]) -> _Told:
+        nonce, tag, body = raw[:NONCE_BYTES], raw[NONCE_BYTES:][:TAG_BYTES], raw[NONCE_BYTES + TAG_BYTES :]
+        if len(raw) > limit + NONCE_BYTES + TAG_BYTES or len(tag) < TAG_BYTES:
+            return kind()
+        if self._seal.open(body, bytes(nonce), bytes(tag), name) is None:
+            return kind()
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.MsgspecError:  # without a secret anybody may have put it there
+            return kind()
 
 
 class Objects:

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import structlog
 
 from ems.errors import ConfigError
 from ems.pool.keys import Tail
+from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.segment_file import FileRange
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
@@ -89,6 +90,10 @@ class ClusterTier:
         with self._lock:
             return [self._known.tail(namespace, key) for key in keys]
 
+    def know_tail(self, namespace: str, tail: Tail) -> None:
+        with self._lock:
+            self._known.know_tail(namespace, tail)
+
     def find_tail(self, namespace: str, tail: Tail) -> StoredTail | None:
         with self._lock:
             return self._known.find_tail(namespace, tail, self._clock())
@@ -144,6 +149,11 @@ class ClusterTier:
         finally:
             with self._lock:
                 self._known.listed(namespace, directory, listed, self._clock())
+
+    def share_hot(self, told: Mapping[str, Sequence[HotRun]]) -> dict[str, list[HotRun]]:
+        lists = [calls.HotList(name, list(runs)) for name, runs in told.items()]
+        found = self._agents.call(calls.ShareHot(lists), ASK_SECONDS)
+        return {one.namespace: one.runs for one in found.hot}
 
     # Moving pages; blocks
 
@@ -261,6 +271,6 @@ def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
         key_path=str(seal_key or ""),
         own_place=config.placement == "own",
         replicas=config.replicas,
-        lanes=config.readers + 4 + 2,
+        lanes=config.readers + 4 + 3,
     )
     return ClusterTier(agents, config.timeout, mooncake.global_segment_size)

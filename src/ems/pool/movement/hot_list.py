@@ -1,0 +1,193 @@
+"""Which pages others copy before they are asked for them, and which of theirs this host copies ahead.
+
+The hosts of a cluster keep one list of hot pages for each namespace: runs of pages that one of them saved or used, the
+newest last.  A host puts its own runs there, and copies those of others that its memory lacks.
+
+A brain; times are seconds on one monotonic clock.  What always holds: a host copies no more bytes a second than its
+rate; what it told of or copied itself it does not copy back; what cannot be copied is tried :data:`TRIES` times; memory
+is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Final, Protocol
+
+import msgspec
+
+from ems.pool.keys import KEY_BYTES, NO_PARENT, Tail, split_keys
+
+TELL_AGAIN_SECONDS: Final = 30.0
+"""How long what was told is not told again."""
+TOLD_ROUNDS: Final = 3
+"""In so many rounds a run is put onto the list if it is not there: of two hosts that write at the same moment one is
+lost."""
+TRIES: Final = 5
+TRY_SECONDS: Final = 0.5
+"""Until the second try, twice as long until the next: what was told may be written to the cluster a little later."""
+MOST_RUN_KEYS: Final = 1024
+"""Keys of a run that are told, from its beginning: that is what prompts share."""
+MOST_WAITING: Final = 256
+"""Runs of a namespace that wait to be told."""
+MOST_RUNS: Final = 8192
+"""Runs that are remembered."""
+MOST_COPIED: Final = 1 << 16
+"""Pages that are remembered as copied until somebody uses them."""
+
+_Name = tuple[str, bytes]
+
+
+class HotRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive pages behind the page ``parent``; ``tail`` is what the last one is found by beside its key."""
+
+    parent: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    packed: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * MOST_RUN_KEYS)]
+    """Their keys, joined."""
+    tail: Tail | None = None
+
+    @property
+    def keys(self) -> list[bytes]:
+        return split_keys(self.packed)
+
+    @property
+    def last(self) -> bytes:
+        return self.packed[-KEY_BYTES:]
+
+    @property
+    def pages(self) -> int:
+        return len(self.packed) // KEY_BYTES
+
+    @property
+    def sound(self) -> bool:
+        """Whether it is what an honest host tells; its types are proven."""
+        return not len(self.packed) % KEY_BYTES and (self.tail is None or self.tail.key == self.last)
+
+
+class StoredPage(Protocol):
+    """What a run is made of."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def parent(self) -> bytes: ...
+    @property
+    def tail(self) -> Tail | None: ...
+
+
+def runs_of(pages: Iterable[StoredPage]) -> list[HotRun]:
+    """The runs that ``pages`` are, each of which begins where a page does not come after the one before it."""
+    runs: list[HotRun] = []
+    parent, keys, last = bytes(NO_PARENT), list[bytes](), None
+    for page in (*pages, None):
+        if keys and (page is None or page.parent != keys[-1] or len(keys) == MOST_RUN_KEYS):
+            assert last is not None
+            runs.append(HotRun(parent, b"".join(keys), last.tail))
+            keys = []
+        if page is not None:
+            parent = parent if keys else page.parent
+            keys.append(page.key)
+            last = page
+    return runs
+
+
+def merged(listed: Sequence[HotRun], added: Sequence[HotRun]) -> list[HotRun]:
+    """``listed`` with those of ``added`` that it lacks behind it, and without what these go on."""
+    there = {run.last for run in listed}
+    new = [run for run in added if run.last not in there]
+    longer = {key for run in new for key in run.keys[:-1]}
+    return [*(run for run in listed if run.tail is not None or run.last not in longer), *new]
+
+
+class _Run(msgspec.Struct):
+    told_until: float = 0.0
+    tries: int = 0
+    due: float = 0.0
+
+
+class HotPages:
+    """The hot pages of one node, which copies up to ``rate`` bytes a second."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._room = rate
+        self._filled_at = 0.0
+        self._runs: OrderedDict[_Name, _Run] = OrderedDict()
+        self._waiting: dict[str, OrderedDict[bytes, tuple[HotRun, int]]] = {}
+        """What is to be told, and in how many rounds."""
+        self._copied: OrderedDict[_Name, None] = OrderedDict()
+
+    # What others are told
+
+    def tells(self, namespace: str, last: bytes, now: float) -> bool:
+        """Whether the run that ends with ``last`` was not told of a short time ago."""
+        run = self._runs.get((namespace, last))
+        return run is None or now >= run.told_until
+
+    def tell(self, namespace: str, runs: Iterable[HotRun], now: float) -> None:
+        waiting = self._waiting.setdefault(namespace, OrderedDict())
+        for run in runs:
+            if self.tells(namespace, run.last, now):
+                self._remember(namespace, run, _Run(now + TELL_AGAIN_SECONDS, TRIES))
+                waiting[run.last] = (run, TOLD_ROUNDS)
+        while len(waiting) > MOST_WAITING:
+            waiting.popitem(last=False)
+
+    def take(self, namespace: str) -> list[HotRun]:
+        """What is to be on the list after this round."""
+        waiting = self._waiting.pop(namespace, None) or OrderedDict()
+        left = OrderedDict((last, (run, rounds - 1)) for last, (run, rounds) in waiting.items() if rounds > 1)
+        if left:
+            self._waiting[namespace] = left
+        return [run for run, _ in waiting.values()]
+
+    def _remember(self, namespace: str, run: HotRun, what: _Run) -> None:
+        self._runs[namespace, run.last] = what
+        self._runs.move_to_end((namespace, run.last))
+        if len(self._runs) > MOST_RUNS:
+            self._runs.popitem(last=False)
+
+    # What others told
+
+    def heard(self, namespace: str, runs: Sequence[HotRun], now: float, most: int) -> list[HotRun]:
+        """Which of the listed ``runs``, of about ``most`` keys, are to be copied now, as far as they are not here."""
+        due: list[HotRun] = []
+        for run in runs:
+            known = self._runs.get((namespace, run.last)) or _Run()
+            if known.tries >= TRIES or now < known.due or most <= 0:
+                continue
+            most -= run.pages
+            pause = TRY_SECONDS * 2.0**known.tries
+            self._remember(namespace, run, _Run(known.told_until, known.tries + 1, now + pause))
+            due.append(run)
+        return due
+
+    def settled(self, namespace: str, run: HotRun) -> None:
+        """All of ``run`` is here."""
+        if (known := self._runs.get((namespace, run.last))) is not None:
+            known.tries = TRIES
+
+    def may_copy(self, size: int, now: float) -> bool:
+        """Whether ``size`` bytes may be copied now, which counts them; the last ones may be more than there is room."""
+        self._room = min(self._room + max(now - self._filled_at, 0.0) * self._rate, self._rate)
+        self._filled_at = now
+        if self._room <= 0:
+            return False
+        self._room -= size
+        return True
+
+    # What it was good for
+
+    def copied(self, namespace: str, keys: Iterable[bytes]) -> None:
+        self._copied.update(((namespace, key), None) for key in keys)
+        while len(self._copied) > MOST_COPIED:
+            self._copied.popitem(last=False)
+
+    def used(self, namespace: str, keys: Iterable[bytes]) -> int:
+        """How many of ``keys``, which are used now, were copied ahead and not used yet."""
+        if not self._copied:
+            return 0
+        here = [name for name in ((namespace, key) for key in keys) if name in self._copied]
+        for name in here:
+            del self._copied[name]
+        return len(here)
