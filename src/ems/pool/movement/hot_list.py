@@ -16,7 +16,7 @@ from typing import Annotated, Final, Protocol
 
 import msgspec
 
-from ems.pool.keys import KEY_BYTES, NO_PARENT, Tail, split_keys
+from ems.pool.keys import KEY_BYTES, Tail, split_keys
 
 TELL_AGAIN_SECONDS: Final = 30.0
 """How long what was told is not told again."""
@@ -76,19 +76,20 @@ class StoredPage(Protocol):
 
 
 def runs_of(pages: Iterable[StoredPage]) -> list[HotRun]:
-    """The runs that ``pages`` are, each of which begins where a page does not come after the one before it."""
-    runs: list[HotRun] = []
-    parent, keys, last = bytes(NO_PARENT), list[bytes](), None
-    for page in (*pages, None):
-        if keys and (page is None or page.parent != keys[-1] or len(keys) == MOST_RUN_KEYS):
-            assert last is not None
-            runs.append(HotRun(parent, b"".join(keys), last.tail))
-            keys = []
-        if page is not None:
-            parent = parent if keys else page.parent
-            keys.append(page.key)
-            last = page
-    return runs
+    """The runs that ``pages`` are, a prefix before its suffix; the pages of a chunk, one a shard, are of several.
+
+    Only a page by itself is told with its tail, which is long: what was stored behind others is found by its key.
+    """
+    runs: list[tuple[bytes, list[bytes], Tail | None]] = []
+    by_last: dict[bytes, int] = {}
+    for page in pages:
+        at = by_last.pop(page.parent, -1)
+        if at < 0 or len(runs[at][1]) == MOST_RUN_KEYS:
+            at = len(runs)
+            runs.append((page.parent, [], page.tail))
+        runs[at][1].append(page.key)
+        by_last[page.key] = at
+    return [HotRun(parent, b"".join(keys), None if len(keys) > 1 else tail) for parent, keys, tail in runs]
 
 
 def merged(listed: Sequence[HotRun], added: Sequence[HotRun]) -> list[HotRun]:
@@ -166,6 +167,12 @@ class HotPages:
         """All of ``run`` is here."""
         if (known := self._runs.get((namespace, run.last))) is not None:
             known.tries = TRIES
+
+    def postponed(self, namespace: str, runs: Iterable[HotRun], now: float) -> None:
+        """``runs`` were not looked at: that was no try."""
+        for run in runs:
+            if (known := self._runs.get((namespace, run.last))) is not None:
+                known.tries, known.due = max(known.tries - 1, 0), now
 
     def may_copy(self, size: int, now: float) -> bool:
         """Whether ``size`` bytes may be copied now, which counts them; the last ones may be more than there is room."""

@@ -115,7 +115,7 @@ class CopyingAhead:
     def _copy(self, name: str, runs: Sequence[HotRun]) -> None:
         """Have those pages of ``runs`` fetched that the cluster is known to have."""
         coming: set[bytes] = {bytes(NO_PARENT)}
-        for run in runs:
+        for at, run in enumerate(runs):
             parent, missing = self._missing(name, run)
             if not missing:
                 self._hot.settled(name, run)
@@ -125,6 +125,7 @@ class CopyingAhead:
             if not keys or (parent not in coming and self._core.page(number, parent) is None):
                 continue
             if not self._hot.may_copy(len(keys) * self._core.named(number)[1], self._clock()):
+                self._hot.postponed(name, runs[at:], self._clock())
                 return
             if run.tail is not None and run.last == keys[-1]:
                 self._tier.know_tail(name, run.tail)
