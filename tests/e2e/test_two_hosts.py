@@ -75,9 +75,20 @@ class Member:
 
 
 def start_member(
-    host: Host, name: str, master: str, model: Path, logs: Path, stack: ExitStack, *, by_engine: bool
+    host: Host,
+    name: str,
+    master: str,
+    model: Path,
+    logs: Path,
+    stack: ExitStack,
+    *,
+    by_engine: bool = False,
+    how: str = "",
 ) -> Member:
-    """With ``by_engine`` the engine starts its node, and names no more than Mooncake's own file."""
+    """With ``by_engine`` the engine starts its node, and names no more than Mooncake's own file.
+
+    ``how`` are settings of the tier.
+    """
     settings = logs / f"{name}.json"
     settings.write_text(
         json.dumps(
@@ -89,7 +100,7 @@ def start_member(
             }
         )
     )
-    node = Node(stack.enter_context(pool_directory()), "--size", SIZE, "--tier", f"mooncake:{settings}")
+    node = Node(stack.enter_context(pool_directory()), "--size", SIZE, "--tier", f"mooncake:{settings}?{how}")
     extra, environment = {}, node.environment
     if by_engine:
         extra = {"backend": "mooncake", "pool_size": SIZE}

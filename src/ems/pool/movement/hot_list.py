@@ -92,12 +92,15 @@ def runs_of(pages: Iterable[StoredPage]) -> list[HotRun]:
     return [HotRun(parent, b"".join(keys), None if len(keys) > 1 else tail) for parent, keys, tail in runs]
 
 
-def merged(listed: Sequence[HotRun], added: Sequence[HotRun]) -> list[HotRun]:
-    """``listed`` with those of ``added`` that it lacks behind it, and without what these go on."""
-    there = {run.last for run in listed}
-    new = [run for run in added if run.last not in there]
-    longer = {key for run in new for key in run.keys[:-1]}
-    return [*(run for run in listed if run.tail is not None or run.last not in longer), *new]
+def merged(listed: Sequence[HotRun], added: Iterable[HotRun]) -> list[HotRun]:
+    """``listed`` and behind it those of ``added`` that say something new, without what these say as well."""
+    known = {key for run in listed for key in run.keys}
+    tails = {run.last for run in listed if run.tail is not None}
+    new = dict.fromkeys(
+        run for run in added if not known.issuperset(run.keys) or (run.tail is not None and run.last not in tails)
+    )
+    told = {key for run in new for key in run.keys}
+    return [*(run for run in listed if run.tail is not None or not told.issuperset(run.keys)), *new]
 
 
 class _Run(msgspec.Struct):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ems.pool.keys import Tail
+from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.movement.hot_list import HotRun
+from ems.pool.tiers.cluster.agent import NO_SECRET
+from ems.pool.tiers.cluster.objects import Objects
+from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
 from tests.kit.tiers import page
@@ -58,3 +65,90 @@ def test_what_one_host_uses_again_another_has_in_memory(
     figures = cluster(second)
     assert figures["pages_fetched"] == figures["copied_ahead"] == len(keys) + 1
     assert figures["copied_ahead_used"] == len(keys)
+
+
+def test_what_one_host_saves_another_has_in_memory(
+    tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    first, second, alone, without = start(
+        make_node, tmp_path, master, *["copy_ahead=on_save"] * 2, "copy_ahead=on_save&local_only=true", "write=on_save"
+    )
+    readers = [make_client(node, local_only=True) for node in (second, alone, without)]
+    keys, others = chain("a", 8), chain("b", 8)
+    for reader in readers:
+        assert look(reader, NAMESPACE, keys).count == 0
+    save(make_client(first), NAMESPACE, keys)
+    save(make_client(alone), NAMESPACE, others)
+    for pages in (keys, others):
+        until(lambda pages=pages: look(readers[0], NAMESPACE, pages).count == 8, "the other host has them", 45)  # type: ignore[misc]
+    until(lambda: look(make_client(first, local_only=True), NAMESPACE, others).count == 8, "the first one, too", 45)
+    assert read(readers[0], NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+    assert [cluster(node)["pages_fetched"] for node in (first, second, alone, without)] == [8, 16, 0, 0]
+    assert look(readers[1], NAMESPACE, keys).count == look(readers[2], NAMESPACE, keys).count == 0
+
+
+FORGE = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1])
+assert not store.upsert(sys.argv[2], sys.stdin.buffer.read())
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("what", ["random bytes", "pages that nobody stored", "pages of another size"])
+def test_a_forged_list_costs_nothing(
+    what: str, tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    """Without a secret anybody may write it."""
+    first, second = start(make_node, tmp_path, master, *["copy_ahead=on_second_use"] * 2)
+    writer, reader = make_client(first), make_client(second, local_only=True)
+    look(reader, NAMESPACE, chain("none", 1))
+    keys = chain("hot", 10)
+    save(writer, NAMESPACE, keys)
+    until(lambda: cluster(first)["pages_written"] == len(keys), "all was written", 45)
+    seal = Objects(SealKeys(NO_SECRET, encrypts=False)).of(NAMESPACE.name)
+    assert seal is not None
+    listed = seal.hot_list([HotRun(NO_PARENT, b"".join(chain(name, 10))) for name in ("x", "y")])
+    if what == "random bytes":
+        listed = os.urandom(len(listed))
+    if what == "pages of another size":
+        pages = {seal.name(one): b"short" for one in chain("x", 10)}
+        for name, content in pages.items():
+            forge(master, name, content)
+    forge(master, seal.hot_name, listed)
+    read(writer, NAMESPACE, keys)
+    until(lambda: look(reader, NAMESPACE, keys).count == len(keys), "what was told in earnest is there", 45)
+    figures = cluster(second)
+    assert figures["pages_fetched"] == len(keys)
+    assert figures["cuts"] == 0
+    assert look(reader, NAMESPACE, chain("x", 1)).count == 0
+
+
+def forge(master: MooncakeMaster, name: str, content: bytes) -> None:
+    """As somebody does; a process of its own, for Mooncake's client is one for each process."""
+    command = [sys.executable, "-c", FORGE, master.endpoint, name]
+    done = subprocess.run(command, input=content, capture_output=True, check=False, timeout=100)
+    assert not done.returncode, done.stderr[-1000:]
+
+
+def test_it_goes_on_behind_a_master_that_was_started_again(
+    tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    first, second = start(make_node, tmp_path, master, *["copy_ahead=on_second_use"] * 2)
+    writer, reader = make_client(first), make_client(second, local_only=True)
+    look(reader, NAMESPACE, chain("none", 1))
+    master.kill()
+    until(lambda: not cluster(second)["reading"], "the tier is left alone", 60)
+    master.start()
+    master.wait_ready()
+    told: list[list[bytes]] = []
+
+    def copied() -> bool:
+        told.append(chain(f"hot-{len(told)}", 4))
+        save(writer, NAMESPACE, told[-1])
+        read(writer, NAMESPACE, told[-1])
+        return any(look(reader, NAMESPACE, keys).count == len(keys) for keys in told)
+
+    until(copied, "what is hot is copied again", 120)

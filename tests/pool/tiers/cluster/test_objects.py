@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from ems.pool.keys import Tail
 from ems.pool.layout import crc32c
+from ems.pool.movement.hot_list import MOST_RUN_KEYS, HotRun
 from ems.pool.tiers.answers import StoredTail
 from ems.pool.tiers.cluster import objects
-from ems.pool.tiers.cluster.objects import HEADER_BYTES, MAX_LISTED, Objects, ObjectSeal
+from ems.pool.tiers.cluster.objects import HEADER_BYTES, MAX_HOT_LIST, MAX_LISTED, Objects, ObjectSeal
 from ems.pool.tiers.pack_seal import SealKeys
 
 KEY, PARENT, PAGE = b"k" * 16, b"p" * 16, bytes(range(256)) * 4
@@ -58,6 +59,49 @@ def test_a_page_is_none_of_another_key_namespace_secret_or_size() -> None:
     assert seal_of("u/m/l").open(header, KEY, PAGE) is None
     assert seal_of(secret=b"another secret of it").open(header, KEY, PAGE) is None
     assert seal_of().open(header, KEY, PAGE[:-1]) is None
+
+
+RUN = HotRun(PARENT, KEY * 3)
+
+
+def test_a_hot_list_says_what_was_listed_to_who_has_the_secret_alone() -> None:
+    tail = Tail(b"d" * 16, b"abcd")
+    runs = [RUN, HotRun(KEY, bytes(tail.key), tail)]
+    raw = seal_of().hot_list(runs)
+    assert seal_of().hot_listed(raw) == runs
+    assert seal_of("u/m/l").hot_listed(raw) == seal_of(secret=b"another secret of it").hot_listed(raw) == []
+    assert seal_of().hot_listed(b"") == seal_of().hot_listed(raw[:-1]) == []
+    assert seal_of().listed(b"ems-hot-pages", raw) == [], "nor is it a list of tails"
+    assert seal_of().hot_name != seal_of().listing_name(b"")
+
+
+def test_a_hot_list_that_is_full_keeps_the_newest() -> None:
+    runs = [HotRun(PARENT, number.to_bytes(16, "big") * 100) for number in range(100)]
+    raw = seal_of().hot_list(runs)
+    listed = seal_of().hot_listed(raw)
+    assert MAX_HOT_LIST - 2000 < len(raw) <= MAX_HOT_LIST + 100
+    assert listed == runs[-len(listed) :]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        3,
+        [3],
+        [(PARENT, KEY[:-1])],
+        [(PARENT, b"")],
+        [(PARENT[:-1], KEY)],
+        [(PARENT, KEY + b"x")],
+        [(PARENT, KEY, (b"d" * 16, b"abcd"))],
+        [(PARENT, KEY, None, 1)],
+        [(PARENT, KEY * (MOST_RUN_KEYS + 1))],
+    ],
+)
+def test_a_hot_list_that_makes_no_sense_lists_nothing_whoever_sealed_it(told: object) -> None:
+    """Without a secret anybody can seal."""
+    body = msgspec.msgpack.encode(told)
+    nonce, tag, _ = seal_of()._seal.seal(body, b"ems-hot-pages")
+    assert seal_of().hot_listed(nonce + tag + body) == []
 
 
 @pytest.mark.parametrize(
