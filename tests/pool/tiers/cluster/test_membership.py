@@ -27,7 +27,7 @@ NAMESPACE = Namespace("tenant/model/layout", PAGE)
 FLAGS = ("--size", "16MB", "--segment-size", "4MB", "--tier")
 PATIENCE = 90.0
 CLIENT_TTL = 2
-LENDING_ARGUMENTS = 4
+LENDING_ARGUMENTS = 10
 """Python, the module and one socket: one that moves pages has more sockets."""
 
 
