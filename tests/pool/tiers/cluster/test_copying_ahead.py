@@ -41,10 +41,11 @@ def start(make_node: MakeNode, tmp_path: Path, master: MooncakeMaster, *settings
     return nodes
 
 
+@pytest.mark.parametrize("write", ["on_save", "on_second_use"])
 def test_what_one_host_uses_again_another_has_in_memory(
-    tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
+    write: str, tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
 ) -> None:
-    first, second = start(make_node, tmp_path, master, *["copy_ahead=on_second_use"] * 2)
+    first, second = start(make_node, tmp_path, master, *[f"copy_ahead=on_second_use&write={write}"] * 2)
     writer, reader = make_client(first), make_client(second, local_only=True)
     keys, cold = chain("hot", 40), chain("cold", 4)
     for pages in (keys, cold):

@@ -139,9 +139,8 @@ class AgentProcess:
         """Nobody waits for the answer that comes on ``lane``."""
         self._late.append(lane)
 
-    @property
-    def stuck(self) -> bool:
-        """Whether no lane answers any more, after those that did are free again."""
+    def is_stuck(self) -> bool:
+        """Whether no lane answers any more; those that did after all are free again."""
         for lane in list(self._late):
             if select.select([lane], [], [], 0)[0]:
                 self._late.remove(lane)
@@ -205,7 +204,7 @@ class Agents:
             giver.leave(LEAVE_SECONDS)
             with self._lock:
                 self._giver = None
-        elif giver is not None and giver.alive and (giver.stuck or not giver.beats()):
+        elif giver is not None and giver.alive and (giver.is_stuck() or not giver.beats()):
             _log.warning("Mooncake's client that lends memory hangs and is started again")
             giver.kill()
         self._running()
