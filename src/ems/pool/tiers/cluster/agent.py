@@ -1,8 +1,7 @@
 """A process that is a client of Mooncake for a node: it gives the cluster memory, or moves pages for the node.
 
 Run by :mod:`ems.pool.tiers.cluster.agent_process` with the descriptors of its sockets; one thread serves each.  It
-ends with its node, whose end it sees on its first socket.  What gives memory may be asked to store pages in it, which
-is a copy there and a connection anywhere else.  What always holds: a page that is said to be fetched was
+ends with its node, whose end it sees on its first socket.  What always holds: a page that is said to be fetched was
 proven to be the one that was asked for; where a tenant could cut a segment's file, bytes are copied by the kernel, and
 what was cut is missing.
 """
@@ -113,10 +112,8 @@ class Segment:
 class Mover:
     """Moves pages between the segments of a node and the cluster; several threads, each with a :class:`Lane`."""
 
-    def __init__(self, store: Any, objects: Objects, config: Any, mark_config: Any, *, fetches: bool = True) -> None:
+    def __init__(self, store: Any, objects: Objects, config: Any, mark_config: Any) -> None:
         self.store = store
-        self._warms = fetches
-        """Whether all of a segment is to be mapped beforehand, which a store needs less than a fetch."""
         self.objects = objects
         self.config = config
         self.mark_config = mark_config
@@ -141,7 +138,7 @@ class Mover:
                 return
             memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
             self.segments[call.segment] = Segment(descriptor, memory)
-        if memory is not None and self._warms:
+        if memory is not None:
             threading.Thread(target=memory.warm, name="ems-warm", daemon=True).start()
 
     def _detach(self, segment: int) -> None:
@@ -467,17 +464,17 @@ def _keys(path: str) -> SealKeys:
     return read_keys(Path(path), encrypts=False) if path else SealKeys(NO_SECRET, encrypts=False)
 
 
-def _mover(call: calls.Start, store: Any, own: str) -> Mover:
+def _mover(call: calls.Start, store: Any) -> Mover:
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
     config.replica_num = call.replicas
-    if call.own_place and own:
-        config.preferred_segments = [own]
+    if call.preferred:
+        config.preferred_segments = list(call.preferred)
     mark_config = ReplicateConfig()
-    mark_config.preferred_segments = [own]
+    mark_config.preferred_segments = [call.own]
     mark_config.with_hard_pin = True
-    return Mover(store, Objects(_keys(call.key_path)), config, mark_config, fetches=not call.gives)
+    return Mover(store, Objects(_keys(call.key_path)), config, mark_config)
 
 
 def serve(sock: socket.socket, mover: Mover) -> None:
@@ -542,9 +539,9 @@ def main() -> None:
         store, hostname = start(call)
         if not call.gives:
             end_with(control)
-        mover = _mover(call, store, hostname if call.gives else call.own)
-        for sock in lanes:
-            threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
+            mover = _mover(call, store)
+            for sock in lanes:
+                threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
     except EmsError as error:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)

@@ -1,8 +1,7 @@
 """The agents of one tier as the node sees them: started, asked, killed when they do not answer, started again.
 
 What always holds: every call ends, in time; after a call that failed, or after which bytes might still arrive, the
-agent is dead before anybody may use that memory again.  Only who lends memory lives on when a store takes too long:
-bytes that it still reads are proven when they are fetched, and with it all pages would go that lie there.
+agent is dead before anybody may use that memory again.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import os
 import queue
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -34,8 +32,6 @@ BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
 REACH_SECONDS = 2.0
 """How long a master may take to take a connection."""
-STORING_LANES = 6
-"""Of who lends memory: as many as a tier has writers at most, and two in place of what takes too long."""
 _LOG_LINES = 40
 _GLOG = re.compile(r"[EF]\d{4} \S+\s+\d+ \S+\] (.*)")
 _VERSIONS = re.compile(r"version", re.IGNORECASE)
@@ -67,8 +63,6 @@ class AgentProcess:
         self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for lane in self._lanes:
             self.free.put(lane)
-        self._late: list[socket.socket] = []
-        """Lanes whose answer nobody waits for any more."""
         self.attached: set[int] = set()
         self.lock = threading.Lock()
         """Around what is attached."""
@@ -135,20 +129,6 @@ class AgentProcess:
         except OSError:
             return False
 
-    def give_up(self, lane: socket.socket) -> None:
-        """Nobody waits for the answer that comes on ``lane``."""
-        self._late.append(lane)
-
-    def is_stuck(self) -> bool:
-        """Whether no lane answers any more; those that did after all are free again."""
-        for lane in list(self._late):
-            if select.select([lane], [], [], 0)[0]:
-                self._late.remove(lane)
-                with contextlib.suppress(EOFError, OSError, ProtocolError):
-                    calls.receive(lane, calls.answers)
-                    self.free.put(lane)
-        return bool(self._lanes) and len(self._late) == len(self._lanes)
-
     def kill(self) -> None:
         """End it now; when this returns it touches nothing any more."""
         self._process.kill()
@@ -177,9 +157,8 @@ class Agents:
     """
 
     def __init__(self, config: MooncakeConfig, *, key_path: str, own_place: bool, replicas: int, lanes: int) -> None:
-        self._start = calls.Start(config, gives=False, key_path=key_path, replicas=replicas, own_place=own_place)
-        # Other transports read memory by themselves, and each registration of it is dear.
-        self._storing_lanes = STORING_LANES if own_place and config.protocol == "tcp" else 0
+        self._start = calls.Start(config, gives=False, key_path=key_path, replicas=replicas)
+        self._own_place = own_place
         self._lane_count = lanes
         self._lock = threading.Lock()
         self._giver: AgentProcess | None = None
@@ -187,6 +166,8 @@ class Agents:
         self._closed = False
         self._numbers: weakref.WeakKeyDictionary[SegmentFile, int] = weakref.WeakKeyDictionary()
         self._last_number = 0
+        self._gone: collections.deque[int] = collections.deque()
+        """Segments whose files nobody needs any more."""
         self.starts = 0
         self.leaving = False
         """Whether this host is to lend nothing any more."""
@@ -204,7 +185,7 @@ class Agents:
             giver.leave(LEAVE_SECONDS)
             with self._lock:
                 self._giver = None
-        elif giver is not None and giver.alive and (giver.is_stuck() or not giver.beats()):
+        elif giver is not None and giver.alive and not giver.beats():
             _log.warning("Mooncake's client that lends memory hangs and is started again")
             giver.kill()
         self._running()
@@ -217,13 +198,15 @@ class Agents:
             if config.global_segment_size and not self.leaving and (self._giver is None or not self._giver.alive):
                 reach(config.master_server_address)
                 self._giver = None
-                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), self._storing_lanes)
+                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
                 self._end_mover()  # it prefers memory that is gone
             if self._mover is None or not self._mover.alive:
                 self._end_mover()
                 reach(config.master_server_address)
                 own = self._giver.hostname if self._giver is not None else ""
-                self._mover = AgentProcess(msgspec.structs.replace(self._start, own=own), self._lane_count)
+                preferred = (own,) if self._own_place and own else ()
+                start = msgspec.structs.replace(self._start, preferred=preferred, own=own)
+                self._mover = AgentProcess(start, self._lane_count)
                 self.starts += 1
             return self._mover
 
@@ -237,39 +220,33 @@ class Agents:
 
         Raises TierFailed: it did not work; what it did is undone or has ended.
         """
-        agent = self._running()
-        stores = self._storing_lanes and not self.leaving and isinstance(call, calls.Store)
-        giver = self._giver if stores else None
-        agent = giver or agent
+        mover = self._running()
         try:
-            lane = agent.free.get(timeout=seconds)
+            lane = mover.free.get(timeout=seconds)
         except queue.Empty:
             raise TierFailed(f"all of the cluster's lanes were busy for {seconds:.0f} s") from None
         try:
             lane.settimeout(seconds)
-            self._settle(agent, lane, places)
+            self._settle(mover, lane, places)
             answer = _exchange(lane, call)
         except TimeoutError as error:
-            if agent is giver:
-                agent.give_up(lane)
-            else:
-                self._fail(agent)
+            self._fail(mover)
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:
-            self._fail(agent)
+            self._fail(mover)
             raise TierFailed("Mooncake's client ended in the middle of a call") from error
         if answer.unsafe:
-            self._fail(agent)
+            self._fail(mover)
         else:
-            agent.free.put(lane)
+            mover.free.put(lane)
         if answer.error:
             raise TierFailed(answer.error)
         return answer
 
-    def _fail(self, agent: AgentProcess) -> None:
-        agent.kill()
+    def _fail(self, mover: AgentProcess) -> None:
+        mover.kill()
         with self._lock:
-            if self._mover is agent:
+            if self._mover is mover:
                 self._mover = None
 
     def number(self, file: SegmentFile) -> int:
@@ -278,19 +255,20 @@ class Agents:
             if (number := self._numbers.get(file)) is None:
                 self._last_number = number = self._last_number + 1
                 self._numbers[file] = number
+                weakref.finalize(file, self._gone.append, number).atexit = False
             return number
 
-    def _settle(self, agent: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
+    def _settle(self, mover: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
         """Have the agent know the segments of ``places``, and no longer those that are gone."""
-        with agent.lock:
-            with self._lock:
-                needed = set(self._numbers.values())
-            for number in agent.attached - needed:
-                _exchange(lane, calls.Detach(number))
-                agent.attached.discard(number)
+        with mover.lock:
+            while self._gone:
+                number = self._gone.popleft()
+                if number in mover.attached:
+                    _exchange(lane, calls.Detach(number))
+                    mover.attached.discard(number)
             for place in {id(one.file): one for one in places}.values():
                 number = self.number(place.file)
-                if number not in agent.attached:
+                if number not in mover.attached:
                     descriptor = place.file.opened()
                     try:
                         attach = calls.Attach(number, place.file.size, place.mapped)
@@ -299,7 +277,7 @@ class Agents:
                         os.close(descriptor)
                     if answer.error:
                         raise ProtocolError(answer.error)
-                    agent.attached.add(number)
+                    mover.attached.add(number)
 
     def close(self) -> None:
         with self._lock:

@@ -28,15 +28,15 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Call, frozen=True, tag=True):
     """Become a client of the cluster: one that ``gives`` it memory, or one that moves pages.
 
-    ``key_path`` is the file or folder with the secrets, empty where there are none; the cluster calls what this host
-    lends ``own``, where pages go first with ``own_place``; they are kept ``replicas`` times.
+    ``key_path`` is the file or folder with the secrets, empty where there are none; pages go to the memory of
+    ``preferred`` hosts first, ``replicas`` times; the cluster calls what this host lends ``own``.
     """
 
     config: MooncakeConfig
     gives: bool
     key_path: str = ""
+    preferred: tuple[str, ...] = ()
     own: str = ""
-    own_place: bool = False
     replicas: int = 1
 
 
