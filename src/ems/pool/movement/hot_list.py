@@ -92,8 +92,10 @@ def runs_of(pages: Iterable[StoredPage]) -> list[HotRun]:
     return [HotRun(parent, b"".join(keys), None if len(keys) > 1 else tail) for parent, keys, tail in runs]
 
 
-def merged(listed: Sequence[HotRun], added: Iterable[HotRun]) -> list[HotRun]:
+def merged(listed: list[HotRun], added: Sequence[HotRun]) -> list[HotRun]:
     """``listed`` and behind it those of ``added`` that say something new, without what these say as well."""
+    if not added:
+        return listed
     known = {key for run in listed for key in run.keys}
     tails = {run.last for run in listed if run.tail is not None}
     new = dict.fromkeys(

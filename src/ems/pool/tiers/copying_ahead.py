@@ -20,7 +20,9 @@ from ems.pool.tiers.pass_through import Leaving
 from ems.pool.tiers.seam import AskedTier
 from ems.pool.tiers.tier_state import TierState
 
-ROUND_SECONDS = 0.5
+ROUND_SECONDS = 1.0
+IDLE_SECONDS = 3600.0
+"""A namespace that was not used for so long is not looked for."""
 ANSWER_SECONDS = 10.0
 """A round that is not answered until then was called off."""
 MOST_NAMESPACES = 64
@@ -82,7 +84,11 @@ class CopyingAhead:
         if now < self._due or not self._state.reading.open or self._core.draining:
             return
         self._due = now + ANSWER_SECONDS
-        spaces = sorted(self._core.namespaces, key=lambda one: one.last_used, reverse=True)
+        spaces = [one for one in self._core.namespaces if self._core.now - one.last_used < IDLE_SECONDS]
+        spaces.sort(key=lambda one: one.last_used, reverse=True)
+        if not spaces:
+            self._due = now + ROUND_SECONDS
+            return
         told = {ns.name: self._hot.take(ns.name) for ns in islice(spaces, MOST_NAMESPACES)}
         heard: dict[str, list[HotRun]] = {}
         self._question(self._state, lambda: heard.update(self._tier.share_hot(told)), lambda: self._heard(heard))

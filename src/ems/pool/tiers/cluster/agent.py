@@ -27,7 +27,7 @@ from typing import Any
 
 from ems.errors import ConfigError, EmsError
 from ems.pool.layout import crc32c
-from ems.pool.movement.hot_list import merged
+from ems.pool.movement.hot_list import HotRun, merged
 from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
@@ -38,6 +38,8 @@ from ems.pool.tiers.pack_seal import SealKeys, read_keys
 AT_ONCE = 1024
 """Pages of one call to the store."""
 MOST_FETCHING = MOST_STORING = 4
+HOT_READS = 5
+HOT_PAUSE_SECONDS = 0.01
 WAITING_NICENESS = 10
 """Of threads in which Mooncake's client waits for a transfer, which keeps a core busy: what transfers goes before."""
 STAGING = 16 << 20
@@ -118,6 +120,8 @@ class Mover:
         self.config = config
         self.mark_config = mark_config
         """For the object by which a host sees whether what it lends is still there: it never leaves for others."""
+        self.listed: set[str] = set()
+        """The lists of hot pages that could be read; for the only lane that is asked for them at a time."""
         self.segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
         self.fetches = _behind(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
@@ -338,16 +342,31 @@ class Lane:
 
     def _share_hot(self, call: calls.ShareHot) -> list[calls.HotList]:
         sealed = [(one, seal) for one in call.lists if (seal := self._seal(one.namespace)) is not None]
-        raws = self._store.get_batch([seal.hot_name for _, seal in sealed]) if sealed else []
         lists = []
-        for (told, seal), raw in zip(sealed, raws, strict=True):
-            before = seal.hot_listed(raw)
+        for (told, seal), before in zip(sealed, self._read_hot([seal for _, seal in sealed]), strict=True):
             after = merged(before, told.runs)
-            if after != before:
-                # Who writes at the same moment may win: what was told is told again.
-                self._store.upsert(seal.hot_name, seal.hot_list(after), self._mover.config)
+            # Who writes at the same moment may win: what was told is told again.
+            if after != before and self._store.upsert(seal.hot_name, seal.hot_list(after), self._mover.config):
+                after = before
             lists.append(calls.HotList(told.namespace, after))
         return lists
+
+    def _read_hot(self, seals: Sequence[ObjectSeal]) -> list[list[HotRun]]:
+        """What the lists say; one that was there and is not to be read is being written, and soon read again."""
+        lists: dict[str, list[HotRun]] = {}
+        names = {seal.hot_name: seal for seal in seals}
+        for attempt in range(HOT_READS):
+            left = [name for name in names if name not in lists and (attempt < 2 or name in self._mover.listed)]
+            if not left:
+                break
+            if attempt:
+                time.sleep(HOT_PAUSE_SECONDS)
+            for name, raw in zip(left, self._store.get_batch(left), strict=True):
+                if (found := names[name].hot_listed(raw)) is not None:
+                    lists[name] = found
+                    self._mover.listed.add(name)
+        self._mover.listed.difference_update(name for name in names if name not in lists)
+        return [lists.get(name, []) for name in names]
 
     def _clear(self, call: calls.Clear) -> list[int]:
         seal = self._seal(call.namespace)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -63,6 +64,8 @@ class AgentProcess:
         self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for lane in self._lanes:
             self.free.put(lane)
+        self._late: socket.socket | None = None
+        """A lane whose answer nobody waits for any more."""
         self.attached: set[int] = set()
         self.lock = threading.Lock()
         """Around what is attached."""
@@ -128,6 +131,21 @@ class AgentProcess:
             return self._control.recv(1) == b"?"
         except OSError:
             return False
+
+    def give_up(self, lane: socket.socket) -> None:
+        """Nobody waits for the answer that comes on ``lane``; for a call that touches no memory of segments."""
+        self._late = lane
+
+    def is_late(self) -> bool:
+        """Whether the answer of a call that was given up has not come; the lane is free again when it has."""
+        lane = self._late
+        if lane is None or not select.select([lane], [], [], 0)[0]:
+            return lane is not None
+        self._late = None
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
+            calls.receive(lane, calls.answers)
+            self.free.put(lane)
+        return False
 
     def kill(self) -> None:
         """End it now; when this returns it touches nothing any more."""
@@ -221,6 +239,9 @@ class Agents:
         Raises TierFailed: it did not work; what it did is undone or has ended.
         """
         mover = self._running()
+        spares = isinstance(call, calls.ShareHot)
+        if spares and mover.is_late():
+            raise TierFailed("the host with the list of hot pages does not answer")
         try:
             lane = mover.free.get(timeout=seconds)
         except queue.Empty:
@@ -230,7 +251,10 @@ class Agents:
             self._settle(mover, lane, places)
             answer = _exchange(lane, call)
         except TimeoutError as error:
-            self._fail(mover)
+            if spares:
+                mover.give_up(lane)
+            else:
+                self._fail(mover)
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:
             self._fail(mover)

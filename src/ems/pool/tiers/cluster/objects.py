@@ -25,14 +25,15 @@ MAX_LISTED = 16
 """Tails of one directory that are listed; the oldest leave the list."""
 MAX_LISTING = 256 << 10
 """Bytes of the largest list that is written or believed."""
-MAX_HOT_LIST = 64 << 10
-"""The same of a list of hot pages, which each host reads each time it looks."""
+HOT_LIST_BYTES = 64 << 10
+"""Of a list of hot pages, which each host reads each time it looks: about four thousand keys."""
 _HOT = b"ems-hot-pages"
 
 _HEADER = struct.Struct(f"<8sHHIQ{KEY_BYTES}s{KEY_BYTES}s{NONCE_BYTES}s{TAG_BYTES}s")
 HEADER_BYTES = 128
 _SALT = hashlib.sha256(b"ems-cluster-object-v1").digest()[:SALT_BYTES]
 _NAME_BYTES = 20
+_LENGTH = struct.Struct("<I")
 
 Buffer = bytes | bytearray | memoryview
 _Told = TypeVar("_Told")
@@ -90,12 +91,15 @@ class ObjectSeal:
 
     def listing(self, directory: bytes, tails: Sequence[StoredTail]) -> bytes:
         """The object that lists ``tails`` of ``directory``, the newest last."""
-        told = [(one.tail.tokens, one.parent) for one in tails[-MAX_LISTED:]]
-        return self._sealed_list(told, directory, MAX_LISTING)
+        while True:
+            body = msgspec.msgpack.encode([(one.tail.tokens, one.parent) for one in tails[-MAX_LISTED:]])
+            if len(body) <= MAX_LISTING:
+                return self._sealed_list(body, directory)
+            tails = tails[1:]
 
     def listed(self, directory: bytes, raw: Buffer) -> list[StoredTail]:
         """The tails in ``raw``; none when it is not what was sealed."""
-        told = self._opened_list(raw, directory, MAX_LISTING, list[tuple[bytes, bytes]])
+        told = _decoded(self._opened_list(raw, directory, MAX_LISTING), list[tuple[bytes, bytes]]) or []
         return [
             StoredTail(Tail(directory, tokens), parent)
             for tokens, parent in told[-MAX_LISTED:]
@@ -103,34 +107,44 @@ class ObjectSeal:
         ]
 
     def hot_list(self, runs: Sequence[HotRun]) -> bytes:
-        """The object that lists ``runs``, the newest last, as many as there is room for."""
-        return self._sealed_list(runs, _HOT, MAX_HOT_LIST)
+        """The object that lists ``runs``, the newest last, as many as there is room for.
 
-    def hot_listed(self, raw: Buffer) -> list[HotRun]:
-        """The runs in ``raw``; none when it is not what was sealed."""
-        return [run for run in self._opened_list(raw, _HOT, MAX_HOT_LIST, list[HotRun]) if run.sound]
-
-    def _sealed_list(self, told: Sequence[object], name: bytes, limit: int) -> bytes:
-        """``told``, of which the first are left out until it has at most ``limit`` bytes."""
-        parts = [msgspec.msgpack.encode(one) for one in told]
-        size, first = 5 + sum(map(len, parts)), 0  # msgpack's longest head of a list
-        while size > limit:
+        All have one size, because Mooncake keeps the memory of what was replaced by another size for ten minutes.
+        """
+        parts = [msgspec.msgpack.encode(run) for run in runs]
+        size, first = _LENGTH.size + 5 + sum(map(len, parts)), 0  # msgpack's longest head of a list
+        while size > HOT_LIST_BYTES:
             size -= len(parts[first])
             first += 1
-        body = msgspec.msgpack.encode([msgspec.Raw(part) for part in parts[first:]])
+        told = msgspec.msgpack.encode([msgspec.Raw(part) for part in parts[first:]])
+        return self._sealed_list((_LENGTH.pack(len(told)) + told).ljust(HOT_LIST_BYTES, b"\0"), _HOT)
+
+    def hot_listed(self, raw: Buffer) -> list[HotRun] | None:
+        """The runs in ``raw``; None when it is not what was sealed, or is being written just then."""
+        body = self._opened_list(raw, _HOT, HOT_LIST_BYTES)
+        if body is None or len(body) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(body)
+        runs = _decoded(bytes(body[_LENGTH.size :][:length]), list[HotRun])
+        return None if runs is None else [run for run in runs if run.sound]
+
+    def _sealed_list(self, body: bytes, name: bytes) -> bytes:
         nonce, tag, _ = self._seal.seal(body, name)
         return nonce + tag + body
 
-    def _opened_list(self, raw: Buffer, name: bytes, limit: int, kind: type[_Told]) -> _Told:
+    def _opened_list(self, raw: Buffer, name: bytes, limit: int) -> bytes | None:
         nonce, tag, body = raw[:NONCE_BYTES], raw[NONCE_BYTES:][:TAG_BYTES], raw[NONCE_BYTES + TAG_BYTES :]
         if len(raw) > limit + NONCE_BYTES + TAG_BYTES or len(tag) < TAG_BYTES:
-            return kind()
-        if self._seal.open(body, bytes(nonce), bytes(tag), name) is None:
-            return kind()
-        try:
-            return msgspec.msgpack.decode(body, type=kind)
-        except msgspec.MsgspecError:  # without a secret anybody may have put it there
-            return kind()
+            return None
+        return bytes(body) if self._seal.open(body, bytes(nonce), bytes(tag), name) is not None else None
+
+
+def _decoded(body: bytes | None, kind: type[_Told]) -> _Told | None:
+    """None where ``body`` is no such list: without a secret anybody may have put it there."""
+    try:
+        return None if body is None else msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError:
+        return None
 
 
 class Objects:

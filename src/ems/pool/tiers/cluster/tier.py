@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from ems.errors import ConfigError
+from ems.errors import ConfigError, TierFailed
 from ems.pool.keys import Tail
 from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.segment_file import FileRange
@@ -31,6 +31,7 @@ from ems.pool.tiers.pack_seal import read_keys
 from ems.pool.tiers.pass_through import Leaving
 from ems.pool.tiers.settings import TierConfig
 
+SHARE_SECONDS = 1.0
 ASK_SECONDS = 3.0
 """How long the master may take to say what there is before it counts as lost."""
 MOST_NAMESPACES = 4096
@@ -69,7 +70,7 @@ class ClusterTier:
         self.leaving = False
         self._lock = threading.Lock()
         """Around what is known; nobody calls an agent while holding it."""
-        self._counts = {"asked": 0, "transfers_failed": 0}
+        self._counts = {"asked": 0, "transfers_failed": 0, "hot_lists_failed": 0}
 
     # What is known without waiting
 
@@ -152,7 +153,14 @@ class ClusterTier:
 
     def share_hot(self, told: Mapping[str, Sequence[HotRun]]) -> dict[str, list[HotRun]]:
         lists = [calls.HotList(name, list(runs)) for name, runs in told.items()]
-        found = self._agents.call(calls.ShareHot(lists), ASK_SECONDS)
+        try:
+            found = self._agents.call(calls.ShareHot(lists), SHARE_SECONDS)
+        except (
+            TierFailed
+        ):  # one host may have the lists, and not answer: that is nothing to leave the cluster alone for
+            with self._lock:
+                self._counts["hot_lists_failed"] += 1
+            return {}
         return {one.namespace: one.runs for one in found.hot}
 
     # Moving pages; blocks
