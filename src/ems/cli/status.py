@@ -77,9 +77,12 @@ def _tier(tier: dict[str, Any]) -> str:
     else:
         out = " and ".join(name for name in ("reading", "writing") if not tier[name])
         state = f"left alone ({out}): {tier['reason']}"
+    told, copied = tier.get("hot_runs_told", 0), tier.get("copied_ahead", 0)
+    ahead = f"{copied} copied ahead ({tier['copied_ahead_used']} used, {told} runs told), " if told or copied else ""
     return (
         f"{tier['name']}: {format_size(tier.get('tier_bytes', 0))}{limit}, {tier.get('tier_pages', 0)} pages, "
-        f"{tier['pages_written']} written, {tier['pages_fetched']} fetched, {tier['pages_dropped']} dropped, {state}"
+        f"{tier['pages_written']} written, {tier['pages_fetched']} fetched, {tier['pages_dropped']} dropped, "
+        f"{ahead}{state}"
     )
 
 

@@ -88,7 +88,10 @@ def test_a_longer_run_takes_the_place_of_its_beginning() -> None:
 
 
 numbers = st.integers(1, 6)
-runs = st.builds(lambda first, count: run(*range(first, first + count)), numbers, numbers)
+runs = st.builds(
+    lambda first, count, period: msgspec.structs.replace(run(*range(first, first + count)), period=period),
+    *(numbers, numbers, st.integers(0, 2)),
+)
 
 
 @given(st.lists(runs, max_size=6), st.lists(runs, max_size=6), st.lists(runs, max_size=6))
@@ -139,6 +142,21 @@ def test_what_was_postponed_was_no_try_and_what_is_here_is_not_tried_again() -> 
     hot.heard(NS, [run(1)], 50.0, 100)
     hot.settled(NS, run(1))
     assert hot.heard(NS, [run(1)], 99.0, 100) == []
+
+
+def test_what_was_used_once_more_is_looked_for_once_more() -> None:
+    """It may have left this host's memory since it was copied, or told of."""
+    hot, later = HotPages(1.0), msgspec.structs.replace(run(1, 2), period=1)
+    assert hot.heard(NS, [run(1, 2)], 0.0, 100) == [run(1, 2)]
+    hot.settled(NS, run(1, 2))
+    assert merged([run(1, 2)], [later]) == [later]
+    assert merged([run(1, 2, 3), run(7)], [later]) == [run(1, 2, 3), run(7), later]
+    assert merged([later], [run(1, 2), run(1)]) == [later]
+    assert hot.heard(NS, [later], 50.0, 100) == [later]
+    hot.settled(NS, later)
+    assert hot.heard(NS, [later], 99.0, 100) == []
+    hot.tell(NS, [later], 99.0)
+    assert hot.heard(NS, [later], 99.0, 100) == []
 
 
 def test_a_round_looks_at_a_bounded_number_of_keys_and_the_next_at_the_others() -> None:

@@ -98,8 +98,9 @@ _TIER_COUNTERS = (
     ("fetch_misses", "fetch_misses", "Pages that the tier was thought to have and had not"),
     ("fetch_corrupt", "fetch_corrupt", "Pages of the tier that did not match their checksums"),
     ("fetches_too_dear", "fetches_too_dear", "Fetches left out because computing is quicker"),
-    ("copied_ahead", "copied_ahead", "Pages fetched because they were hot on another host"),
-    ("copied_ahead_used", "copied_ahead_used", "Pages fetched for that reason that were used here later"),
+    ("hot_runs_told", "hot_runs_told", "Times that a run of pages was offered to other hosts to copy ahead"),
+    ("copied_ahead", "copied_ahead", "Pages asked for because they were hot on another host"),
+    ("copied_ahead_used", "copied_ahead_used", "Pages of these that were used here before they left memory"),
     ("hung", "hung", "Reads and writes of the tier that took longer than its time-out"),
     ("cuts", "cuts", "Times that the tier was cut out"),
 )

@@ -45,6 +45,9 @@ class HotRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     packed: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * MOST_RUN_KEYS)]
     """Their keys, joined."""
     tail: Tail | None = None
+    period: int = 0
+    """When it was used, in periods of :data:`TELL_AGAIN_SECONDS` of its teller's clock: only larger ones say something
+    new of the same pages."""
 
     @property
     def keys(self) -> list[bytes]:
@@ -75,10 +78,11 @@ class StoredPage(Protocol):
     def tail(self) -> Tail | None: ...
 
 
-def runs_of(pages: Iterable[StoredPage]) -> list[HotRun]:
+def runs_of(pages: Iterable[StoredPage], period: int = 0) -> list[HotRun]:
     """The runs that ``pages`` are, a prefix before its suffix; the pages of a chunk, one a shard, are of several.
 
-    Only a page by itself is told with its tail, which is long: what was stored behind others is found by its key.
+    They were used in ``period``.  Only a page by itself is told with its tail, which is long: what was stored behind
+    others is found by its key.
     """
     runs: list[tuple[bytes, list[bytes], Tail | None]] = []
     by_last: dict[bytes, int] = {}
@@ -89,26 +93,37 @@ def runs_of(pages: Iterable[StoredPage]) -> list[HotRun]:
             runs.append((page.parent, [], page.tail))
         runs[at][1].append(page.key)
         by_last[page.key] = at
-    return [HotRun(parent, b"".join(keys), None if len(keys) > 1 else tail) for parent, keys, tail in runs]
+    return [HotRun(parent, b"".join(keys), None if len(keys) > 1 else tail, period) for parent, keys, tail in runs]
 
 
 def merged(listed: list[HotRun], added: Sequence[HotRun]) -> list[HotRun]:
     """``listed`` and behind it those of ``added`` that say something new, without what these say as well."""
     if not added:
         return listed
-    known = {key for run in listed for key in run.keys}
-    tails = {run.last for run in listed if run.tail is not None}
+    known: dict[bytes, int] = {}
+    tails: dict[bytes, int] = {}
+    for run in listed:
+        known.update((key, max(run.period, known.get(key, -1))) for key in run.keys)
+        if run.tail is not None:
+            tails[run.last] = run.period
     new = dict.fromkeys(
-        run for run in added if not known.issuperset(run.keys) or (run.tail is not None and run.last not in tails)
+        run
+        for run in added
+        if any(known.get(key, -1) < run.period for key in run.keys)
+        or (run.tail is not None and tails.get(run.last, -1) < run.period)
     )
     told = {key for run in new for key in run.keys}
-    return [*(run for run in listed if run.tail is not None or not told.issuperset(run.keys)), *new]
+    again = {run.last for run in new if run.tail is not None}
+    left = (run for run in listed if (run.last not in again if run.tail is not None else not told.issuperset(run.keys)))
+    return [*left, *new]
 
 
 class _Run(msgspec.Struct):
     told_until: float = 0.0
     tries: int = 0
     due: float = 0.0
+    period: int = -1
+    """In which it was used last as far as is known."""
 
 
 class HotPages:
@@ -134,7 +149,7 @@ class HotPages:
         waiting = self._waiting.setdefault(namespace, OrderedDict())
         for run in runs:
             if self.tells(namespace, run.last, now):
-                self._remember(namespace, run, _Run(now + TELL_AGAIN_SECONDS, TRIES))
+                self._remember(namespace, run, _Run(now + TELL_AGAIN_SECONDS, TRIES, period=run.period))
                 waiting[run.last] = (run, TOLD_ROUNDS)
         while len(waiting) > MOST_WAITING:
             waiting.popitem(last=False)
@@ -160,11 +175,13 @@ class HotPages:
         due: list[HotRun] = []
         for run in runs:
             known = self._runs.get((namespace, run.last)) or _Run()
+            if run.period > known.period:  # it was used once more, and may have left this host's memory meanwhile
+                known = _Run(known.told_until, period=run.period)
             if known.tries >= TRIES or now < known.due or most <= 0:
                 continue
             most -= run.pages
             pause = TRY_SECONDS * 2.0**known.tries
-            self._remember(namespace, run, _Run(known.told_until, known.tries + 1, now + pause))
+            self._remember(namespace, run, _Run(known.told_until, known.tries + 1, now + pause, known.period))
             due.append(run)
         return due
 
@@ -196,7 +213,7 @@ class HotPages:
             self._copied.popitem(last=False)
 
     def used(self, namespace: str, keys: Iterable[bytes]) -> int:
-        """How many of ``keys``, which are used now, were copied ahead and not used yet."""
+        """How many of ``keys``, which are used now or had to be fetched after all, were copied and not used yet."""
         if not self._copied:
             return 0
         here = [name for name in ((namespace, key) for key in keys) if name in self._copied]

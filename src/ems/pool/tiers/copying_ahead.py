@@ -6,6 +6,7 @@ before; a page is proven like any that is fetched; one round is under way at a t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, takewhile
@@ -13,7 +14,7 @@ from typing import NamedTuple, cast
 
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.movement.hot_list import HotPages, HotRun, runs_of
+from ems.pool.movement.hot_list import TELL_AGAIN_SECONDS, HotPages, HotRun, runs_of
 from ems.pool.pages import Page
 from ems.pool.tiers.answers import KeyRun
 from ems.pool.tiers.pass_through import Leaving
@@ -53,6 +54,7 @@ class CopyingAhead:
         question: Question,
         bring: Bring,
         clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._state = state
         self._tier = cast("AskedTier", state.tier)
@@ -60,6 +62,7 @@ class CopyingAhead:
         self._question = question
         self._bring = bring
         self._clock = clock
+        self._wall = wall
         self._hot = HotPages(memory / COPIED_SHARE)
         self._due = 0.0
 
@@ -68,14 +71,21 @@ class CopyingAhead:
     def written(self, name: str, pages: Sequence[Leaving]) -> None:
         """The cluster has ``pages``, which were saved here."""
         if self._state.config.copy_ahead == "on_save":
-            self._hot.tell(name, runs_of(pages), self._clock())
+            self._hot.tell(name, runs_of(pages, self._period()), self._clock())
 
     def used(self, name: str, pages: Sequence[Page]) -> None:
         """Engines of this host load ``pages``."""
         self._state.counts["copied_ahead_used"] += self._hot.used(name, (page.key for page in pages))
         now = self._clock()
         if pages and self._hot.tells(name, pages[-1].key, now):
-            self._hot.tell(name, runs_of(map(_used, pages)), now)
+            self._hot.tell(name, runs_of(map(_used, pages), self._period()), now)
+
+    def fetched(self, name: str, keys: Sequence[bytes]) -> None:
+        """An engine asks for ``keys``, which have to be fetched: if they were copied ahead, that was for nothing."""
+        self._hot.used(name, keys)
+
+    def _period(self) -> int:
+        return int(self._wall() // TELL_AGAIN_SECONDS)
 
     # A round
 
@@ -90,6 +100,7 @@ class CopyingAhead:
             self._due = now + ROUND_SECONDS
             return
         told = {ns.name: self._hot.take(ns.name) for ns in islice(spaces, MOST_NAMESPACES)}
+        self._state.counts["hot_runs_told"] += sum(map(len, told.values()))
         heard: dict[str, list[HotRun]] = {}
         self._question(self._state, lambda: heard.update(self._tier.share_hot(told)), lambda: self._heard(heard))
 

@@ -196,7 +196,10 @@ class TierManager:
 
     def _ask(self, state: TierState, namespace: int, parent: bytes, keys: list[bytes], *, urgent: bool) -> bool:
         """Have ``keys``, blocks behind ``parent``, fetched from ``state``; False when too much waits."""
-        page_size = self._host.core.named(namespace)[1]
+        name, page_size = self._host.core.named(namespace)
+        if urgent:
+            for ahead in self._ahead.values():
+                ahead.fetched(name, keys)
         self._pump_soon()
         return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
 

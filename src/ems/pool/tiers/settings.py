@@ -15,7 +15,7 @@ import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 import msgspec
@@ -103,6 +103,16 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("a tier has key= and seal_key=, give one: what is encrypted needs no other seal")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"a tier has {self.replicas} replicas, expected 1 to {MAX_REPLICAS}")
+        when = ("on_save", "on_second_use", "on_evict", "never")
+        if (
+            self.copy_ahead != "never"
+            and self.write != "never"
+            and when.index(self.write) > when.index(self.copy_ahead)
+        ):
+            raise ConfigError(
+                f"copy_ahead is {self.copy_ahead} and write is {self.write}, but others copy what was written before; "
+                f"give write={self.copy_ahead}"
+            )
         if self.batch > MAX_BATCH:
             raise ConfigError(f"the batch of a tier has {self.batch} bytes, expected at most 512MiB")
         if self.batch > self.queue:
@@ -116,6 +126,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def name(self) -> str:
         """What people and metrics call the tier; never has secrets in it."""
         return f"s3://{self.place}" if self.kind == "s3" else f"{self.kind}:{self.place}"
+
+
+_CHOICES = {name: get_args(hint) for name, hint in get_type_hints(TierConfig).items() if get_origin(hint) is Literal}
 
 
 def parse_tier(text: str) -> TierConfig:
@@ -174,6 +187,9 @@ def _value(name: str, text: str) -> object:
         raise ConfigError(
             f"a tier has no setting {name!r}, {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(known)}"
         )
+    choices = _CHOICES.get(name)
+    if choices is not None and text not in choices:
+        raise ConfigError(f"{name} of a tier is {text!r}, expected {', '.join(choices[:-1])} or {choices[-1]}")
     if name in _PARSERS:
         return _PARSERS[name](text, name=name)
     return Path(text).absolute() if name in _PATHS else text

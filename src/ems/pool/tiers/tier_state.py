@@ -34,7 +34,8 @@ IDLE_FACTOR = 6
 """Without misses a tier is looked at so much more rarely."""
 _COUNTS = (
     *("pages_written", "pages_fetched", "fetch_misses", "fetch_corrupt"),
-    *("write_failures", "write_corrupt", "hung", "not_offered", "copied_ahead", "copied_ahead_used"),
+    *("write_failures", "write_corrupt", "hung", "not_offered"),
+    *("hot_runs_told", "copied_ahead", "copied_ahead_used"),
 )
 
 _log = structlog.get_logger("ems.tier")

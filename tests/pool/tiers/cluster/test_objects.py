@@ -96,7 +96,8 @@ def test_a_hot_list_that_is_full_keeps_the_newest() -> None:
         [(PARENT[:-1], KEY)],
         [(PARENT, KEY + b"x")],
         [(PARENT, KEY, (b"d" * 16, b"abcd"))],
-        [(PARENT, KEY, None, 1)],
+        [(PARENT, KEY, None, b"1")],
+        [(PARENT, KEY, None, 1, 1)],
         [(PARENT, KEY * (MOST_RUN_KEYS + 1))],
     ],
 )
