@@ -213,7 +213,9 @@ class Copying(RuleBasedStateMachine):
         hot = self.hot
         assert len(hot._runs) <= hot_list.MOST_RUNS
         assert len(hot._copied) <= hot_list.MOST_COPIED
-        assert sum(map(len, hot._waiting.values())) <= hot_list.MOST_WAITING
+        assert (
+            sum(run.size for waiting in hot._waiting.values() for run, _ in waiting.values()) <= hot_list.MOST_WAITING
+        )
 
     @invariant()
     def keeps_to_its_rate(self) -> None:
@@ -231,4 +233,21 @@ TestCopying = Copying.TestCase
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_list, "MOST_RUNS", 8)
     monkeypatch.setattr(hot_list, "MOST_COPIED", 12)
-    monkeypatch.setattr(hot_list, "MOST_WAITING", 3)
+    monkeypatch.setattr(hot_list, "MOST_WAITING", 100)
+
+
+def test_what_nobody_uses_is_copied_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_list, "LEARNED", 4)
+    hot = HotPages(16.0)
+    hot.copied(NS, map(key, range(8)))
+    assert 14 <= sum(hot.may_copy(4, 100.0 + second) for second in range(64)) <= 18
+    hot.learn(1)
+    assert sum(hot.may_copy(4, 200.0 + second) for second in range(64)) == 64
+
+
+def test_a_tenth_of_a_second_of_much_telling_is_bounded() -> None:
+    hot = HotPages(1.0)
+    for number in range(10):
+        hot.tell(f"{NS}{number}", [run(*range(1, 5))], 0.0)
+        hot.tell(f"{NS}{number}", [run(*range(10, 14)), run(20)], 0.0)
+    assert all(sum(one.size for one in hot.take(f"{NS}{number}")) <= hot_list.MOST_WAITING for number in range(10))

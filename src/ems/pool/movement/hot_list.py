@@ -28,12 +28,18 @@ TRY_SECONDS: Final = 0.5
 """Until the second try, twice as long until the next: what was told may be written to the cluster a little later."""
 MOST_RUN_KEYS: Final = 1024
 """Keys of a run that are told, from its beginning: that is what prompts share."""
-MOST_WAITING: Final = 256
-"""Runs of a namespace that wait to be told."""
+MOST_WAITING: Final = 64 << 10
+"""Bytes of the runs of a namespace that wait to be told, as many as a list has."""
+MOST_WAITING_NAMESPACES: Final = 256
 MOST_RUNS: Final = 8192
 """Runs that are remembered."""
 MOST_COPIED: Final = 1 << 16
 """Pages that are remembered as copied until somebody uses them."""
+
+LEARNED: Final = 4096
+"""Pages that are copied before it is known what that is good for."""
+USEFUL_SHARE: Final = 16
+"""Where less than one in so many is used, a host copies that much slower."""
 
 _Name = tuple[str, bytes]
 
@@ -64,7 +70,13 @@ class HotRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @property
     def sound(self) -> bool:
         """Whether it is what an honest host tells; its types are proven."""
-        return not len(self.packed) % KEY_BYTES and (self.tail is None or self.tail.key == self.last)
+        if len(self.packed) % KEY_BYTES or len(set(self.keys)) < self.pages:
+            return False
+        return self.tail is None or self.tail.key == self.last
+
+    @property
+    def size(self) -> int:
+        return len(self.packed) + (len(self.tail.tokens) if self.tail is not None else 0)
 
 
 class StoredPage(Protocol):
@@ -137,6 +149,7 @@ class HotPages:
         self._waiting: dict[str, OrderedDict[bytes, tuple[HotRun, int]]] = {}
         """What is to be told, and in how many rounds."""
         self._copied: OrderedDict[_Name, None] = OrderedDict()
+        self._copied_count = self._used_count = 0
 
     # What others are told
 
@@ -151,8 +164,15 @@ class HotPages:
             if self.tells(namespace, run.last, now):
                 self._remember(namespace, run, _Run(now + TELL_AGAIN_SECONDS, TRIES, period=run.period))
                 waiting[run.last] = (run, TOLD_ROUNDS)
-        while len(waiting) > MOST_WAITING:
-            waiting.popitem(last=False)
+        size = sum(run.size for run, _ in waiting.values())
+        while size > MOST_WAITING:
+            size -= waiting.popitem(last=False)[1][0].size
+        if not waiting or len(self._waiting) > MOST_WAITING_NAMESPACES:
+            del self._waiting[namespace]
+
+    def waits(self, namespace: str) -> bool:
+        """Whether anything of ``namespace`` is to be told."""
+        return namespace in self._waiting
 
     def take(self, namespace: str) -> list[HotRun]:
         """What is to be on the list after this round."""
@@ -177,8 +197,10 @@ class HotPages:
             known = self._runs.get((namespace, run.last)) or _Run()
             if run.period > known.period:  # it was used once more, and may have left this host's memory meanwhile
                 known = _Run(known.told_until, period=run.period)
-            if known.tries >= TRIES or now < known.due or most <= 0:
+            if known.tries >= TRIES or now < known.due:
                 continue
+            if most <= 0:
+                break
             most -= run.pages
             pause = TRY_SECONDS * 2.0**known.tries
             self._remember(namespace, run, _Run(known.told_until, known.tries + 1, now + pause, known.period))
@@ -198,7 +220,9 @@ class HotPages:
 
     def may_copy(self, size: int, now: float) -> bool:
         """Whether ``size`` bytes may be copied now, which counts them; the last ones may be more than there is room."""
-        self._room = min(self._room + max(now - self._filled_at, 0.0) * self._rate, self._rate)
+        useful = self._copied_count < LEARNED or self._used_count * USEFUL_SHARE >= self._copied_count
+        rate = self._rate if useful else self._rate / USEFUL_SHARE
+        self._room = min(self._room + max(now - self._filled_at, 0.0) * rate, rate)
         self._filled_at = now
         if self._room <= 0:
             return False
@@ -208,7 +232,11 @@ class HotPages:
     # What it was good for
 
     def copied(self, namespace: str, keys: Iterable[bytes]) -> None:
-        self._copied.update(((namespace, key), None) for key in keys)
+        names = [(namespace, key) for key in keys]
+        self._copied.update(dict.fromkeys(names))
+        self._copied_count += len(names)
+        if self._copied_count > 2 * LEARNED:  # what was long ago counts less
+            self._copied_count, self._used_count = self._copied_count // 2, self._used_count // 2
         while len(self._copied) > MOST_COPIED:
             self._copied.popitem(last=False)
 
@@ -220,3 +248,7 @@ class HotPages:
         for name in here:
             del self._copied[name]
         return len(here)
+
+    def learn(self, used: int) -> None:
+        """So many pages that were copied are used."""
+        self._used_count += used

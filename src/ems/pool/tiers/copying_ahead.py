@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.movement.hot_list import TELL_AGAIN_SECONDS, HotPages, HotRun, runs_of
+from ems.pool.movement.hot_list import MOST_RUN_KEYS, TELL_AGAIN_SECONDS, HotPages, HotRun, runs_of
 from ems.pool.pages import Page
 from ems.pool.tiers.answers import KeyRun
 from ems.pool.tiers.pass_through import Leaving
@@ -75,10 +75,18 @@ class CopyingAhead:
 
     def used(self, name: str, pages: Sequence[Page]) -> None:
         """Engines of this host load ``pages``."""
-        self._state.counts["copied_ahead_used"] += self._hot.used(name, (page.key for page in pages))
+        used = self._hot.used(name, (page.key for page in pages))
+        self._hot.learn(used)
+        self._state.counts["copied_ahead_used"] += used
         now = self._clock()
+        pages = [*islice(takewhile(self._is_shared, pages), MOST_RUN_KEYS)]
         if pages and self._hot.tells(name, pages[-1].key, now):
             self._hot.tell(name, runs_of(map(_used, pages), self._period()), now)
+
+    def _is_shared(self, page: Page) -> bool:
+        """Whether the cluster has ``page``, or gets it now that it is used."""
+        write = self._state.config.write
+        return write != "never" and (page.cluster_write or write) in {"on_save", "on_second_use"}
 
     def fetched(self, name: str, keys: Sequence[bytes]) -> None:
         """An engine asks for ``keys``, which have to be fetched: if they were copied ahead, that was for nothing."""
@@ -95,7 +103,7 @@ class CopyingAhead:
             return
         self._due = now + ANSWER_SECONDS
         spaces = [one for one in self._core.namespaces if self._core.now - one.last_used < IDLE_SECONDS]
-        spaces.sort(key=lambda one: one.last_used, reverse=True)
+        spaces.sort(key=lambda one: (self._hot.waits(one.name), one.last_used), reverse=True)
         if not spaces:
             self._due = now + ROUND_SECONDS
             return

@@ -61,12 +61,13 @@ def test_a_page_is_none_of_another_key_namespace_secret_or_size() -> None:
     assert seal_of().open(header, KEY, PAGE[:-1]) is None
 
 
-RUN = HotRun(PARENT, KEY * 3)
+def run_of(first: int, count: int) -> HotRun:
+    return HotRun(PARENT, b"".join(number.to_bytes(16, "big") for number in range(first, first + count)))
 
 
 def test_a_hot_list_says_what_was_listed_to_who_has_the_secret_alone() -> None:
     tail = Tail(b"d" * 16, b"abcd")
-    runs = [RUN, HotRun(KEY, bytes(tail.key), tail)]
+    runs = [run_of(0, 3), HotRun(KEY, bytes(tail.key), tail)]
     raw = seal_of().hot_list(runs)
     assert seal_of().hot_listed(raw) == runs
     assert seal_of("u/m/l").hot_listed(raw) is None
@@ -77,7 +78,7 @@ def test_a_hot_list_says_what_was_listed_to_who_has_the_secret_alone() -> None:
 
 
 def test_a_hot_list_that_is_full_keeps_the_newest() -> None:
-    runs = [HotRun(PARENT, number.to_bytes(16, "big") * 100) for number in range(100)]
+    runs = [run_of(100 * number, 100) for number in range(100)]
     raw = seal_of().hot_list(runs)
     listed = seal_of().hot_listed(raw)
     assert listed is not None
@@ -95,6 +96,7 @@ def test_a_hot_list_that_is_full_keeps_the_newest() -> None:
         [(PARENT, b"")],
         [(PARENT[:-1], KEY)],
         [(PARENT, KEY + b"x")],
+        [(PARENT, KEY * 2)],
         [(PARENT, KEY, (b"d" * 16, b"abcd"))],
         [(PARENT, KEY, None, b"1")],
         [(PARENT, KEY, None, 1, 1)],

@@ -166,6 +166,7 @@ class AgentProcess:
             # Whoever waits for an answer there sees the end at once.
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 class Agents:
