@@ -241,7 +241,7 @@ def test_what_nobody_uses_is_copied_slower(monkeypatch: pytest.MonkeyPatch) -> N
     hot = HotPages(16.0)
     hot.copied(NS, map(key, range(8)))
     assert 14 <= sum(hot.may_copy(4, 100.0 + second) for second in range(64)) <= 18
-    hot.learn(1)
+    assert hot.used(NS, [key(0)]) == 1
     assert sum(hot.may_copy(4, 200.0 + second) for second in range(64)) == 64
 
 

@@ -4,8 +4,8 @@ The hosts of a cluster keep one list of hot pages for each namespace: runs of pa
 newest last.  A host puts its own runs there, and copies those of others that its memory lacks.
 
 A brain; times are seconds on one monotonic clock.  What always holds: a host copies no more bytes a second than its
-rate; what it told of or copied itself it does not copy back; what cannot be copied is tried :data:`TRIES` times; memory
-is bounded.
+rate; what it told of or copied itself it copies back only when somebody used it once more; what cannot be copied is
+tried :data:`TRIES` times; memory is bounded.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class HotRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def size(self) -> int:
+        """Bytes that it takes on a list, about."""
         return len(self.packed) + (len(self.tail.tokens) if self.tail is not None else 0)
 
 
@@ -241,14 +242,16 @@ class HotPages:
             self._copied.popitem(last=False)
 
     def used(self, namespace: str, keys: Iterable[bytes]) -> int:
-        """How many of ``keys``, which are used now or had to be fetched after all, were copied and not used yet."""
+        """How many of ``keys``, which are used now, were copied and not used yet."""
+        count = self.forget(namespace, keys)
+        self._used_count += count
+        return count
+
+    def forget(self, namespace: str, keys: Iterable[bytes]) -> int:
+        """``keys`` count as copied no longer; how many did."""
         if not self._copied:
             return 0
         here = [name for name in ((namespace, key) for key in keys) if name in self._copied]
         for name in here:
             del self._copied[name]
         return len(here)
-
-    def learn(self, used: int) -> None:
-        """So many pages that were copied are used."""
-        self._used_count += used

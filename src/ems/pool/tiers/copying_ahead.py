@@ -75,22 +75,16 @@ class CopyingAhead:
 
     def used(self, name: str, pages: Sequence[Page]) -> None:
         """Engines of this host load ``pages``."""
-        used = self._hot.used(name, (page.key for page in pages))
-        self._hot.learn(used)
-        self._state.counts["copied_ahead_used"] += used
+        self._state.counts["copied_ahead_used"] += self._hot.used(name, (page.key for page in pages))
         now = self._clock()
-        pages = [*islice(takewhile(self._is_shared, pages), MOST_RUN_KEYS)]
+        # What its writer keeps off the cluster nobody could copy.
+        pages = self._state.due(pages, "on_save", "on_second_use")[:MOST_RUN_KEYS]
         if pages and self._hot.tells(name, pages[-1].key, now):
             self._hot.tell(name, runs_of(map(_used, pages), self._period()), now)
 
-    def _is_shared(self, page: Page) -> bool:
-        """Whether the cluster has ``page``, or gets it now that it is used."""
-        write = self._state.config.write
-        return write != "never" and (page.cluster_write or write) in {"on_save", "on_second_use"}
-
     def fetched(self, name: str, keys: Sequence[bytes]) -> None:
         """An engine asks for ``keys``, which have to be fetched: if they were copied ahead, that was for nothing."""
-        self._hot.used(name, keys)
+        self._hot.forget(name, keys)
 
     def _period(self) -> int:
         return int(self._wall() // TELL_AGAIN_SECONDS)

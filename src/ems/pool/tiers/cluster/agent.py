@@ -39,7 +39,9 @@ AT_ONCE = 1024
 """Pages of one call to the store."""
 MOST_FETCHING = MOST_STORING = 4
 HOT_READS = 5
+"""Of a list of hot pages that is there and is being written."""
 HOT_PAUSE_SECONDS = 0.01
+"""Between two of them, several times what a write of a list takes."""
 WAITING_NICENESS = 10
 """Of threads in which Mooncake's client waits for a transfer, which keeps a core busy: what transfers goes before."""
 STAGING = 16 << 20
@@ -360,7 +362,7 @@ class Lane:
             if not left:
                 break
             if attempt:
-                time.sleep(HOT_PAUSE_SECONDS)
+                time.sleep(HOT_PAUSE_SECONDS)  # on this lane's own thread: Mooncake tells nobody when a write has ended
             for name, raw in zip(left, self._store.get_batch(left), strict=True):
                 if (found := names[name].hot_listed(raw)) is not None:
                     lists[name] = found
