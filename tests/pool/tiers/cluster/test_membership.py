@@ -13,14 +13,13 @@ from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Drain
 from ems.pool.tiers.cluster.agent import RAMP_LEAST, RAMP_PARTS, ramp
-from ems.pool.tiers.cluster.agent_process import STORING_LANES
 from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
 from tests.kit.tiers import key, page
 from tests.kit.waiting import until
 from tests.pool.conftest import MakeClient, MakeNode
 from tests.pool.tiers.cluster.hosts import cluster, start_master, write_settings
-from tests.pool.tiers.pages import look, read, save, wait_for
+from tests.pool.tiers.pages import read, save, wait_for
 
 pytestmark = pytest.mark.process
 PAGE = 64 << 10
@@ -28,14 +27,8 @@ NAMESPACE = Namespace("tenant/model/layout", PAGE)
 FLAGS = ("--size", "16MB", "--segment-size", "4MB", "--tier")
 PATIENCE = 90.0
 CLIENT_TTL = 2
-LENDING_ARGUMENTS = 4 + STORING_LANES
-"""Python, the module and its sockets: one that moves pages has more."""
-
-
-def lending(node: NodeProcess) -> psutil.Process:
-    """The agent that lends the node's memory."""
-    (lends,) = [one for one in psutil.Process(node.pid).children() if len(one.cmdline()) == LENDING_ARGUMENTS]
-    return lends
+LENDING_ARGUMENTS = 4
+"""Python, the module and one socket: one that moves pages has more sockets."""
 
 
 @pytest.fixture
@@ -155,41 +148,11 @@ def test_an_agent_that_lends_memory_and_hangs_is_replaced(
     writer, reader = make_client(first), make_client(second)
     keys = chain("a")
     write(first, writer, keys)
-    lends = lending(first)
+    (lends,) = [one for one in psutil.Process(first.pid).children() if len(one.cmdline()) == LENDING_ARGUMENTS]
     lends.send_signal(signal.SIGSTOP)
     until(lambda: not lends.is_running(), "it is ended", PATIENCE)
     wait_for(reader, NAMESPACE, keys, PATIENCE)
     assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
-
-
-def test_what_is_copied_too_late_is_never_stored(tmp_path: Path, make_node: MakeNode, make_client: MakeClient) -> None:
-    """Its places have other pages by then; and what is lent stays."""
-    with start_master(tmp_path) as patient:
-        tier = f"mooncake:{write_settings(tmp_path, patient.endpoint)}?refresh=1s"
-        first, second = (make_node("--verify", "never", *FLAGS, f"{tier}&timeout={it}s") for it in (1, 10))
-        writer, reader = make_client(first), make_client(second)
-        before, late, after = chain("before"), chain("late"), chain("after")
-        write(first, writer, before)
-        lends = lending(first)
-        lends.send_signal(signal.SIGSTOP)
-        save(writer, NAMESPACE, late)
-        until(lambda: not cluster(first)["writing"], "the copy took too long", PATIENCE)
-        for number in range(20):  # as much as the pool holds: the places of those pages are used again
-            save(writer, NAMESPACE, chain(f"other {number}"))
-        assert not look(writer, NAMESPACE, late).count
-        lends.send_signal(signal.SIGCONT)
-        until(lambda: cluster(first)["writing"], "it is tried again", PATIENCE)
-        write(first, writer, after)
-        assert lends.is_running()
-        for keys in (before, after):
-            wait_for(reader, NAMESPACE, keys, PATIENCE)
-            assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
-        asked = cluster(second)["tier_asked"]
-        look(reader, NAMESPACE, late)
-        until(lambda: cluster(second)["tier_asked"] >= asked + len(late), "the master was asked", PATIENCE)
-        until(lambda: not look(reader, NAMESPACE, late).pending, "what is there was fetched", PATIENCE)
-        assert not look(reader, NAMESPACE, late).count
-        assert cluster(second)["fetch_corrupt"] == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, RAMP_LEAST, RAMP_LEAST + 1, 16 << 30, (16 << 30) + 1, 3355443200])

@@ -1,11 +1,9 @@
 """A process that is a client of Mooncake for a node: it gives the cluster memory, or moves pages for the node.
 
 Run by :mod:`ems.pool.tiers.cluster.agent_process` with the descriptors of its sockets; one thread serves each.  It
-ends with its node, whose end it sees on its first socket.  Who gives memory stores pages in it, too, because Mooncake's
-client copies within its own process and goes through a connection otherwise; it copies them from the node's segments
-first, and maps none.  What always holds: a page that is said to be fetched was proven to be the one that was asked for;
-a page that is stored is the one that lay there while its node kept it; where a tenant could cut a segment's file, bytes
-are copied by the kernel, and what was cut is missing.
+ends with its node, whose end it sees on its first socket.  What always holds: a page that is said to be fetched was
+proven to be the one that was asked for; where a tenant could cut a segment's file, bytes are copied by the kernel, and
+what was cut is missing.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ems.errors import ConfigError, EmsError
 from ems.pool.layout import crc32c
 from ems.pool.movement.hot_list import HotRun, merged
@@ -39,6 +35,8 @@ from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, Mooncake
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
 from ems.pool.tiers.pack_seal import SealKeys, read_keys
 
+AT_ONCE = 1024
+"""Pages of one call to the store."""
 MOST_FETCHING = MOST_STORING = 4
 HOT_READS = 5
 """Of a list of hot pages that is there and is being written."""
@@ -46,6 +44,8 @@ HOT_PAUSE_SECONDS = 0.01
 """Between two of them, several times what a write of a list takes."""
 WAITING_NICENESS = 10
 """Of threads in which Mooncake's client waits for a transfer, which keeps a core busy: what transfers goes before."""
+STAGING = 16 << 20
+"""Bytes that are copied at a time where segments are not mapped."""
 LOCAL_BUFFER = 16 << 20
 """What Mooncake stages lists of tails in; pages go straight."""
 LEAVE_SECONDS = 2.0
@@ -158,32 +158,18 @@ def _behind(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, initializer=os.nice, initargs=(WAITING_NICENESS,))
 
 
-class SealedPages(msgspec.Struct):
-    """Pages of a store with their headers: what came of each so far, and what is left to be put."""
-
-    codes: list[int]
-    positions: list[int] = []
-    """Of those that are left, among all."""
-    names: list[str] = []
-    addresses: list[list[int]] = []
-    sizes: list[list[int]] = []
-
-
 class Lane:
     """What one thread works with: memory for headers, and for pages that are copied."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._store = mover.store
-        self._headers = Memory(mover.store, mmap.mmap(-1, calls.AT_ONCE * HEADER_BYTES))
+        self._headers = Memory(mover.store, mmap.mmap(-1, AT_ONCE * HEADER_BYTES))
         self._staging: Memory | None = None
-        self._copied = SealedPages([])
         self._answers: dict[type[calls.Call], Callable[[Any], calls.Answer]] = {
             calls.Exist: lambda call: calls.Answer(self._exist(call)),
             calls.Fetch: lambda call: self._in_parts(call, self._fetch),
-            calls.Store: lambda call: self._in_parts(call, self._store_pages),
-            calls.Copy: self._copy,
-            calls.StoreCopied: lambda _: self._store_copied(),
+            calls.Store: lambda call: self._in_parts(call, self._put),
             calls.FindTails: lambda call: calls.Answer(tails=self._find_tails(call)),
             calls.ListTails: lambda call: calls.Answer(self._list_tails(call)),
             calls.ShareHot: lambda call: calls.Answer(hot=self._share_hot(call)),
@@ -214,7 +200,7 @@ class Lane:
 
     def _in_parts(
         self,
-        call: calls.Fetch | calls.Store | calls.Copy,
+        call: calls.Fetch | calls.Store,
         move: Callable[[ObjectSeal, list[calls.Place], Sequence[tuple[memoryview, int]]], calls.Answer],
     ) -> calls.Answer:
         """Have ``call`` done as many pages at a time as there is memory for; an answer to all of it."""
@@ -231,15 +217,14 @@ class Lane:
             unsafe = unsafe or part.unsafe
         return calls.Answer(codes, sums, unsafe=unsafe)
 
-    def _parts(self, call: calls.Fetch | calls.Store | calls.Copy) -> Iterator[list[calls.Place]]:
-        copies = any(self._mover.segments[page.segment].memory is None for page in call.pages)
-        most = calls.copied_at_once(call.size) if copies else calls.AT_ONCE
+    def _parts(self, call: calls.Fetch | calls.Store) -> Iterator[list[calls.Place]]:
+        most = AT_ONCE
+        if any(self._mover.segments[page.segment].memory is None for page in call.pages):
+            most = max(min(STAGING // call.size, AT_ONCE), 1)
         for start in range(0, len(call.pages), most):
             yield call.pages[start : start + most]
 
-    def _memory(
-        self, call: calls.Fetch | calls.Store | calls.Copy, pages: Sequence[calls.Place]
-    ) -> list[tuple[memoryview, int]]:
+    def _memory(self, call: calls.Fetch | calls.Store, pages: Sequence[calls.Place]) -> list[tuple[memoryview, int]]:
         """The bytes of ``pages``, or bytes in their stead, with their addresses."""
         found, size = [], call.size
         for position, page in enumerate(pages):
@@ -247,8 +232,7 @@ class Lane:
             offset = page.offset
             if memory is None:
                 memory, offset = self._staged(len(pages) * size), position * size
-            else:
-                memory.prepare(offset, size, writes=isinstance(call, calls.Fetch))
+            memory.prepare(offset, size, writes=isinstance(call, calls.Fetch))
             found.append((memory.view[offset : offset + size], memory.address + offset))
         return found
 
@@ -256,8 +240,7 @@ class Lane:
         if self._staging is None or len(self._staging.mapped) < size:
             if self._staging is not None:
                 self._staging.close()
-            self._staging = Memory(self._store, mmap.mmap(-1, max(size, calls.COPIED_BYTES)))
-            self._staging.prepare(0, len(self._staging.mapped), writes=True)
+            self._staging = Memory(self._store, mmap.mmap(-1, max(size, STAGING)))
         return self._staging
 
     def _header(self, position: int) -> tuple[memoryview, int]:
@@ -296,60 +279,37 @@ class Lane:
         """Whether that is why a transfer failed: what is too short is read beyond its end."""
         return bool(0 < self._store.get_size(name) != HEADER_BYTES + len(view))
 
-    def _store_pages(
+    def _put(
         self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
     ) -> calls.Answer:
-        return calls.Answer(self._put(self._sealed(seal, pages, memory)))
-
-    def _copy(self, call: calls.Copy) -> calls.Answer:
-        def keep(seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]) -> calls.Answer:
-            self._copied = self._sealed(seal, pages, memory)
-            return calls.Answer()
-
-        self._copied = SealedPages([int(Outcome.WRONG_KEY)] * len(call.pages))
-        return self._in_parts(call, keep)
-
-    def _store_copied(self) -> calls.Answer:
-        copied, self._copied = self._copied, SealedPages([])
-        return calls.Answer(self._put(copied))
-
-    def _sealed(
-        self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
-    ) -> SealedPages:
         names = [seal.name(page.key) for page in pages]
         there = self._store.batch_is_exist(names)
-        found = SealedPages([int(Outcome.PRESENT)] * len(pages))
-        for position, (page, (view, address)) in enumerate(zip(pages, memory, strict=True)):
+        codes = [int(Outcome.PRESENT)] * len(pages)
+        ready: list[int] = []
+        for position, (page, (view, _)) in enumerate(zip(pages, memory, strict=True)):
             if there[position] == 1:
                 continue
             segment = self._mover.segments[page.segment]
             if segment.memory is None and not _read(segment, page.offset, view):
-                found.codes[position] = Outcome.MISSING
+                codes[position] = Outcome.MISSING
                 continue
             checksum = crc32c(view)
             if page.checksum is not None and checksum != page.checksum:
-                found.codes[position] = Outcome.CORRUPT
+                codes[position] = Outcome.CORRUPT
                 continue
-            header, header_address = self._header(position)
-            header[:] = seal.header(page.key, page.parent, view, checksum)
-            found.positions.append(position)
-            found.names.append(names[position])
-            found.addresses.append([header_address, address])
-            found.sizes.append([HEADER_BYTES, len(view)])
-        return found
-
-    def _put(self, pages: SealedPages) -> list[int]:
-        """Store what is left of ``pages``; what came of all."""
-        if pages.positions:
+            self._header(position)[0][:] = seal.header(page.key, page.parent, view, checksum)
+            ready.append(position)
+        addresses = [[self._header(at)[1], memory[at][1]] for at in ready]
+        sizes = [[HEADER_BYTES, len(memory[at][0])] for at in ready]
+        if ready:
             put = self._store.batch_put_from_multi_buffers
-            done: list[int] = self._mover.stores.submit(
-                put, pages.names, pages.addresses, pages.sizes, self._mover.config
-            ).result()
+            new = [names[at] for at in ready]
+            done: list[int] = self._mover.stores.submit(put, new, addresses, sizes, self._mover.config).result()
             if all(code not in (0, -200) for code in done):
                 raise EmsError(f"Mooncake did not take pages ({done[0]})")
-            for position, code in zip(pages.positions, done, strict=True):
-                pages.codes[position] = Outcome.NO_ROOM if code else Outcome.DONE
-        return pages.codes
+            for position, code in zip(ready, done, strict=True):
+                codes[position] = Outcome.NO_ROOM if code else Outcome.DONE
+        return calls.Answer(codes)
 
     # Tails, removal, a test
 
@@ -525,23 +485,21 @@ def _keys(path: str) -> SealKeys:
     return read_keys(Path(path), encrypts=False) if path else SealKeys(NO_SECRET, encrypts=False)
 
 
-def _mover(call: calls.Start, store: Any, own: str) -> Mover:
-    """Who moves pages, to the memory of ``own`` first where they are to be kept on their own host."""
+def _mover(call: calls.Start, store: Any) -> Mover:
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
     config.replica_num = call.replicas
-    if call.own_place and own:
-        config.preferred_segments = [own]
+    if call.preferred:
+        config.preferred_segments = list(call.preferred)
     mark_config = ReplicateConfig()
-    mark_config.preferred_segments = [own]
+    mark_config.preferred_segments = [call.own]
     mark_config.with_hard_pin = True
     return Mover(store, Objects(_keys(call.key_path)), config, mark_config)
 
 
-def serve(sock: socket.socket, mover: Mover, niceness: int) -> None:
-    """Answer what comes on ``sock`` until nobody is there any more, on a thread of ``niceness``."""
-    os.nice(niceness)
+def serve(sock: socket.socket, mover: Mover) -> None:
+    """Answer what comes on ``sock`` until nobody is there any more."""
     lane = Lane(mover)
     while True:
         try:
@@ -602,11 +560,9 @@ def main() -> None:
         store, hostname = start(call)
         if not call.gives:
             end_with(control)
-        mover = _mover(call, store, hostname if call.gives else call.own)
-        # Nobody waits for what is stored; engines go before.
-        niceness = WAITING_NICENESS if call.gives else 0
-        for sock in lanes:
-            threading.Thread(target=serve, args=(sock, mover, niceness), daemon=True).start()
+            mover = _mover(call, store)
+            for sock in lanes:
+                threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
     except EmsError as error:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)

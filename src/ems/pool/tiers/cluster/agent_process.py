@@ -1,8 +1,7 @@
 """The agents of one tier as the node sees them: started, asked, killed when they do not answer, started again.
 
 What always holds: every call ends, in time; after a call that failed, or after which bytes might still arrive, the
-agent is dead before anybody may use that memory again.  Only who lends memory lives on, or all that lies there would go
-with it: it never writes into segments, and stores what it copied only when it is told that it copied in time.
+agent is dead before anybody may use that memory again.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import structlog
@@ -35,9 +33,6 @@ BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
 REACH_SECONDS = 2.0
 """How long a master may take to take a connection."""
-STORING_LANES = 6
-"""Of who lends memory: as many as a tier has writers at most, and two in place of those that are late."""
-_LEAST_SECONDS = 0.001
 _LOG_LINES = 40
 _GLOG = re.compile(r"[EF]\d{4} \S+\s+\d+ \S+\] (.*)")
 _VERSIONS = re.compile(r"version", re.IGNORECASE)
@@ -66,18 +61,14 @@ class AgentProcess:
         pairs = [socket.socketpair() for _ in range(lanes + 1)]
         self._control, *self._lanes = [ours for ours, _ in pairs]
         theirs = [their for _, their in pairs]
-        self.free: queue.LifoQueue[socket.socket] = queue.LifoQueue()
-        """The one that was used last comes first: each has memory that it copies to."""
+        self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for lane in self._lanes:
             self.free.put(lane)
-        self._late: list[socket.socket] = []
-        """Lanes whose answers nobody waits for any more."""
+        self._late: socket.socket | None = None
+        """A lane whose answer nobody waits for any more."""
         self.attached: set[int] = set()
-        self.maps = not start.gives
-        """Whether it looks at segments through a mapping, where it may."""
         self.lock = threading.Lock()
         """Around what is attached."""
-        self._late_lock = threading.Lock()
         numbers = [one.fileno() for one in theirs]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ems.pool.tiers.cluster.agent", *map(str, numbers)],
@@ -142,28 +133,19 @@ class AgentProcess:
             return False
 
     def give_up(self, lane: socket.socket) -> None:
-        """Nobody waits for the answer that comes on ``lane``; for a call that writes into no memory of segments."""
-        with self._late_lock:
-            if lane.fileno() >= 0:
-                self._late.append(lane)
+        """Nobody waits for the answer that comes on ``lane``; for a call that touches no memory of segments."""
+        self._late = lane
 
     def is_late(self) -> bool:
-        """Whether an answer of a call that was given up has not come; the lanes of those that have are free again."""
-        with self._late_lock:
-            for lane in select.select(self._late, [], [], 0)[0]:
-                self._late.remove(lane)
-                with contextlib.suppress(EOFError, OSError, ProtocolError):
-                    calls.receive(lane, calls.answers)
-                    self.free.put(lane)
-            return bool(self._late)
-
-    def take_lane(self) -> socket.socket | None:
-        """One that is free now."""
-        self.is_late()
-        try:
-            return self.free.get_nowait()
-        except queue.Empty:
-            return None
+        """Whether the answer of a call that was given up has not come; the lane is free again when it has."""
+        lane = self._late
+        if lane is None or not select.select([lane], [], [], 0)[0]:
+            return lane is not None
+        self._late = None
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
+            calls.receive(lane, calls.answers)
+            self.free.put(lane)
+        return False
 
     def kill(self) -> None:
         """End it now; when this returns it touches nothing any more."""
@@ -180,13 +162,11 @@ class AgentProcess:
         self.kill()
 
     def _close(self) -> None:
-        with self._late_lock:
-            self._late.clear()
-            for one in (self._control, *self._lanes):
-                # Whoever waits for an answer there sees the end at once.
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
-                one.close()
+        for one in (self._control, *self._lanes):
+            # Whoever waits for an answer there sees the end at once.
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 class Agents:
@@ -196,9 +176,8 @@ class Agents:
     """
 
     def __init__(self, config: MooncakeConfig, *, key_path: str, own_place: bool, replicas: int, lanes: int) -> None:
-        self._start = calls.Start(config, gives=False, key_path=key_path, replicas=replicas, own_place=own_place)
-        # Mooncake copies within a process only where all is TCP; other transports read memory by themselves.
-        self._giver_lanes = STORING_LANES if own_place and config.protocol == "tcp" else 0
+        self._start = calls.Start(config, gives=False, key_path=key_path, replicas=replicas)
+        self._own_place = own_place
         self._lane_count = lanes
         self._lock = threading.Lock()
         self._giver: AgentProcess | None = None
@@ -206,6 +185,8 @@ class Agents:
         self._closed = False
         self._numbers: weakref.WeakKeyDictionary[SegmentFile, int] = weakref.WeakKeyDictionary()
         self._last_number = 0
+        self._gone: collections.deque[int] = collections.deque()
+        """Segments whose files nobody needs any more."""
         self.starts = 0
         self.leaving = False
         """Whether this host is to lend nothing any more."""
@@ -235,16 +216,16 @@ class Agents:
             config = self._start.config
             if config.global_segment_size and not self.leaving and (self._giver is None or not self._giver.alive):
                 reach(config.master_server_address)
-                if self._giver is not None:
-                    self._giver.kill()
-                    self._giver = None
-                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), self._giver_lanes)
+                self._giver = None
+                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
                 self._end_mover()  # it prefers memory that is gone
             if self._mover is None or not self._mover.alive:
                 self._end_mover()
                 reach(config.master_server_address)
                 own = self._giver.hostname if self._giver is not None else ""
-                self._mover = AgentProcess(msgspec.structs.replace(self._start, own=own), self._lane_count)
+                preferred = (own,) if self._own_place and own else ()
+                start = msgspec.structs.replace(self._start, preferred=preferred, own=own)
+                self._mover = AgentProcess(start, self._lane_count)
                 self.starts += 1
             return self._mover
 
@@ -266,70 +247,23 @@ class Agents:
             lane = mover.free.get(timeout=seconds)
         except queue.Empty:
             raise TierFailed(f"all of the cluster's lanes were busy for {seconds:.0f} s") from None
-
-        def ask() -> calls.Answer:
+        try:
             lane.settimeout(seconds)
             self._settle(mover, lane, places)
-            return _exchange(lane, call)
-
-        return self._asked(mover, lane, ask, seconds, survives=spares)
-
-    def store(self, call: calls.Store, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
-        """Have pages stored: by who lends memory, for whom that is a copy, or where it cannot by who moves pages.
-
-        Raises TierFailed: it did not work; what was copied in time may still be stored, nothing else.
-        """
-        self._running()
-        giver = None if self.leaving else self._giver
-        lane = None if giver is None else giver.take_lane()
-        if giver is None or lane is None:
-            return self.call(call, seconds, places)
-        until = time.monotonic() + seconds
-        codes: list[int] = []
-
-        def exchange(one: calls.Call) -> calls.Answer:
-            lane.settimeout(max(until - time.monotonic(), _LEAST_SECONDS))
-            return _exchange(lane, one)
-
-        def ask() -> calls.Answer:
-            lane.settimeout(seconds)
-            self._settle(giver, lane, places)
-            most = calls.copied_at_once(call.size)
-            for start in range(0, len(call.pages), most):
-                answer = exchange(calls.Copy(call.namespace, call.size, call.pages[start : start + most]))
-                if not answer.error:
-                    answer = exchange(calls.StoreCopied())
-                if answer.error:
-                    return answer
-                codes.extend(answer.codes)
-            return calls.Answer(codes)
-
-        return self._asked(giver, lane, ask, seconds, survives=True)
-
-    def _asked(
-        self,
-        agent: AgentProcess,
-        lane: socket.socket,
-        ask: Callable[[], calls.Answer],
-        seconds: float,
-        *,
-        survives: bool,
-    ) -> calls.Answer:
-        """What ``ask`` hears on ``lane``; an agent that ``survives`` is not ended for what did not come."""
-        try:
-            answer = ask()
-        except (EOFError, OSError, ProtocolError) as error:
-            if survives:
-                agent.give_up(lane)
+            answer = _exchange(lane, call)
+        except TimeoutError as error:
+            if spares:
+                mover.give_up(lane)
             else:
-                self._fail(agent)
-            if isinstance(error, TimeoutError):
-                raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
+                self._fail(mover)
+            raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
+        except (EOFError, OSError, ProtocolError) as error:
+            self._fail(mover)
             raise TierFailed("Mooncake's client ended in the middle of a call") from error
         if answer.unsafe:
-            self._fail(agent)
+            self._fail(mover)
         else:
-            agent.free.put(lane)
+            mover.free.put(lane)
         if answer.error:
             raise TierFailed(answer.error)
         return answer
@@ -346,28 +280,29 @@ class Agents:
             if (number := self._numbers.get(file)) is None:
                 self._last_number = number = self._last_number + 1
                 self._numbers[file] = number
+                weakref.finalize(file, self._gone.append, number).atexit = False
             return number
 
-    def _settle(self, agent: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
-        """Have the agent know the segments of ``places``, and no longer those whose files nobody needs any more."""
-        with agent.lock:
-            with self._lock:
-                needed = set(self._numbers.values())
-            for number in agent.attached - needed:
-                _exchange(lane, calls.Detach(number))
-                agent.attached.discard(number)
+    def _settle(self, mover: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
+        """Have the agent know the segments of ``places``, and no longer those that are gone."""
+        with mover.lock:
+            while self._gone:
+                number = self._gone.popleft()
+                if number in mover.attached:
+                    _exchange(lane, calls.Detach(number))
+                    mover.attached.discard(number)
             for place in {id(one.file): one for one in places}.values():
                 number = self.number(place.file)
-                if number not in agent.attached:
+                if number not in mover.attached:
                     descriptor = place.file.opened()
                     try:
-                        attach = calls.Attach(number, place.file.size, place.mapped and agent.maps)
+                        attach = calls.Attach(number, place.file.size, place.mapped)
                         answer = _exchange(lane, attach, descriptor)
                     finally:
                         os.close(descriptor)
                     if answer.error:
                         raise ProtocolError(answer.error)
-                    agent.attached.add(number)
+                    mover.attached.add(number)
 
     def close(self) -> None:
         with self._lock:

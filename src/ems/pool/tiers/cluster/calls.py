@@ -18,10 +18,6 @@ from ems.pool.movement.hot_list import HotRun
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 MAX_FRAME = 16 << 20
-COPIED_BYTES = 16 << 20
-"""Of pages that are copied at a time."""
-AT_ONCE = 1024
-"""Pages of one call to the store."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -32,15 +28,15 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Call, frozen=True, tag=True):
     """Become a client of the cluster: one that ``gives`` it memory, or one that moves pages.
 
-    ``key_path`` is the file or folder with the secrets, empty where there are none; the cluster calls what this host
-    lends ``own``, to which pages go first with ``own_place``; they are kept ``replicas`` times.
+    ``key_path`` is the file or folder with the secrets, empty where there are none; pages go to the memory of
+    ``preferred`` hosts first, ``replicas`` times; the cluster calls what this host lends ``own``.
     """
 
     config: MooncakeConfig
     gives: bool
     key_path: str = ""
+    preferred: tuple[str, ...] = ()
     own: str = ""
-    own_place: bool = False
     replicas: int = 1
 
 
@@ -89,26 +85,6 @@ class Store(Call, frozen=True, tag=True):
     namespace: str
     size: int
     pages: list[Place]
-
-
-class Copy(Call, frozen=True, tag=True):
-    """Copy what lies in the places of ``pages``, of ``size`` bytes each; nothing of it is stored yet.
-
-    Who asks says :class:`StoreCopied` only if the answer came while those places were still kept for these pages.
-    """
-
-    namespace: str
-    size: int
-    pages: list[Place]
-
-
-def copied_at_once(size: int) -> int:
-    """Pages of ``size`` bytes that one :class:`Copy` may have."""
-    return min(max(COPIED_BYTES // size, 1), AT_ONCE)
-
-
-class StoreCopied(Call, frozen=True, tag=True):
-    """Store what was copied last."""
 
 
 class Listed(msgspec.Struct, frozen=True, array_like=True):
@@ -176,10 +152,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-Calls = (
-    Start | Attach | Detach | Exist | Fetch | Store | Copy | StoreCopied | FindTails | ListTails | ShareHot | Clear
-    | Probe | Mark
-)  # fmt: skip
+Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | ShareHot | Clear | Probe | Mark
 _encoder = msgspec.msgpack.Encoder()
 calls: msgspec.msgpack.Decoder[Calls] = msgspec.msgpack.Decoder(Calls)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

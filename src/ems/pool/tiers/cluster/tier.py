@@ -172,7 +172,7 @@ class ClusterTier:
             calls.Place(page.key, self._agents.number(page.place.file), page.place.offset, page.parent, page.checksum)
             for page in pages
         ]
-        answer = self._agents.store(calls.Store(namespace, size, named), self._timeout, places)
+        answer = self._agents.call(calls.Store(namespace, size, named), self._timeout, places)
         outcomes = [Outcome(code) for code in answer.codes]
         there = {
             page.key: page
