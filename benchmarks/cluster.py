@@ -6,8 +6,10 @@ first host (1), again after its own cache lost them (2), and to an engine on the
 nodes that copy what another host used again before they are asked for it.  All rest for ``--rest`` seconds before step
 3.  Cold: prompts that nobody has seen, in turns with an engine without a pool on the first host.  Fetch: rounds of 128
 MiB from the first host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
+Save: cold prompts on the first host, one at a time and in waves, in turns to an engine whose node stores every page in
+the cluster as well and to one whose node has memory only.
 
-    python benchmarks/cluster.py [--parts fetch,ems,ahead,mooncake] [--help]
+    python benchmarks/cluster.py [--parts fetch,save,ems,ahead,mooncake] [--help]
 
 Needs root, for the namespaces.
 """
@@ -61,8 +63,8 @@ LOOK_SECONDS = 0.005
 CHUNK = 256
 """Tokens of a page."""
 SECONDS = 600.0
-PARTS = ("fetch", "ems", "ahead", "mooncake")
-COLUMNS = PARTS[1:]
+COLUMNS = ("ems", "ahead", "mooncake")
+PARTS = ("fetch", "save", *COLUMNS)
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
@@ -96,9 +98,10 @@ class Scene:
             )
         )
 
-    def node(self, host: Host, stack: ExitStack, size: int = 0, copy_ahead: str = "never") -> NodeProcess:
-        tier = f"mooncake:{self.settings}?copy_ahead={copy_ahead}"
-        node = NodeProcess("--size", str(size or self.memory), "--tier", tier)
+    def node(self, host: Host, stack: ExitStack, size: int = 0, copy_ahead: str | None = "never") -> NodeProcess:
+        """One with the cluster as a tier, unless ``copy_ahead`` is None."""
+        tier = () if copy_ahead is None else ("--tier", f"mooncake:{self.settings}?copy_ahead={copy_ahead}")
+        node = NodeProcess("--size", str(size or self.memory), *tier)
         with host.entered():
             stack.enter_context(node)
         node.wait_touched()
@@ -129,7 +132,7 @@ class Scene:
 
 
 def ems_engine(
-    scene: Scene, host: Host, name: str, sizes: Sizes, stack: ExitStack, copy_ahead: str = "never"
+    scene: Scene, host: Host, name: str, sizes: Sizes, stack: ExitStack, copy_ahead: str | None = "never"
 ) -> VllmServer:
     node = scene.node(host, stack, copy_ahead=copy_ahead)
     environment = {"EMS_SOCKET": str(node.socket), "EMS_DIR": str(node.directory), "EMS_AUTOSTART": "0"}
@@ -178,6 +181,35 @@ def examine(scene: Scene, part: str, sizes: Sizes) -> tuple[list[ThreeSteps], Co
 async def cold(bench: Bench) -> list[tuple[float, float]]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
         return await Pairs(bench, session).cold()
+
+
+# ---------------------------------------------------------------------------------------------------------------- save
+
+
+def saving(scene: Scene, sizes: Sizes) -> dict[str, Comparison]:
+    """Cold prompts where pages go to the cluster, too, compared with where they stay in memory."""
+    scene.wait_forgotten()
+    with ExitStack() as stack:
+        kept = ems_engine(scene, scene.first, "save-memory", sizes, stack, copy_ahead=None)
+        lent = ems_engine(scene, scene.first, "save-cluster", sizes, stack)
+        for engine in (kept, lent):
+            stack.callback(engine.stop)
+            with scene.first.entered():
+                engine.start()
+        with scene.third.entered():
+            for engine in (kept, lent):
+                engine.wait_ready(SECONDS)
+            bench = Bench(lent, None, kept, list, True, sizes, lambda what: say(f"save: {what}"))
+            return asyncio.run(one_and_many(bench))
+
+
+async def one_and_many(bench: Bench) -> dict[str, Comparison]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
+        pairs = Pairs(bench, session)
+        return {
+            "cold request": compare(await pairs.cold()),
+            f"wave of {bench.sizes.concurrency} cold requests": compare(await pairs.waves()),
+        }
 
 
 # --------------------------------------------------------------------------------------------------------------- fetch
@@ -287,7 +319,10 @@ def be_side(name: str, address: str, master: str, memory: str, page_bytes: str, 
 
 
 def report(
-    found: dict[str, tuple[list[ThreeSteps], Comparison]], rates: dict[str, list[float]], own: dict[int, float]
+    found: dict[str, tuple[list[ThreeSteps], Comparison]],
+    rates: dict[str, list[float]],
+    own: dict[int, float],
+    saves: dict[str, Comparison],
 ) -> Table:
     rows: list[list[str]] = []
     for index, three in enumerate(next(iter(found.values()))[0] if found else []):
@@ -306,6 +341,9 @@ def report(
     if found:
         colds = {part: cold.difference * 1e3 for part, (_, cold) in found.items()}
         rows.append(["cold request above no pool, ms", *cells(colds, "{:.1f}", "")])
+    for what, both in saves.items():
+        spread = f"{both.ratio:.3f} ({both.ratio_low:.3f}-{both.ratio_high:.3f})"
+        rows.append([f"{what}, saved in the cluster / in memory", spread, *[""] * 4])
     if rates:
         fetches = {part: median(rate) / 1e6 for part, rate in rates.items()}
         rows.append(["fetch from the other host, MB/s", *cells(fetches, "{:.0f}", "mooncake")])
@@ -333,6 +371,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=10, help="requests under way at the same time there")
     parser.add_argument("--rest", type=float, default=3.0, help="seconds before the third step, default 3")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of cold requests")
+    parser.add_argument("--waves", type=int, default=12, help="pairs of waves of cold requests that are saved")
     parser.add_argument(
         "--model",
         choices=("demo", "half-billion"),
@@ -356,7 +395,13 @@ def main() -> int:
     parts = given.parts.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts is {given.parts}, expected some of {', '.join(PARTS)} separated by commas")
-    least = {"--memory-gib": 2 if "fetch" in parts else 1, "--requests": 1, "--concurrency": 1, "--pairs": 1}
+    least = {
+        "--memory-gib": 2 if "fetch" in parts else 1,
+        "--requests": 1,
+        "--concurrency": 1,
+        "--pairs": 1,
+        "--waves": 1,
+    }
     for flag, number in least.items():
         value = getattr(given, flag[2:].replace("-", "_"))
         if value < number:
@@ -367,6 +412,7 @@ def main() -> int:
         requests=given.requests,
         concurrency=given.concurrency,
         pairs=given.pairs,
+        waves=given.waves,
         rest=given.rest,
         prefix_tokens=1024,
         new_tokens=0,
@@ -379,11 +425,12 @@ def main() -> int:
             seconds = fetched_by_mooncake(scene, scene.page_bytes, ROUND_BYTES // scene.page_bytes)
             rates = {"mooncake": [ROUND_BYTES / one for one in seconds], "ems": fetched_by_tier(scene)}
             say(f"fetch, MB/s: { {part: [round(one / 1e6) for one in rate] for part, rate in rates.items()} }")
+        saves = saving(scene, sizes) if "save" in parts else {}
         own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
         for part in COLUMNS:
             if part in parts:
                 found[part] = examine(scene, part, sizes)
-    sys.stdout.write("\n".join(report(found, rates, own).lines(None)) + "\n")
+    sys.stdout.write("\n".join(report(found, rates, own, saves).lines(None)) + "\n")
     return 0
 
 

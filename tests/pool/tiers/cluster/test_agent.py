@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -80,6 +83,42 @@ def test_what_lends_memory_answers_while_it_lends_more(monkeypatch: pytest.Monke
         assert ours.recv(1) == b"?"
         ours.close()
         lending.result(60)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """As many as a node with many clients has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def renumbered(sock: socket.socket) -> socket.socket:
+    with sock:
+        return socket.socket(fileno=fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_what_lends_memory_answers_on_a_descriptor_of_any_number() -> None:
+    ours, theirs = map(renumbered, socket.socketpair())
+    with theirs, ThreadPoolExecutor(1) as threads:
+        lending = threads.submit(lend, theirs, Lender(), [], "tcp")
+        ours.send(b"?")
+        ours.settimeout(60)
+        answered = ours.recv(1) if not lending.done() else b""
+        ours.close()
+        lending.result(60)
+    assert answered == b"?"
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_late_answer_is_seen_on_a_descriptor_of_any_number() -> None:
+    ours, theirs = map(renumbered, socket.socketpair())
+    with ours, theirs:
+        assert not calls.readable(ours, 0.0)
+        calls.send(theirs, calls.Answer())
+        assert calls.readable(ours, 60.0)
 
 
 class Registrar:

@@ -14,7 +14,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -531,7 +530,7 @@ def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str) ->
     due = time.monotonic() + RAMP_SECONDS
     while True:
         wait = max(due - time.monotonic(), 0.0) if sizes else None
-        if select.select([control], [], [], wait)[0]:
+        if calls.readable(control, wait):
             if not (beat := control.recv(1)):
                 return
             control.send(beat)

@@ -11,7 +11,6 @@ import contextlib
 import os
 import queue
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -139,7 +138,7 @@ class AgentProcess:
     def is_late(self) -> bool:
         """Whether the answer of a call that was given up has not come; the lane is free again when it has."""
         lane = self._late
-        if lane is None or not select.select([lane], [], [], 0)[0]:
+        if lane is None or not calls.readable(lane, 0.0):
             return lane is not None
         self._late = None
         with contextlib.suppress(EOFError, OSError, ProtocolError):
@@ -216,7 +215,9 @@ class Agents:
             config = self._start.config
             if config.global_segment_size and not self.leaving and (self._giver is None or not self._giver.alive):
                 reach(config.master_server_address)
-                self._giver = None
+                if self._giver is not None:
+                    self._giver.kill()  # it has ended: its sockets are closed
+                    self._giver = None
                 self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
                 self._end_mover()  # it prefers memory that is gone
             if self._mover is None or not self._mover.alive:

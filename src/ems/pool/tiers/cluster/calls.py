@@ -6,6 +6,7 @@ is received is ever run.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from typing import TypeVar
@@ -188,6 +189,16 @@ def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[_T]) -> tuple[
         return decoder.decode(_exactly(sock, length)), list(descriptors)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a message that makes no sense: {error}") from error
+
+
+def readable(sock: socket.socket, seconds: float | None) -> bool:
+    """Whether something comes on ``sock``, or its end, within ``seconds``; None waits for it.
+
+    Its descriptor may have any number, which ``select`` does not take.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1e3))
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:

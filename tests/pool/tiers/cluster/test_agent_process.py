@@ -1,0 +1,76 @@
+"""What a node does about its agents' processes; the processes are the test's."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+from ems.pool.tiers.cluster import agent_process, calls
+from ems.pool.tiers.cluster.agent_process import Agents
+from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
+
+
+class Agent:
+    """An agent's process that has started, and whose sockets the test has."""
+
+    def __init__(self, _command: list[str], *, pass_fds: list[int], **_others: object) -> None:
+        self.sockets = [socket.socket(fileno=os.dup(number)) for number in pass_fds]
+        self.stderr = BytesIO()
+        self.returncode: int | None = None
+        calls.send(self.sockets[0], calls.Answer(text="host:1"))
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, _timeout: float | None = None) -> int:
+        return self.returncode or 0
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+    def is_left(self, number: int) -> bool:
+        """Whether the node closed its end of a socket."""
+        self.sockets[number].settimeout(5)
+        try:
+            while self.sockets[number].recv(4096):
+                continue
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        for one in self.sockets:
+            one.close()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
+    made: list[Agent] = []
+
+    def popen(*args: Any, **options: Any) -> Agent:
+        made.append(Agent(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr("ems.pool.tiers.cluster.agent_process.subprocess.Popen", popen)
+    monkeypatch.setattr(agent_process, "reach", lambda _master: None)
+    yield made
+    for agent in made:
+        agent.close()
+
+
+def test_who_lends_memory_and_ended_is_started_again_and_nothing_of_it_stays_open(started: list[Agent]) -> None:
+    config = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=1 << 30)
+    agents = Agents(config, key_path="", own_place=True, replicas=1, lanes=2)
+    agents.keep()
+    gave, moved = started
+    gave.returncode = -11
+    agents.keep()
+    assert len(started) == 4
+    assert gave.is_left(0)
+    assert [moved.is_left(number) for number in range(3)] == [True] * 3
+    agents.close()
