@@ -123,7 +123,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Bench:
-    """The two engines of a contender, the engine without a pool, and the processes of the pool."""
+    """The two engines of a contender, the one it is compared with (mostly without a pool), the pool's processes."""
 
     first: VllmServer
     second: VllmServer | None
@@ -219,7 +219,7 @@ Times = list[tuple[float, float]]
 
 
 class Pairs:
-    """Requests sent in turns to the engine without a pool (``base``) and to the first engine of the contender."""
+    """Requests sent in turns to the engine that is compared with (``base``) and to the contender's first one."""
 
     def __init__(self, bench: Bench, session: aiohttp.ClientSession) -> None:
         self._sizes = bench.sizes
@@ -231,7 +231,7 @@ class Pairs:
         self._random = random.Random(f"{bench.sizes.seed}/{bench.first.port}")
 
     async def cold(self) -> Times:
-        self._tell("cold requests in turns with the engine without a pool")
+        self._tell("cold requests by turns")
 
         def first_token(client: CompletionClient) -> Timed:
             async def timed() -> float:
@@ -242,7 +242,7 @@ class Pairs:
         return await self._in_turns(first_token(self._base), first_token(self._client))
 
     async def waves(self) -> Times:
-        self._tell("waves of cold requests in turns with the engine without a pool")
+        self._tell("waves of cold requests by turns")
 
         def mean_first_token(client: CompletionClient) -> Timed:
             async def timed() -> float:
@@ -260,7 +260,7 @@ class Pairs:
         )
 
     async def decode(self) -> Times:
-        self._tell("further tokens in turns with the engine without a pool")
+        self._tell("further tokens by turns")
 
         def token_time(client: CompletionClient) -> Timed:
             async def timed() -> float:
@@ -273,7 +273,7 @@ class Pairs:
         return await self._in_turns(token_time(self._base), token_time(self._client))
 
     async def warm(self, turns: Turns) -> None:
-        self._tell(f"hits on {self._sizes.prefix_tokens:,} tokens in turns with the engine without a pool")
+        self._tell(f"hits on {self._sizes.prefix_tokens:,} tokens by turns")
         prefix = self._prompt(self._sizes.prefix_tokens)
 
         def hit(client: CompletionClient, *, forget: bool) -> Timed:

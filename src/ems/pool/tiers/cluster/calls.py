@@ -194,7 +194,7 @@ def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[_T]) -> tuple[
 def readable(sock: socket.socket, seconds: float | None) -> bool:
     """Whether something comes on ``sock``, or its end, within ``seconds``; None waits for it.
 
-    Its descriptor may have any number, which ``select`` does not take.
+    Its descriptor may have any number, which ``select`` does not take.  Raises ValueError: it is closed.
     """
     poll = select.poll()
     poll.register(sock, select.POLLIN)
