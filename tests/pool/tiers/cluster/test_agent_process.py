@@ -6,10 +6,12 @@ import os
 import socket
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ems.errors import TierFailed
 from ems.pool.tiers.cluster import agent_process, calls
 from ems.pool.tiers.cluster.agent_process import Agents
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
@@ -73,4 +75,38 @@ def test_who_lends_memory_and_ended_is_started_again_and_nothing_of_it_stays_ope
     assert len(started) == 4
     assert gave.is_left(0)
     assert [moved.is_left(number) for number in range(3)] == [True] * 3
+    agents.close()
+
+
+CLIENT = """
+class MooncakeDistributedStore:
+    def setup(self, *_, **__):
+        return 0
+
+    def get_hostname(self):
+        return "host:1"
+
+    def register_buffer(self, *_):
+        return 0
+
+    def batch_is_exist(self, names):
+        raise KeyError("what nobody thought of")
+
+
+class ReplicateConfig:
+    pass
+"""
+
+
+@pytest.mark.process
+def test_an_agent_that_fails_ends_at_once_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "store.py").write_text(CLIENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(agent_process, "reach", lambda _master: None)
+    config = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=0)
+    agents = Agents(config, key_path="", own_place=True, replicas=1, lanes=1)
+    with pytest.raises(TierFailed, match="ended in the middle of a call: KeyError: 'what nobody thought of'"):
+        agents.call(calls.Exist("default/model/0", [bytes(16)]), 20.0)
     agents.close()

@@ -551,7 +551,15 @@ def leave(store: Any) -> None:
     os._exit(0)
 
 
+def _end(failure: threading.ExceptHookArgs) -> None:
+    """End this process where a thread of it fails: the node sees that at once, and would wait for its answer."""
+    threading.__excepthook__(failure)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def main() -> None:
+    threading.excepthook = _end
     control, *lanes = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     call, _ = calls.receive(control, calls.calls)
     assert isinstance(call, calls.Start)

@@ -95,22 +95,24 @@ class AgentProcess:
             calls.send(self._control, start)
             answer, _ = calls.receive(self._control, calls.answers)
         except TimeoutError as error:
-            raise TierFailed(f"Mooncake's client did not start within {START_SECONDS:.0f} s{self._why()}") from error
+            raise TierFailed(f"Mooncake's client did not start within {START_SECONDS:.0f} s{self.why()}") from error
         except (EOFError, OSError, ProtocolError) as error:
             self._process.wait()
-            self._reader.join(1.0)
-            raise TierFailed(f"Mooncake's client ended when it started{self._why()}") from error
+            raise TierFailed(f"Mooncake's client ended when it started{self.why()}") from error
         if answer.error:
-            raise TierFailed(answer.error + self._why())
+            raise TierFailed(answer.error + self.why())
         return answer.text
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._said.append(line.decode(errors="replace").rstrip())
+        with self._process.stderr as lines:
+            for line in lines:
+                self._said.append(line.decode(errors="replace").rstrip())
 
-    def _why(self) -> str:
+    def why(self) -> str:
         """What Mooncake said last that tells why, as the end of a sentence."""
+        if not self.alive:
+            self._reader.join(1.0)
         said = [found[1] for line in list(self._said) if (found := _GLOG.match(line))]
         said = said or [line for line in self._said if "Error" in line]
         telling = [line for line in said if _VERSIONS.search(line)]
@@ -260,7 +262,7 @@ class Agents:
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:
             self._fail(mover)
-            raise TierFailed("Mooncake's client ended in the middle of a call") from error
+            raise TierFailed(f"Mooncake's client ended in the middle of a call{mover.why()}") from error
         if answer.unsafe:
             self._fail(mover)
         else:
