@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import random
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,20 +21,28 @@ class StreamBackend:
     class Stream:
         def __init__(self, device: Any) -> None:
             self.waited: list[object] = []
-            self.synchronised = 0
+            self.waits: list[bool] = []
+            """Whether who waited for its end slept meanwhile."""
 
         def wait_event(self, event: object) -> None:
             self.waited.append(event)
 
         def synchronize(self) -> None:
-            self.synchronised += 1
+            self.waits.append(False)
 
     class Event:
-        def __init__(self) -> None:
+        def __init__(self, *, blocking: bool = False) -> None:
+            self.blocking = blocking
             self.recorded = False
+            self._stream: StreamBackend.Stream | None = None
 
-        def record(self) -> None:
+        def record(self, stream: StreamBackend.Stream | None = None) -> None:
             self.recorded = True
+            self._stream = stream
+
+        def synchronize(self) -> None:
+            assert self._stream is not None, "it was recorded on a stream"
+            self._stream.waits.append(self.blocking)
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -94,9 +103,11 @@ class Driver:
 class DrivenDevice(StreamDevice):
     """A :class:`StreamDevice` over CPU tensors whose copies are made by a :class:`Driver` when they are waited for."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], driver: Driver | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], driver: Driver | None = None, *, kind: str = "pretended"
+    ) -> None:
         self.driver = driver
-        super().__init__([_Named(tensor) for tensor in tensors], driver.batch if driver else _by_pieces(tensors))
+        super().__init__([_Named(tensor, kind) for tensor in tensors], driver.batch if driver else _by_pieces(tensors))
 
     def synchronise(self) -> None:
         super().synchronise()
@@ -105,13 +116,11 @@ class DrivenDevice(StreamDevice):
 
 
 class _Named:
-    """A tensor that says that it lives on a device called ``pretended``."""
+    """A tensor that says that it lives on a device of ``kind``."""
 
-    class device:  # noqa: N801 - torch's name
-        type = "pretended"
-
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, kind: str) -> None:
         self.tensor = tensor
+        self.device = SimpleNamespace(type=kind)
 
 
 def _by_pieces(tensors: Sequence[torch.Tensor]) -> Batch:

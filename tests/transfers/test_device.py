@@ -74,7 +74,16 @@ def test_work_of_the_engine_comes_first(tensors: list[torch.Tensor]) -> None:
     device.wait_for(mark)
     device.synchronise()
     assert device._stream.waited == [mark]
-    assert device._stream.synchronised == 1
+    assert len(device._stream.waits) == 1
+
+
+def test_who_waits_for_copies_of_cuda_leaves_its_core_to_others(
+    tensors: list[torch.Tensor], backend: StreamBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "cuda", backend)
+    device = DrivenDevice(tensors, kind="cuda")
+    device.synchronise()
+    assert device._stream.waits == [True]
 
 
 def test_segments_are_pinned_for_the_device_that_is_registered_and_no_other(

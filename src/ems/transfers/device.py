@@ -16,6 +16,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,8 @@ class StreamDevice(Device):
         self._device = tensors[0].device
         self._backend = getattr(torch, self._device.type)
         self._stream = self._backend.Stream(device=self._device)
+        # Any other wait in CUDA takes a core of the processor for as long as it lasts.
+        self._end = partial(self._backend.Event, **({"blocking": True} if self._device.type == "cuda" else {}))
         self._pinned: dict[int, int] = {}
         """Where pinned memory begins and ends."""
         self._submitting = threading.Lock()
@@ -224,7 +227,9 @@ class StreamDevice(Device):
 
     def synchronise(self) -> None:
         over = len(self._plans)  # another thread may add to them meanwhile
-        self._stream.synchronize()
+        end = self._end()
+        end.record(self._stream)
+        end.synchronize()
         del self._plans[:over]
 
 
