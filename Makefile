@@ -57,8 +57,9 @@ explore: setup  ## the property tests with random examples; ROUNDS=10 for more o
 test-ranks: setup  ## engines of several ranks on one pool, with real vLLM servers; wants four cores
 	@$(BIN)/pytest -m ranks
 
-test-accelerator: setup  ## copies to and from the accelerator of this machine, which PYTHON's torch must know
+test-accelerator: setup  ## copies and engines on the accelerator of this machine, which PYTHON's torch must know
 	@$(BIN)/pytest -m accelerator
+	@ENGINE_ARGUMENTS="$${ENGINE_ARGUMENTS---gpu-memory-utilization 0.2}" $(BIN)/pytest tests/e2e/test_shared_pool.py
 
 test-matrix: setup  ## the connectors' tests with each release of vLLM; VERSIONS="0.28.0 0.30.0" names fewer
 	@$(BIN)/python -m scripts.matrix $(VERSIONS)

@@ -9,8 +9,8 @@ and one call of the driver for each batch.  Every line has the most that it may 
 - Submissions: calls of the driver.
 - Interpreter lock held: the processor time of everything that a worker does for the load, from the message that asks
   for it to the result, in both of its threads: list the pages, look at their headers before and behind the copy, plan.
-  Checksums are left out, for they let go of the lock; the inner loops of numpy do so, too, and are in it.  For the way
-  of before one call for each piece is added (measured for 20,000 of them).
+  Checksums are left out, for they let go of the lock; the inner loops of numpy and a device's driver do so, too, and
+  are in it.  For the way of before one call for each piece is added (measured for 20,000 of them).
 - Message of the load: what the scheduler tells the worker.  Lookup: the median of five lookups of all pages with a
   lease.  Save: what a worker does with the message of a save of 8,192 tokens, to the list of its pages, of which the
   engine's own thread does a part.
@@ -196,11 +196,16 @@ def measure(shape: Shape, tokens: int, kind: str, page_blocks: int, client: Pool
     part = LoadPart(0, list(range(blocks)), chain.packed(0, len(chain)), pool.packed_refs)
     told = pickle.dumps(StepMetadata([Load("request", pool.node, [part])]), pickle.HIGHEST_PROTOCOL)
     planning, last = _planning(rows, pool, part)
-    device = CountingDevice(device_of(tensors) if kind != "cpu" else None)
+    inner = device_of(tensors) if kind != "cpu" else None
+    device = CountingDevice(inner)
     for segment in pool.segments:
         device.pin(segment)
+    if inner is not None:
+        _load(rows, pool, inner, told)  # the first one of a process compiles what copies small pieces
     held, copying = _load(rows, pool, device, told)
     plain = _plain(pool.segments, count * rows.rows.page_bytes, kind) if kind != "cpu" else 0.0
+    for segment in pool.segments:  # or the driver would know what is at their addresses next
+        device.unpin(segment)
     one_by_one = _one_by_one(last) * device.pieces
     save = _save(rows, chain, shape.block, page_blocks)
     pieces, submissions = device.pieces, device.submissions

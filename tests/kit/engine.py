@@ -6,6 +6,8 @@ How it is started, watched and stopped is in :mod:`tests.kit.process`.
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,9 @@ API_SERVER = "vllm.entrypoints.openai.api_server"
 """The module rather than the `vllm` command: the CPU build has no metadata for the latter to look up."""
 ASYNC_SERVER = "tests.kit.async_scheduling"
 """The same with steps that overlap on a CPU, too."""
+
+ARGUMENTS = "ENGINE_ARGUMENTS"
+"""Environment variable: further flags of every server.  Engines that share a GPU need ``--gpu-memory-utilization``."""
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least it takes
@@ -37,6 +42,13 @@ ENVIRONMENT = {
 __all__ = ["SERVED_MODEL", "EngineOptions", "ProcessError", "VllmServer", "free_port"]
 
 
+def on_accelerator() -> bool:
+    """Whether engines run on an accelerator of this machine, not on its processors."""
+    import torch  # takes seconds, and most who start a server do so from a process without it
+
+    return bool(torch.accelerator.is_available())
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a server is run; each field is a flag of ``vllm serve``."""
 
@@ -51,7 +63,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_load_failure_policy: str = "recompute"
     """Added to the connector's configuration where that does not say."""
     async_scheduling: bool = False
-    """Steps overlap on a CPU, too; without this they do as vLLM's platform says, which on a CPU is never."""
+    """Steps overlap on a CPU, too; without this they do as vLLM's platform says, which on a CPU is never and on an
+    accelerator always."""
     arguments: tuple[str, ...] = ()
     """Further flags, as on a command line."""
 
@@ -77,7 +90,7 @@ class VllmServer(ServerProcess):
     ) -> None:
         port = free_port() if port is None else port
         options = options or EngineOptions()
-        module = module or (ASYNC_SERVER if options.async_scheduling else API_SERVER)
+        module = module or (ASYNC_SERVER if options.async_scheduling and not on_accelerator() else API_SERVER)
         super().__init__(
             _command(module, model, f"{address}:{port}", kv_transfer_config, options),
             name="vLLM",
@@ -113,4 +126,5 @@ def _command(
     for flag, value in flags.items():
         command += [flag, str(value)]
     caching = "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching"
-    return [*command, "--enforce-eager", caching, *options.arguments]
+    further = shlex.split(os.environ.get(ARGUMENTS, ""))
+    return [*command, "--enforce-eager", caching, *options.arguments, *further]

@@ -35,8 +35,8 @@ from typing import IO
 
 import msgspec
 
-from tests.kit.engine import ENVIRONMENT, VllmServer
-from tests.kit.process import LAUNCH
+from tests.kit.engine import ENVIRONMENT, VllmServer, on_accelerator
+from tests.kit.process import LAUNCH, Running
 
 MODULES = (
     "vllm.entrypoints.openai.api_server",
@@ -108,9 +108,11 @@ class PreparedProgram:
 
 
 class PreparedServer(VllmServer):
-    """A server whose front end is forked."""
+    """A server whose front end is forked, except where there is an accelerator: its drivers do not survive a fork."""
 
-    def _launch(self, log: IO[bytes]) -> PreparedProgram:
+    def _launch(self, log: IO[bytes]) -> Running:
+        if on_accelerator():
+            return super()._launch(log)
         _python, _module, module, *arguments = self._command
         return PreparedProgram(module, arguments, output=log, environment=self._environment, parent=vllm_parent())
 

@@ -80,7 +80,7 @@ def free_port() -> int:
             return port
 
 
-class _Running(Protocol):
+class Running(Protocol):
     """The process of a server's front end."""
 
     @property
@@ -116,14 +116,14 @@ class ServerProcess:
         self.log = log
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
-        self._process: _Running | None = None
+        self._process: Running | None = None
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log, deferred_signals():  # or a process could start that nobody knows of
             self._process = self._launch(log)
 
-    def _launch(self, log: IO[bytes]) -> _Running:
+    def _launch(self, log: IO[bytes]) -> Running:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid()), *self._command],
             env=self._environment,
