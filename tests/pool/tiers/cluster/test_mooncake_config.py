@@ -62,6 +62,21 @@ def test_masters_are_named_in_these_ways(master: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("named", "meant"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("10.0.0.1:12345", "10.0.0.1"),
+        (" host-1:12345", "host-1"),
+        ("fd00::1", "fd00::1"),
+        ("[fd00::1]:12345", "[fd00::1]"),
+    ],
+)
+def test_a_port_of_this_host_means_nothing_for_it_has_several_clients(named: str, meant: str) -> None:
+    text = json.dumps(DEPLOYED | {"local_hostname": named})
+    assert parse_mooncake(text, {}, "mooncake.json")[0].local_hostname == meant
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"global_segment_size": "1XB"}, "global_segment_size in mooncake.json is '1XB', expected a number above 0"),

@@ -32,6 +32,7 @@ _VARIABLES = {
 }
 _SIZES = ("global_segment_size", "local_buffer_size")
 _MASTER = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_WITH_PORT = re.compile(r"([^:]+|\[[^]]+\]):[0-9]{1,5}")
 _STANDBY = re.compile(r"(etcd|redis|k8s)://\S+")
 
 
@@ -41,7 +42,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     master_server_address: str
     """``host:port``, or ``etcd://host:port`` where a standby takes over from a master that is lost."""
     local_hostname: str = ""
-    """Address by which other hosts reach this one; empty: the one that reaches the master."""
+    """Address by which other hosts reach this one, without a port; empty: the one that reaches the master."""
     metadata_server: str = PEER_TO_PEER
     global_segment_size: int = 3355443200
     """Bytes of memory that this host gives to the cluster, beside the node's pool; 0: none."""
@@ -97,6 +98,8 @@ def _value(name: str, value: Any, origin: str) -> object:
         value = value.lower()
         if value not in PROTOCOLS:
             raise ConfigError(f"protocol in {origin} is {value!r}, expected one of {', '.join(PROTOCOLS)}")
+    if name == "local_hostname" and (found := _WITH_PORT.fullmatch(value)):
+        return found[1]  # a host has several clients of Mooncake, each with a port of its own
     if name == "master_server_address" and not (_is_master(value) or _STANDBY.fullmatch(value)):
         raise ConfigError(f"master_server_address in {origin} is {value!r}, expected host:port or etcd://host:port")
     return value
