@@ -58,7 +58,7 @@ test-ranks: setup  ## engines of several ranks on one pool, with real vLLM serve
 	@$(BIN)/pytest -m ranks
 
 test-accelerator: setup  ## copies and engines on the accelerator of this machine, which PYTHON's torch must know
-	@$(BIN)/pytest -m accelerator
+	@$(BIN)/pytest -m accelerator tests/transfers
 	@ENGINE_ARGUMENTS="$${ENGINE_ARGUMENTS---gpu-memory-utilization 0.2}" $(BIN)/pytest tests/e2e/test_shared_pool.py
 
 test-matrix: setup  ## the connectors' tests with each release of vLLM; VERSIONS="0.28.0 0.30.0" names fewer

@@ -29,7 +29,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, cast
@@ -142,6 +142,9 @@ class CountingDevice(Device):
     def synchronise(self) -> None:
         if self._inner is not None:
             self._inner.synchronise()
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self._inner.paused() if self._inner is not None else nullcontext()
 
 
 class SparsePool:

@@ -25,6 +25,7 @@ class StreamBackend:
             """Whether who waited for its end slept meanwhile."""
 
         def wait_event(self, event: object) -> None:
+            assert isinstance(event, StreamBackend.Event), "torch takes nothing else"
             self.waited.append(event)
 
         def synchronize(self) -> None:
@@ -34,19 +35,24 @@ class StreamBackend:
         def __init__(self, *, blocking: bool = False) -> None:
             self.blocking = blocking
             self.recorded = False
-            self._stream: StreamBackend.Stream | None = None
+            self.stream: StreamBackend.Stream | None = None
 
         def record(self, stream: StreamBackend.Stream | None = None) -> None:
             self.recorded = True
-            self._stream = stream
+            self.stream = stream
 
         def synchronize(self) -> None:
-            assert self._stream is not None, "it was recorded on a stream"
-            self._stream.waits.append(self.blocking)
+            assert self.stream is not None, "it was recorded on a stream"
+            self.stream.waits.append(self.blocking)
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.refuses = 0
+        self.computing: dict[object, StreamBackend.Stream] = {}
+        """On which engines compute, by device."""
+
+    def current_stream(self, device: Any) -> StreamBackend.Stream:
+        return self.computing.setdefault(device.type, self.Stream(device))
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import types
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from ems.errors import ConfigError
 from ems.transfers import device as module
-from ems.transfers.device import CpuDevice, Device, StreamDevice, batch_of, device_of
+from ems.transfers.device import CpuDevice, Device, DevicePair, StreamDevice, batch_of, device_of
 from ems.transfers.pins import SegmentPins
 from ems.transfers.plan import CopyPlan, Slots
 from ems.transfers.rows import BlockRows, PageBlocks
@@ -75,6 +76,70 @@ def test_work_of_the_engine_comes_first(tensors: list[torch.Tensor]) -> None:
     device.synchronise()
     assert device._stream.waited == [mark]
     assert len(device._stream.waits) == 1
+
+
+def test_what_was_computed_is_what_this_device_computed(tensors: list[torch.Tensor], backend: StreamBackend) -> None:
+    """Another device may be the current one of the thread."""
+    mark: Any = DrivenDevice(tensors).mark()
+    assert mark.stream is backend.computing["pretended"]
+
+
+def test_a_copy_behind_nothing_waits_for_nothing(tensors: list[torch.Tensor]) -> None:
+    device = DrivenDevice(tensors, Driver(tensors))
+    device.wait_for(None)
+    assert device._stream.waited == []
+
+
+def test_what_is_submitted_meanwhile_is_kept_until_somebody_waited_for_it(
+    tensors: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, rows = DrivenDevice(tensors), BlockRows(tensors)
+    pages = [memoryview(bytearray(rows.page_bytes)) for _ in range(2)]
+    first, second = (rows.plan([PageBlocks([5])], Slots.of([page]), out=True) for page in pages)
+    device.copy(first)
+    waiting: list[StreamBackend.Event] = []
+
+    class End(StreamBackend.Event):
+        def synchronize(self) -> None:
+            waiting.append(self)
+            if len(waiting) == 1:
+                device.synchronise()
+                device.copy(second)
+
+    monkeypatch.setattr(device, "_end", End)
+    device.synchronise()  # while it waits somebody else has waited, and copies more
+    assert device._plans == [second]
+
+
+def test_nothing_is_copied_while_memory_is_unpinned(tensors: list[torch.Tensor], backend: StreamBackend) -> None:
+    drivers = [Driver(tensors), Driver(tensors)]
+    pair, rows = DevicePair(), BlockRows(tensors)
+    pair.load, pair.save = (DrivenDevice(tensors, driver) for driver in drivers)
+    pair._pins.serve(pair.load)
+    page = memoryview(bytearray(rows.page_bytes))
+    pair.pin(page)
+    plans = [rows.plan([PageBlocks([5])], Slots.of([page]), out=out) for out in (False, True)]
+    left: list[int] = []
+    others: list[threading.Thread] = []
+
+    def unregister(address: int) -> int:
+        left.append(sum(len(driver._waiting) for driver in drivers))
+        for device, plan in zip((pair.load, pair.save), plans, strict=True):
+            others.append(threading.Thread(target=device.copy, args=(plan,)))
+            others[-1].start()
+            others[-1].join(0.05)
+        left.append(sum(len(driver._waiting) for driver in drivers))
+        del backend.registered[address]
+        return 0
+
+    pair.load._unregister = unregister
+    pair.load.copy(plans[0])
+    pair.save.copy(plans[1])
+    pair.unpin(page)
+    for other in others:
+        other.join()
+    assert left == [0, 0]
+    assert [driver.pinned for driver in drivers] == [False, False]
 
 
 def test_who_waits_for_copies_of_cuda_leaves_its_core_to_others(
@@ -165,6 +230,7 @@ class TestCallsOfTheEngine:
         monkeypatch.setattr(ops, "swap_blocks_batch", noted("driver"))
         kernel: Any = importlib.import_module("vllm.v1.kv_offload.cpu.swap_blocks_triton")
         monkeypatch.setattr(kernel, "swap_blocks_batch", noted("kernel"))
+        monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
         utils = types.ModuleType("vllm_ascend.utils")
         utils.enable_custom_op = lambda: True  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "vllm_ascend", types.ModuleType("vllm_ascend"))
@@ -205,6 +271,15 @@ class TestCallsOfTheEngine:
         else:
             assert given["is_src_access_order_any"] is not out
 
+    def test_where_nothing_compiles_kernels_the_driver_copies(
+        self, calls: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+        batch = batch_of("cuda")
+        assert batch is not None
+        batch(self.made(out=False), True)
+        assert [name for name, _ in calls] == ["driver"]
+
     def test_without_such_a_call_it_is_said(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -212,6 +287,13 @@ class TestCallsOfTheEngine:
         with caplog.at_level(logging.WARNING):
             assert batch_of("cuda") is None
         assert "piece by piece" in caplog.text
+
+
+def test_a_release_that_pins_nothing_for_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.cpu.host_register", None)
+    register, unregister = module._registration_of("xpu")
+    assert "no call for it" in register(4096, 8192)
+    unregister(4096)
 
 
 class AscendLibrary:

@@ -262,6 +262,46 @@ def test_a_defect_in_a_copy_gives_the_reservation_back(
     wait_for(lambda: node.stats()["reservations"] == 0, "the reservation is given back")
 
 
+def test_slots_go_back_when_no_copy_into_them_runs(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that arrives later would be in a page of somebody else."""
+    engine, _ = engines
+    running: list[CopyPlan] = []
+    left: list[int] = []
+    abort = engine.client.abort
+
+    def copy(plan: CopyPlan, _sums: PageSums) -> None:
+        running.append(plan)  # submitted, and over when somebody waits for it
+        raise RuntimeError("the driver takes no more")
+
+    def aborted(reservation: Reservation, timeout: float) -> None:
+        left.append(len(running))
+        abort(reservation, timeout)
+
+    monkeypatch.setattr(engine.device, "copy", copy)
+    monkeypatch.setattr(engine.device, "synchronise", running.clear)
+    monkeypatch.setattr(engine.client, "abort", aborted)
+    engine.save(chain_of(4), [0, 1, 2, 3])
+    wait_for(lambda: bool(left), "the slots went back")
+    assert left == [0]
+
+
+def test_a_save_whose_thread_fails_gives_its_slots_back(
+    engines: tuple[Engine, Engine], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nobody could store these pages as long as the engine lives."""
+    engine, _ = engines
+
+    def fail(_mark: object) -> None:
+        raise AttributeError("of what is no event")
+
+    monkeypatch.setattr(engine.device, "wait_for", fail)
+    engine.save(chain_of(4), [0, 1, 2, 3])
+    wait_for(lambda: node.stats()["reservations"] == 0, "the slots went back")
+    assert node.counters["pages_aborted"] == 4
+
+
 def test_a_writer_whose_connection_was_lost_stops_copying(engines: tuple[Engine, Engine], node: Node) -> None:
     """Its slots may belong to somebody else by now."""
     one, two = engines

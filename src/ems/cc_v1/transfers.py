@@ -23,7 +23,7 @@ from ems.pool.client.pool_client import CommittedAhead, PoolClient, ReservedAhea
 from ems.pool.pages import STORED, Outcome
 from ems.pool.segments.reader import LeasedPages, PageReader
 from ems.transfers.checksums import PageSums
-from ems.transfers.plan import Slots
+from ems.transfers.plan import CopyPlan, Slots
 
 if TYPE_CHECKING:  # these need torch
     from ems.transfers.device import Device
@@ -130,8 +130,7 @@ class Transfers:
             with future.copying() as allowed:
                 if not allowed:
                     break
-                self.device.copy(step.plan)
-                self.device.synchronise()
+                self._copied(step.plan)
             good, end = reader.sound(pages, good, batch.start + step.whole), batch.start + step.whole
             if good < end:
                 break
@@ -279,13 +278,19 @@ class Transfers:
                 with future.copying() as allowed:
                     if not allowed:
                         break
-                    self.device.copy(part.plan, sums)
-                    self.device.synchronise()
+                    self._copied(part.plan, sums)
                 sums.whole = part.whole
             written.update(zip(batch, sums.done, strict=False))
             if sums.whole < len(batch):
                 break
         return written
+
+    def _copied(self, plan: CopyPlan, sums: PageSums | None = None) -> None:
+        """Make the copies of ``plan``; whatever fails, none of them runs any more."""
+        try:
+            self.device.copy(plan, sums)
+        finally:
+            self.device.synchronise()
 
     def _give_back(self, reservation: Reservation) -> None:
         with contextlib.suppress(EmsError):  # the connection is gone, and the reservation with it; or all was committed

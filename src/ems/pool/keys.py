@@ -69,6 +69,11 @@ class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         """The key of a page with exactly these tokens."""
         return BlockKey(hashlib.sha256(self.directory + self.tokens).digest()[:KEY_BYTES])
 
+    @property
+    def sound(self) -> bool:
+        """Whether it names a place, and whole tokens, one at least: others may send anything."""
+        return len(self.directory) == KEY_BYTES and bool(self.tokens) and not len(self.tokens) % 4
+
     def common(self, tokens: bytes) -> int:
         """How many leading tokens this tail and ``tokens`` share."""
         mine, other = (np.frombuffer(raw, dtype="<u4") for raw in (self.tokens, tokens))

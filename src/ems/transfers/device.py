@@ -15,7 +15,8 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -85,15 +86,19 @@ class Device(ABC):
 
     @abstractmethod
     def mark(self) -> object:
-        """A point in the engine's work, for :meth:`wait_for`: what was computed until now."""
+        """A point in the engine's work, for :meth:`wait_for`: what the calling thread had computed until now."""
 
     @abstractmethod
     def wait_for(self, mark: object) -> None:
-        """Order the copies that follow behind the engine's work up to ``mark``."""
+        """Order the copies that follow behind the engine's work up to ``mark``; None is before all of it."""
 
     @abstractmethod
     def synchronise(self) -> None:
         """Wait until all copies of this device object are over."""
+
+    @abstractmethod
+    def paused(self) -> AbstractContextManager[None]:
+        """No copy of this device object runs or is submitted while this is entered."""
 
 
 class DevicePair:
@@ -115,9 +120,9 @@ class DevicePair:
         self._pins.pin(buffer)
 
     def unpin(self, buffer: memoryview) -> None:
-        self.load.synchronise()
-        self.save.synchronise()
-        self._pins.unpin(buffer)
+        # A copy into memory that is not pinned any more would end the process, whichever device makes it.
+        with self.load.paused(), self.save.paused():
+            self._pins.unpin(buffer)
 
 
 class CpuDevice(Device):
@@ -151,6 +156,9 @@ class CpuDevice(Device):
     def synchronise(self) -> None:
         """Copies are over when they return."""
 
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class StreamDevice(Device):
     """An accelerator with streams: copies run on a stream of their own beside the engine's.
@@ -166,7 +174,7 @@ class StreamDevice(Device):
         self._end = partial(self._backend.Event, **({"blocking": True} if self._device.type == "cuda" else {}))
         self._pinned: dict[int, int] = {}
         """Where pinned memory begins and ends."""
-        self._submitting = threading.Lock()
+        self._submitting = threading.RLock()
         """Held where copies are submitted and where memory is unpinned: a kernel that reads memory which is not pinned
         any more would end the process."""
         self._register, self._unregister = _registration_of(self._device.type)
@@ -219,18 +227,26 @@ class StreamDevice(Device):
 
     def mark(self) -> object:
         event = self._backend.Event()
-        event.record()
+        event.record(self._backend.current_stream(self._device))
         return event
 
     def wait_for(self, mark: object) -> None:
-        self._stream.wait_event(mark)
+        if mark is not None:
+            self._stream.wait_event(mark)
 
     def synchronise(self) -> None:
-        over = len(self._plans)  # another thread may add to them meanwhile
+        over = {id(plan) for plan in list(self._plans)}  # another thread may add to them, or wait, meanwhile
         end = self._end()
         end.record(self._stream)
         end.synchronize()
-        del self._plans[:over]
+        with self._submitting:
+            self._plans = [plan for plan in self._plans if id(plan) not in over]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._submitting:
+            self.synchronise()
+            yield
 
 
 def _registration_of(kind: str) -> tuple[Callable[[int, int], str], Callable[[int], object]]:
@@ -238,12 +254,19 @@ def _registration_of(kind: str) -> tuple[Callable[[int, int], str], Callable[[in
     if kind == "npu":
         return _ascend_registration()
     if kind == "xpu":
-        host: Any = importlib.import_module("vllm.v1.kv_offload.cpu.host_register")
+        try:
+            host: Any = importlib.import_module("vllm.v1.kv_offload.cpu.host_register")
+        except ImportError:
+            return lambda _address, _size: "this release of vLLM has no call for it", lambda _address: None
         return lambda address, size: "" if host.host_register(address, size) else "see above", host.host_unregister
     runtime = getattr(torch, kind).cudart()
 
     def register(address: int, size: int) -> str:
         code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+        if code and kind == "cuda":
+            # The runtime keeps the error until it is asked for one: the engine's next kernel would be blamed.
+            with suppress(RuntimeError):
+                torch.ones(1, device=kind)
         return f"the driver's error {code}" if code else ""
 
     return register, runtime.cudaHostUnregister
@@ -325,6 +348,11 @@ def _ascend_batch() -> Batch:
     return batch
 
 
+def _has_triton() -> bool:
+    """Whether vLLM can compile kernels here; where it cannot, it has stand-ins that only fail when they are called."""
+    return bool(getattr(importlib.import_module("vllm.triton_utils"), "HAS_TRITON", False))
+
+
 def batch_of(kind: str) -> Batch | None:
     """The driver's call for a whole plan on devices of ``kind``; None where the engine has none."""
     try:
@@ -332,7 +360,8 @@ def batch_of(kind: str) -> Batch | None:
             importlib.import_module("vllm_ascend.utils").enable_custom_op()
             return _ascend_batch()
         column_type = np.uint64 if kind == "xpu" else np.int64
-        batch = _vllm_batch(kernel=kind == "cuda" and torch.version.hip is None, column_type=column_type)
+        kernel = kind == "cuda" and torch.version.hip is None and _has_triton()
+        batch = _vllm_batch(kernel=kernel, column_type=column_type)
         torch.ops._C_cache_ops.swap_blocks_batch  # noqa: B018, SLF001 - fails where the engine has no such call
     except (ImportError, AttributeError) as error:
         logger.warning("EMS copies piece by piece, which is slow: the engine has no call for many copies (%s)", error)

@@ -198,6 +198,8 @@ class Saver:
                 self._save(batch)
             except Exception:  # the root of this thread: a defect must cost later hits, never the engine
                 self._logger.exception("EMS save failed")
+                for job in batch.jobs:
+                    self._guarded(self._give_up, job)
             finally:
                 for job in batch.jobs:
                     self._close_job(job)
@@ -231,9 +233,10 @@ class Saver:
             self._logger.exception("EMS save for request %s failed", job.save.request_id)
 
     def _give_up(self, job: SaveJob) -> None:
-        """No copy of the job runs any more, which the pool has to know: it gives the slots to nobody before."""
+        """The pool gives the slots to nobody before it is told that no copy of the job runs any more."""
         reserved, job.reservation = job.reservation, None
         if reserved is not None:
+            self._device.synchronise()  # what failed may have been in the middle of its copies
             self._give_back(reserved)
 
     def _reserve(self, job: SaveJob) -> None:
@@ -278,7 +281,9 @@ class Saver:
         if job.again and not job.cancelled:
             self._reserve(job)
         if (reserved := job.reservation) is not None:
-            self._commit(job, reserved, self._copy(job, reserved, ALL))
+            written = self._copy(job, reserved, ALL)
+            # Some engines tell only after they began to clear the blocks: what was read last may be mixed.
+            self._commit(job, reserved, [] if job.cancelled else written)
 
     def _copy(self, job: SaveJob, reserved: Reservation, tensors: slice) -> list[int]:
         begin = time.perf_counter()

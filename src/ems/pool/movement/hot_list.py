@@ -72,7 +72,7 @@ class HotRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         """Whether it is what an honest host tells; its types are proven."""
         if len(self.packed) % KEY_BYTES or len(set(self.keys)) < self.pages:
             return False
-        return self.tail is None or self.tail.key == self.last
+        return self.tail is None or (self.tail.sound and self.tail.key == self.last)
 
     @property
     def size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ems.errors import TierFailed
 from ems.pool.tiers.cluster import agent_process, calls
 from ems.pool.tiers.cluster.agent_process import Agents
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
+from tests.kit.waiting import until
 
 
 class Agent:
@@ -75,6 +77,23 @@ def test_who_lends_memory_and_ended_is_started_again_and_nothing_of_it_stays_ope
     assert len(started) == 4
     assert gave.is_left(0)
     assert [moved.is_left(number) for number in range(3)] == [True] * 3
+    agents.close()
+
+
+def test_a_call_beside_one_that_has_its_agent_ended_is_made_again(started: list[Agent]) -> None:
+    config = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=0)
+    agents = Agents(config, key_path="", own_place=True, replicas=1, lanes=2)
+    silent, other = (calls.Exist(name, [bytes(16)]) for name in ("silent", "other"))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(agents.call, other, 60.0)
+        until(lambda: len(started) == 1, "the agent is there")
+        assert calls.receive(started[0].sockets[1], calls.calls)[0] == other
+        with pytest.raises(TierFailed, match="did not answer within 0 s"):
+            agents.call(silent, 0.05)
+        until(lambda: len(started) == 2, "there is another agent")
+        assert calls.receive(started[1].sockets[1], calls.calls)[0] == other
+        calls.send(started[1].sockets[1], calls.Answer([1]))
+        assert waiting.result().codes == [1]
     agents.close()
 
 

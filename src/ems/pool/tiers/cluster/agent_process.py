@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -65,6 +66,8 @@ class AgentProcess:
             self.free.put(lane)
         self._late: socket.socket | None = None
         """A lane whose answer nobody waits for any more."""
+        self.ended_by: calls.Call | None = None
+        """The call that went wrong, for which it was ended."""
         self.attached: set[int] = set()
         self.lock = threading.Lock()
         """Around what is attached."""
@@ -95,12 +98,13 @@ class AgentProcess:
             calls.send(self._control, start)
             answer, _ = calls.receive(self._control, calls.answers)
         except TimeoutError as error:
-            raise TierFailed(f"Mooncake's client did not start within {START_SECONDS:.0f} s{self.why()}") from error
+            raise TierFailed(f"Mooncake's client did not start within {START_SECONDS:.0f} s{self._why()}") from error
         except (EOFError, OSError, ProtocolError) as error:
             self._process.wait()
-            raise TierFailed(f"Mooncake's client ended when it started{self.why()}") from error
+            self._reader.join(1.0)
+            raise TierFailed(f"Mooncake's client ended when it started{self._why()}") from error
         if answer.error:
-            raise TierFailed(answer.error + self.why())
+            raise TierFailed(answer.error + self._why())
         return answer.text
 
     def _listen(self) -> None:
@@ -109,10 +113,14 @@ class AgentProcess:
             for line in lines:
                 self._said.append(line.decode(errors="replace").rstrip())
 
-    def why(self) -> str:
+    def defect(self) -> str:
+        """What a defect of the agent, which has ended, was, as the end of a sentence; nothing for other ends."""
+        self._reader.join(1.0)
+        last = self._said[-1] if self._said else ""
+        return f": {last}" if "Error: " in last and not _GLOG.match(last) else ""
+
+    def _why(self) -> str:
         """What Mooncake said last that tells why, as the end of a sentence."""
-        if not self.alive:
-            self._reader.join(1.0)
         said = [found[1] for line in list(self._said) if (found := _GLOG.match(line))]
         said = said or [line for line in self._said if "Error" in line]
         telling = [line for line in said if _VERSIONS.search(line)]
@@ -218,7 +226,8 @@ class Agents:
             if config.global_segment_size and not self.leaving and (self._giver is None or not self._giver.alive):
                 reach(config.master_server_address)
                 if self._giver is not None:
-                    self._giver.kill()  # it has ended: its sockets are closed
+                    _log.warning("Mooncake's client that lends memory has ended and is started again")
+                    self._giver.kill()  # its sockets are closed
                     self._giver = None
                 self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
                 self._end_mover()  # it prefers memory that is gone
@@ -240,9 +249,21 @@ class Agents:
     def call(self, call: calls.Call, seconds: float, places: Sequence[FileRange] = ()) -> calls.Answer:
         """What came of ``call``, which names the segments of ``places`` as :meth:`number` does.
 
+        Where another call had the agent ended meanwhile, it is made once more: nothing is wrong with the cluster then.
+
         Raises TierFailed: it did not work; what it did is undone or has ended.
         """
+        ends = time.monotonic() + seconds
         mover = self._running()
+        try:
+            return self._ask(mover, call, seconds, places)
+        except TierFailed:
+            left = ends - time.monotonic()
+            if mover.ended_by is None or mover.ended_by is call or left <= 0:
+                raise
+        return self._ask(self._running(), call, left, places)
+
+    def _ask(self, mover: AgentProcess, call: calls.Call, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
         spares = isinstance(call, calls.ShareHot)
         if spares and mover.is_late():
             raise TierFailed("the host with the list of hot pages does not answer")
@@ -258,20 +279,21 @@ class Agents:
             if spares:
                 mover.give_up(lane)
             else:
-                self._fail(mover)
+                self._fail(mover, call)
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:
             self._fail(mover)
-            raise TierFailed(f"Mooncake's client ended in the middle of a call{mover.why()}") from error
+            raise TierFailed(f"Mooncake's client ended in the middle of a call{mover.defect()}") from error
         if answer.unsafe:
-            self._fail(mover)
+            self._fail(mover, call)
         else:
             mover.free.put(lane)
         if answer.error:
             raise TierFailed(answer.error)
         return answer
 
-    def _fail(self, mover: AgentProcess) -> None:
+    def _fail(self, mover: AgentProcess, call: calls.Call | None = None) -> None:
+        mover.ended_by = mover.ended_by or call
         mover.kill()
         with self._lock:
             if self._mover is mover:
