@@ -236,6 +236,27 @@ def test_a_deadline_in_the_middle_keeps_what_was_copied(monkeypatch: pytest.Monk
     assert future.progress == 3
 
 
+def test_slots_go_back_when_no_copy_into_them_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that arrives later would be in a page of somebody else."""
+    pool, running, left = Pool(), list[object](), list[int]()
+    engine, abort = Engine(pool), pool.abort
+
+    def copy(plan: object, *_: object) -> None:
+        running.append(plan)  # submitted, and over when somebody waits for it
+        raise RuntimeError("the driver takes no more")
+
+    def aborted(reservation: Reservation, timeout: float) -> None:
+        left.append(len(running))
+        abort(reservation, timeout)
+
+    monkeypatch.setattr(engine.transfers.device, "copy", copy)
+    monkeypatch.setattr(engine.transfers.device, "synchronise", running.clear)
+    monkeypatch.setattr(pool, "abort", aborted)
+    with pytest.raises(RuntimeError, match="takes no more"):
+        engine.save(5)
+    assert left == [0]
+
+
 class TestOneAfterTheOther:
     """The next slots are asked for while pages are copied, and commits are answered later."""
 
