@@ -88,7 +88,8 @@ def node(
         prefault: Touch the pool's memory in the background right after the start; by default it does.
         verify: Which loaded pages engines check against checksums, default sampled; those from before a restart always.
         fresh: Drop the pages that an earlier node left in the folder; what tiers have stays there.
-        tier: Where pages live below memory, such as dir:/var/cache/ems?size=9GB or s3://bucket/prefix; may be repeated.
+        tier: Where pages live below memory, such as dir:/var/cache/ems?size=9GB, s3://bucket/prefix or
+            mooncake:/etc/mooncake.json; may be repeated.
         autostarted: Set by engines that start a node by themselves.
         check: Say which release this is if it could start like this, and start nothing; a node asks before it restarts.
     """

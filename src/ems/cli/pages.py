@@ -105,8 +105,10 @@ def _complaints(report: dict[str, Any], *, dry_run: bool) -> Iterator[str]:
 def _tier_complaint(tier: dict[str, Any]) -> str:
     names, count = tier["remaining"], tier["namespaces_remaining"]
     more = f" and {count - len(names)} more" if count > len(names) else ""
-    what = f"pages of {', '.join(names)}{more} may" if names else "pages may"
-    return f"{tier['name']} could not be cleared, {tier['reason']}; {what} still be in it, clear again when it works"
+    if not names:
+        return f"{tier['name']} was not cleared: {tier['reason']}"
+    what = f"pages of {', '.join(names)}{more} may still be in it"
+    return f"{tier['name']} could not be cleared, {tier['reason']}; {what}, clear again when it works"
 
 
 def pin(namespace: str, /, *keys: str, lasting: str = "0", asked: Changing = CHANGING) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import ipaddress
 import mmap
 import os
 import secrets
@@ -430,6 +431,37 @@ def own_address(master: str) -> str:
         return str(sock.getsockname()[0])
 
 
+def check_address(named: str, own: str) -> None:
+    """Raises ConfigError: other hosts do not reach this one, whose address is ``own``, by the name ``named``."""
+    try:
+        found = socket.getaddrinfo(named.strip("[]"), None, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigError(
+            f"local_hostname is {named!r}, which means no address here ({error.strerror}); leave it out, or write this "
+            "host's own address"
+        ) from error
+    addresses = [one[4] for one in found if _is_of_this_host(one[0], one[4])]
+    # A master that is reached within this host has no other hosts.
+    if all(_is_loopback(one[0]) for one in addresses) and not (addresses and _is_loopback(own)):
+        raise ConfigError(
+            f"local_hostname is {named!r}, by which other hosts do not reach this one; leave it out, or write this "
+            "host's own address"
+        )
+
+
+def _is_of_this_host(family: int, address: Any) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind(address)
+        except OSError:
+            return False
+        return True
+
+
+def _is_loopback(address: object) -> bool:
+    return ipaddress.ip_address(str(address)).is_loopback
+
+
 def ramp(size: int) -> list[int]:
     """The parts in which ``size`` bytes are lent, one after the other: a host that joins does not draw all writes."""
     part = max(-(-size // RAMP_PARTS), RAMP_LEAST)
@@ -458,7 +490,10 @@ def start(call: calls.Start) -> tuple[Any, str]:
     config = call.config
     check_hardware(config)
     try:
-        hostname = config.local_hostname or own_address(config.master_server_address)
+        hostname = own_address(config.master_server_address)
+        if config.local_hostname:
+            check_address(config.local_hostname, hostname)
+            hostname = config.local_hostname
     except OSError as error:
         raise EmsError(
             f"no way leads to the master {config.master_server_address}: {error.strerror or error}"

@@ -31,6 +31,8 @@ START_SECONDS = 15.0
 LEAVE_SECONDS = 2.5
 BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
+PACE_SECONDS = 1.0
+"""From the start of one agent that moves pages to the next: what ends them may come again at once."""
 REACH_SECONDS = 2.0
 """How long a master may take to take a connection."""
 _LOG_LINES = 40
@@ -191,7 +193,9 @@ class Agents:
         self._lock = threading.Lock()
         self._giver: AgentProcess | None = None
         self._mover: AgentProcess | None = None
-        self._closed = False
+        self._closing = threading.Event()
+        self._may_start = 0.0
+        """When the next agent that moves pages may start."""
         self._numbers: weakref.WeakKeyDictionary[SegmentFile, int] = weakref.WeakKeyDictionary()
         self._last_number = 0
         self._gone: collections.deque[int] = collections.deque()
@@ -220,7 +224,7 @@ class Agents:
 
     def _running(self) -> AgentProcess:
         with self._lock:
-            if self._closed:
+            if self._closing.is_set():
                 raise TierFailed("the node stops")
             config = self._start.config
             if config.global_segment_size and not self.leaving and (self._giver is None or not self._giver.alive):
@@ -233,6 +237,9 @@ class Agents:
                 self._end_mover()  # it prefers memory that is gone
             if self._mover is None or not self._mover.alive:
                 self._end_mover()
+                if self._closing.wait(max(self._may_start - time.monotonic(), 0.0)):
+                    raise TierFailed("the node stops")
+                self._may_start = time.monotonic() + PACE_SECONDS
                 reach(config.master_server_address)
                 own = self._giver.hostname if self._giver is not None else ""
                 preferred = (own,) if self._own_place and own else ()
@@ -249,19 +256,20 @@ class Agents:
     def call(self, call: calls.Call, seconds: float, places: Sequence[FileRange] = ()) -> calls.Answer:
         """What came of ``call``, which names the segments of ``places`` as :meth:`number` does.
 
-        Where another call had the agent ended meanwhile, it is made once more: nothing is wrong with the cluster then.
+        Where another call had the agent ended meanwhile, it is made again while there is time: nothing is wrong with
+        what it asks for then.
 
         Raises TierFailed: it did not work; what it did is undone or has ended.
         """
         ends = time.monotonic() + seconds
-        mover = self._running()
-        try:
-            return self._ask(mover, call, seconds, places)
-        except TierFailed:
-            left = ends - time.monotonic()
-            if mover.ended_by is None or mover.ended_by is call or left <= 0:
-                raise
-        return self._ask(self._running(), call, left, places)
+        while True:
+            mover = self._running()
+            try:
+                return self._ask(mover, call, seconds, places)
+            except TierFailed:
+                seconds = ends - time.monotonic()
+                if mover.ended_by is None or mover.ended_by is call or seconds <= 0:
+                    raise
 
     def _ask(self, mover: AgentProcess, call: calls.Call, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
         spares = isinstance(call, calls.ShareHot)
@@ -289,6 +297,7 @@ class Agents:
         else:
             mover.free.put(lane)
         if answer.error:
+            reach(self._start.config.master_server_address)  # where nobody answers, that says more
             raise TierFailed(answer.error)
         return answer
 
@@ -330,8 +339,8 @@ class Agents:
                     mover.attached.add(number)
 
     def close(self) -> None:
+        self._closing.set()
         with self._lock:
-            self._closed = True
             mover, giver = self._mover, self._giver
             self._mover = self._giver = None
         if mover is not None:

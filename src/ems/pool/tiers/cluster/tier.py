@@ -231,7 +231,7 @@ class ClusterTier:
         with self._lock:
             seen = self._seen.get(request.namespace, _Seen())
         if dry_run:
-            return ForgetResult(seen.pages, seen.bytes, note="what other hosts stored there is not counted before")
+            return ForgetResult(seen.pages, seen.bytes)  # what other hosts put there nobody knows before
         removed = self._agents.call(calls.Clear(request.namespace), self._timeout).codes[0]
         with self._lock:
             self._known.drop(request.namespace)
