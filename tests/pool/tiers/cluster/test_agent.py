@@ -175,19 +175,18 @@ def test_a_segment_that_is_gone_is_mapped_no_further(monkeypatch: pytest.MonkeyP
     assert mapped == [TOUCH_STEP]
 
 
-@pytest.mark.parametrize("named", ["127.0.0.1", "localhost"])
-def test_a_name_of_this_host_alone_goes_with_a_master_of_this_host_alone(named: str) -> None:
+@pytest.mark.parametrize("named", ["127.0.0.1", "localhost", "[::1]"])
+def test_an_address_of_this_host_alone_goes_with_a_master_of_this_host_alone(named: str) -> None:
     check_address(named, "127.0.0.1")
-    with pytest.raises(ConfigError, match=f"local_hostname is '{named}', by which other hosts do not reach this one"):
+    with pytest.raises(ConfigError, match="where other hosts do not reach this one; leave it out"):
         check_address(named, "192.0.2.1")
 
 
 @pytest.mark.parametrize("named", ["192.0.2.7", "[2001:db8::7]"])
 def test_an_address_of_another_host_is_not_taken_for_this_one(named: str) -> None:
-    with pytest.raises(ConfigError, match="by which other hosts do not reach this one; leave it out"):
+    with pytest.raises(ConfigError, match="where other hosts do not reach this one; leave it out"):
         check_address(named, "127.0.0.1")
 
 
-def test_a_name_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"local_hostname is 'no\.such\.host\.invalid', which means no address here"):
-        check_address("no.such.host.invalid", "127.0.0.1")
+def test_a_name_is_left_to_others_who_may_know_more_of_it() -> None:
+    check_address("no.such.host.invalid", "127.0.0.1")

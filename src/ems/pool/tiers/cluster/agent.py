@@ -432,34 +432,27 @@ def own_address(master: str) -> str:
 
 
 def check_address(named: str, own: str) -> None:
-    """Raises ConfigError: other hosts do not reach this one, whose address is ``own``, by the name ``named``."""
+    """Raises ConfigError: other hosts do not reach this one, whose address is ``own``, at the address ``named``."""
     try:
-        found = socket.getaddrinfo(named.strip("[]"), None, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise ConfigError(
-            f"local_hostname is {named!r}, which means no address here ({error.strerror}); leave it out, or write this "
-            "host's own address"
-        ) from error
-    addresses = [one[4] for one in found if _is_of_this_host(one[0], one[4])]
+        address = ipaddress.ip_address("127.0.0.1" if named == "localhost" else named.strip("[]"))
+    except ValueError:
+        return  # others may know more of a name than this host does
     # A master that is reached within this host has no other hosts.
-    if all(_is_loopback(one[0]) for one in addresses) and not (addresses and _is_loopback(own)):
+    if not (ipaddress.ip_address(own).is_loopback if address.is_loopback else _is_of_this_host(address)):
         raise ConfigError(
-            f"local_hostname is {named!r}, by which other hosts do not reach this one; leave it out, or write this "
-            "host's own address"
+            f"local_hostname is {named!r}, where other hosts do not reach this one; leave it out, or write this host's "
+            "own address"
         )
 
 
-def _is_of_this_host(family: int, address: Any) -> bool:
+def _is_of_this_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
-            sock.bind(address)
+            sock.bind((str(address), 0))
         except OSError:
             return False
         return True
-
-
-def _is_loopback(address: object) -> bool:
-    return ipaddress.ip_address(str(address)).is_loopback
 
 
 def ramp(size: int) -> list[int]:
