@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ from tests.kit.node import NodeProcess
 from tests.kit.tiers.bench import SECRET
 
 NodeProcess.forked = True
+
+# A shell starts what runs in its background deaf to interrupts, and so would be what tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Temporary folders may be on a disk, which nodes refuse unless they are told.
 os.environ.setdefault("EMS_ALLOW_DISK", "1")

@@ -132,6 +132,32 @@ def test_cancelling_waits_for_the_copy_that_runs(
     first(one.saver.take_over, "the save ends")
 
 
+def test_what_was_read_before_a_save_was_called_off_is_not_stored(
+    engines: tuple[Engine, Engine], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have been clearing the blocks already."""
+    one, two = engines
+    copy, began, go_on = CpuDevice.copy, threading.Event(), threading.Event()
+
+    def slow(device: CpuDevice, plan: CopyPlan, sums: PageSums) -> None:
+        copy(device, plan, sums)
+        began.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(CpuDevice, "copy", slow)
+    chain = chain_of(2)
+    one.saver.start([Save(1, "save", 0, NO_PARENT, chain.tails(0, 2), [[0, 1]])]).progress.finish(None)
+    assert began.wait(10)
+    calling = threading.Thread(target=one.saver.call_off)
+    calling.start()
+    wait_for(lambda: next(iter(one.saver._open.values()))[0].mixed, "it is called off")
+    go_on.set()
+    calling.join(10)
+    first(one.saver.take_over, "the save ends")
+    wait_for(lambda: node.stats()["reservations"] == 0, "the slots went back")
+    assert present(two, chain) == 0
+
+
 def rewrite_header(engine: Engine, ref: PageRef, state: SlotState, generation: int, key: bytes) -> None:
     segment = engine.client.segments(engine.client.epoch).segment(ref.segment)
     write_header(segment, ref.slot, Header(state, generation, key, length=engine.namespace.page_size))

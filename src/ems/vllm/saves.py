@@ -64,6 +64,8 @@ class SaveJob:
         self.reservation: Reservation | None = None
         self.again = False
         self.cancelled = False
+        self.mixed = False
+        """Whether the engine may have cleared blocks while they were read."""
         self.closed = threading.Event()
         self.seconds = 0.0
         self._lock = threading.Lock()
@@ -187,6 +189,14 @@ class Saver:
             if not job.closed.wait(max(deadline - time.monotonic(), 0)):
                 job.cancel(self._device)
 
+    def call_off(self) -> None:
+        """No save reads blocks any more, and none commits what it read: the engine may have begun to clear them."""
+        with self._lock:
+            jobs = list(chain.from_iterable(self._open.values()))
+        for job in jobs:
+            job.mixed = True
+            job.cancel(self._device)
+
     def close(self) -> None:
         if self._latest is not None:
             self._latest.call_off()
@@ -282,8 +292,7 @@ class Saver:
             self._reserve(job)
         if (reserved := job.reservation) is not None:
             written = self._copy(job, reserved, ALL)
-            # Some engines tell only after they began to clear the blocks: what was read last may be mixed.
-            self._commit(job, reserved, [] if job.cancelled else written)
+            self._commit(job, reserved, [] if job.mixed else written)
 
     def _copy(self, job: SaveJob, reserved: Reservation, tensors: slice) -> list[int]:
         begin = time.perf_counter()

@@ -114,9 +114,12 @@ class WorkerSide:
     # Steps
 
     def call_off(self, step: StepMetadata) -> None:
-        """VLLM's ``handle_preemptions``, before it clears or copies blocks: no save reads what went back any more."""
+        """VLLM's ``handle_preemptions``, before it clears or copies blocks: no save reads what went back any more.
+
+        Its Model Runner V2 has begun to clear them by then.
+        """
         if step.call_off and self._saver is not None:
-            self._saver.finish(0.0)
+            self._saver.call_off()
 
     def begin(self, step: StepMetadata) -> None:
         """The step's metadata arrived, before its forward pass."""
