@@ -101,9 +101,9 @@ class ObjectSeal:
         """The tails in ``raw``; none when it is not what was sealed."""
         told = _decoded(self._opened_list(raw, directory, MAX_LISTING), list[tuple[bytes, bytes]]) or []
         return [
-            StoredTail(Tail(directory, tokens), parent)
+            StoredTail(tail, parent)
             for tokens, parent in told[-MAX_LISTED:]
-            if 0 < len(tokens) <= MAX_TAIL and not len(tokens) % 4 and len(parent) == KEY_BYTES
+            if len(tokens) <= MAX_TAIL and len(parent) == KEY_BYTES and (tail := Tail(directory, tokens)).sound
         ]
 
     def hot_list(self, runs: Sequence[HotRun]) -> bytes:
