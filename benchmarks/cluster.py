@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import mmap
 import os
@@ -30,9 +31,10 @@ from contextlib import ExitStack, closing
 from ctypes import addressof, c_char
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import aiohttp
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -158,7 +160,11 @@ MAKE: dict[str, Make] = {
 }
 
 
-def examine(scene: Scene, part: str, sizes: Sizes) -> tuple[list[ThreeSteps], Comparison]:
+Rounds = list[list[ThreeSteps]]
+"""The three steps for each prompt length, round by round."""
+
+
+def examine(scene: Scene, part: str, sizes: Sizes, rounds: int) -> tuple[Rounds, Comparison]:
     with ExitStack() as stack:
         placed = [
             (scene.first, scene.engine(scene.first, f"{part}-base", sizes, None, {})),
@@ -174,7 +180,11 @@ def examine(scene: Scene, part: str, sizes: Sizes) -> tuple[list[ThreeSteps], Co
                 engine.wait_ready(SECONDS)
             base, first, second = (engine for _, engine in placed)
             bench = Bench(first, second, base, list, True, sizes, lambda what: say(f"{part}: {what}"))
-            steps, _ = asyncio.run(in_three_steps(bench))
+            steps = []
+            for number in range(rounds):
+                say(f"{part}, round {number + 1} of {rounds}")
+                fresh = msgspec.structs.replace(sizes, seed=sizes.seed + number)
+                steps.append(asyncio.run(in_three_steps(dataclasses.replace(bench, sizes=fresh)))[0])
             return steps, compare(asyncio.run(cold(bench)))
 
 
@@ -339,32 +349,35 @@ def be_side(name: str, address: str, master: str, memory: str, page_bytes: str, 
 
 
 def report(
-    found: dict[str, tuple[list[ThreeSteps], Comparison]],
+    found: dict[str, tuple[Rounds, Comparison]],
     rates: dict[str, list[float]],
     own: dict[int, float],
     saves: dict[str, str],
 ) -> Table:
     rows: list[list[str]] = []
-    for index, three in enumerate(next(iter(found.values()))[0] if found else []):
-        for step in range(3):
-            means = {part: steps[index].steps[step].ttft.mean * 1e3 for part, (steps, _) in found.items()}
-            rows.append([f"{three.input_tokens:,} tokens, TTFT{step + 1}, mean ms", *cells(means, "{:.0f}", "ems")])
-        hops = {
-            part: steps[index].steps[2].ttft.mean / steps[index].steps[1].ttft.mean
-            for part, (steps, _) in found.items()
-        }
-        rows.append([f"{three.input_tokens:,} tokens, TTFT3 / TTFT2", *cells(hops, "{:.2f}", "")])
+    for index, three in enumerate(next(iter(found.values()))[0][0] if found else []):
+        tokens = f"{three.input_tokens:,} tokens"
+        steps = [
+            {part: [one[index].steps[step].ttft.mean * 1e3 for one in rounds] for part, (rounds, _) in found.items()}
+            for step in range(3)
+        ]
+        for step, means in enumerate(steps, start=1):
+            rows.append([f"{tokens}, TTFT{step}, mean ms", *cells(means, "{:.0f}", "ems")])
+        texts = [over(steps[2][part], steps[1][part]) if part in found else "-" for part in COLUMNS]
+        rows.append([f"{tokens}, TTFT3 / TTFT2", *texts, "", ""])
         if "ems" in found and three.input_tokens in own:
-            second, third = (step.ttft.mean for step in found["ems"][0][index].steps[1:])
-            more = {"ems": (third - second) * 1e3, "mooncake": own[three.input_tokens] * 1e3}
-            rows.append([f"{three.input_tokens:,} tokens, TTFT3 - TTFT2; own call, ms", *cells(more, "{:.1f}", "ems")])
+            more = {
+                "ems": [fmean(steps[2]["ems"]) - fmean(steps[1]["ems"])],
+                "mooncake": [own[three.input_tokens] * 1e3],
+            }
+            rows.append([f"{tokens}, TTFT3 - TTFT2; own call, ms", *cells(more, "{:.1f}", "ems")])
     if found:
-        colds = {part: cold.difference * 1e3 for part, (_, cold) in found.items()}
+        colds = {part: [cold.difference * 1e3] for part, (_, cold) in found.items()}
         rows.append(["cold request above no pool, ms", *cells(colds, "{:.1f}", "")])
     for what, ratio in saves.items():
         rows.append([f"{what}, saved in the cluster / in memory", ratio, *[""] * 4])
     if rates:
-        fetches = {part: median(rate) / 1e6 for part, rate in rates.items()}
+        fetches = {part: [median(rate) / 1e6] for part, rate in rates.items()}
         rows.append(["fetch from the other host, MB/s", *cells(fetches, "{:.0f}", "mooncake")])
     remark = (
         "Ratio: Mooncake's time to that of EMS; rate of the tier to that of batch_get_into. "
@@ -373,14 +386,21 @@ def report(
     return Table(["", "EMS", "ahead", "Mooncake", "ratio", "ratio ahead"], rows, remark=remark)
 
 
-def cells(values: dict[str, float], form: str, below: str) -> list[str]:
-    """All figures, and Mooncake's beside each of the others; ``below`` says which of the two is below the line."""
-    texts = [form.format(values[part]) if part in values else "-" for part in COLUMNS]
+def cells(values: dict[str, list[float]], form: str, below: str) -> list[str]:
+    """The mean of each, and Mooncake's beside each of the others; ``below`` says which of the two is below the line."""
+    texts = [form.format(fmean(values[part])) if part in values else "-" for part in COLUMNS]
     if not below or "mooncake" not in values:
         return [*texts, "", ""]
-    power = 1 if below == "ems" else -1
-    ratios = [f"{(values['mooncake'] / values[part]) ** power:.2f}" if part in values else "" for part in COLUMNS[:2]]
-    return [*texts, *ratios]
+    own = values["mooncake"]
+    pairs = {part: (own, values[part]) if below == "ems" else (values[part], own) for part in values}
+    return [*texts, *(over(*pairs[part]) if part in pairs else "" for part in COLUMNS[:2])]
+
+
+def over(above: list[float], below: list[float]) -> str:
+    """The ratio of two means, with the least and the largest one of a round where there are several."""
+    text = f"{fmean(above) / fmean(below):.2f}"
+    apart = [one / other for one, other in zip(above, below, strict=True)]
+    return f"{text} ({min(apart):.2f}-{max(apart):.2f})" if len(apart) > 1 else text
 
 
 def main() -> int:
@@ -388,6 +408,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"what is measured, default {','.join(PARTS)}")
     parser.add_argument("--requests", type=int, default=40, help="prompts of a set in the three steps")
     parser.add_argument("--concurrency", type=int, default=10, help="requests under way at the same time there")
+    parser.add_argument("--rounds", type=int, default=1, help="times that the three steps are gone, with fresh prompts")
     parser.add_argument("--rest", type=float, default=3.0, help="seconds before the third step, default 3")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of cold requests")
     parser.add_argument("--waves", type=int, default=12, help="pairs of waves of cold requests that are saved")
@@ -419,6 +440,7 @@ def main() -> int:
         "--memory-gib": 2 if "fetch" in parts else 1,
         "--requests": 1,
         "--concurrency": 1,
+        "--rounds": 1,
         "--pairs": 1,
         "--waves": 1,
         "--lives": 1,
@@ -438,7 +460,7 @@ def main() -> int:
         prefix_tokens=1024,
         new_tokens=0,
     )
-    found: dict[str, tuple[list[ThreeSteps], Comparison]] = {}
+    found: dict[str, tuple[Rounds, Comparison]] = {}
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
         scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model, given.page_mib << 20)
@@ -450,7 +472,7 @@ def main() -> int:
         own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
         for part in COLUMNS:
             if part in parts:
-                found[part] = examine(scene, part, sizes)
+                found[part] = examine(scene, part, sizes, given.rounds)
     sys.stdout.write("\n".join(report(found, rates, own, saves).lines(None)) + "\n")
     return 0
 
