@@ -118,6 +118,17 @@ def test_what_was_told_is_told_in_a_few_rounds_and_not_again_soon() -> None:
     assert hot.take(NS) == [run(1, 2)]
 
 
+def test_what_is_cleared_is_told_no_more_and_may_be_told_anew() -> None:
+    hot = HotPages(1.0)
+    for name in (NS, "another"):
+        hot.tell(name, [run(1, 2)], 0.0)
+        hot.take(name)
+    hot.clear(lambda name: name == NS)
+    assert (hot.take(NS), hot.take("another")) == ([], [run(1, 2)])
+    hot.tell(NS, [run(1, 2)], 1.0)
+    assert hot.take(NS) == [run(1, 2)]
+
+
 def test_what_this_host_told_it_does_not_copy_back() -> None:
     hot = HotPages(1.0)
     hot.tell(NS, [run(1)], 0.0)
@@ -203,6 +214,11 @@ class Copying(RuleBasedStateMachine):
         due = self.hot.heard(NS, heard, self.now, 10)
         assert all(found in heard for found in due)
         self.hot.copied(NS, [one for found in due for one in found.keys])
+
+    @rule()
+    def clear(self) -> None:
+        self.hot.clear(lambda name: name == NS)
+        assert self.hot.take(NS) == []
 
     @rule()
     def take(self) -> None:

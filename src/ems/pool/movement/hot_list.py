@@ -11,7 +11,7 @@ tried :data:`TRIES` times; memory is bounded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Final, Protocol
 
 import msgspec
@@ -182,6 +182,13 @@ class HotPages:
         if left:
             self._waiting[namespace] = left
         return [run for run, _ in waiting.values()]
+
+    def clear(self, matches: Callable[[str], bool]) -> None:
+        """What is in the namespaces that are ``matches`` is being cleared: nothing of it was told, or waits to be."""
+        for waiting in [namespace for namespace in self._waiting if matches(namespace)]:
+            del self._waiting[waiting]
+        for name in [name for name in self._runs if matches(name[0])]:
+            del self._runs[name]
 
     def _remember(self, namespace: str, run: HotRun, what: _Run) -> None:
         self._runs[namespace, run.last] = what

@@ -86,6 +86,10 @@ class CopyingAhead:
         """An engine asks for ``keys``, which have to be fetched: if they were copied ahead, that was for nothing."""
         self._hot.forget(name, keys)
 
+    def clear(self, matches: Callable[[str], bool]) -> None:
+        """The namespaces that are ``matches`` are being cleared: their lists are not to be written again."""
+        self._hot.clear(matches)
+
     def _period(self) -> int:
         return int(self._wall() // TELL_AGAIN_SECONDS)
 

@@ -563,6 +563,8 @@ class TierManager:
         """Nothing of the namespaces that are ``matches`` goes up or down, until what is returned is called."""
         closed = cache(matches)
         self._held_back.append(closed)
+        for ahead in self._ahead.values():
+            ahead.clear(closed)
         return partial(self._held_back.remove, closed)
 
     def take_back(self, namespace: int, wanted: Callable[[Page], bool]) -> None:

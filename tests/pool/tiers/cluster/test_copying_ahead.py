@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from ems.cli.acts import ask
+from ems.pool.client.answers import Namespace
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.movement.hot_list import HotRun
+from ems.pool.movement.hot_list import TOLD_ROUNDS, HotRun
+from ems.pool.protocol.acts import Clear
 from ems.pool.tiers.cluster.agent import NO_SECRET
 from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import SealKeys
@@ -25,6 +28,7 @@ from tests.pool.tiers.cluster.test_two_nodes import NAMESPACE, PAGE, SIZE, chain
 from tests.pool.tiers.pages import look, read, save
 
 pytestmark = pytest.mark.process
+OTHER = Namespace("tenant/other/layout", PAGE)
 
 
 @pytest.fixture
@@ -86,6 +90,44 @@ def test_what_one_host_saves_another_has_in_memory(
     assert read(readers[0], NAMESPACE, keys) == [page(one, PAGE) for one in keys]
     assert [cluster(node)["pages_fetched"] for node in (first, second, alone, without)] == [8, 16, 0, 0]
     assert look(readers[1], NAMESPACE, keys).count == look(readers[2], NAMESPACE, keys).count == 0
+
+
+def test_the_list_of_what_was_cleared_is_not_written_again(
+    tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    """What a host tells it tells in several rounds: those behind the clearing would list what is gone."""
+    (node,) = start(make_node, tmp_path, master, "copy_ahead=on_second_use")
+    client, keys = make_client(node), chain("hot", 4)
+    for namespace in (NAMESPACE, OTHER):
+        save(client, namespace, keys)
+    until(lambda: cluster(node)["pages_written"] == 2 * len(keys), "all was written", 45)
+    read(client, NAMESPACE, keys)
+    until(lambda: cluster(node)["hot_runs_told"], "it was told once", 45)
+    report = ask(node.socket, Clear(namespace=NAMESPACE.name))
+    assert report["tiers"][0]["reason"] == ""
+    told = cluster(node)["hot_runs_told"]
+    read(client, OTHER, keys)
+    until(lambda: cluster(node)["hot_runs_told"] >= told + TOLD_ROUNDS, "all rounds are over", 45)
+    objects = Objects(SealKeys(NO_SECRET, encrypts=False))
+    sealed = [objects.of(namespace.name) for namespace in (NAMESPACE, OTHER)]
+    assert there(master, [seal.hot_name for seal in sealed if seal is not None]) == [False, True]
+
+
+ARE_THERE = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1])
+print(*store.batch_is_exist(sys.argv[2:]), flush=True)
+os._exit(0)
+"""
+
+
+def there(master: MooncakeMaster, names: Sequence[str]) -> list[bool]:
+    """Whether the cluster has objects of these names."""
+    command = [sys.executable, "-c", ARE_THERE, master.endpoint, *names]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=100)
+    return [one == b"1" for one in done.stdout.split()]
 
 
 FORGE = """
