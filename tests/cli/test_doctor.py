@@ -21,7 +21,7 @@ def quiet_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "node.toml"
     config.write_text("http = false\nallow-disk = true\n")
     monkeypatch.setattr("ems.cli.doctor.SYSTEM_FILE", config)
-    for name in ("MOONCAKE_CONFIG_PATH", "EMS_DIR", "EMS_POOL_SIZE"):
+    for name in ("MOONCAKE_CONFIG_PATH", "EMS_DIR", "EMS_POOL_SIZE", "EMS_SEAL_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,6 +48,31 @@ def test_a_report_of_another_host_is_compared(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "two.json").write_text(json.dumps(report))
     assert run([*SMALL, str(tmp_path / "pool"), "--compare", str(tmp_path / "two.json")]) == 0
     assert "9.9.9 on two" in capsys.readouterr().out
+
+
+def test_the_cluster_is_that_of_the_nodes_tier_unless_another_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node of such a tier wants memory that the host must have, a seal, and an answer from the master."""
+    for name, port in (("tier", 1), ("environment", 2), ("flag", 3)):
+        said = {"master_server_address": f"127.0.0.1:{port}", "global_segment_size": 0}
+        (tmp_path / f"{name}.json").write_text(json.dumps(said))
+    (tmp_path / "key").write_text("0123456789abcdef")
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(tmp_path / "environment.json"))
+
+    def master(*more: str) -> str:
+        assert run([*SMALL, str(tmp_path / "pool"), "-o", "json", *more]) == 1
+        facts = json.loads(capsys.readouterr().out)["facts"]
+        master: str = facts["cluster"]["masters"][0]
+        assert bool(facts["cluster"]["seals"]) == (("--config", str(tmp_path / "own.toml")) == more[:2])
+        return master
+
+    own = tmp_path / "own.toml"
+    own.write_text('http = false\nallow-disk = true\ntier = ["mooncake:tier.json?seal_key=key"]\n')
+    assert master() == "127.0.0.1:2"
+    assert master("--config", str(own)) == "127.0.0.1:1"
+    assert master("--config", str(own), "--mooncake", str(tmp_path / "flag.json")) == "127.0.0.1:3"
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[]"])

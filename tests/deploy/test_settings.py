@@ -107,7 +107,7 @@ def test_the_memory_of_the_pod_holds_pool_and_what_the_cluster_gets(
 ) -> None:
     _, container = node_of(overlay)
     (tmp_path / "mooncake.json").write_text(config_map(f"overlays/{overlay}", "ems-mooncake")["mooncake.json"])
-    cluster = read_cluster(tmp_path / "mooncake.json", {})
+    cluster = read_cluster(parse_tier(f"mooncake:{tmp_path}/mooncake.json"), {})
     limit = parse_size(container["resources"]["limits"]["memory"])
     assert limit >= config.size + cluster.memory + GIB
     assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
@@ -119,7 +119,7 @@ def test_each_file_for_mooncake_makes_sense(where: str, tmp_path: Path) -> None:
     if where != "systemd":
         path = tmp_path / "mooncake.json"
         path.write_text(config_map(f"overlays/{where}", "ems-mooncake")["mooncake.json"])
-    cluster = read_cluster(path, {})
+    cluster = read_cluster(parse_tier(f"mooncake:{path}"), {})
     assert cluster.problem == ""
     assert cluster.masters[0].endswith(":2379")
 

@@ -14,7 +14,7 @@ from ems.config import GIB
 from ems.doctor.facts import Cluster, Connection, Device, Facts, Memory, Model, Shared
 from ems.doctor.findings import Finding, Host, judge
 
-CLUSTER = Cluster("/etc/mooncake.json", protocol="tcp", memory=GIB, masters=("10.0.0.1:50088",))
+CLUSTER = Cluster("/etc/mooncake.json", protocol="tcp", memory=GIB, masters=("10.0.0.1:50088",), seals={"": "3f9a12cd"})
 SERVED = ("0.23", "0.34")
 
 
@@ -173,7 +173,48 @@ OTHERS: dict[str, tuple[Callable[[Facts], Facts], str, str]] = {
         "mooncake.json",
         "two has another master",
     ),
+    "seal": (
+        lambda facts: other(facts, cluster=sealed({"": "00000001"})),
+        "mooncake.json",
+        "the seal is 3f9a12cd here and 00000001 on two",
+    ),
+    "no seal there": (
+        lambda facts: other(facts, cluster=sealed({})),
+        "mooncake.json",
+        "this host has one for all and two has no seal",
+    ),
+    "seals of tenants there": (
+        lambda facts: other(facts, cluster=sealed({"a": "3f9a12cd"})),
+        "mooncake.json",
+        "this host has one for all and two has one for each tenant",
+    ),
 }
+
+
+def sealed(seals: dict[str, str] | None, problem: str = "") -> Cluster:
+    return msgspec.structs.replace(CLUSTER, seals=seals, seal_problem=problem)
+
+
+def test_seals_of_tenants_that_differ_are_named_and_a_tenant_of_one_host_is_nothing_wrong() -> None:
+    here = host(cluster=sealed({"a": "1", "b": "2", "here": "3"}), versions={"mooncake": "0.3.13"})
+    there = other(here, cluster=sealed({"a": "1", "b": "9", "there": "3"}))
+    (found,) = wrong(here, there)
+    assert "the seal for b is 2 here and 9 on two" in found.what
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [(sealed({}), "what anybody put into the cluster is believed"), (sealed(None, "no right"), "not known: no right")],
+)
+def test_what_has_no_seal_or_one_that_nobody_could_look_at_is_a_warning(cluster: Cluster, said: str) -> None:
+    (found,) = wrong(host(cluster=cluster, versions={"mooncake": "0.3.13"}))
+    assert (found.level, found.about) == ("warning", "mooncake.json")
+    assert said in found.what
+
+
+def test_a_seal_that_nobody_could_look_at_is_not_compared() -> None:
+    here = host(cluster=CLUSTER, versions={"mooncake": "0.3.13"})
+    assert wrong(here, other(here, cluster=sealed(None, "no right"))) == []
 
 
 @pytest.mark.parametrize("case", OTHERS)

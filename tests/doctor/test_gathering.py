@@ -15,6 +15,7 @@ import pytest
 from ems.config import GIB, MIB, NodeConfig
 from ems.doctor.facts import Connection
 from ems.doctor.gathering import Wanted, connect, gather, read_cluster, run_command
+from ems.pool.tiers.settings import TierConfig
 from tests.doctor.recorded import ascend_host, cuda_host, no_tools
 
 
@@ -127,6 +128,10 @@ def test_a_command_that_is_missing_fails_or_says_something() -> None:
 FILE = {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp", "master_server_address": "127.0.0.1:50088"}
 
 
+def tier(file: Path, seal_key: Path | None = None) -> TierConfig:
+    return TierConfig(kind="mooncake", place=str(file), seal_key=seal_key)
+
+
 @pytest.mark.parametrize(
     ("changed", "memory"),
     [
@@ -137,7 +142,7 @@ FILE = {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp", "master_server_add
 )
 def test_sizes_of_mooncake_are_read_as_they_stand(tmp_path: Path, changed: dict[str, object], memory: int) -> None:
     (tmp_path / "m.json").write_text(json.dumps(FILE | changed))
-    cluster = read_cluster(tmp_path / "m.json", {})
+    cluster = read_cluster(tier(tmp_path / "m.json"), {})
     assert (cluster.problem, cluster.memory, cluster.masters) == ("", memory, ("127.0.0.1:50088",))
 
 
@@ -153,15 +158,43 @@ def test_sizes_of_mooncake_are_read_as_they_stand(tmp_path: Path, changed: dict[
 )
 def test_what_makes_no_sense_in_a_file_for_mooncake_is_said(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "m.json").write_text(text)
-    assert said in read_cluster(tmp_path / "m.json", {}).problem
+    assert said in read_cluster(tier(tmp_path / "m.json"), {}).problem
 
 
 def test_servers_of_etcd_are_asked_each_and_a_file_leaves_no_word_to_the_environment(tmp_path: Path) -> None:
     """As with a node, which reads one of them."""
     (tmp_path / "m.json").write_text(json.dumps(FILE | {"master_server_address": "etcd://a:2379;b:2379"}))
-    cluster = read_cluster(tmp_path / "m.json", {"MOONCAKE_MASTER": "c:1", "MOONCAKE_PROTOCOL": "rdma"})
+    cluster = read_cluster(tier(tmp_path / "m.json"), {"MOONCAKE_MASTER": "c:1", "MOONCAKE_PROTOCOL": "rdma"})
     assert (cluster.masters, cluster.protocol) == (("a:2379", "b:2379"), "tcp")
 
 
+def test_without_a_file_a_node_reads_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(FILE))
+    named = TierConfig(kind="mooncake", place="")
+    assert read_cluster(named, {"MOONCAKE_CONFIG_PATH": str(tmp_path / "m.json")}).masters == ("127.0.0.1:50088",)
+    assert read_cluster(named, {"MOONCAKE_MASTER": "c:1"}).masters == ("c:1",)
+
+
+def test_the_seal_of_a_cluster_is_told_apart_and_its_secret_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(FILE))
+    seen = []
+    for name in ("one", "same", "other"):
+        key = tmp_path / name
+        key.write_text("the secret of the other" if name == "other" else "the secret of both")
+        key.chmod(0o600)
+        seen.append(read_cluster(tier(tmp_path / "m.json", key), {}).seals)
+    assert seen[0] == seen[1] != seen[2]
+    assert "secret" not in str(seen)
+
+
+def test_a_key_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(FILE))
+    (tmp_path / "key").write_text("the secret that all may read")
+    (tmp_path / "key").chmod(0o644)
+    cluster = read_cluster(tier(tmp_path / "m.json", tmp_path / "key"), {})
+    assert "chmod 600" in cluster.seal_problem
+    assert cluster.problem == ""
+
+
 def test_a_file_for_mooncake_that_is_missing_is_said(tmp_path: Path) -> None:
-    assert "cannot be read" in read_cluster(tmp_path / "m.json", os.environ).problem
+    assert "cannot be read" in read_cluster(tier(tmp_path / "m.json"), os.environ).problem

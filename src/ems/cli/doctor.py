@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ from ems.doctor.facts import Facts
 from ems.doctor.findings import Finding, Host, judge
 from ems.doctor.gathering import Wanted, gather
 from ems.errors import ConfigError
+from ems.pool.tiers.settings import TierConfig, parse_tier
 
 EXIT_WRONG = 1
 _SIGNS = {"ok": "ok", "warning": "WARN", "error": "ERROR"}
@@ -41,7 +43,7 @@ def doctor(
     compare: Annotated[list[Path] | None, Parameter(negative="")] = None,
     port: Annotated[list[int] | None, Parameter(negative="")] = None,
     model: Path | None = None,
-    mooncake: Annotated[Path | None, Parameter(env_var="MOONCAKE_CONFIG_PATH")] = None,
+    mooncake: Path | None = None,
     quiet: Flag = False,
     output: Format = "table",
 ) -> int:
@@ -58,21 +60,22 @@ def doctor(
         compare: What 'ems doctor -o json' printed on another host; may be repeated.
         port: A port that must be free beside the node's own, such as an engine's; may be repeated.
         model: Folder of the model that is to be served.
-        mooncake: The mooncake.json that is to be used.
+        mooncake: The mooncake.json that is to be used, default that of the node's tier or MOONCAKE_CONFIG_PATH.
         quiet: Leave out what is well.
     """
     others = [_read(path) for path in compare or ()]
     fields = read_file(config or SYSTEM_FILE) if config or SYSTEM_FILE.exists() else {}
     fields |= {"directory": Path(dir)} if dir else {}
     fields |= {"size": parse_size(size, name="--size")} if size else {}
+    node = settings(fields)
     facts = gather(
         Wanted(
-            node=settings(fields),
+            node=node,
             peers=tuple(_address(one) for one in peer or ()),
             device_addresses=tuple(one.address for other in others for one in other.devices if one.address),
             ports=tuple(_port(one) for one in port or ()),
             model=model,
-            mooncake=mooncake if mooncake != Path() else None,
+            cluster=_cluster(node.tiers, str(mooncake or "")),
         )
     )
     report = Report(facts, judge(Host(facts, others, served(metadata.requires("ems-kv") or ()))))
@@ -81,6 +84,15 @@ def doctor(
     else:
         _print(report, quiet=quiet)
     return EXIT_WRONG if any(one.level == "error" for one in report.findings) else 0
+
+
+def _cluster(tiers: Sequence[str], file: str) -> TierConfig | None:
+    """The tier that is a cluster; ``file``, if any, goes before what the tier itself names."""
+    tier = next((one for one in map(parse_tier, tiers) if one.kind == "mooncake"), None)
+    if tier is None and not (file or os.environ.get("MOONCAKE_CONFIG_PATH")):
+        return None
+    tier = tier or TierConfig(kind="mooncake", place="")
+    return msgspec.structs.replace(tier, place=file) if file else tier
 
 
 def _port(number: int) -> int:

@@ -80,10 +80,20 @@ def _tier(tier: dict[str, Any]) -> str:
     told, copied = tier.get("hot_runs_told", 0), tier.get("copied_ahead", 0)
     ahead = f"{copied} copied ahead ({tier['copied_ahead_used']} used, {told} runs told), " if told or copied else ""
     return (
-        f"{tier['name']}: {format_size(tier.get('tier_bytes', 0))}{limit}, {tier.get('tier_pages', 0)} pages, "
+        f"{tier['name']}: {_of_cluster(tier)}"
+        f"{format_size(tier.get('tier_bytes', 0))}{limit}, {tier.get('tier_pages', 0)} pages, "
         f"{tier['pages_written']} written, {tier['pages_fetched']} fetched, {tier['pages_dropped']} dropped, "
         f"{ahead}{state}"
     )
+
+
+def _of_cluster(tier: dict[str, Any]) -> str:
+    """What a host lends, and the seal that has to be the same on all hosts."""
+    if "tier_seals" not in tier:
+        return ""
+    seals = tier["tier_seals"]
+    seal = f"seal {seals['']}" if "" in seals else f"seals of {len(seals)} tenants" if seals else "no seal"
+    return f"lends {format_size(tier['tier_lends'])}, {seal}, "
 
 
 def _misses(misses: dict[str, int]) -> str:

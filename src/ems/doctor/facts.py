@@ -65,9 +65,13 @@ class Cluster(msgspec.Struct, frozen=True):
     problem: str = ""
     protocol: str = ""
     memory: int = 0
-    """Bytes that the host gives to the cluster, buffers included."""
+    """Bytes that the host gives to the cluster."""
     masters: tuple[str, ...] = ()
     """``HOST:PORT`` of the master, or of each server of etcd that knows it."""
+    seals: dict[str, str] | None = None
+    """Fingerprints of the secrets that seal pages, by tenant, or of the only one under an empty name; None: unseen."""
+    seal_problem: str = ""
+    """Why they were not seen."""
 
 
 class Connection(msgspec.Struct, frozen=True):

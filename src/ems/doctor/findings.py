@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from ems.config import format_size
-from ems.doctor.facts import Facts
+from ems.doctor.facts import Cluster, Facts
 
 Level = Literal["ok", "warning", "error"]
 MOST_CLOCK_SECONDS = 2.0
@@ -250,7 +250,37 @@ def _cluster(host: Host, wrong: Wrong) -> str:
         if not same:
             what = f"{other.host} has another master or protocol, so the hosts do not share a cluster"
             wrong("error", what, "give all hosts the same master_server_address and protocol")
-    return f"protocol {cluster.protocol}, {format_size(cluster.memory)} for the cluster"
+        elif other.cluster is not None and not other.cluster.problem:
+            _seals(cluster, other.cluster, other.host, wrong)
+    if cluster.seal_problem:
+        wrong("warning", f"its seal is not known: {cluster.seal_problem}", "run this as the user that the node runs as")
+    elif cluster.seals == {}:
+        to_do = (
+            "make one secret for all hosts (openssl rand -base64 32) and name its file with seal_key= or EMS_SEAL_KEY"
+        )
+        wrong("warning", "pages have no seal, so what anybody put into the cluster is believed", to_do)
+    seal = f", seal {cluster.seals['']}" if cluster.seals and "" in cluster.seals else ""
+    return f"protocol {cluster.protocol}, {format_size(cluster.memory)} for the cluster{seal}"
+
+
+def _seals(mine: Cluster, theirs: Cluster, name: str, wrong: Wrong) -> None:
+    if mine.seals is None or theirs.seals is None:
+        return
+    to_do = "copy the same secrets to all hosts"
+    if bool(mine.seals) != bool(theirs.seals) or ("" in mine.seals) != ("" in theirs.seals):
+        kinds = {one: _kind_of_seals(cluster) for one, cluster in (("this host", mine), (name, theirs))}
+        told = " and ".join(f"{one} has {kind}" for one, kind in kinds.items())
+        wrong("error", f"{told}, so the hosts find nothing of each other", to_do)
+    for tenant in sorted(mine.seals.keys() & theirs.seals.keys()):
+        here, there = mine.seals[tenant], theirs.seals[tenant]
+        if here != there:
+            whose = f"for {tenant} " if tenant else ""
+            what = f"the seal {whose}is {here} here and {there} on {name}, so the hosts find nothing of each other"
+            wrong("error", what, to_do)
+
+
+def _kind_of_seals(cluster: Cluster) -> str:
+    return "no seal" if not cluster.seals else "one for all" if "" in cluster.seals else "one for each tenant"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ from ems.doctor.facts import Cluster, Connection, Device, Facts, Kind, Memory, S
 from ems.errors import ConfigError
 from ems.pool.segments.folder import refuse_disk, refuse_strangers
 from ems.pool.tiers.cluster.mooncake_config import parse_mooncake
+from ems.pool.tiers.pack_seal import given_seal_key, read_keys
+from ems.pool.tiers.settings import TierConfig
 
 COMMAND_SECONDS = 10.0
 CONNECT_SECONDS = 2.0
@@ -55,7 +57,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """Of NPUs of other hosts."""
     ports: tuple[int, ...] = ()
     model: Path | None = None
-    mooncake: Path | None = None
+    cluster: TierConfig | None = None
 
 
 def run_command(command: Sequence[str]) -> str | None:
@@ -81,7 +83,7 @@ def run_command(command: Sequence[str]) -> str | None:
 def gather(wanted: Wanted, run: Run = run_command, root: Path = Path("/")) -> Facts:
     """What there is to say of this host; files of the system are looked for below ``root``."""
     kind, found, problem = _accelerators(run, root)
-    cluster = read_cluster(wanted.mooncake, os.environ) if wanted.mooncake else None
+    cluster = read_cluster(wanted.cluster, os.environ) if wanted.cluster else None
     config = wanted.node
     shared, memory = _shared(config), _memory(root)
     size = config.size or shared.in_use or default_pool_size(shared.free, memory.total)
@@ -226,18 +228,31 @@ def _clock_ahead(to: str) -> float | None:
     return None
 
 
-def read_cluster(path: Path, environment: Mapping[str, str]) -> Cluster:
-    """What the file says, as a node reads it."""
+def read_cluster(tier: TierConfig, environment: Mapping[str, str]) -> Cluster:
+    """What the file of Mooncake says, as a node with the tier reads it, and with what its pages are sealed."""
+    place = tier.place or environment.get("MOONCAKE_CONFIG_PATH", "")
+    file = place or "the environment"
     try:
-        config, _ = parse_mooncake(path.read_text(encoding="utf-8"), environment, str(path))
+        text = Path(place).read_text(encoding="utf-8") if place else None
+        config, _ = parse_mooncake(text, environment, file)
         masters = _masters(config.master_server_address)
     except OSError as error:
-        return Cluster(str(path), f"it cannot be read: {error.strerror}")
+        return Cluster(file, f"it cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        return Cluster(str(path), "it is no text")
+        return Cluster(file, "it is no text")
     except ConfigError as error:
-        return Cluster(str(path), str(error))
-    return Cluster(str(path), protocol=config.protocol, memory=config.global_segment_size, masters=masters)
+        return Cluster(file, str(error))
+    seals, problem = _seals(given_seal_key(tier))
+    return Cluster(file, "", config.protocol, config.global_segment_size, masters, seals, problem)
+
+
+def _seals(key: Path | None) -> tuple[dict[str, str] | None, str]:
+    if key is None:
+        return {}, ""
+    try:
+        return read_keys(key, encrypts=False).fingerprints, ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def _masters(text: object) -> tuple[str, ...]:

@@ -83,6 +83,18 @@ def test_shares_of_nothing_are_not_divided_by_it() -> None:
     assert "none yet" in rows["lookups"]
 
 
+@pytest.mark.parametrize(
+    ("seals", "said"),
+    [({}, "no seal"), ({"": "3f9a12cd"}, "seal 3f9a12cd"), ({"a": "1", "b": "2"}, "seals of 2 tenants")],
+)
+def test_what_has_to_be_alike_on_all_hosts_of_a_cluster_is_shown(seals: dict[str, str], said: str) -> None:
+    well = {"reading": True, "writing": True, "pages_written": 0, "pages_fetched": 0, "pages_dropped": 0}
+    tier = {"name": "mooncake:/m.json", "tier_lends": 1 << 30, "tier_seals": seals, **well}
+    assert dict(summary_rows({**EMPTY, "tiers": [tier]}))["tier"].startswith(
+        f"mooncake:/m.json: lends 1.0 GiB, {said}, "
+    )
+
+
 EMPTY = {
     "node": "0" * 32,
     "release": "1.0",

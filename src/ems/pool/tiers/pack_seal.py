@@ -34,6 +34,14 @@ class SealKeys:
         self._purpose = b"ems-tier-encrypt-v2\0" if encrypts else b"ems-tier-seal-v2\0"
         self.encrypts = encrypts
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """What tells two secrets apart and nothing about them: by tenant, or of the only one under an empty name."""
+        secrets_ = self._by_tenant if self._common is None else {"": self._common}
+        return {
+            name: hmac.digest(secret, b"ems-seal-fingerprint", "sha256").hex()[:8] for name, secret in secrets_.items()
+        }
+
     def pack(self, namespace: str, salt: bytes | None = None) -> PackSeal | None:
         """What seals and opens the pack of ``namespace`` that has this ``salt``, or one that is new.
 

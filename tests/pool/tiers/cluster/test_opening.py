@@ -38,6 +38,25 @@ def test_the_environment_names_the_seal_where_the_settings_do_not(
     assert "believed whoever stored them" in capsys.readouterr().out
 
 
+def test_two_hosts_are_told_apart_by_their_seals_and_no_secret_is_shown(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for file, secret in (
+        ("mine", "0123456789abcdef"),
+        ("theirs", "fedcba9876543210"),
+        ("keys/a.key", "fedcba9876543210"),
+    ):
+        (tmp_path / file).write_text(secret)
+        (tmp_path / file).chmod(0o600)
+    address = f"mooncake:{write_settings(tmp_path, '127.0.0.1:9')}?seal_key={tmp_path}"
+    mine, theirs, tenants = (
+        open_tier(parse_tier(f"{address}/{name}")).figures()["seals"] for name in ("mine", "theirs", "keys")
+    )
+    assert mine != theirs
+    assert tenants == {"a": theirs[""]}
+    assert "9876" not in str(theirs)
+
+
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file or directory; name a file"):
         open_tier(parse_tier(f"mooncake:{tmp_path}/none.json"))

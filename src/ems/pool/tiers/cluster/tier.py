@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -56,7 +57,14 @@ class ClusterTier:
     scanned = True
     """There is no end to what others have: nothing is ever listed."""
 
-    def __init__(self, agents: Agents, timeout: float, lends: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        agents: Agents,
+        timeout: float,
+        lends: int,
+        seals: Mapping[str, str] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._agents = agents
         # Before whoever waits gives up the thread.
         self._timeout = timeout * 0.9
@@ -66,6 +74,8 @@ class ClusterTier:
         self._mark = f"ems-lent-{secrets.token_hex(8)}"
         """Names an object in the memory that this host lends: when it is gone, so is all else there."""
         self.lends = lends
+        self._seals = dict(seals)
+        """Fingerprints of the secrets, as :class:`~ems.pool.tiers.pack_seal.SealKeys` has them; none without one."""
         self.losses = 0
         self.leaving = False
         self._lock = threading.Lock()
@@ -242,7 +252,14 @@ class ClusterTier:
         with self._lock:
             pages = sum(one.pages for one in self._seen.values())
             size = sum(one.bytes for one in self._seen.values())
-            return {"pages": pages, "bytes": size, "agent_starts": self._agents.starts, **self._counts}
+            return {
+                "pages": pages,
+                "bytes": size,
+                "lends": self.lends if self.gives else 0,
+                "seals": self._seals,
+                "agent_starts": self._agents.starts,
+                **self._counts,
+            }
 
     def close(self) -> None:
         self._agents.close()
@@ -270,9 +287,8 @@ def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
     Raises ConfigError: it cannot be used.
     """
     mooncake = read_mooncake(config.place)
-    if seal_key is not None:
-        read_keys(seal_key, encrypts=False)
-    else:
+    seals = {} if seal_key is None else read_keys(seal_key, encrypts=False).fingerprints
+    if seal_key is None:
         _log.warning("pages of a cluster are believed whoever stored them, give seal_key=FILE", tier=config.name)
     agents = Agents(
         mooncake,
@@ -281,4 +297,4 @@ def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
         replicas=config.replicas,
         lanes=config.readers + 4 + 3,
     )
-    return ClusterTier(agents, config.timeout, mooncake.global_segment_size)
+    return ClusterTier(agents, config.timeout, mooncake.global_segment_size, seals)
