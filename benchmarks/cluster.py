@@ -5,9 +5,9 @@ Network namespaces are the hosts, a third one has the master and asks.  Three st
 first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Ahead: the same with
 nodes that copy what another host used again before they are asked for it.  All rest for ``--rest`` seconds before step
 3.  Cold: prompts that nobody has seen, in turns with an engine without a pool on the first host.  Fetch: rounds of 128
-MiB from the first host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``.
-Save: cold prompts on the first host, one at a time and in waves, in turns to an engine whose node stores every page in
-the cluster as well and to one whose node has memory only.
+MiB from the first host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``;
+and what it costs the first one's processor to store them.  Save: cold prompts on the first host, one at a time and in
+waves, in turns to an engine whose node stores every page in the cluster as well and to one whose node has memory only.
 
     python benchmarks/cluster.py [--parts fetch,save,ems,ahead,mooncake] [--help]
 
@@ -32,18 +32,23 @@ from ctypes import addressof, c_char
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.comparison.__main__ import options
 from benchmarks.comparison.pairs import Comparison, compare
 from benchmarks.comparison.procedure import Bench, Pairs, Sizes, ThreeSteps, in_three_steps
+from benchmarks.comparison.usage import cpu_seconds
+from ems.cli.acts import ask
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT
+from ems.pool.protocol.acts import Clear
 from ems.tables import Table
 from tests.kit.engine import VllmServer
 from tests.kit.hosts import Host, Hosts
@@ -62,6 +67,8 @@ WARM_UPS = READER_BYTES // ROUND_BYTES
 ROUNDS = WARM_UPS + 6
 LOOK_SECONDS = 0.005
 """Between two lookups of the last page that is fetched."""
+STORE_SECONDS = 0.05
+"""Between two looks whether all is stored, which take the processor as well."""
 CHUNK = 256
 """Tokens of a page."""
 SECONDS = 600.0
@@ -245,8 +252,17 @@ async def one_and_many(bench: Bench) -> dict[str, list[tuple[float, float]]]:
 # --------------------------------------------------------------------------------------------------------------- fetch
 
 
-def fetched_by_tier(scene: Scene) -> list[float]:
-    """Bytes a second, round by round, from the first lookup until all pages are there."""
+class Moved(NamedTuple):
+    """Seconds, round by round."""
+
+    stores: list[float]
+    """Of the processor, on the first host, to store a round, in memory that was touched before."""
+    fetches: list[float]
+    """To fetch it to the second one."""
+
+
+def moved_by_tier(scene: Scene) -> Moved:
+    """To fetch: from the first lookup until all pages are there."""
     namespace = Namespace("bench/cluster/pages", scene.page_bytes)
     scene.wait_forgotten()
     with ExitStack() as stack:
@@ -255,19 +271,34 @@ def fetched_by_tier(scene: Scene) -> list[float]:
         lent = 2 * scene.memory
         until(lambda: scene.lent() >= lent, "the hosts lend memory", SECONDS)
         writer, reader = (stack.enter_context(closing(node.client())) for node in (first, second))
-        rates = []
-        for number in range(ROUNDS):
-            keys = [key(f"{number}/{page}") for page in range(ROUND_BYTES // scene.page_bytes)]
-            save(writer, namespace, keys)
-            until(lambda: first.figures()["tiers"][0]["queued_bytes"] == 0, "all is written", SECONDS)
+        asked = stack.enter_context(closing(PoolClient(first.socket, "benchmark", administers=True)))
+        node = psutil.Process(first.pid)
+        rounds = [
+            [key(f"{number}/{page}") for page in range(ROUND_BYTES // scene.page_bytes)] for number in range(ROUNDS)
+        ]
+
+        def stored(space: Namespace, keys: list[bytes]) -> float:
+            before, written = cpu_seconds([node, *node.children()]), first.figures()["tiers"][0]["pages_written"]
+            save(writer, space, keys)
+            while asked.stats()["tiers"][0]["pages_written"] < written + len(keys):  # type: ignore[index]
+                time.sleep(STORE_SECONDS)
+            return cpu_seconds([node, *node.children()]) - before
+
+        touched = Namespace("bench/touched/pages", scene.page_bytes)
+        for keys in rounds:
+            stored(touched, keys)
+        ask(first.socket, Clear(namespace=touched.name))
+        stores, fetches = [], []
+        for keys in rounds:
+            stores.append(stored(namespace, keys))
             began = time.perf_counter()
             looked = names = b"".join(keys)
             while reader.lookup(namespace, looked).count < len(keys):
                 time.sleep(LOOK_SECONDS)
                 # Looks at all pages would take the core that moves them.
                 looked = names if reader.lookup(namespace, keys[-1]).count else keys[-1]
-            rates.append(ROUND_BYTES / (time.perf_counter() - began))
-        return rates[WARM_UPS:]
+            fetches.append(time.perf_counter() - began)
+        return Moved(stores[WARM_UPS:], fetches[WARM_UPS:])
 
 
 def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
@@ -278,8 +309,8 @@ def save(client: PoolClient, namespace: Namespace, keys: list[bytes]) -> None:
     client.commit(reservation)
 
 
-def fetched_by_mooncake(scene: Scene, page_bytes: int, pages: int) -> list[float]:
-    """Seconds, round by round, of one call for all pages of the round."""
+def moved_by_mooncake(scene: Scene, page_bytes: int, pages: int) -> Moved:
+    """By one call each for all pages of the round."""
     scene.wait_forgotten()
     with ExitStack() as stack:
         keeper, taker = (
@@ -288,11 +319,10 @@ def fetched_by_mooncake(scene: Scene, page_bytes: int, pages: int) -> list[float
         )
         assert keeper.stdout is not None
         assert taker.stdin is not None
-        keeper.stdout.readline()
-        seconds, _ = taker.communicate("go\n", timeout=SECONDS)
+        stores = keeper.stdout.readline()
+        fetches, _ = taker.communicate("go\n", timeout=SECONDS)
         keeper.communicate("over\n", timeout=SECONDS)
-        said: list[float] = json.loads(seconds)
-        return said[WARM_UPS:]
+        return Moved(json.loads(stores)[WARM_UPS:], json.loads(fetches)[WARM_UPS:])
 
 
 def own_calls(scene: Scene, tokens: int) -> float:
@@ -300,7 +330,7 @@ def own_calls(scene: Scene, tokens: int) -> float:
     shape = SHAPES[scene.model]
     # A page has the keys and values of one head, 2 bytes a number, for all layers.
     page_bytes = CHUNK * shape.layers * 2 * shape.head_dim * 2
-    return median(fetched_by_mooncake(scene, page_bytes, -(-tokens // CHUNK) * shape.kv_heads))
+    return median(moved_by_mooncake(scene, page_bytes, -(-tokens // CHUNK) * shape.kv_heads).fetches)
 
 
 def side(scene: Scene, host: Host, name: str, page_bytes: int, pages: int) -> subprocess.Popen[str]:
@@ -327,13 +357,19 @@ def be_side(name: str, address: str, master: str, memory: str, page_bytes: str, 
     addresses = [*range(start, start + total, page)]
     sizes = [page] * len(addresses)
     seconds = []
-    if not keeps:
+    if keeps:
+        for number in range(ROUNDS):
+            assert not any(store.batch_put_from([f"touch-{number}-{at}" for at in addresses], addresses, sizes))
+        assert store.remove_by_regex("^touch-.*", force=True) == ROUNDS * len(addresses)
+    else:
         sys.stdin.readline()
     for number in range(ROUNDS):
         names = [f"bench-{number}-{at}" for at in range(len(addresses))]
         if keeps:
             mapped[:] = os.urandom(total)
+            began = time.process_time()
             assert not any(store.batch_put_from(names, addresses, sizes))
+            seconds.append(time.process_time() - began)
             continue
         began = time.perf_counter()
         assert store.batch_get_into(names, addresses, sizes) == sizes
@@ -349,10 +385,7 @@ def be_side(name: str, address: str, master: str, memory: str, page_bytes: str, 
 
 
 def report(
-    found: dict[str, tuple[Rounds, Comparison]],
-    rates: dict[str, list[float]],
-    own: dict[int, float],
-    saves: dict[str, str],
+    found: dict[str, tuple[Rounds, Comparison]], moved: dict[str, Moved], own: dict[int, float], saves: dict[str, str]
 ) -> Table:
     rows: list[list[str]] = []
     for index, three in enumerate(next(iter(found.values()))[0][0] if found else []):
@@ -376,9 +409,11 @@ def report(
         rows.append(["cold request above no pool, ms", *cells(colds, "{:.1f}", "")])
     for what, ratio in saves.items():
         rows.append([f"{what}, saved in the cluster / in memory", ratio, *[""] * 4])
-    if rates:
-        fetches = {part: [median(rate) / 1e6] for part, rate in rates.items()}
+    if moved:
+        fetches = {part: [ROUND_BYTES / median(one.fetches) / 1e6] for part, one in moved.items()}
         rows.append(["fetch from the other host, MB/s", *cells(fetches, "{:.0f}", "mooncake")])
+        stores = {part: [median(one.stores) / ROUND_BYTES * 1e9] for part, one in moved.items()}
+        rows.append(["store, processor seconds for 1 GB", *cells(stores, "{:.2f}", "ems")])
     remark = (
         "Ratio: Mooncake's time to that of EMS; rate of the tier to that of batch_get_into. "
         "Own call: batch_get_into for the pages of one prompt, on hosts with nothing else to do."
@@ -461,19 +496,20 @@ def main() -> int:
         new_tokens=0,
     )
     found: dict[str, tuple[Rounds, Comparison]] = {}
-    rates: dict[str, list[float]] = {}
+    moved: dict[str, Moved] = {}
     with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
         scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model, given.page_mib << 20)
         if "fetch" in parts:
-            seconds = fetched_by_mooncake(scene, scene.page_bytes, ROUND_BYTES // scene.page_bytes)
-            rates = {"mooncake": [ROUND_BYTES / one for one in seconds], "ems": fetched_by_tier(scene)}
-            say(f"fetch, MB/s: { {part: [round(one / 1e6) for one in rate] for part, rate in rates.items()} }")
+            pages = ROUND_BYTES // scene.page_bytes
+            moved = {"mooncake": moved_by_mooncake(scene, scene.page_bytes, pages), "ems": moved_by_tier(scene)}
+            for part, one in moved.items():
+                say(f"{part}: fetched at {', '.join(f'{ROUND_BYTES / each / 1e6:.0f}' for each in one.fetches)} MB/s")
         saves = saving(scene, sizes, given.lives) if "save" in parts else {}
         own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
         for part in COLUMNS:
             if part in parts:
                 found[part] = examine(scene, part, sizes, given.rounds)
-    sys.stdout.write("\n".join(report(found, rates, own, saves).lines(None)) + "\n")
+    sys.stdout.write("\n".join(report(found, moved, own, saves).lines(None)) + "\n")
     return 0
 
 
