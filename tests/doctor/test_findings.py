@@ -181,12 +181,12 @@ OTHERS: dict[str, tuple[Callable[[Facts], Facts], str, str]] = {
     "no seal there": (
         lambda facts: other(facts, cluster=sealed({})),
         "mooncake.json",
-        "this host has one for all and two has no seal",
+        "this host has a seal and two has none",
     ),
     "seals of tenants there": (
-        lambda facts: other(facts, cluster=sealed({"a": "3f9a12cd"})),
+        lambda facts: other(facts, cluster=sealed({"a": "3f9a12cd", "b": "00000001"})),
         "mooncake.json",
-        "this host has one for all and two has one for each tenant",
+        "the seal for b is 3f9a12cd here and 00000001 on two",
     ),
 }
 

@@ -264,23 +264,20 @@ def _cluster(host: Host, wrong: Wrong) -> str:
 
 
 def _seals(mine: Cluster, theirs: Cluster, name: str, wrong: Wrong) -> None:
+    """Hosts share pages of a tenant for which both have the same secret; one for all stands in for each."""
     if mine.seals is None or theirs.seals is None:
         return
     to_do = "copy the same secrets to all hosts"
-    if bool(mine.seals) != bool(theirs.seals) or ("" in mine.seals) != ("" in theirs.seals):
-        kinds = {one: _kind_of_seals(cluster) for one, cluster in (("this host", mine), (name, theirs))}
-        told = " and ".join(f"{one} has {kind}" for one, kind in kinds.items())
-        wrong("error", f"{told}, so the hosts find nothing of each other", to_do)
-    for tenant in sorted(mine.seals.keys() & theirs.seals.keys()):
-        here, there = mine.seals[tenant], theirs.seals[tenant]
-        if here != there:
+    if bool(mine.seals) != bool(theirs.seals):
+        sealed, other = ("this host", name) if mine.seals else (name, "this host")
+        what = f"{sealed} has a seal and {other} has none, so the hosts find nothing of each other"
+        wrong("error", what, to_do)
+    for tenant in sorted(mine.seals.keys() | theirs.seals.keys()):
+        here, there = (seals.get(tenant, seals.get("")) for seals in (mine.seals, theirs.seals))
+        if here and there and here != there:
             whose = f"for {tenant} " if tenant else ""
             what = f"the seal {whose}is {here} here and {there} on {name}, so the hosts find nothing of each other"
             wrong("error", what, to_do)
-
-
-def _kind_of_seals(cluster: Cluster) -> str:
-    return "no seal" if not cluster.seals else "one for all" if "" in cluster.seals else "one for each tenant"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -36,11 +36,12 @@ class SealKeys:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What tells two secrets apart and nothing about them: by tenant, or of the only one under an empty name."""
-        secrets_ = self._by_tenant if self._common is None else {"": self._common}
-        return {
-            name: hmac.digest(secret, b"ems-seal-fingerprint", "sha256").hex()[:8] for name, secret in secrets_.items()
-        }
+        """Eight hex digits that tell secrets apart, by tenant, or of the only one under an empty name.
+
+        They tell nothing about a secret that was made at random; a weak one may be guessed by them.
+        """
+        known = self._by_tenant if self._common is None else {"": self._common}
+        return {name: hmac.digest(one, b"ems-seal-fingerprint", "sha256").hex()[:8] for name, one in known.items()}
 
     def pack(self, namespace: str, salt: bytes | None = None) -> PackSeal | None:
         """What seals and opens the pack of ``namespace`` that has this ``salt``, or one that is new.
