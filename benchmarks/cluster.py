@@ -4,12 +4,14 @@
 Network namespaces are the hosts, a third one has the master and asks.  Three steps: prompts go to an engine on the
 first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Ahead: the same with
 nodes that copy what another host used again before they are asked for it.  All rest for ``--rest`` seconds before step
-3.  Cold: prompts that nobody has seen, in turns with an engine without a pool on the first host.  Fetch: rounds of 128
-MiB from the first host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``;
-and what it costs the first one's processor to store them.  Save: cold prompts on the first host, one at a time and in
-waves, in turns to an engine whose node stores every page in the cluster as well and to one whose node has memory only.
+3.  Cold: prompts that nobody has seen, one at a time and in waves, in turns to an engine on the first host and to one
+without a pool there.  Save: the same where both have a node, which stores every page in the cluster as well, or in its
+memory only.  Fetch: rounds of 128 MiB from the first host to the second, by the tier into the segments of a node, and
+by Mooncake's ``batch_get_into``; and what it costs the first one's processor to store them.
 
-    python benchmarks/cluster.py [--parts fetch,save,ems,ahead,mooncake] [--help]
+    python benchmarks/cluster.py [--parts fetch,save,cold,ems,ahead,mooncake] [--help]
+
+``cold`` is of those of the last three that are named beside it, or of all.
 
 Needs root, for the namespaces.
 """
@@ -41,7 +43,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.comparison.__main__ import options
-from benchmarks.comparison.pairs import Comparison, compare
+from benchmarks.comparison.pairs import compare
 from benchmarks.comparison.procedure import Bench, Pairs, Sizes, ThreeSteps, in_three_steps
 from benchmarks.comparison.usage import cpu_seconds
 from ems.cli.acts import ask
@@ -73,7 +75,7 @@ CHUNK = 256
 """Tokens of a page."""
 SECONDS = 600.0
 COLUMNS = ("ems", "ahead", "mooncake")
-PARTS = ("fetch", "save", *COLUMNS)
+PARTS = ("fetch", "save", "cold", *COLUMNS)
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
@@ -171,72 +173,73 @@ Rounds = list[list[ThreeSteps]]
 """The three steps for each prompt length, round by round."""
 
 
-def examine(scene: Scene, part: str, sizes: Sizes, rounds: int) -> tuple[Rounds, Comparison]:
+def examine(scene: Scene, part: str, sizes: Sizes, rounds: int) -> Rounds:
     with ExitStack() as stack:
-        placed = [
-            (scene.first, scene.engine(scene.first, f"{part}-base", sizes, None, {})),
-            (scene.first, MAKE[part](scene, scene.first, f"{part}-first", sizes, stack)),
-            (scene.second, MAKE[part](scene, scene.second, f"{part}-second", sizes, stack)),
-        ]
-        for host, engine in placed:
+        first, second = (
+            MAKE[part](scene, host, f"{part}-{name}", sizes, stack)
+            for host, name in ((scene.first, "first"), (scene.second, "second"))
+        )
+        for host, engine in ((scene.first, first), (scene.second, second)):
             stack.callback(engine.stop)
             with host.entered():
                 engine.start()
         with scene.third.entered():
-            for _, engine in placed:
+            for engine in (first, second):
                 engine.wait_ready(SECONDS)
-            base, first, second = (engine for _, engine in placed)
-            bench = Bench(first, second, base, list, True, sizes, lambda what: say(f"{part}: {what}"))
+            bench = Bench(first, second, first, list, True, sizes, lambda what: say(f"{part}: {what}"))
             steps = []
             for number in range(rounds):
                 say(f"{part}, round {number + 1} of {rounds}")
                 fresh = msgspec.structs.replace(sizes, seed=sizes.seed + number)
                 steps.append(asyncio.run(in_three_steps(dataclasses.replace(bench, sizes=fresh)))[0])
-            return steps, compare(asyncio.run(cold(bench)))
+            return steps
 
 
-async def cold(bench: Bench) -> list[tuple[float, float]]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
-        return await Pairs(bench, session).cold()
+# ------------------------------------------------------------------------------------------------------- cold and save
 
 
-# ---------------------------------------------------------------------------------------------------------------- save
+def without_pool(scene: Scene, host: Host, name: str, sizes: Sizes, _stack: ExitStack) -> VllmServer:
+    return scene.engine(host, name, sizes, None, {})
 
 
-def saving(scene: Scene, sizes: Sizes, lives: int) -> dict[str, str]:
-    """Cold prompts where pages go to the cluster, too, to where they stay in memory: ratios, with what encloses them.
+def cold(scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, lives: int) -> dict[str, str]:
+    """Cold prompts to the second of a pair of engines, to those to the first: ratios, with what encloses them.
 
     Two engines that were started alike differ by more than what is looked for, so each life is named by itself, too.
     """
     taken: dict[str, list[list[tuple[float, float]]]] = {}
     for life in range(lives):
-        say(f"save, life {life + 1} of {lives}")
-        for what, pairs in _saved(scene, sizes, life).items():
-            taken.setdefault(what, []).append(pairs)
+        say(f"{what}, life {life + 1} of {lives}")
+        for kind, pairs in _cold(scene, what, pair, sizes, life).items():
+            taken.setdefault(kind, []).append(pairs)
     told = {}
-    for what, by_life in taken.items():
+    for kind, by_life in taken.items():
         both = compare([pair for pairs in by_life for pair in pairs])
         lives_apart = [compare(pairs).ratio for pairs in by_life]
         spread = f"{both.ratio:.3f} ({both.ratio_low:.3f}-{both.ratio_high:.3f})"
-        told[what] = f"{spread}, lives {min(lives_apart):.2f}-{max(lives_apart):.2f}"
+        told[kind] = f"{spread}, lives {min(lives_apart):.2f}-{max(lives_apart):.2f}"
+        say(f"{what}, {kind}: {told[kind]}")
     return told
 
 
-def _saved(scene: Scene, sizes: Sizes, life: int) -> dict[str, list[tuple[float, float]]]:
+def _cold(
+    scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, life: int
+) -> dict[str, list[tuple[float, float]]]:
     scene.wait_forgotten()
     with ExitStack() as stack:
-        kept = ems_engine(scene, scene.first, f"save-memory-{life}", sizes, stack, copy_ahead=None)
-        lent = ems_engine(scene, scene.first, f"save-cluster-{life}", sizes, stack)
+        base, other = (
+            make(scene, scene.first, f"{what}-{name}-{life}", sizes, stack)
+            for make, name in zip(pair, ("base", "other"), strict=True)
+        )
         # Who starts later may get worse memory for as long as it lives.
-        order = (kept, lent) if life % 2 else (lent, kept)
-        for engine in order:
+        for engine in (base, other) if life % 2 else (other, base):
             stack.callback(engine.stop)
             with scene.first.entered():
                 engine.start()
             with scene.third.entered():
                 engine.wait_ready(SECONDS)
         with scene.third.entered():
-            bench = Bench(lent, None, kept, list, True, sizes, lambda what: say(f"save: {what}"))
+            bench = Bench(other, None, base, list, True, sizes, lambda step: say(f"{what}: {step}"))
             return asyncio.run(one_and_many(bench))
 
 
@@ -244,8 +247,8 @@ async def one_and_many(bench: Bench) -> dict[str, list[tuple[float, float]]]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
         pairs = Pairs(bench, session)
         return {
-            "cold request": await pairs.cold(),
-            f"wave of {bench.sizes.concurrency} cold requests": await pairs.waves(),
+            "cold request, TTFT": await pairs.cold(),
+            f"wave of {bench.sizes.concurrency} cold requests, TTFT": await pairs.waves(),
         }
 
 
@@ -385,13 +388,17 @@ def be_side(name: str, address: str, master: str, memory: str, page_bytes: str, 
 
 
 def report(
-    found: dict[str, tuple[Rounds, Comparison]], moved: dict[str, Moved], own: dict[int, float], saves: dict[str, str]
+    found: dict[str, Rounds],
+    moved: dict[str, Moved],
+    own: dict[int, float],
+    colds: dict[str, dict[str, str]],
+    saves: dict[str, str],
 ) -> Table:
     rows: list[list[str]] = []
-    for index, three in enumerate(next(iter(found.values()))[0][0] if found else []):
+    for index, three in enumerate(next(iter(found.values()))[0] if found else []):
         tokens = f"{three.input_tokens:,} tokens"
         steps = [
-            {part: [one[index].steps[step].ttft.mean * 1e3 for one in rounds] for part, (rounds, _) in found.items()}
+            {part: [one[index].steps[step].ttft.mean * 1e3 for one in rounds] for part, rounds in found.items()}
             for step in range(3)
         ]
         for step, means in enumerate(steps, start=1):
@@ -404,9 +411,10 @@ def report(
                 "mooncake": [own[three.input_tokens] * 1e3],
             }
             rows.append([f"{tokens}, TTFT3 - TTFT2; own call, ms", *cells(more, "{:.1f}", "ems")])
-    if found:
-        colds = {part: [cold.difference * 1e3] for part, (_, cold) in found.items()}
-        rows.append(["cold request above no pool, ms", *cells(colds, "{:.1f}", "")])
+    for kind in next(iter(colds.values()), {}):
+        rows.append(
+            [f"{kind}, to no pool's", *(colds[part][kind] if part in colds else "-" for part in COLUMNS), "", ""]
+        )
     for what, ratio in saves.items():
         rows.append([f"{what}, saved in the cluster / in memory", ratio, *[""] * 4])
     if moved:
@@ -446,8 +454,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="times that the three steps are gone, with fresh prompts")
     parser.add_argument("--rest", type=float, default=3.0, help="seconds before the third step, default 3")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of cold requests")
-    parser.add_argument("--waves", type=int, default=12, help="pairs of waves of cold requests that are saved")
-    parser.add_argument("--lives", type=int, default=2, help="starts of both engines for what is saved, default 2")
+    parser.add_argument("--waves", type=int, default=12, help="pairs of waves of cold requests")
+    parser.add_argument("--lives", type=int, default=2, help="starts of both engines for cold requests, default 2")
     parser.add_argument(
         "--model",
         choices=("demo", "half-billion"),
@@ -495,7 +503,7 @@ def main() -> int:
         prefix_tokens=1024,
         new_tokens=0,
     )
-    found: dict[str, tuple[Rounds, Comparison]] = {}
+    found: dict[str, Rounds] = {}
     moved: dict[str, Moved] = {}
     with tempfile.TemporaryDirectory(prefix="ems-cluster-") as folder, ExitStack() as stack:
         scene = Scene(Path(folder), stack, given.memory_gib << 30, given.model, given.page_mib << 20)
@@ -504,12 +512,18 @@ def main() -> int:
             moved = {"mooncake": moved_by_mooncake(scene, scene.page_bytes, pages), "ems": moved_by_tier(scene)}
             for part, one in moved.items():
                 say(f"{part}: fetched at {', '.join(f'{ROUND_BYTES / each / 1e6:.0f}' for each in one.fetches)} MB/s")
-        saves = saving(scene, sizes, given.lives) if "save" in parts else {}
+        saved = partial(ems_engine, copy_ahead=None), ems_engine
+        saves = cold(scene, "save", saved, sizes, given.lives) if "save" in parts else {}
+        named = [part for part in COLUMNS if part in parts] or COLUMNS
+        colds = {
+            part: cold(scene, f"{part}-cold", (without_pool, MAKE[part]), sizes, given.lives)
+            for part in (named if "cold" in parts else ())
+        }
         own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
         for part in COLUMNS:
             if part in parts:
                 found[part] = examine(scene, part, sizes, given.rounds)
-    sys.stdout.write("\n".join(report(found, moved, own, saves).lines(None)) + "\n")
+    sys.stdout.write("\n".join(report(found, moved, own, colds, saves).lines(None)) + "\n")
     return 0
 
 
