@@ -412,9 +412,8 @@ def report(
             }
             rows.append([f"{tokens}, TTFT3 - TTFT2; own call, ms", *cells(more, "{:.1f}", "ems")])
     for kind in next(iter(colds.values()), {}):
-        rows.append(
-            [f"{kind}, to no pool's", *(colds[part][kind] if part in colds else "-" for part in COLUMNS), "", ""]
-        )
+        ratios = [colds[part][kind] if part in colds else "-" for part in COLUMNS]
+        rows += [[f"{kind}, to no pool's", *ratios, "", ""]]
     for what, ratio in saves.items():
         rows.append([f"{what}, saved in the cluster / in memory", ratio, *[""] * 4])
     if moved:

@@ -115,6 +115,14 @@ def side(node: Node) -> Iterator[Side]:
     made.close()
 
 
+def test_the_answer_to_one_request_is_waited_for_and_others_are_taken_along(side: Side) -> None:
+    for name in ("other", "r"):
+        side.lookups.ask(LookupJob(name, TOKENS, nothing_else, Waiting(time.monotonic(), 0)))
+    answers = side.lookups.answers(60.0, "r")
+    assert [answer.request_id for answer in answers] == ["other", "r"]
+    assert side.lookups.answers(0.001, "r") == []
+
+
 def test_a_lookup_leases_what_it_finds(side: Side, node: Node) -> None:
     side.writer.commit(side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:3]))
     side.ask()

@@ -29,6 +29,7 @@ from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES, Phase
 from ems.vllm.scheduler import IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
 from ems.vllm.scheduler_shell import ANSWER_CHUNKS, ANSWER_SECONDS
+from ems.vllm.waiting import STEP_SHARE
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.vllm.scheduler_side import (
     BLOCK,
@@ -364,8 +365,9 @@ def test_a_prompt_of_embeddings_is_looked_up_as_it_is_stored(make: Make, given: 
 def silent(waited: list[float]) -> Callable[..., list[LookupAnswer]]:
     """Answers that never come; notes how long each look at them would wait."""
 
-    def answers(_lookups: Lookups, wait: float = 0.0) -> list[LookupAnswer]:
-        waited.append(wait)
+    def answers(_lookups: Lookups, wait: float = 0.0, _of: str = "") -> list[LookupAnswer]:
+        if wait:
+            waited.append(wait)
         return []
 
     return answers
@@ -378,7 +380,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-def test_an_engine_without_work_waits_for_an_answer_once_a_step(make: Make, waits: list[float]) -> None:
+def test_an_engine_without_work_waits_in_vain_once_a_step(make: Make, waits: list[float]) -> None:
     side, one, other = make(), request(), request("other")
     side.on_new_request(one)
     side.on_new_request(other)
@@ -401,19 +403,58 @@ def test_a_lookup_that_takes_long_is_not_waited_for(make: Make, waits: list[floa
     assert waits == [ANSWER_SECONDS]
 
 
-def test_an_engine_with_work_does_not_wait_until_that_is_done(make: Make, waits: list[float]) -> None:
+def test_an_engine_with_work_that_knows_no_cost_does_not_wait_until_that_is_done(
+    make: Make, waits: list[float]
+) -> None:
     side, busy, waiting = make(), request("busy"), request("waiting")
     side.on_new_request(busy)
     side.on_new_request(waiting)
     side.build_metadata(step(busy, 64))
     waits.clear()
     side.match(waiting, 0)
-    assert not any(waits)
+    assert not waits
 
     side.finished(busy, ([1, 2, 3, 4],))
-    waits.clear()
     side.match(waiting, 0)
     assert waits == [ANSWER_SECONDS]
+
+
+def test_a_step_waits_for_a_small_part_of_what_computing_takes(
+    make: Make, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, busy, waiting, later = make(), request("busy"), request("waiting"), request("later")
+    side._observer.seconds_a_token = 0.1 / 64
+    for each in (busy, waiting, later):
+        side.on_new_request(each)
+    monkeypatch.setattr(Lookups, "age", lambda _lookups, name, _now: {"waiting": 0.002}.get(name, 0.0))
+    side.build_metadata(step(busy, 64))
+    for _ in range(2):
+        side.match(waiting, 0)
+        side.match(later, 0)
+    assert waits == [pytest.approx(0.1 * STEP_SHARE - 0.002)], "in vain, so the pool is slow and nobody waits again"
+
+    monkeypatch.setattr(Lookups, "age", lambda *_: 1.0)
+    side.build_metadata(step(busy, 1))
+    side.match(waiting, 0)
+    assert len(waits) == 1, "a request has its time once, not in each step"
+
+
+def test_requests_that_come_together_begin_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is told to ask again waits until the step of the others is over."""
+    side, answers = make(), Lookups.answers
+    waited: list[tuple[float, str]] = []
+
+    def late(lookups: Lookups, wait: float = 0.0, of: str = "") -> list[LookupAnswer]:
+        waited.append((wait, of))
+        return answers(lookups, 60.0, of) if wait else []
+
+    monkeypatch.setattr(Lookups, "answers", late)
+    side._observer.seconds_a_token = 1.0
+    together = [request(name, [number] * 64) for number, name in enumerate("abc")]
+    for each in together:
+        side.on_new_request(each)
+    assert [side.match(each, 0) for each in together] == [(0, False)] * 3
+    assert waited[0][1] == "a"
 
 
 def test_nobody_waits_for_what_was_answered(
@@ -427,7 +468,7 @@ def test_nobody_waits_for_what_was_answered(
     monkeypatch.setattr(Lookups, "answers", silent(waited))
 
     assert side.match(one, 0)[0] == 3 * BLOCK
-    assert not any(waited)
+    assert not waited
 
 
 def test_a_hit_that_the_engine_never_takes_is_not_offered_for_ever(make: Make, store: Callable[[int], None]) -> None:

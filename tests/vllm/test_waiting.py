@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.vllm.waiting import FIRST_PAUSE, GRACE_SECONDS, MOST_PAUSE, QUEUED_PAUSE, Waiting
+from ems.vllm.waiting import (
+    FIRST_PAUSE,
+    GRACE_SECONDS,
+    MOST_PAUSE,
+    MOST_STEP_SECONDS,
+    QUEUED_PAUSE,
+    STEP_SHARE,
+    Waiting,
+    step_patience,
+)
 
 
 @pytest.mark.parametrize(
@@ -120,3 +129,11 @@ def test_once_the_scheduler_asks_every_wait_is_bounded(
             assert not waiting.for_prefill(0, True, limit, now)
         if token_seconds and now >= token_seconds * promoting:
             assert not waiting.for_tiers(tokens, promoting, token_seconds, limit, now)
+
+
+@given(st.floats(0, 10), st.floats(0, 1000))
+def test_a_step_waits_little_beside_computing(age: float, computing: float) -> None:
+    patience = step_patience(age, computing)
+    assert 0 <= patience <= MOST_STEP_SECONDS
+    assert not patience or age + patience <= computing * STEP_SHARE * (1 + 1e-9)
+    assert step_patience(0.0, computing) == min(computing * STEP_SHARE, MOST_STEP_SECONDS)

@@ -157,9 +157,16 @@ class Lookups:
     def release(self, lease: Lease) -> None:
         self._lane.put(lease)
 
-    def answers(self, wait: float = 0.0) -> list[LookupAnswer]:
-        """Answers since the last call; waits at most ``wait`` seconds for the first."""
+    def age(self, request_id: str, now: float) -> float:
+        """Seconds since a request was asked for that is not forgotten."""
+        return now - self._jobs[request_id].waiting.asked_at
+
+    def answers(self, wait: float = 0.0, of: str = "") -> list[LookupAnswer]:
+        """Answers since the last call; waits at most ``wait`` seconds until that ``of`` a request is among them."""
+        until = time.monotonic() + wait
         results = self._lane.results(wait)
+        while all(job.request_id != of for job, _ in results) and (left := until - time.monotonic()) > 0:
+            results += self._lane.results(left)
         for job, answer in results:
             if job.over:
                 # A request that came since may have the same name.

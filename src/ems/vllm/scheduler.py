@@ -170,7 +170,7 @@ class SchedulerSide(SchedulerShell):
                 self._enter(request)
             self._decline(request_id, Reason.NOT_LOADED)
             return 0, False
-        found = self._match(request, local, wait=not self._running)
+        found = self._match(request, local, idle=not self._running)
         self._turned_away = found is None and self._book.full
         if self._turned_away:
             return 0, False
@@ -305,7 +305,7 @@ class SchedulerSide(SchedulerShell):
         self._book.paused = not usable
         preempted = getattr(output, "preempted_req_ids", None)
         self._running.update(tokens)
-        self._waited = self._turned_away = False
+        self._in_vain = self._turned_away = False
         self._book.begin_step()
         if tokens or self._loads:
             self._epoch.empty = False

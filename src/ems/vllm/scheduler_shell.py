@@ -1,8 +1,8 @@
 """What ``EmsStoreConnector`` and the manager below vLLM's ``OffloadingConnector`` both do inside vLLM's scheduler.
 
 It carries between the book of requests, which decides, and the lookups, which ask the pool in a thread of their own.
-What always holds: no method waits for the node, but once a step for an answer, and that a moment.  vLLM calls all
-methods on one thread.
+What always holds: no method waits for the node, but for an answer a moment, which is little beside computing what was
+asked for; a step waits in vain once at most.  vLLM calls all methods on one thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ems.vllm.planes import Plane
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import Ask, Load, Phase, Release, RequestBook
 from ems.vllm.tokens import extra_keys
-from ems.vllm.waiting import Waiting
+from ems.vllm.waiting import Waiting, step_patience
 
 logger = init_logger("vllm.ems.scheduler")
 
 ANSWER_SECONDS = 0.002
-"""How long one step waits for a lookup.  A lookup takes about 1 ms, and a step without work longer."""
+"""How long a step that computes nothing waits for a lookup.  A lookup takes about 1 ms, and such a step longer."""
 ANSWER_CHUNKS = 256
-"""A lookup of more chunks takes longer than :data:`ANSWER_SECONDS`, so no step waits for it."""
+"""No step waits for a lookup of more chunks, of which naming them alone takes longer."""
 
 
 class SchedulerShell:
@@ -67,8 +67,8 @@ class SchedulerShell:
         self._lookups.start()
         self._requests: dict[str, Any] = {}
         """VLLM's requests."""
-        self._waited = False
-        """Whether this step has waited for an answer."""
+        self._in_vain = False
+        """Whether this step has waited for an answer that did not come."""
 
     def _enter(self, request: Any) -> None:
         """Have the book follow ``request``, unless the pool may not be asked."""
@@ -86,16 +86,17 @@ class SchedulerShell:
         """Whether a load of the request is part of the step that begins it."""
         return False
 
-    def _match(self, request: Any, local: int = 0, *, wait: bool = True) -> int | None:
+    def _match(self, request: Any, local: int = 0, *, idle: bool = True) -> int | None:
         """How many tokens behind the ``local`` ones can be loaded; None: vLLM has to ask again.
 
-        With ``wait`` it waits for a lookup, once a step: an empty step takes several times as long as most lookups.
+        ``idle`` says that the engine computes nothing.
         """
         request_id, now = request.request_id, time.monotonic()
         if self._book.get(request_id) is None:
             self._enter(request)
         self._lookups.hurry(request_id)
-        self._take_answers(self._patience(request) if wait else 0.0)
+        self._wait_for(request, now, idle=idle)
+        self._take_answers()
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
         if self._client.waits_out_restart:
@@ -107,20 +108,27 @@ class SchedulerShell:
             self._lookups.hurry(request_id)
         return found
 
-    def _patience(self, request: Any) -> float:
+    def _wait_for(self, request: Any, now: float, *, idle: bool) -> None:
+        """Wait a moment for the request's answer: who is told to ask again may begin a whole step later."""
         known = self._book.get(request.request_id)
-        if self._waited or known is None or known.phase is not Phase.ASKED:
-            return 0.0
-        self._waited = request.num_tokens <= ANSWER_CHUNKS * self._model.chunk_tokens
-        return ANSWER_SECONDS if self._waited else 0.0
+        long = request.num_tokens > ANSWER_CHUNKS * self._model.chunk_tokens
+        if self._in_vain or long or known is None or known.phase is not Phase.ASKED:
+            return
+        computing = request.num_tokens * self._observer.seconds_a_token
+        patience = step_patience(self._lookups.age(request.request_id, now), computing)
+        patience = max(patience, ANSWER_SECONDS if idle else 0.0)
+        if patience > 0:
+            for answer in self._lookups.answers(patience, request.request_id):
+                self._answered(answer)
+            self._in_vain = known.phase is Phase.ASKED
 
     def _decline(self, request_id: str, reason: Reason) -> None:
         self._observer.requests.left_out(request_id, reason)
         self._do(self._book.decline(request_id))
 
-    def _take_answers(self, wait: float = 0.0) -> None:
-        if wait or self._lookups.news:
-            for answer in self._lookups.answers(wait):
+    def _take_answers(self) -> None:
+        if self._lookups.news:
+            for answer in self._lookups.answers():
                 self._answered(answer)
 
     def _answered(self, answer: LookupAnswer) -> None:

@@ -18,13 +18,25 @@ QUEUED_PAUSE = 1.0
 """Seconds between two looks at most while the request stands in the queue; there each is twice the one before."""
 GRACE_SECONDS = 0.5
 """How long a hand-off waits for blocks that are announced but not even being written yet."""
+STEP_SHARE = 0.05
+"""Of the time that computing a request takes, so much a step may wait for its answer."""
+MOST_STEP_SECONDS = 0.02
+"""How long a step may wait for an answer at most."""
+
+
+def step_patience(age: float, computing: float) -> float:
+    """Seconds that a step may still wait for the answer to a request that was asked for ``age`` seconds ago.
+
+    ``computing`` is what computing the request takes (0: not known).  Without the answer it begins a whole step later.
+    """
+    return max(min(computing * STEP_SHARE, MOST_STEP_SECONDS) - age, 0.0)
 
 
 class Waiting:
     """The wait of one request that came at ``asked_at``; ``expected`` of its tokens were announced by a prefill."""
 
     def __init__(self, asked_at: float, expected: int) -> None:
-        self._asked_at = asked_at
+        self.asked_at = asked_at
         self.expected = expected
         self._due: float | None = None
         self._pause = FIRST_PAUSE
@@ -53,7 +65,7 @@ class Waiting:
         """
         if tokens >= self.expected or self._waited(now) >= limit:
             return False
-        return pending or now - self._asked_at < GRACE_SECONDS
+        return pending or now - self.asked_at < GRACE_SECONDS
 
     def for_tiers(self, tokens: int, promoting: int, token_seconds: float, limit: float, now: float) -> bool:
         """Whether to go on waiting for ``promoting`` tokens behind the ``tokens`` ones that are in memory.

@@ -102,7 +102,7 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
                 self._book.preempted(request_id)
         self._found.clear()
         self._allocated.clear()
-        self._waited = False
+        self._in_vain = False
         self._book.begin_step()
         if self._observer.usable:
             self._do(self._book.start_lookups())
