@@ -217,6 +217,7 @@ def cold(scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, lives: 
         both = compare([pair for pairs in by_life for pair in pairs])
         lives_apart = [compare(pairs).ratio for pairs in by_life]
         spread = f"{both.ratio:.3f} ({both.ratio_low:.3f}-{both.ratio_high:.3f})"
+        say(f"{what}, {kind}: {both.base * 1e3:.0f} and {both.other * 1e3:.0f} ms")
         told[kind] = f"{spread}, lives {min(lives_apart):.2f}-{max(lives_apart):.2f}"
         say(f"{what}, {kind}: {told[kind]}")
     return told
