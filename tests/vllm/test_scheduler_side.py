@@ -25,6 +25,7 @@ from ems.pool.protocol.acts import Show
 from ems.vllm.configuration.settings import read_settings
 from ems.vllm.lookups import LookupAnswer, Lookups
 from ems.vllm.metadata import QUIET, StepReport
+from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES, Phase
 from ems.vllm.scheduler import IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
@@ -437,6 +438,16 @@ def test_a_step_waits_for_a_small_part_of_what_computing_takes(
     side.build_metadata(step(busy, 1))
     side.match(waiting, 0)
     assert len(waits) == 1, "a request has its time once, not in each step"
+
+    monkeypatch.setattr(Lookups, "age", lambda *_: 0.0)
+    side.build_metadata(step(busy, 1))
+    side.match(waiting, 48)
+    assert waits[1:] == [pytest.approx(0.1 / 4 * STEP_SHARE)], "what the engine has is not computed"
+
+    monkeypatch.setattr(Observer, "usable", False)
+    side.build_metadata(step(busy, 1))
+    side.match(later, 0)
+    assert len(waits) == 2, "nobody waits for a pool that is down"
 
 
 def test_requests_that_come_together_begin_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

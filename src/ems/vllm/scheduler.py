@@ -170,7 +170,7 @@ class SchedulerSide(SchedulerShell):
                 self._enter(request)
             self._decline(request_id, Reason.NOT_LOADED)
             return 0, False
-        found = self._match(request, local, idle=not self._running)
+        found = self._match(request, local, rest=request.num_tokens - local, idle=not self._running)
         self._turned_away = found is None and self._book.full
         if self._turned_away:
             return 0, False

@@ -86,16 +86,17 @@ class SchedulerShell:
         """Whether a load of the request is part of the step that begins it."""
         return False
 
-    def _match(self, request: Any, local: int = 0, *, idle: bool = True) -> int | None:
+    def _match(self, request: Any, local: int = 0, *, rest: int, idle: bool = True) -> int | None:
         """How many tokens behind the ``local`` ones can be loaded; None: vLLM has to ask again.
 
-        ``idle`` says that the engine computes nothing.
+        ``rest`` tokens are computed if none are, and ``idle`` says that the engine computes nothing now.
         """
         request_id, now = request.request_id, time.monotonic()
         if self._book.get(request_id) is None:
             self._enter(request)
         self._lookups.hurry(request_id)
-        self._wait_for(request, now, idle=idle)
+        if self._observer.usable:
+            self._wait_for(request, rest, now, idle=idle)
         self._take_answers()
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
@@ -108,14 +109,14 @@ class SchedulerShell:
             self._lookups.hurry(request_id)
         return found
 
-    def _wait_for(self, request: Any, now: float, *, idle: bool) -> None:
+    def _wait_for(self, request: Any, rest: int, now: float, *, idle: bool) -> None:
         """Wait a moment for the request's answer: who is told to ask again may begin a whole step later."""
         known = self._book.get(request.request_id)
         long = request.num_tokens > ANSWER_CHUNKS * self._model.chunk_tokens
         if self._in_vain or long or known is None or known.phase is not Phase.ASKED:
             return
-        computing = request.num_tokens * self._observer.seconds_a_token
-        patience = step_patience(self._lookups.age(request.request_id, now), computing)
+        age = self._lookups.age(request.request_id, now)
+        patience = step_patience(age, rest * self._observer.seconds_a_token)
         patience = max(patience, ANSWER_SECONDS if idle else 0.0)
         if patience > 0:
             for answer in self._lookups.answers(patience, request.request_id):

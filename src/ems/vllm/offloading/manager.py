@@ -72,7 +72,9 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
         if request is None or chunk is None:
             return LookupResult.MISS
         if request.request_id not in self._found:
-            tokens, known = self._match(request), self._book.get(request.request_id)
+            # VLLM asks from the first chunk on that it has not.
+            rest = request.num_tokens - chunk * self._chunk_tokens(get_offload_group_idx(key))
+            tokens, known = self._match(request, rest=rest), self._book.get(request.request_id)
             present = NOTHING if known is None else known.found
             self._found[request.request_id] = None if tokens is None else present
         found = self._found[request.request_id]
