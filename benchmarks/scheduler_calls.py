@@ -8,7 +8,7 @@ place of a model there is a pause; requests, blocks, hashes, loads and saves are
 
 "CPU" is the time that the calling thread itself ran.  What is missing to the whole it spent waiting: for the
 interpreter, which another thread of the connector held, or for a core.  Questions of a step that computes nothing stand
-in a line of their own: there the connector may wait a moment for a lookup, and nobody else waits with it.
+in a line of their own: there the connector waits a moment for lookups, and nothing that runs waits with it.
 
 With ``--waiting 10000`` it measures something else: how long ``schedule()`` itself takes while so many requests wait
 whose lookups are not answered, because the pool's node is stopped.  Beside it stands the same scheduler with a
@@ -60,6 +60,8 @@ SHAPE = ModelShape(
     layers=2, hidden_size=64, intermediate_size=64, kv_heads=1, head_dim=64, near=64, far=256, max_positions=1 << 17
 )
 TARGET_SECONDS = 0.001
+IDLE_SECONDS = 0.02
+"""The same for a question of a step that computes nothing."""
 WAITING_SECONDS = 0.002
 WAITING_STEPS = 50
 WAITING_TOKENS = 64
@@ -95,7 +97,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def met(self) -> bool:
-        return all(latency.p99 <= TARGET_SECONDS for name, latency in self.calls.items() if name != MATCH_IDLE)
+        most = {MATCH_IDLE: IDLE_SECONDS}
+        return all(latency.p99 <= most.get(name, TARGET_SECONDS) for name, latency in self.calls.items())
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):

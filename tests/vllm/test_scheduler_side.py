@@ -29,8 +29,7 @@ from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES, Phase
 from ems.vllm.scheduler import IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
-from ems.vllm.scheduler_shell import ANSWER_CHUNKS, ANSWER_SECONDS
-from ems.vllm.waiting import STEP_SHARE
+from ems.vllm.waiting import MOST_STEP_SECONDS, STEP_SECONDS, STEP_SHARE
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.vllm.scheduler_side import (
     BLOCK,
@@ -281,9 +280,9 @@ def test_requests_behind_the_first_are_looked_up_as_these_leave(make: Make, stor
         side.finished(one, ([1],))
 
 
-def test_the_engine_does_not_ask_for_more_than_are_looked_up(make: Make, waits: list[float]) -> None:
+@pytest.mark.usefixtures("clock")
+def test_the_engine_does_not_ask_for_more_than_are_looked_up(make: Make) -> None:
     """VLLM would ask for each of thousands in each step; it stops where there is no block for one."""
-    assert not waits
     side, blocks, queue = make(), engine_blocks(8), [request(f"q{number}") for number in range(EAGER_LEASES + 1)]
     side.bind(blocks)
     for one in queue:
@@ -363,109 +362,113 @@ def test_a_prompt_of_embeddings_is_looked_up_as_it_is_stored(make: Make, given: 
     assert names[0] != names[1]
 
 
-def silent(waited: list[float]) -> Callable[..., list[LookupAnswer]]:
-    """Answers that never come; notes how long each look at them would wait."""
+class Clock:
+    """The time while nobody answers: a wait for an answer lasts as long as it may."""
 
-    def answers(_lookups: Lookups, wait: float = 0.0, _of: str = "") -> list[LookupAnswer]:
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+        self.names: list[str] = []
+        """Whose answers were waited for."""
+        self.waits: list[float] = []
+        """How long."""
+
+    def answers(self, wait: float = 0.0, of: str = "") -> list[LookupAnswer]:
         if wait:
-            waited.append(wait)
+            self.names.append(of)
+            self.waits.append(wait)
+        self.now += wait
         return []
-
-    return answers
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    waited: list[float] = []
-    monkeypatch.setattr(Lookups, "answers", silent(waited))
-    return waited
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of the scheduler side, which waits for answers move on."""
+    clock = Clock()
+    monkeypatch.setattr("ems.vllm.scheduler_shell.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("ems.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(Lookups, "answers", clock.answers)
+    return clock
 
 
-def test_an_engine_without_work_waits_in_vain_once_a_step(make: Make, waits: list[float]) -> None:
+def test_an_engine_without_work_waits_a_moment_in_each_step(make: Make, clock: Clock) -> None:
     side, one, other = make(), request(), request("other")
     side.on_new_request(one)
     side.on_new_request(other)
     for each in (one, other, one):
         assert side.match(each, 0) == (None, False)
-    assert waits == [ANSWER_SECONDS]
+    assert clock.names == ["r"]
+    assert clock.waits == pytest.approx([STEP_SECONDS])
 
     side.build_metadata(empty_step())
-    waits.clear()
     side.match(other, 0)
-    assert waits == [ANSWER_SECONDS]
+    assert clock.names[1:] == ["other"]
+    assert clock.waits[1:] == pytest.approx([STEP_SECONDS])
 
 
-def test_a_lookup_that_takes_long_is_not_waited_for(make: Make, waits: list[float]) -> None:
-    side = make()
-    for name, blocks in (("long", ANSWER_CHUNKS + 1), ("longest", 8 * ANSWER_CHUNKS), ("short", ANSWER_CHUNKS)):
-        one = request(name, [7] * (blocks * BLOCK))
-        side.on_new_request(one)
-        side.match(one, 0)
-    assert waits == [ANSWER_SECONDS]
-
-
-def test_an_engine_with_work_that_knows_no_cost_does_not_wait_until_that_is_done(
-    make: Make, waits: list[float]
-) -> None:
+def test_an_engine_with_work_does_not_wait_until_that_is_done(make: Make, clock: Clock) -> None:
     side, busy, waiting = make(), request("busy"), request("waiting")
+    side._observer.seconds_a_token = 1.0
     side.on_new_request(busy)
     side.on_new_request(waiting)
     side.build_metadata(step(busy, 64))
-    waits.clear()
     side.match(waiting, 0)
-    assert not waits
+    assert not clock.waits
 
     side.finished(busy, ([1, 2, 3, 4],))
     side.match(waiting, 0)
-    assert waits == [ANSWER_SECONDS]
+    assert clock.names == ["waiting"]
+    assert clock.waits == pytest.approx([MOST_STEP_SECONDS])
 
 
-def test_a_step_waits_for_a_small_part_of_what_computing_takes(
-    make: Make, waits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side, busy, waiting, later = make(), request("busy"), request("waiting"), request("later")
-    side._observer.seconds_a_token = 0.1 / 64
-    for each in (busy, waiting, later):
+def test_a_step_waits_for_each_a_small_part_of_what_computing_takes(make: Make, clock: Clock) -> None:
+    """Of what is behind the tokens that the engine has, counted from when the pool was asked."""
+    side, long, short = make(), request("long", [1] * 64), request("short", [2] * 64)
+    side._observer.seconds_a_token = 0.2 / 64
+    for each in (long, short):
         side.on_new_request(each)
-    monkeypatch.setattr(Lookups, "age", lambda _lookups, name, _now: {"waiting": 0.002}.get(name, 0.0))
-    side.build_metadata(step(busy, 64))
-    for _ in range(2):
-        side.match(waiting, 0)
-        side.match(later, 0)
-    assert waits == [pytest.approx(0.1 * STEP_SHARE - 0.002)], "in vain, so the pool is slow and nobody waits again"
+    side.match(short, 48)
+    assert clock.names == ["short"]
+    assert clock.waits == pytest.approx([0.2 / 4 * STEP_SHARE])
+    side.match(long, 0)
+    assert clock.names[1:] == ["long"]
+    assert clock.waits[1:] == pytest.approx([0.2 * 3 / 4 * STEP_SHARE]), "a twentieth in all"
 
-    monkeypatch.setattr(Lookups, "age", lambda *_: 1.0)
-    side.build_metadata(step(busy, 1))
-    side.match(waiting, 0)
-    assert len(waits) == 1, "a request has its time once, not in each step"
+    side.build_metadata(empty_step())
+    side.match(long, 0)
+    assert clock.names[2:] == ["long"]
+    assert clock.waits[2:] == pytest.approx([STEP_SECONDS]), "a request has its time once"
 
-    monkeypatch.setattr(Lookups, "age", lambda *_: 0.0)
-    side.build_metadata(step(busy, 1))
-    side.match(waiting, 48)
-    assert waits[1:] == [pytest.approx(0.1 / 4 * STEP_SHARE)], "what the engine has is not computed"
 
+def test_a_step_does_not_wait_longer_for_many(make: Make, clock: Clock) -> None:
+    side = make()
+    side._observer.seconds_a_token = 1.0
+    for number in range(20):
+        side.match(request(str(number), [number] * 64), 0)
+        clock.now += 0.003
+    assert 0 < sum(clock.waits) <= MOST_STEP_SECONDS
+
+
+def test_nobody_waits_for_a_pool_that_is_down(make: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, one = make(), request()
+    side.on_new_request(one)
     monkeypatch.setattr(Observer, "usable", False)
-    side.build_metadata(step(busy, 1))
-    side.match(later, 0)
-    assert len(waits) == 2, "nobody waits for a pool that is down"
+    assert side.match(one, 0) == (0, False)
+    assert not clock.waits
 
 
 def test_requests_that_come_together_begin_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is told to ask again waits until the step of the others is over."""
     side, answers = make(), Lookups.answers
-    waited: list[tuple[float, str]] = []
 
     def late(lookups: Lookups, wait: float = 0.0, of: str = "") -> list[LookupAnswer]:
-        waited.append((wait, of))
         return answers(lookups, 60.0, of) if wait else []
 
     monkeypatch.setattr(Lookups, "answers", late)
-    side._observer.seconds_a_token = 1.0
+    monkeypatch.setattr("ems.vllm.scheduler_shell.step_patience", lambda *_: 1.0)
     together = [request(name, [number] * 64) for number, name in enumerate("abc")]
     for each in together:
         side.on_new_request(each)
     assert [side.match(each, 0) for each in together] == [(0, False)] * 3
-    assert waited[0][1] == "a"
 
 
 def test_nobody_waits_for_what_was_answered(
@@ -475,11 +478,10 @@ def test_nobody_waits_for_what_was_answered(
     side, one = make(), request()
     side.on_new_request(one)
     assert side.found(one) == 3 * BLOCK
-    waited: list[float] = []
-    monkeypatch.setattr(Lookups, "answers", silent(waited))
+    monkeypatch.setattr(Lookups, "answers", (clock := Clock()).answers)
 
     assert side.match(one, 0)[0] == 3 * BLOCK
-    assert not waited
+    assert not clock.waits
 
 
 def test_a_hit_that_the_engine_never_takes_is_not_offered_for_ever(make: Make, store: Callable[[int], None]) -> None:

@@ -14,6 +14,7 @@ from ems.vllm.waiting import (
     MOST_PAUSE,
     MOST_STEP_SECONDS,
     QUEUED_PAUSE,
+    STEP_SECONDS,
     STEP_SHARE,
     Waiting,
     step_patience,
@@ -131,9 +132,10 @@ def test_once_the_scheduler_asks_every_wait_is_bounded(
             assert not waiting.for_tiers(tokens, promoting, token_seconds, limit, now)
 
 
-@given(st.floats(0, 10), st.floats(0, 1000))
-def test_a_step_waits_little_beside_computing(age: float, computing: float) -> None:
-    patience = step_patience(age, computing)
-    assert 0 <= patience <= MOST_STEP_SECONDS
-    assert not patience or age + patience <= computing * STEP_SHARE * (1 + 1e-9)
-    assert step_patience(0.0, computing) == min(computing * STEP_SHARE, MOST_STEP_SECONDS)
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1000))
+def test_a_step_waits_little_beside_computing(step_waits: float, age: float, computing: float) -> None:
+    patience = step_patience(step_waits, age, computing)
+    assert 0 <= patience <= max(MOST_STEP_SECONDS - step_waits, 0)
+    if patience:
+        assert step_waits + patience <= STEP_SECONDS * 1.001 or age + patience <= computing * STEP_SHARE * 1.001
+    assert step_patience(0.0, 0.0, computing) == min(max(computing * STEP_SHARE, STEP_SECONDS), MOST_STEP_SECONDS)

@@ -1,4 +1,4 @@
-"""The lookups of one engine, in a thread beside its scheduler, which never waits here.
+"""The lookups of one engine, in a thread beside its scheduler.
 
 A lookup goes on while tiers promote more of the prompt and the scheduler has not asked for the request.  Meanwhile a
 lease holds what was found, and an announcement holds what is promoted.  While a request waits in the queue its answer
@@ -165,7 +165,7 @@ class Lookups:
         """Answers since the last call; waits at most ``wait`` seconds until that ``of`` a request is among them."""
         until = time.monotonic() + wait
         results = self._lane.results(wait)
-        while all(job.request_id != of for job, _ in results) and (left := until - time.monotonic()) > 0:
+        while all(job.over or job.request_id != of for job, _ in results) and (left := until - time.monotonic()) > 0:
             results += self._lane.results(left)
         for job, answer in results:
             if job.over:

@@ -1,6 +1,7 @@
 """The connector inside vLLM's scheduler: carries between vLLM's hooks, the request book and the pool.
 
-No hook waits for the node.  vLLM calls all hooks on one thread.
+No hook waits for the node; where the engine computes nothing one waits a moment for a lookup.  vLLM calls all hooks on
+one thread.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class SchedulerSide(SchedulerShell):
                 self._enter(request)
             self._decline(request_id, Reason.NOT_LOADED)
             return 0, False
-        found = self._match(request, local, rest=request.num_tokens - local, idle=not self._running)
+        found = self._match(request, local, idle=not self._running)
         self._turned_away = found is None and self._book.full
         if self._turned_away:
             return 0, False
@@ -305,7 +306,7 @@ class SchedulerSide(SchedulerShell):
         self._book.paused = not usable
         preempted = getattr(output, "preempted_req_ids", None)
         self._running.update(tokens)
-        self._in_vain = self._turned_away = False
+        self._waits_since, self._turned_away = None, False
         self._book.begin_step()
         if tokens or self._loads:
             self._epoch.empty = False

@@ -1,8 +1,8 @@
 """What ``EmsStoreConnector`` and the manager below vLLM's ``OffloadingConnector`` both do inside vLLM's scheduler.
 
 It carries between the book of requests, which decides, and the lookups, which ask the pool in a thread of their own.
-What always holds: no method waits for the node, but for an answer a moment, which is little beside computing what was
-asked for; a step waits in vain once at most.  vLLM calls all methods on one thread.
+What always holds: no method waits for the node; a step that computes nothing waits a moment for answers.  vLLM calls
+all methods on one thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ from ems.vllm.tokens import extra_keys
 from ems.vllm.waiting import Waiting, step_patience
 
 logger = init_logger("vllm.ems.scheduler")
-
-ANSWER_SECONDS = 0.002
-"""How long a step that computes nothing waits for a lookup.  A lookup takes about 1 ms, and such a step longer."""
-ANSWER_CHUNKS = 256
-"""No step waits for a lookup of more chunks, of which naming them alone takes longer."""
 
 
 class SchedulerShell:
@@ -67,8 +62,8 @@ class SchedulerShell:
         self._lookups.start()
         self._requests: dict[str, Any] = {}
         """VLLM's requests."""
-        self._in_vain = False
-        """Whether this step has waited for an answer that did not come."""
+        self._waits_since: float | None = None
+        """When this step began to wait for answers."""
 
     def _enter(self, request: Any) -> None:
         """Have the book follow ``request``, unless the pool may not be asked."""
@@ -86,17 +81,17 @@ class SchedulerShell:
         """Whether a load of the request is part of the step that begins it."""
         return False
 
-    def _match(self, request: Any, local: int = 0, *, rest: int, idle: bool = True) -> int | None:
+    def _match(self, request: Any, local: int = 0, *, idle: bool = True) -> int | None:
         """How many tokens behind the ``local`` ones can be loaded; None: vLLM has to ask again.
 
-        ``rest`` tokens are computed if none are, and ``idle`` says that the engine computes nothing now.
+        ``idle`` says that the engine computes nothing, so that it may wait for the answer.
         """
         request_id, now = request.request_id, time.monotonic()
         if self._book.get(request_id) is None:
             self._enter(request)
         self._lookups.hurry(request_id)
-        if self._observer.usable:
-            self._wait_for(request, rest, now, idle=idle)
+        if idle and self._observer.usable:
+            self._wait_for(request, local, now)
         self._take_answers()
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
@@ -109,19 +104,18 @@ class SchedulerShell:
             self._lookups.hurry(request_id)
         return found
 
-    def _wait_for(self, request: Any, rest: int, now: float, *, idle: bool) -> None:
-        """Wait a moment for the request's answer: who is told to ask again may begin a whole step later."""
+    def _wait_for(self, request: Any, local: int, now: float) -> None:
+        """Wait a moment for the request's answer: told to ask again, it may begin a whole step behind others."""
         known = self._book.get(request.request_id)
-        long = request.num_tokens > ANSWER_CHUNKS * self._model.chunk_tokens
-        if self._in_vain or long or known is None or known.phase is not Phase.ASKED:
+        if known is None or known.phase is not Phase.ASKED:
             return
-        age = self._lookups.age(request.request_id, now)
-        patience = step_patience(age, rest * self._observer.seconds_a_token)
-        patience = max(patience, ANSWER_SECONDS if idle else 0.0)
+        if self._waits_since is None:
+            self._waits_since = now
+        computing = (request.num_tokens - local) * self._observer.seconds_a_token
+        patience = step_patience(now - self._waits_since, self._lookups.age(request.request_id, now), computing)
         if patience > 0:
             for answer in self._lookups.answers(patience, request.request_id):
                 self._answered(answer)
-            self._in_vain = known.phase is Phase.ASKED
 
     def _decline(self, request_id: str, reason: Reason) -> None:
         self._observer.requests.left_out(request_id, reason)

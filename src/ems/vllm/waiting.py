@@ -18,18 +18,23 @@ QUEUED_PAUSE = 1.0
 """Seconds between two looks at most while the request stands in the queue; there each is twice the one before."""
 GRACE_SECONDS = 0.5
 """How long a hand-off waits for blocks that are announced but not even being written yet."""
+STEP_SECONDS = 0.002
+"""How long a step that computes nothing waits for answers.  A lookup takes about 1 ms, and such a step longer."""
 STEP_SHARE = 0.05
-"""Of the time that computing a request takes, so much a step may wait for its answer."""
+"""Of what computing a request takes, so much such a step waits for its answer: others that begin without it keep it
+waiting a whole step."""
 MOST_STEP_SECONDS = 0.02
-"""How long a step may wait for an answer at most."""
+"""How long one step waits for all answers at most."""
 
 
-def step_patience(age: float, computing: float) -> float:
-    """Seconds that a step may still wait for the answer to a request that was asked for ``age`` seconds ago.
+def step_patience(step_waits: float, age: float, computing: float) -> float:
+    """Seconds that a step which computes nothing goes on waiting for one answer.
 
-    ``computing`` is what computing the request takes (0: not known).  Without the answer it begins a whole step later.
+    The step began to wait ``step_waits`` seconds ago, the request was asked for ``age`` seconds ago, and computing it
+    takes ``computing`` seconds (0: not known).
     """
-    return max(min(computing * STEP_SHARE, MOST_STEP_SECONDS) - age, 0.0)
+    longest = max(STEP_SECONDS - step_waits, computing * STEP_SHARE - age)
+    return max(min(longest, MOST_STEP_SECONDS - step_waits), 0.0)
 
 
 class Waiting:

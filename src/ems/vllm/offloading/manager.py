@@ -72,9 +72,7 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
         if request is None or chunk is None:
             return LookupResult.MISS
         if request.request_id not in self._found:
-            # VLLM asks from the first chunk on that it has not.
-            rest = request.num_tokens - chunk * self._chunk_tokens(get_offload_group_idx(key))
-            tokens, known = self._match(request, rest=rest), self._book.get(request.request_id)
+            tokens, known = self._match(request), self._book.get(request.request_id)
             present = NOTHING if known is None else known.found
             self._found[request.request_id] = None if tokens is None else present
         found = self._found[request.request_id]
@@ -104,7 +102,7 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
                 self._book.preempted(request_id)
         self._found.clear()
         self._allocated.clear()
-        self._in_vain = False
+        self._waits_since = None
         self._book.begin_step()
         if self._observer.usable:
             self._do(self._book.start_lookups())
