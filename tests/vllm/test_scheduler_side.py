@@ -28,7 +28,7 @@ from ems.vllm.metadata import QUIET, StepReport
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES, Phase
-from ems.vllm.scheduler import IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
+from ems.vllm.scheduler import ANNOUNCED, IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
 from ems.vllm.waiting import MOST_STEP_SECONDS, STEP_SECONDS, STEP_SHARE
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.vllm.scheduler_side import (
@@ -75,10 +75,10 @@ Make = Callable[..., Side]
 def make(node: Node) -> Iterator[Make]:
     made: list[Side] = []
 
-    def side(role: str = "kv_both", **extra: object) -> Side:
+    def side(role: str = "kv_both", *, in_lockstep: bool = False, **extra: object) -> Side:
         settings, said = read_settings(role, {"socket": str(node.socket), "autostart": False, **extra}, {})
         assert not said
-        made.append(Side(settings, MODEL))
+        made.append(Side(settings, MODEL, in_lockstep=in_lockstep))
         return made[-1]
 
     yield side
@@ -437,6 +437,18 @@ def test_a_step_waits_for_each_a_small_part_of_what_computing_takes(make: Make, 
     side.match(long, 0)
     assert clock.names[2:] == ["long"]
     assert clock.waits[2:] == pytest.approx([STEP_SECONDS]), "a request has its time once"
+
+
+@pytest.mark.parametrize("who", ["nobody", "other engines", "a load", "a prefill elsewhere"])
+def test_a_step_waits_long_only_where_nobody_waits_for_it(make: Make, clock: Clock, who: str) -> None:
+    side, one = make(in_lockstep=who == "other engines"), request()
+    side._observer.seconds_a_token = 1.0
+    if who == "a prefill elsewhere":
+        one.kv_transfer_params = {ANNOUNCED: 64}
+    side._book.loading = int(who == "a load")
+    side.on_new_request(one)
+    side.match(one, 0)
+    assert clock.waits == pytest.approx([MOST_STEP_SECONDS if who == "nobody" else STEP_SECONDS])
 
 
 def test_a_step_does_not_wait_longer_for_many(make: Make, clock: Clock) -> None:

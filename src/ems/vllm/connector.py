@@ -143,6 +143,7 @@ class EmsStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 workers,
                 step_tokens=step_tokens,
                 may_load_in_step=may_load_in_step,
+                in_lockstep=parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
                 events=events,
                 adapters=_adapters(vllm_config),
             )

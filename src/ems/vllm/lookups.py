@@ -158,8 +158,9 @@ class Lookups:
         self._lane.put(lease)
 
     def age(self, request_id: str, now: float) -> float:
-        """Seconds since a request was asked for that is not forgotten."""
-        return now - self._jobs[request_id].waiting.asked_at
+        """Seconds since a request was asked for; 0 for one that was not, or is forgotten."""
+        job = self._jobs.get(request_id)
+        return 0.0 if job is None else now - job.waiting.asked_at
 
     def answers(self, wait: float = 0.0, of: str = "") -> list[LookupAnswer]:
         """Answers since the last call; waits at most ``wait`` seconds until that ``of`` a request is among them."""

@@ -60,6 +60,7 @@ class SchedulerSide(SchedulerShell):
         *,
         step_tokens: int = 0,
         may_load_in_step: bool = True,
+        in_lockstep: bool = False,
         events: BlockEvents | None = None,
         adapters: Adapters | None = None,
     ) -> None:
@@ -88,6 +89,8 @@ class SchedulerSide(SchedulerShell):
         """Ends the saves of a worker in this process within so many seconds; nothing where it is in another."""
         self._invalid: set[int] = set()
         self._workers = workers
+        self._in_lockstep = in_lockstep
+        """Whether other engines make each step together with this one."""
         self._running: set[str] = set()
         """Requests that the engine computes."""
         self._turned_away = False
@@ -201,6 +204,10 @@ class SchedulerSide(SchedulerShell):
             return False
         seconds = self._observer.cost.load_seconds(known.found.tokens - local, now)
         return seconds is not None and seconds <= IN_STEP_SECONDS
+
+    def _has_time(self, request: Any) -> bool:
+        """Not where loads or other engines wait for the step, or the request's own prefill is waited for."""
+        return not (self._in_lockstep or self._loads or self._book.loading or self._announced(request))
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""

@@ -35,6 +35,9 @@ from ems.vllm.requests import NEVER, NOTHING, Found, Pages, of_chunks
 from ems.vllm.scheduler_shell import SchedulerShell
 from ems.vllm.tokens import extra_keys
 
+SHORT_CHUNKS = 256
+"""Of a prompt whose lookup takes a millisecond or two."""
+
 
 class EmsOffloadingManager(SchedulerShell, OffloadingManager):
     """Chunks of the KV cache groups ``groups`` of ``model`` in the pool of ``settings``.
@@ -72,7 +75,9 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
         if request is None or chunk is None:
             return LookupResult.MISS
         if request.request_id not in self._found:
-            tokens, known = self._match(request), self._book.get(request.request_id)
+            # Nobody tells whether the engine computes something: what takes long to name is not waited for.
+            short = request.num_tokens <= SHORT_CHUNKS * self._model.chunk_tokens
+            tokens, known = self._match(request, idle=short), self._book.get(request.request_id)
             present = NOTHING if known is None else known.found
             self._found[request.request_id] = None if tokens is None else present
         found = self._found[request.request_id]
