@@ -65,7 +65,8 @@ def test_the_cluster_is_that_of_the_nodes_tier_unless_another_file_is_named(
         assert run([*SMALL, str(tmp_path / "pool"), "-o", "json", *more]) == 1
         facts = json.loads(capsys.readouterr().out)["facts"]
         master: str = facts["cluster"]["masters"][0]
-        assert bool(facts["cluster"]["seals"]) == (("--config", str(tmp_path / "own.toml")) == more[:2])
+        assert bool(facts["cluster"]["seals"]) == bool(more)
+        assert bool(facts["cluster"]["seal_unseen"]) == (not more)
         return master
 
     own = tmp_path / "own.toml"
@@ -73,6 +74,10 @@ def test_the_cluster_is_that_of_the_nodes_tier_unless_another_file_is_named(
     assert master() == "127.0.0.1:2"
     assert master("--config", str(own)) == "127.0.0.1:1"
     assert master("--config", str(own), "--mooncake", str(tmp_path / "flag.json")) == "127.0.0.1:3"
+    named = f"mooncake:{tmp_path}/tier.json?seal_key={tmp_path}/key"
+    assert master("--tier", named, "--mooncake", "") == "127.0.0.1:1"
+    monkeypatch.setenv("EMS_TIER", named)
+    assert master("--mooncake", str(tmp_path / "flag.json")) == "127.0.0.1:3"
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[]"])

@@ -191,8 +191,8 @@ OTHERS: dict[str, tuple[Callable[[Facts], Facts], str, str]] = {
 }
 
 
-def sealed(seals: dict[str, str] | None, problem: str = "") -> Cluster:
-    return msgspec.structs.replace(CLUSTER, seals=seals, seal_problem=problem)
+def sealed(seals: dict[str, str] | None, problem: str = "", unseen: str = "") -> Cluster:
+    return msgspec.structs.replace(CLUSTER, seals=seals, seal_problem=problem, seal_unseen=unseen)
 
 
 def test_seals_of_tenants_that_differ_are_named_and_a_tenant_of_one_host_is_nothing_wrong() -> None:
@@ -204,7 +204,10 @@ def test_seals_of_tenants_that_differ_are_named_and_a_tenant_of_one_host_is_noth
 
 @pytest.mark.parametrize(
     ("cluster", "said"),
-    [(sealed({}), "what anybody put into the cluster is believed"), (sealed(None, "no right"), "not known: no right")],
+    [
+        (sealed({}), "what anybody put into the cluster is believed"),
+        (sealed(None, unseen="no right"), "not known: no right"),
+    ],
 )
 def test_what_has_no_seal_or_one_that_nobody_could_look_at_is_a_warning(cluster: Cluster, said: str) -> None:
     (found,) = wrong(host(cluster=cluster, versions={"mooncake": "0.3.13"}))
@@ -212,9 +215,33 @@ def test_what_has_no_seal_or_one_that_nobody_could_look_at_is_a_warning(cluster:
     assert said in found.what
 
 
+@pytest.mark.parametrize(
+    ("cluster", "tenants", "said"),
+    [
+        (sealed({}), True, "a node with tenants does not start so"),
+        (sealed(None, "too short"), False, "used: too short"),
+    ],
+)
+def test_a_seal_with_which_no_node_starts_is_an_error(cluster: Cluster, tenants: bool, said: str) -> None:
+    (found,) = wrong(host(cluster=cluster, versions={"mooncake": "0.3.13"}, tenants=tenants))
+    assert (found.level, found.about) == ("error", "mooncake.json")
+    assert said in found.what
+
+
 def test_a_seal_that_nobody_could_look_at_is_not_compared() -> None:
     here = host(cluster=CLUSTER, versions={"mooncake": "0.3.13"})
-    assert wrong(here, other(here, cluster=sealed(None, "no right"))) == []
+    (found,) = wrong(here, other(here, cluster=sealed(None, unseen="no right")))
+    assert found.level == "warning"
+    assert "the seal of two was not seen there" in found.what
+
+
+def test_what_a_node_that_runs_has_lent_is_not_wanted_once_more() -> None:
+    memory = Memory(64 * GIB, 4 * GIB, 0, None)
+    shared = Shared("/s", total=64 * GIB, free=0, in_use=8 * GIB)
+    facts = host(cluster=msgspec.structs.replace(CLUSTER, memory=16 * GIB), pool=8 * GIB, memory=memory, shared=shared)
+    facts = msgspec.structs.replace(facts, versions={"mooncake": "0.3.13"})
+    assert [one.about for one in wrong(facts)] == ["memory"]
+    assert wrong(msgspec.structs.replace(facts, node_runs=True)) == []
 
 
 @pytest.mark.parametrize("case", OTHERS)

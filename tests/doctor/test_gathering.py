@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -194,6 +195,40 @@ def test_a_key_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     cluster = read_cluster(tier(tmp_path / "m.json", tmp_path / "key"), {})
     assert "chmod 600" in cluster.seal_problem
     assert cluster.problem == ""
+
+
+def test_the_seal_of_a_file_for_mooncake_alone_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(FILE))
+    monkeypatch.delenv("EMS_SEAL_KEY", raising=False)
+    cluster = read_cluster(tier(tmp_path / "m.json"), {}, tier_known=False)
+    assert (cluster.seals, cluster.seal_unseen) == (None, "no tier of the node is known")
+    assert read_cluster(tier(tmp_path / "m.json"), {}).seals == {}
+
+    key = tmp_path / "key"
+    key.write_text("the secret of both")
+    key.chmod(0o600)
+    monkeypatch.setenv("EMS_SEAL_KEY", str(key))
+    assert read_cluster(tier(tmp_path / "m.json"), {}, tier_known=False).seals
+
+
+def test_a_key_of_another_user_is_looked_at_and_one_that_may_not_be_read_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(FILE))
+    key = tmp_path / "key"
+    key.write_text("the secret of both")
+    key.chmod(0o600)
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    assert read_cluster(tier(tmp_path / "m.json", key), {}).seals
+
+    monkeypatch.setattr("ems.pool.tiers.pack_seal._secret", refused)
+    cluster = read_cluster(tier(tmp_path / "m.json", key), {})
+    assert (cluster.seals, cluster.seal_problem) == (None, "")
+    assert "Permission denied" in cluster.seal_unseen
+
+
+def refused(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def test_a_file_for_mooncake_that_is_missing_is_said(tmp_path: Path) -> None:

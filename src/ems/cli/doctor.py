@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +39,8 @@ def doctor(
     config: Path | None = None,
     dir: Annotated[str, Parameter(env_var="EMS_DIR", show_default=False)] = "",  # noqa: A002 - as 'ems node' has it
     size: Annotated[str, Parameter(env_var="EMS_POOL_SIZE", show_default=False)] = "",
+    tier: Annotated[list[str] | None, Parameter(env_var="EMS_TIER", negative="")] = None,
+    tenants: Annotated[str, Parameter(env_var="EMS_TENANTS", show_default=False)] = "",
     peer: Annotated[list[str] | None, Parameter(negative="")] = None,
     compare: Annotated[list[Path] | None, Parameter(negative="")] = None,
     port: Annotated[list[int] | None, Parameter(negative="")] = None,
@@ -56,6 +58,8 @@ def doctor(
         config: The node's file of settings, default /etc/ems/node.toml if there.
         dir: The node's folder, as 'ems node' takes it.
         size: The pool's size, as 'ems node' takes it.
+        tier: A tier of the node, as 'ems node' takes it; may be repeated.
+        tenants: The node's file of tenants, as 'ems node' takes it.
         peer: Another host, as HOST or HOST:PORT; may be repeated.
         compare: What 'ems doctor -o json' printed on another host; may be repeated.
         port: A port that must be free beside the node's own, such as an engine's; may be repeated.
@@ -67,7 +71,10 @@ def doctor(
     fields = read_file(config or SYSTEM_FILE) if config or SYSTEM_FILE.exists() else {}
     fields |= {"directory": Path(dir)} if dir else {}
     fields |= {"size": parse_size(size, name="--size")} if size else {}
+    fields |= {"tiers": tuple(tier)} if tier else {}
+    fields |= {"tenants": Path(tenants)} if tenants else {}
     node = settings(fields)
+    cluster = next((one for one in map(parse_tier, node.tiers) if one.kind == "mooncake"), None)
     facts = gather(
         Wanted(
             node=node,
@@ -75,7 +82,8 @@ def doctor(
             device_addresses=tuple(one.address for other in others for one in other.devices if one.address),
             ports=tuple(_port(one) for one in port or ()),
             model=model,
-            cluster=_cluster(node.tiers, str(mooncake or "")),
+            cluster=_with_file(cluster, "" if mooncake in (None, Path()) else str(mooncake)),
+            tier_known=cluster is not None,
         )
     )
     report = Report(facts, judge(Host(facts, others, served(metadata.requires("ems-kv") or ()))))
@@ -86,9 +94,8 @@ def doctor(
     return EXIT_WRONG if any(one.level == "error" for one in report.findings) else 0
 
 
-def _cluster(tiers: Sequence[str], file: str) -> TierConfig | None:
+def _with_file(tier: TierConfig | None, file: str) -> TierConfig | None:
     """The tier that is a cluster; ``file``, if any, goes before what the tier itself names."""
-    tier = next((one for one in map(parse_tier, tiers) if one.kind == "mooncake"), None)
     if tier is None and not (file or os.environ.get("MOONCAKE_CONFIG_PATH")):
         return None
     tier = tier or TierConfig(kind="mooncake", place="")

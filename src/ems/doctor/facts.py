@@ -71,7 +71,9 @@ class Cluster(msgspec.Struct, frozen=True):
     seals: dict[str, str] | None = None
     """Fingerprints of the secrets that seal pages, by tenant, or of the only one under an empty name; None: unseen."""
     seal_problem: str = ""
-    """Why they were not seen."""
+    """Why no node can use them."""
+    seal_unseen: str = ""
+    """Why they could not be looked at."""
 
 
 class Connection(msgspec.Struct, frozen=True):
@@ -101,6 +103,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     shared: Shared
     memory: Memory
     node_runs: bool = False
+    tenants: bool = False
+    """Whether the node serves tenants."""
     ports: dict[int, str] = {}
     """Why each port cannot be listened on; empty for one that can."""
     model: Model | None = None

@@ -165,8 +165,11 @@ def _wanted_memory(facts: Facts) -> int:
 
 def _memory(host: Host, wrong: Wrong) -> str:
     facts, huge = host.here, host.here.memory.reserved_huge_pages
-    wanted, have = _wanted_memory(facts), facts.memory.available + facts.shared.in_use
-    said = f"{format_size(have)} are free, {format_size(wanted)} are wanted for pool and cluster"
+    # A node that runs has lent its memory to the cluster already.
+    wanted = facts.pool if facts.node_runs else _wanted_memory(facts)
+    have = facts.memory.available + facts.shared.in_use
+    whom = "the pool" if facts.node_runs else "pool and cluster"
+    said = f"{format_size(have)} are free, {format_size(wanted)} are wanted for {whom}"
     if wanted > have:
         to_do = "give smaller sizes or free memory" + (", such as huge pages: sysctl vm.nr_hugepages=0" if huge else "")
         set_aside = f", and {format_size(huge)} are set aside for huge pages, which EMS does not use" if huge else ""
@@ -252,20 +255,36 @@ def _cluster(host: Host, wrong: Wrong) -> str:
             wrong("error", what, "give all hosts the same master_server_address and protocol")
         elif other.cluster is not None and not other.cluster.problem:
             _seals(cluster, other.cluster, other.host, wrong)
-    if cluster.seal_problem:
-        wrong("warning", f"its seal is not known: {cluster.seal_problem}", "run this as the user that the node runs as")
-    elif cluster.seals == {}:
-        to_do = (
-            "make one secret for all hosts (openssl rand -base64 32) and name its file with seal_key= or EMS_SEAL_KEY"
-        )
-        wrong("warning", "pages have no seal, so what anybody put into the cluster is believed", to_do)
+    _seal(host.here, cluster, wrong)
     seal = f", seal {cluster.seals['']}" if cluster.seals and "" in cluster.seals else ""
     return f"protocol {cluster.protocol}, {format_size(cluster.memory)} for the cluster{seal}"
 
 
+def _seal(here: Facts, cluster: Cluster, wrong: Wrong) -> None:
+    if cluster.seal_problem:
+        wrong("error", f"its seal cannot be used: {cluster.seal_problem}", "correct seal_key= or EMS_SEAL_KEY")
+    elif cluster.seal_unseen:
+        to_do = "run this as the user that the node runs as, with --tier and the environment that the node has"
+        wrong("warning", f"its seal is not known: {cluster.seal_unseen}", to_do)
+    elif cluster.seals == {}:
+        to_do = (
+            "make one secret for all hosts (openssl rand -base64 32) and name its file with seal_key= or EMS_SEAL_KEY"
+        )
+        what = "pages have no seal, so what anybody put into the cluster is believed"
+        if here.tenants:
+            wrong("error", f"{what}, and a node with tenants does not start so", to_do)
+        else:
+            wrong("warning", what, to_do)
+
+
 def _seals(mine: Cluster, theirs: Cluster, name: str, wrong: Wrong) -> None:
     """Hosts share pages of a tenant for which both have the same secret; one for all stands in for each."""
-    if mine.seals is None or theirs.seals is None:
+    if mine.seals is None:
+        return
+    if theirs.seals is None:
+        wrong(
+            "warning", f"the seal of {name} was not seen there, so it was not compared", f"mend what it says on {name}"
+        )
         return
     to_do = "copy the same secrets to all hosts"
     if bool(mine.seals) != bool(theirs.seals):

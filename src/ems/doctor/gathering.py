@@ -58,6 +58,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[int, ...] = ()
     model: Path | None = None
     cluster: TierConfig | None = None
+    tier_known: bool = True
+    """Whether the cluster is a tier of the node's, and not only a file for Mooncake."""
 
 
 def run_command(command: Sequence[str]) -> str | None:
@@ -83,7 +85,7 @@ def run_command(command: Sequence[str]) -> str | None:
 def gather(wanted: Wanted, run: Run = run_command, root: Path = Path("/")) -> Facts:
     """What there is to say of this host; files of the system are looked for below ``root``."""
     kind, found, problem = _accelerators(run, root)
-    cluster = read_cluster(wanted.cluster, os.environ) if wanted.cluster else None
+    cluster = read_cluster(wanted.cluster, os.environ, tier_known=wanted.tier_known) if wanted.cluster else None
     config = wanted.node
     shared, memory = _shared(config), _memory(root)
     size = config.size or shared.in_use or default_pool_size(shared.free, memory.total)
@@ -104,6 +106,7 @@ def gather(wanted: Wanted, run: Run = run_command, root: Path = Path("/")) -> Fa
         shared=shared,
         memory=memory,
         node_runs=runs,
+        tenants=config.tenants is not None,
         ports={port: _port_problem(config.http_host, port) for port in (*own, *wanted.ports) if port is not None},
         model=model_folder.look(wanted.model) if wanted.model else None,
         versions=_versions(),
@@ -228,7 +231,7 @@ def _clock_ahead(to: str) -> float | None:
     return None
 
 
-def read_cluster(tier: TierConfig, environment: Mapping[str, str]) -> Cluster:
+def read_cluster(tier: TierConfig, environment: Mapping[str, str], *, tier_known: bool = True) -> Cluster:
     """What the file of Mooncake says, as a node with the tier reads it, and with what its pages are sealed."""
     place = tier.place or environment.get("MOONCAKE_CONFIG_PATH", "")
     file = place or "the environment"
@@ -242,17 +245,19 @@ def read_cluster(tier: TierConfig, environment: Mapping[str, str]) -> Cluster:
         return Cluster(file, "it is no text")
     except ConfigError as error:
         return Cluster(file, str(error))
-    seals, problem = _seals(given_seal_key(tier))
-    return Cluster(file, "", config.protocol, config.global_segment_size, masters, seals, problem)
-
-
-def _seals(key: Path | None) -> tuple[dict[str, str] | None, str]:
-    if key is None:
-        return {}, ""
+    cluster = Cluster(file, "", config.protocol, config.global_segment_size, masters, seals={})
+    key = given_seal_key(tier)
     try:
-        return read_keys(key, encrypts=False).fingerprints, ""
+        if key is not None:
+            seals = read_keys(key, encrypts=False, of_any_user=True).fingerprints
+            return msgspec.structs.replace(cluster, seals=seals)
     except ConfigError as error:
-        return None, str(error)
+        unseen = isinstance(error.__cause__, PermissionError)
+        said = {"seal_unseen" if unseen else "seal_problem": str(error)}
+        return msgspec.structs.replace(cluster, seals=None, **said)
+    if not tier_known:
+        return msgspec.structs.replace(cluster, seals=None, seal_unseen="no tier of the node is known")
+    return cluster
 
 
 def _masters(text: object) -> tuple[str, ...]:

@@ -34,14 +34,24 @@ class SealKeys:
         self._purpose = b"ems-tier-encrypt-v2\0" if encrypts else b"ems-tier-seal-v2\0"
         self.encrypts = encrypts
 
+    @classmethod
+    def of(cls, secrets: Mapping[str, bytes], *, encrypts: bool) -> SealKeys:
+        """Those of :attr:`secrets`."""
+        return cls(secrets.get(""), secrets, encrypts=encrypts)
+
+    @property
+    def secrets(self) -> dict[str, bytes]:
+        """By tenant, or the only one under an empty name."""
+        return dict(self._by_tenant) if self._common is None else {"": self._common}
+
     @property
     def fingerprints(self) -> dict[str, str]:
         """Eight hex digits that tell secrets apart, by tenant, or of the only one under an empty name.
 
         They tell nothing about a secret that was made at random; a weak one may be guessed by them.
         """
-        known = self._by_tenant if self._common is None else {"": self._common}
-        return {name: hmac.digest(one, b"ems-seal-fingerprint", "sha256").hex()[:8] for name, one in known.items()}
+        label = b"ems-seal-fingerprint"
+        return {name: hmac.digest(one, label, "sha256").hex()[:8] for name, one in self.secrets.items()}
 
     def pack(self, namespace: str, salt: bytes | None = None) -> PackSeal | None:
         """What seals and opens the pack of ``namespace`` that has this ``salt``, or one that is new.
@@ -125,15 +135,17 @@ def open_keys(config: TierConfig, *, make: bool = True) -> SealKeys | None:
     return read_keys(path, encrypts=False)
 
 
-def read_keys(path: Path, *, encrypts: bool) -> SealKeys:
+def read_keys(path: Path, *, encrypts: bool, of_any_user: bool = False) -> SealKeys:
     """The secrets in ``path``: a file for all tenants, or a folder with a file ``TENANT.key`` for each.
+
+    They may be ``of_any_user`` for who only looks whether another user's node can use them.
 
     Raises ConfigError: there are none, or they cannot be used.
     """
     try:
         if not path.is_dir():
-            return SealKeys(_secret(path), encrypts=encrypts)
-        by_tenant = {file.stem: _secret(file) for file in sorted(path.glob("*.key"))}
+            return SealKeys(_secret(path, of_any_user), encrypts=encrypts)
+        by_tenant = {file.stem: _secret(file, of_any_user) for file in sorted(path.glob("*.key"))}
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}; name a file with a secret") from error
     if not by_tenant:
@@ -141,10 +153,10 @@ def read_keys(path: Path, *, encrypts: bool) -> SealKeys:
     return SealKeys(None, by_tenant, encrypts=encrypts)
 
 
-def _secret(file: Path) -> bytes:
+def _secret(file: Path, of_any_user: bool) -> bytes:
     with file.open("rb") as opened:
         status = os.fstat(opened.fileno())
-        if status.st_mode & 0o077 or status.st_uid not in {0, os.geteuid()}:
+        if status.st_mode & 0o077 or not (of_any_user or status.st_uid in {0, os.geteuid()}):
             raise ConfigError(f"the key {file} must belong to the node's user and be read by nobody else, chmod 600 it")
         secret = opened.read(MOST_SECRET + 1).strip()
     if not LEAST_SECRET <= len(secret) <= MOST_SECRET:

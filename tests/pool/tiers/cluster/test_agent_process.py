@@ -69,7 +69,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
 
 def test_who_lends_memory_and_ended_is_started_again_and_nothing_of_it_stays_open(started: list[Agent]) -> None:
     config = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=1 << 30)
-    agents = Agents(config, key_path="", own_place=True, replicas=1, lanes=2)
+    agents = Agents(config, secrets={}, own_place=True, replicas=1, lanes=2)
     agents.keep()
     gave, moved = started
     gave.returncode = -11
@@ -82,7 +82,7 @@ def test_who_lends_memory_and_ended_is_started_again_and_nothing_of_it_stays_ope
 
 def test_a_call_beside_one_that_has_its_agent_ended_is_made_again(started: list[Agent]) -> None:
     config = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=0)
-    agents = Agents(config, key_path="", own_place=True, replicas=1, lanes=2)
+    agents = Agents(config, secrets={}, own_place=True, replicas=1, lanes=2)
     silent, other = (calls.Exist(name, [bytes(16)]) for name in ("silent", "other"))
     with ThreadPoolExecutor(2) as threads:
         waiting = threads.submit(agents.call, other, 60.0)
@@ -125,7 +125,7 @@ def test_an_agent_that_fails_ends_at_once_and_says_why(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(agent_process, "reach", lambda _master: None)
     config = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=0)
-    agents = Agents(config, key_path="", own_place=True, replicas=1, lanes=1)
+    agents = Agents(config, secrets={}, own_place=True, replicas=1, lanes=1)
     with pytest.raises(TierFailed, match="ended in the middle of a call: KeyError: 'what nobody thought of'"):
         agents.call(calls.Exist("default/model/0", [bytes(16)]), 20.0)
     agents.close()

@@ -33,7 +33,7 @@ from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
-from ems.pool.tiers.pack_seal import SealKeys, read_keys
+from ems.pool.tiers.pack_seal import SealKeys
 
 AT_ONCE = 1024
 """Pages of one call to the store."""
@@ -124,6 +124,9 @@ class Mover:
         """For the object by which a host sees whether what it lends is still there: it never leaves for others."""
         self.listed: set[str] = set()
         """The lists of hot pages that could be read; for the only lane that is asked for them at a time."""
+        self.hot_lock = threading.Lock()
+        self.clears = 0
+        """How often a namespace was cleared; with the lock above, so that no list of before is written behind that."""
         self.segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
         self.fetches = _behind(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
@@ -343,15 +346,23 @@ class Lane:
         return codes
 
     def _share_hot(self, call: calls.ShareHot) -> list[calls.HotList]:
+        clears = self._mover.clears
         sealed = [(one, seal) for one in call.lists if (seal := self._seal(one.namespace)) is not None]
         lists = []
         for (told, seal), before in zip(sealed, self._read_hot([seal for _, seal in sealed]), strict=True):
             after = merged(before, told.runs)
             # Who writes at the same moment may win: what was told is told again.
-            if after != before and self._store.upsert(seal.hot_name, seal.hot_list(after), self._mover.config):
+            if after != before and not self._put_hot(seal, after, clears):
                 after = before
             lists.append(calls.HotList(told.namespace, after))
         return lists
+
+    def _put_hot(self, seal: ObjectSeal, runs: list[HotRun], clears: int) -> bool:
+        """Write a list, unless more was cleared than those ``clears`` when it was read."""
+        with self._mover.hot_lock:
+            if clears != self._mover.clears:
+                return False
+            return not self._store.upsert(seal.hot_name, seal.hot_list(runs), self._mover.config)
 
     def _read_hot(self, seals: Sequence[ObjectSeal]) -> list[list[HotRun]]:
         """What the lists say; one that was there and is not to be read is being written, and soon read again."""
@@ -374,7 +385,9 @@ class Lane:
         seal = self._seal(call.namespace)
         if seal is None:
             return [0]
-        count: int = self._store.remove_by_regex(seal.all_names, force=True)
+        with self._mover.hot_lock:
+            self._mover.clears += 1
+            count: int = self._store.remove_by_regex(seal.all_names, force=True)
         if count < 0:
             raise EmsError(f"Mooncake did not remove what was cleared ({count})")
         return [count]
@@ -508,10 +521,6 @@ def start(call: calls.Start) -> tuple[Any, str]:
     return store, store.get_hostname()
 
 
-def _keys(path: str) -> SealKeys:
-    return read_keys(Path(path), encrypts=False) if path else SealKeys(NO_SECRET, encrypts=False)
-
-
 def _mover(call: calls.Start, store: Any) -> Mover:
     from mooncake.store import ReplicateConfig
 
@@ -522,7 +531,7 @@ def _mover(call: calls.Start, store: Any) -> Mover:
     mark_config = ReplicateConfig()
     mark_config.preferred_segments = [call.own]
     mark_config.with_hard_pin = True
-    return Mover(store, Objects(_keys(call.key_path)), config, mark_config)
+    return Mover(store, Objects(SealKeys.of(call.secrets or {"": NO_SECRET}, encrypts=False)), config, mark_config)
 
 
 def serve(sock: socket.socket, mover: Mover) -> None:

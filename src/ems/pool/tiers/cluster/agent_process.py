@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -186,8 +186,10 @@ class Agents:
     Calls from several threads; each may start an agent that is not there.
     """
 
-    def __init__(self, config: MooncakeConfig, *, key_path: str, own_place: bool, replicas: int, lanes: int) -> None:
-        self._start = calls.Start(config, gives=False, key_path=key_path, replicas=replicas)
+    def __init__(
+        self, config: MooncakeConfig, *, secrets: Mapping[str, bytes], own_place: bool, replicas: int, lanes: int
+    ) -> None:
+        self._start = calls.Start(config, gives=False, secrets=dict(secrets), replicas=replicas)
         self._own_place = own_place
         self._lane_count = lanes
         self._lock = threading.Lock()

@@ -29,13 +29,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Call, frozen=True, tag=True):
     """Become a client of the cluster: one that ``gives`` it memory, or one that moves pages.
 
-    ``key_path`` is the file or folder with the secrets, empty where there are none; pages go to the memory of
-    ``preferred`` hosts first, ``replicas`` times; the cluster calls what this host lends ``own``.
+    ``secrets`` seal pages, by tenant or the only one under an empty name; pages go to the memory of ``preferred`` hosts
+    first, ``replicas`` times; the cluster calls what this host lends ``own``.
     """
 
     config: MooncakeConfig
     gives: bool
-    key_path: str = ""
+    secrets: dict[str, bytes] = {}
     preferred: tuple[str, ...] = ()
     own: str = ""
     replicas: int = 1

@@ -28,7 +28,7 @@ from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.agent_process import Agents
 from ems.pool.tiers.cluster.known import KnownKeys
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig, parse_mooncake
-from ems.pool.tiers.pack_seal import read_keys
+from ems.pool.tiers.pack_seal import SealKeys, read_keys
 from ems.pool.tiers.pass_through import Leaving
 from ems.pool.tiers.settings import TierConfig
 
@@ -163,6 +163,9 @@ class ClusterTier:
 
     def share_hot(self, told: Mapping[str, Sequence[HotRun]]) -> dict[str, list[HotRun]]:
         lists = [calls.HotList(name, list(runs)) for name, runs in told.items()]
+        with self._lock:
+            for name in filter(told.__getitem__, told):
+                self._see(name)  # 'ems clear' takes out what the node had to do with
         try:
             found = self._agents.call(calls.ShareHot(lists), SHARE_SECONDS)
         except (
@@ -287,14 +290,14 @@ def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
     Raises ConfigError: it cannot be used.
     """
     mooncake = read_mooncake(config.place)
-    seals = {} if seal_key is None else read_keys(seal_key, encrypts=False).fingerprints
+    keys = SealKeys(None, encrypts=False) if seal_key is None else read_keys(seal_key, encrypts=False)
     if seal_key is None:
         _log.warning("pages of a cluster are believed whoever stored them, give seal_key=FILE", tier=config.name)
     agents = Agents(
         mooncake,
-        key_path=str(seal_key or ""),
+        secrets=keys.secrets,
         own_place=config.placement == "own",
         replicas=config.replicas,
         lanes=config.readers + 4 + 3,
     )
-    return ClusterTier(agents, config.timeout, mooncake.global_segment_size, seals)
+    return ClusterTier(agents, config.timeout, mooncake.global_segment_size, keys.fingerprints)
