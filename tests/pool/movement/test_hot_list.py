@@ -129,6 +129,19 @@ def test_what_is_cleared_is_told_no_more_and_may_be_told_anew() -> None:
     assert hot.take(NS) == [run(1, 2)]
 
 
+def test_what_is_cleared_is_not_copied_back_where_the_list_stayed() -> None:
+    """As of a cluster that this node only reads."""
+    hot = HotPages(1.0)
+    hot.tell(NS, [run(1, 2)], 0.0)
+    (heard,) = hot.heard(NS, [run(3)], 0.0, 100)
+    hot.copied(NS, heard.keys)
+    hot.clear(lambda name: name == NS)
+    assert hot.heard(NS, [run(1, 2), run(3)], 100.0, 100) == []
+    assert hot.used(NS, heard.keys) == 0, "what is computed anew was not copied"
+    anew = msgspec.structs.replace(run(3), period=1)
+    assert hot.heard(NS, [anew], 100.0, 100) == [anew]
+
+
 def test_what_this_host_told_it_does_not_copy_back() -> None:
     hot = HotPages(1.0)
     hot.tell(NS, [run(1)], 0.0)

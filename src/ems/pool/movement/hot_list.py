@@ -184,11 +184,17 @@ class HotPages:
         return [run for run, _ in waiting.values()]
 
     def clear(self, matches: Callable[[str], bool]) -> None:
-        """What is in the namespaces that are ``matches`` is being cleared: nothing of it was told, or waits to be."""
+        """The namespaces that are ``matches`` are being cleared: nothing of them is told or copied.
+
+        What is saved or used there from now on is told anew, and copied where another host tells it anew.
+        """
         for waiting in [namespace for namespace in self._waiting if matches(namespace)]:
             del self._waiting[waiting]
-        for name in [name for name in self._runs if matches(name[0])]:
-            del self._runs[name]
+        for name in [name for name in self._copied if matches(name[0])]:
+            del self._copied[name]
+        for (namespace, _), run in self._runs.items():
+            if matches(namespace):
+                run.told_until, run.tries = 0.0, TRIES
 
     def _remember(self, namespace: str, run: HotRun, what: _Run) -> None:
         self._runs[namespace, run.last] = what

@@ -44,7 +44,10 @@ class _Used(NamedTuple):
 
 
 class CopyingAhead:
-    """Of the cluster ``state``, into ``memory`` bytes; ``question`` has it asked something, ``bring`` fetches a run."""
+    """Of the cluster ``state``, into ``memory`` bytes; ``question`` has it asked something, ``bring`` fetches a run.
+
+    Pages of a namespace may go to the cluster and come from there while it ``moves``.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class CopyingAhead:
         memory: int,
         question: Question,
         bring: Bring,
+        moves: Callable[[str], bool],
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -61,16 +65,19 @@ class CopyingAhead:
         self._core = core
         self._question = question
         self._bring = bring
+        self._moves = moves
         self._clock = clock
         self._wall = wall
         self._hot = HotPages(memory / COPIED_SHARE)
         self._due = 0.0
+        self._told: dict[str, list[HotRun]] = {}
+        """What the round under way tells."""
 
     # What is hot here
 
     def written(self, name: str, pages: Sequence[Leaving]) -> None:
         """The cluster has ``pages``, which were saved here."""
-        if self._state.config.copy_ahead == "on_save":
+        if self._state.config.copy_ahead == "on_save" and self._moves(name):
             self._hot.tell(name, runs_of(pages, self._period()), self._clock())
 
     def used(self, name: str, pages: Sequence[Page]) -> None:
@@ -79,7 +86,7 @@ class CopyingAhead:
         now = self._clock()
         # What its writer keeps off the cluster nobody could copy.
         pages = self._state.due(pages, "on_save", "on_second_use")[:MOST_RUN_KEYS]
-        if pages and self._hot.tells(name, pages[-1].key, now):
+        if pages and self._moves(name) and self._hot.tells(name, pages[-1].key, now):
             self._hot.tell(name, runs_of(map(_used, pages), self._period()), now)
 
     def fetched(self, name: str, keys: Sequence[bytes]) -> None:
@@ -89,6 +96,8 @@ class CopyingAhead:
     def clear(self, matches: Callable[[str], bool]) -> None:
         """The namespaces that are ``matches`` are being cleared: their lists are not to be written again."""
         self._hot.clear(matches)
+        for name in list(filter(matches, self._told)):
+            del self._told[name]
 
     def _period(self) -> int:
         return int(self._wall() // TELL_AGAIN_SECONDS)
@@ -100,15 +109,17 @@ class CopyingAhead:
         if now < self._due or not self._state.reading.open or self._core.draining:
             return
         self._due = now + ANSWER_SECONDS
-        spaces = [one for one in self._core.namespaces if self._core.now - one.last_used < IDLE_SECONDS]
+        used = [one for one in self._core.namespaces if self._core.now - one.last_used < IDLE_SECONDS]
+        spaces = [one for one in used if self._moves(one.name)]
         spaces.sort(key=lambda one: (self._hot.waits(one.name), one.last_used), reverse=True)
         if not spaces:
             self._due = now + ROUND_SECONDS
             return
-        told = {ns.name: self._hot.take(ns.name) for ns in islice(spaces, MOST_NAMESPACES)}
+        told = self._told = {ns.name: self._hot.take(ns.name) for ns in islice(spaces, MOST_NAMESPACES)}
         self._state.counts["hot_runs_told"] += sum(map(len, told.values()))
         heard: dict[str, list[HotRun]] = {}
-        self._question(self._state, lambda: heard.update(self._tier.share_hot(told)), lambda: self._heard(heard))
+        # The question may have to wait: what is cleared until then is not told any more.
+        self._question(self._state, lambda: heard.update(self._tier.share_hot(dict(told))), lambda: self._heard(heard))
 
     def _heard(self, heard: dict[str, list[HotRun]]) -> None:
         now = self._clock()
@@ -117,6 +128,8 @@ class CopyingAhead:
             return
         left = MOST_ROUND_KEYS
         for name, runs in heard.items():
+            if not self._moves(name):
+                continue
             due = self._hot.heard(name, runs, now, left)
             left -= sum(run.pages for run in due)
             unknown = [key for run in due for key in self._tier.unknown(name, self._missing(name, run)[1])[1]]

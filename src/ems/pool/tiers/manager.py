@@ -100,7 +100,9 @@ class TierManager:
         self._again = [OfferingAgain(state, host.core, self._offer) for state in self.states if state.tier.asks]
         memory = sum(host.arena.sizes)
         self._ahead = {
-            state.number: CopyingAhead(state, host.core, memory, self._question, self.bring, clock)
+            state.number: CopyingAhead(
+                state, host.core, memory, self._question, self.bring, partial(self._may_move, state), clock
+            )
             for state in self.states
             if state.tier.asks and state.config.copy_ahead != "never"
         }
@@ -139,6 +141,9 @@ class TierManager:
         """The tiers that pages of the namespace ``name`` may come from and go to now."""
         states = () if any(closed(name) for closed in self._held_back) else self.states
         return [state for state in states if not state.remote] if local_only else states
+
+    def _may_move(self, state: TierState, name: str) -> bool:
+        return state in self._moves(name)
 
     # What the node tells
 
@@ -454,7 +459,7 @@ class TierManager:
             return
         core = self._host.core
         name, size = core.named(namespace)
-        if state not in self._moves(name):
+        if not self._may_move(state, name):
             return
         new = state.tier.lacks(name, [page.key for page in pages])
         now = self._clock()
@@ -551,7 +556,7 @@ class TierManager:
     def bring(self, tier: int, namespace: int, run: KeyRun) -> bool:
         """Fetch ``run``, whose prefix is in memory or on its way; False when too much waits, or it may not come now."""
         state = self.states[tier]
-        if state not in self._moves(self._host.core.named(namespace)[0]) or not state.reads:
+        if not self._may_move(state, self._host.core.named(namespace)[0]) or not state.reads:
             return False
         return self._ask(state, namespace, run.parent, run.keys, urgent=False)
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +19,15 @@ from typing import Any, cast
 import pytest
 
 from ems.errors import ConfigError
+from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.agent import Mover, check_address, lend
+from ems.pool.tiers.cluster.agent import Lane, Mover, check_address, lend
+from ems.pool.tiers.cluster.objects import Objects
+from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.waiting import until
 
+SHARED = ("t/m/cleared", "t/m/kept")
 BUSY = """
 import ctypes, socket, sys
 from ems.pool.tiers.cluster.agent import end_with
@@ -173,6 +177,49 @@ def test_a_segment_that_is_gone_is_mapped_no_further(monkeypatch: pytest.MonkeyP
     os.close(file)
 
     assert mapped == [TOUCH_STEP]
+
+
+class Shelf(Registrar):
+    """A cluster of two namespaces' lists, one of which is cleared right after somebody read them."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytes] = {}
+        self.when_read: Callable[[], object] = lambda: None
+
+    def get_batch(self, names: list[str]) -> list[bytes]:
+        found = [self.content.get(name, b"") for name in names]
+        self.when_read()
+        return found
+
+    def upsert(self, name: str, raw: bytes, _config: object) -> int:
+        self.content[name] = raw
+        return 0
+
+    def remove_by_regex(self, pattern: str, *, force: bool) -> int:
+        gone = [name for name in self.content if re.search(pattern, name)]
+        for name in gone:
+            del self.content[name]
+        return len(gone) if force else 0
+
+
+def test_a_list_that_was_read_before_it_was_cleared_is_not_written_back() -> None:
+    shelf = Shelf()
+    mover = Mover(shelf, Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)
+    mine, other = Lane(mover), Lane(mover)
+
+    def share(key: bytes) -> None:
+        mine.answer(calls.ShareHot([calls.HotList(name, [HotRun(bytes(16), key * 16)]) for name in SHARED]), [])
+
+    share(b"a")
+    assert len(shelf.content) == 2
+    shelf.when_read = lambda: other.answer(calls.Clear(SHARED[0]), [])
+    share(b"b")
+    shelf.when_read = lambda: None
+    assert len(shelf.content) == 1, "what was cleared is not there, and the other list is told again"
+    share(b"c")
+    (cleared, kept) = mine.answer(calls.ShareHot([calls.HotList(name, []) for name in SHARED]), []).hot
+    assert [run.packed[:1] for run in cleared.runs] == [b"c"]
+    assert [run.packed[:1] for run in kept.runs] == [b"a", b"c"]
 
 
 @pytest.mark.parametrize("named", ["127.0.0.1", "localhost", "[::1]"])
