@@ -235,6 +235,21 @@ def test_a_seal_that_nobody_could_look_at_is_not_compared() -> None:
     assert "the seal of two was not seen there" in found.what
 
 
+@pytest.mark.parametrize("here_has_one", [False, True])
+def test_a_cluster_that_one_report_alone_has_is_said_not_to_be_compared(*, here_has_one: bool) -> None:
+    facts = host(cluster=CLUSTER, versions={"mooncake": "0.3.13"})
+    without = msgspec.structs.replace(facts, cluster=None)
+    here, there = (facts, without) if here_has_one else (without, facts)
+    (found,) = wrong(here, other(there))
+    assert (found.level, found.about) == ("warning", "mooncake.json")
+    assert f"the report of {'two' if here_has_one else 'this host'} says nothing of a cluster" in found.what
+
+
+def test_a_file_of_another_host_that_makes_no_sense_is_not_another_master() -> None:
+    here = host(cluster=CLUSTER, versions={"mooncake": "0.3.13"})
+    assert wrong(here, other(here, cluster=Cluster("/etc/mooncake.json", "it is no JSON"))) == []
+
+
 def test_what_a_node_that_runs_has_lent_is_not_wanted_once_more() -> None:
     memory = Memory(64 * GIB, 4 * GIB, 0, None)
     shared = Shared("/s", total=64 * GIB, free=0, in_use=8 * GIB)

@@ -226,6 +226,11 @@ def test_a_key_of_another_user_is_looked_at_and_one_that_may_not_be_read_is_not_
     assert (cluster.seals, cluster.seal_problem) == (None, "")
     assert "Permission denied" in cluster.seal_unseen
 
+    folder = tmp_path / "tenants"
+    folder.mkdir()
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert "Permission denied" in read_cluster(tier(tmp_path / "m.json", folder), {}).seal_unseen
+
 
 def refused(*_: object, **__: object) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

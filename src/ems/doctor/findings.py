@@ -238,6 +238,11 @@ def _clock(host: Host, wrong: Wrong) -> str:
 
 def _cluster(host: Host, wrong: Wrong) -> str:
     cluster = host.here.cluster
+    for other in host.others:
+        if (cluster is None) != (other.cluster is None):
+            name = "this host" if cluster is None else other.host
+            to_do = "run it there with the settings that the node has: --config, or --tier"
+            wrong("warning", f"the report of {name} says nothing of a cluster, so none was compared", to_do)
     if cluster is None:
         return ""
     if cluster.problem:
@@ -246,9 +251,10 @@ def _cluster(host: Host, wrong: Wrong) -> str:
     if cluster.protocol == "ascend" and host.here.kind != "ascend":
         wrong("error", "the protocol is ascend, and this host has no NPU", f"say tcp or rdma in {cluster.file}")
     for other in host.others:
-        same = other.cluster is None or (cluster.masters, cluster.protocol) == (
-            other.cluster.masters,
-            other.cluster.protocol,
+        same = (
+            other.cluster is None
+            or other.cluster.problem
+            or (cluster.masters, cluster.protocol) == (other.cluster.masters, other.cluster.protocol)
         )
         if not same:
             what = f"{other.host} has another master or protocol, so the hosts do not share a cluster"
@@ -283,7 +289,9 @@ def _seals(mine: Cluster, theirs: Cluster, name: str, wrong: Wrong) -> None:
         return
     if theirs.seals is None:
         wrong(
-            "warning", f"the seal of {name} was not seen there, so it was not compared", f"mend what it says on {name}"
+            "warning",
+            f"the seal of {name} was not seen there, so it was not compared",
+            f"run this release on {name}, as the user of its node",
         )
         return
     to_do = "copy the same secrets to all hosts"

@@ -145,12 +145,17 @@ def read_keys(path: Path, *, encrypts: bool, of_any_user: bool = False) -> SealK
     try:
         if not path.is_dir():
             return SealKeys(_secret(path, of_any_user), encrypts=encrypts)
-        by_tenant = {file.stem: _secret(file, of_any_user) for file in sorted(path.glob("*.key"))}
+        by_tenant = {file.stem: _secret(file, of_any_user) for file in sorted(_files(path))}
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}; name a file with a secret") from error
     if not by_tenant:
         raise ConfigError(f"{path} has no files TENANT.key, put one there for each tenant or name a single file")
     return SealKeys(None, by_tenant, encrypts=encrypts)
+
+
+def _files(folder: Path) -> list[Path]:
+    # Not by a pattern, which finds nothing in a folder that may not be read.
+    return [file for file in folder.iterdir() if file.suffix == ".key"]
 
 
 def _secret(file: Path, of_any_user: bool) -> bytes:
