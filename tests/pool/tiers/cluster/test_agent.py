@@ -149,7 +149,7 @@ def test_a_segment_is_mapped_before_pages_come(*, cut: bool) -> None:
     size, name = 16 << 20, f"ems-warmed-{cut}"
     file = os.memfd_create(name)
     os.truncate(file, size)
-    mover = Mover(Registrar(), cast(Any, None), None, None)
+    mover = Mover(Registrar(), None, cast(Any, None), None, None)
 
     mover.know(calls.Attach(1, size, mapped=True), [os.dup(file)])
 
@@ -165,7 +165,7 @@ def test_a_segment_that_is_gone_is_mapped_no_further(monkeypatch: pytest.MonkeyP
     size, mapped = 64 << 20, list[int]()
     file = os.memfd_create("ems-given-up")
     os.truncate(file, size)
-    mover = Mover(Registrar(), cast(Any, None), None, None)
+    mover = Mover(Registrar(), None, cast(Any, None), None, None)
 
     def warm(view: memoryview) -> None:
         mapped.append(len(view))
@@ -204,7 +204,7 @@ class Shelf(Registrar):
 
 def test_a_list_that_was_read_before_it_was_cleared_is_not_written_back() -> None:
     shelf = Shelf()
-    mover = Mover(shelf, Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)
+    mover = Mover(shelf, None, Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)
     mine, other = Lane(mover), Lane(mover)
 
     def share(key: bytes) -> None:

@@ -55,6 +55,13 @@ def test_what_one_host_saves_another_serves(settings: str, make_node: MakeNode, 
     assert cluster(second)["pages_fetched"] == len(keys)
     assert cluster(second)["fetch_corrupt"] == 0
 
+    before = cluster(second)["tier_read_directly"]
+    more = chain("b", 40)
+    assert save(writer, NAMESPACE, more) == len(more)
+    wait_for(reader, NAMESPACE, more)
+    assert read(reader, NAMESPACE, more) == [page(one, PAGE) for one in more]
+    assert cluster(second)["tier_read_directly"] - before == len(more), "the host was reached before"
+
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "another byte"])
 def test_what_was_damaged_is_a_miss_and_gives_way_to_what_is_computed(

@@ -31,6 +31,7 @@ from ems.pool.movement.hot_list import HotRun, merged
 from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
+from ems.pool.tiers.cluster.direct_reads import DirectReads, make_engine
 from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
 from ems.pool.tiers.pack_seal import SealKeys
@@ -116,8 +117,9 @@ class Segment:
 class Mover:
     """Moves pages between the segments of a node and the cluster; several threads, each with a :class:`Lane`."""
 
-    def __init__(self, store: Any, objects: Objects, config: Any, mark_config: Any) -> None:
+    def __init__(self, store: Any, engine: Any, objects: Objects, config: Any, mark_config: Any) -> None:
         self.store = store
+        self.reads = DirectReads(store, engine)
         self.objects = objects
         self.config = config
         self.mark_config = mark_config
@@ -212,13 +214,14 @@ class Lane:
             return calls.Answer([Outcome.WRONG_KEY] * len(call.pages), [0] * len(call.pages))
         codes: list[int] = []
         sums: list[int] = []
-        unsafe = False
+        unsafe, direct = False, 0
         for pages in self._parts(call):
             part = move(seal, pages, self._memory(call, pages))
             codes += part.codes
             sums += part.sums
             unsafe = unsafe or part.unsafe
-        return calls.Answer(codes, sums, unsafe=unsafe)
+            direct += part.direct
+        return calls.Answer(codes, sums, unsafe=unsafe, direct=direct)
 
     def _parts(self, call: calls.Fetch | calls.Store) -> Iterator[list[calls.Place]]:
         most = AT_ONCE
@@ -250,37 +253,80 @@ class Lane:
         at = position * HEADER_BYTES
         return self._headers.view[at : at + HEADER_BYTES], self._headers.address + at
 
+    def _target(self, position: int, memory: Sequence[tuple[memoryview, int]]) -> tuple[list[int], list[int]]:
+        """Where header and bytes of a page go to or come from, and how many there are."""
+        view, address = memory[position]
+        return [self._header(position)[1], address], [HEADER_BYTES, len(view)]
+
     def _fetch(
         self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
     ) -> calls.Answer:
-        names = [seal.name(page.key) for page in pages]
-        addresses = [[self._header(at)[1], address] for at, (_, address) in enumerate(memory)]
-        sizes = [[HEADER_BYTES, len(view)] for view, _ in memory]
+        reads, names = self._mover.reads, [seal.name(page.key) for page in pages]
+        sources = reads.find(names)
+        begun = [
+            reads.begin(sources[name], *self._target(at, memory)) if name in sources else []
+            for at, name in enumerate(names)
+        ]
+        answers = [(Outcome.MISSING, 0)] * len(pages)
+        rest, unsafe = [], False
+        for at, transfers in enumerate(begun):
+            # What follows comes while this is proven.
+            if transfers and not reads.ended(transfers):
+                unsafe = True
+            elif transfers and (proven := self._proven(seal, pages[at], at, memory))[0] is not Outcome.CORRUPT:
+                answers[at] = proven
+            else:
+                rest.append(at)
+        fetched = 0
+        if rest and not unsafe:
+            unsafe = self._fetch_rest(seal, names, pages, memory, rest, answers)
+            there = [at for at in rest if answers[at][0] is Outcome.DONE]
+            fetched = len(there)
+            reads.reached([sources[names[at]] for at in there if names[at] in sources])
+        codes, sums = [int(outcome) for outcome, _ in answers], [checksum for _, checksum in answers]
+        return calls.Answer(codes, sums, unsafe=unsafe, direct=codes.count(Outcome.DONE) - fetched)
+
+    def _fetch_rest(
+        self,
+        seal: ObjectSeal,
+        names: Sequence[str],
+        pages: list[calls.Place],
+        memory: Sequence[tuple[memoryview, int]],
+        rest: Sequence[int],
+        answers: list[tuple[Outcome, int]],
+    ) -> bool:
+        """Have Mooncake itself fetch the ``rest`` of ``pages``, and say in ``answers`` what became of them.
+
+        It knows which had to make room for others meanwhile.  Whether bytes may still arrive.
+        """
+        targets = [self._target(at, memory) for at in rest]
         get = self._store.batch_get_into_multi_buffers
-        # What another lane fetched is proven meanwhile.
-        found: list[int] = self._mover.fetches.submit(get, names, addresses, sizes).result()
-        codes, sums = [], []
-        for position, (page, (view, _), name, code) in enumerate(zip(pages, memory, names, found, strict=True)):
-            outcome, checksum = Outcome.MISSING, 0
-            if code == HEADER_BYTES + len(view):
-                opened = seal.open(self._header(position)[0], page.key, view)
-                outcome = Outcome.CORRUPT if opened is None else Outcome.DONE
-                checksum = 0 if opened is None else opened.checksum
-            elif code == OTHER_SIZE or (code == TRANSFER_FAILED and self._is_of_another_size(name, view)):
-                outcome = Outcome.WRONG_SIZE
-            if outcome in {Outcome.CORRUPT, Outcome.WRONG_SIZE}:
+        names = [names[at] for at in rest]
+        found: list[int] = self._mover.fetches.submit(
+            get, names, [addresses for addresses, _ in targets], [sizes for _, sizes in targets]
+        ).result()
+        for at, name, (_, sizes), code in zip(rest, names, targets, found, strict=True):
+            if code == sum(sizes):
+                answers[at] = self._proven(seal, pages[at], at, memory)
+            elif code == OTHER_SIZE or (code == TRANSFER_FAILED and 0 < self._store.get_size(name) != sum(sizes)):
+                answers[at] = Outcome.WRONG_SIZE, 0  # what is too short is read beyond its end, which fails
+            if answers[at][0] in {Outcome.CORRUPT, Outcome.WRONG_SIZE}:
                 # Nobody who has the secret wrote it: it makes room for the page that is computed instead.
                 self._store.remove(name, force=True)
-            segment = self._mover.segments[page.segment]
-            if outcome is Outcome.DONE and segment.memory is None and not _write(segment, page.offset, view):
-                outcome = Outcome.MISSING
-            codes.append(int(outcome))
-            sums.append(checksum)
-        return calls.Answer(codes, sums, unsafe=TRANSFER_FAILED in found)
+        return TRANSFER_FAILED in found
 
-    def _is_of_another_size(self, name: str, view: memoryview) -> bool:
-        """Whether that is why a transfer failed: what is too short is read beyond its end."""
-        return bool(0 < self._store.get_size(name) != HEADER_BYTES + len(view))
+    def _proven(
+        self, seal: ObjectSeal, page: calls.Place, position: int, memory: Sequence[tuple[memoryview, int]]
+    ) -> tuple[Outcome, int]:
+        """What came of a page that was fetched, and the checksum of its bytes."""
+        view = memory[position][0]
+        opened = seal.open(self._header(position)[0], page.key, view)
+        if opened is None:
+            return Outcome.CORRUPT, 0
+        segment = self._mover.segments[page.segment]
+        if segment.memory is None and not _write(segment, page.offset, view):
+            return Outcome.MISSING, 0
+        return Outcome.DONE, opened.checksum
 
     def _put(
         self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
@@ -302,11 +348,9 @@ class Lane:
                 continue
             self._header(position)[0][:] = seal.header(page.key, page.parent, view, checksum)
             ready.append(position)
-        addresses = [[self._header(at)[1], memory[at][1]] for at in ready]
-        sizes = [[HEADER_BYTES, len(memory[at][0])] for at in ready]
         if ready:
-            put = self._store.batch_put_from_multi_buffers
-            new = [names[at] for at in ready]
+            put, new = self._store.batch_put_from_multi_buffers, [names[at] for at in ready]
+            addresses, sizes = zip(*(self._target(at, memory) for at in ready), strict=True)
             done: list[int] = self._mover.stores.submit(put, new, addresses, sizes, self._mover.config).result()
             if all(code not in (0, -200) for code in done):
                 raise EmsError(f"Mooncake did not take pages ({done[0]})")
@@ -489,8 +533,11 @@ def check_hardware(config: MooncakeConfig) -> None:
         )
 
 
-def start(call: calls.Start) -> tuple[Any, str]:
-    """The client of Mooncake that ``call`` describes, and how the cluster calls it.  Raises EmsError: why not."""
+def start(call: calls.Start) -> tuple[Any, Any, str]:
+    """The client of Mooncake that ``call`` describes, its engine if we made it, and how the cluster calls it.
+
+    Raises EmsError: why not.
+    """
     from mooncake.store import MooncakeDistributedStore
 
     config = call.config
@@ -505,6 +552,7 @@ def start(call: calls.Start) -> tuple[Any, str]:
             f"no way leads to the master {config.master_server_address}: {error.strerror or error}"
         ) from error
     store = MooncakeDistributedStore()
+    engine = None if call.gives else make_engine(config, hostname)
     size = ramp(config.global_segment_size)[0] if call.gives else 0
     code = store.setup(
         hostname,
@@ -514,14 +562,15 @@ def start(call: calls.Start) -> tuple[Any, str]:
         config.protocol,
         config.device_name,
         config.master_server_address,
+        engine=engine and engine.get_engine(),
         tenant_id=config.tenant_id,
     )
     if code:
         raise EmsError(f"Mooncake's client does not start ({code})")
-    return store, store.get_hostname()
+    return store, engine, store.get_hostname()
 
 
-def _mover(call: calls.Start, store: Any) -> Mover:
+def _mover(call: calls.Start, store: Any, engine: Any) -> Mover:
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
@@ -531,7 +580,8 @@ def _mover(call: calls.Start, store: Any) -> Mover:
     mark_config = ReplicateConfig()
     mark_config.preferred_segments = [call.own]
     mark_config.with_hard_pin = True
-    return Mover(store, Objects(SealKeys.of(call.secrets or {"": NO_SECRET}, encrypts=False)), config, mark_config)
+    objects = Objects(SealKeys.of(call.secrets or {"": NO_SECRET}, encrypts=False))
+    return Mover(store, engine, objects, config, mark_config)
 
 
 def serve(sock: socket.socket, mover: Mover) -> None:
@@ -601,10 +651,10 @@ def main() -> None:
     call, _ = calls.receive(control, calls.calls)
     assert isinstance(call, calls.Start)
     try:
-        store, hostname = start(call)
+        store, engine, hostname = start(call)
         if not call.gives:
             end_with(control)
-            mover = _mover(call, store)
+            mover = _mover(call, store, engine)
             for sock in lanes:
                 threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
     except EmsError as error:

@@ -141,7 +141,8 @@ class Mark(Call, frozen=True, tag=True):
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What came of a call: a number for each key, :class:`~ems.pool.tiers.answers.Outcome` where pages move.
 
-    ``unsafe`` says that something may still write into the memory of this call; ``error`` is why all of it failed.
+    ``unsafe`` says that something may still write into the memory of this call; ``error`` is why all of it failed;
+    ``direct`` of the pages that were fetched came without a call of Mooncake's own.
     """
 
     codes: list[int] = []
@@ -151,6 +152,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     unsafe: bool = False
     error: str = ""
+    direct: int = 0
 
 
 Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | ShareHot | Clear | Probe | Mark

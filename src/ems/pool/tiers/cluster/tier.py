@@ -80,7 +80,7 @@ class ClusterTier:
         self.leaving = False
         self._lock = threading.Lock()
         """Around what is known; nobody calls an agent while holding it."""
-        self._counts = {"asked": 0, "transfers_failed": 0, "hot_lists_failed": 0}
+        self._counts = {"asked": 0, "transfers_failed": 0, "read_directly": 0, "hot_lists_failed": 0}
 
     # What is known without waiting
 
@@ -213,6 +213,7 @@ class ClusterTier:
         outcomes = [Outcome(code) for code in answer.codes]
         with self._lock:
             self._counts["transfers_failed"] += answer.unsafe
+            self._counts["read_directly"] += answer.direct
             gone = [key for (key, _), outcome in zip(wanted, outcomes, strict=True) if outcome is not Outcome.DONE]
             self._known.lost(namespace, gone, self._clock())
         return outcomes, answer.sums

@@ -1,0 +1,98 @@
+"""Reads objects from the memory of the hosts that have them, without a core that waits.
+
+Mooncake's own calls ask again and again whether a transfer has ended, which keeps a core busy that transfers need.
+Here transfers are begun one by one, and who waits sleeps between two questions.  What always holds: a host is read
+directly only after a call of Mooncake's own has reached it, because the first contact with one that hangs holds up all
+others; nothing that is read is proven, for the memory may be another object's by then.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ems.errors import EmsError
+from ems.pool.tiers.cluster.mooncake_config import PEER_TO_PEER, MooncakeConfig
+
+LEAST_SLEEP_SECONDS = 0.0002
+SLEEP_SHARE = 0.03
+"""Of the time that was waited already: so late, at most, is the end of a transfer seen."""
+
+
+class Source(NamedTuple):
+    """Where an object lies: ``size`` bytes at ``address`` of the host ``endpoint``."""
+
+    endpoint: str
+    address: int
+    size: int
+
+
+def make_engine(config: MooncakeConfig, hostname: str) -> Any:
+    """Mooncake's transfer engine for a client at ``hostname``; None where it has to make its own.
+
+    Raises EmsError: it does not start.
+    """
+    if config.protocol != "tcp" or config.metadata_server != PEER_TO_PEER:
+        return None
+    from mooncake.engine import TransferEngine
+
+    os.environ["MC_FORCE_TCP"] = "1"  # without, it takes what hardware it finds
+    engine = TransferEngine()
+    if code := engine.initialize(hostname, config.metadata_server, config.protocol, config.device_name):
+        raise EmsError(f"Mooncake's transfer engine does not start ({code})")
+    return engine
+
+
+class DirectReads:
+    """Of objects that ``store`` knows, by its ``engine``; None does nothing.  Several threads may use it."""
+
+    def __init__(self, store: Any, engine: Any) -> None:
+        self._store = store
+        self._engine = engine
+        self._reached: set[str] = set()
+
+    def find(self, names: Sequence[str]) -> dict[str, Source]:
+        """Where those of ``names`` are that lie in the memory of a host."""
+        if self._engine is None:
+            return {}
+        found = {}
+        for name, replicas in self._store.batch_get_replica_desc(list(names)).items():
+            for replica in replicas:
+                if replica.is_memory_replica() and replica.status.name == "COMPLETE":
+                    one = replica.get_memory_descriptor().buffer_descriptor
+                    found[name] = Source(one.transport_endpoint, one.buffer_address, one.size)
+                    break
+        return found
+
+    def reached(self, sources: Iterable[Source]) -> None:
+        """A call of Mooncake's own has read from there."""
+        self._reached.update(source.endpoint for source in sources)
+
+    def begin(self, source: Source, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Read all of ``source`` into as many places; the transfers that :meth:`ended` takes, none where that can't be.
+
+        What one place gets is in one transfer of its own: only of such ones the engine says without waiting whether
+        they have ended.
+        """
+        if source.endpoint not in self._reached or source.size != sum(sizes):
+            return []
+        transfers, at = [], source.address
+        for address, size in zip(addresses, sizes, strict=True):
+            transfers.append(self._engine.batch_transfer_async_read(source.endpoint, [address], [at], [size]))
+            at += size
+        return transfers
+
+    def ended(self, transfers: Sequence[int]) -> bool:
+        """Wait for the end of all ``transfers``; whether they brought what they were to bring.
+
+        After False bytes may still arrive.
+        """
+        began = time.monotonic()
+        good = True
+        for transfer in transfers:
+            while transfer and not (code := self._engine.transfer_check_status(transfer)):
+                time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * (time.monotonic() - began)))
+            good = good and bool(transfer) and code == 1
+        return good
