@@ -405,19 +405,40 @@ def test_an_engine_without_work_waits_a_moment_in_each_step(make: Make, clock: C
     assert clock.waits[1:] == pytest.approx([STEP_SECONDS])
 
 
-def test_an_engine_with_work_does_not_wait_until_that_is_done(make: Make, clock: Clock) -> None:
+def test_an_engine_with_work_waits_only_for_what_takes_long_to_compute(make: Make, clock: Clock) -> None:
     side, busy, waiting = make(), request("busy"), request("waiting")
-    side._observer.seconds_a_token = 1.0
     side.on_new_request(busy)
     side.on_new_request(waiting)
     side.build_metadata(step(busy, 64))
+    side._observer.seconds_a_token = 0.0
     side.match(waiting, 0)
-    assert not clock.waits
+    assert not clock.waits, "nobody knows how long that is"
+
+    side._observer.seconds_a_token = 0.2 / 64
+    side.match(waiting, 0)
+    assert clock.waits == pytest.approx([0.2 * STEP_SHARE])
+    side.build_metadata(step(busy, 1))
+    clock.now += 0.001
+    side.match(waiting, 0)
+    assert len(clock.waits) == 1, "a request has its time once"
 
     side.finished(busy, ([1, 2, 3, 4],))
     side.match(waiting, 0)
-    assert clock.names == ["waiting"]
-    assert clock.waits == pytest.approx([MOST_STEP_SECONDS])
+    assert clock.waits[1:] == pytest.approx([STEP_SECONDS])
+
+
+@pytest.mark.parametrize("who", ["other engines", "a load", "a prefill elsewhere"])
+def test_an_engine_with_work_does_not_wait_where_others_wait_for_it(make: Make, clock: Clock, who: str) -> None:
+    side, busy, one = make(in_lockstep=who == "other engines"), request("busy"), request()
+    if who == "a prefill elsewhere":
+        one.kv_transfer_params = {ANNOUNCED: 64}
+    for each in (busy, one):
+        side.on_new_request(each)
+    side.build_metadata(step(busy, 64))
+    side._observer.seconds_a_token = 1.0
+    side._book.loading = int(who == "a load")
+    side.match(one, 0)
+    assert not clock.waits
 
 
 def test_a_step_waits_for_each_a_small_part_of_what_computing_takes(make: Make, clock: Clock) -> None:
@@ -476,7 +497,7 @@ def test_requests_that_come_together_begin_together(make: Make, monkeypatch: pyt
         return answers(lookups, 60.0, of) if wait else []
 
     monkeypatch.setattr(Lookups, "answers", late)
-    monkeypatch.setattr("ems.vllm.scheduler_shell.step_patience", lambda *_: 1.0)
+    monkeypatch.setattr("ems.vllm.scheduler_shell.step_patience", lambda *_, **__: 1.0)
     together = [request(name, [number] * 64) for number, name in enumerate("abc")]
     for each in together:
         side.on_new_request(each)

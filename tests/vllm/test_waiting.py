@@ -132,10 +132,13 @@ def test_once_the_scheduler_asks_every_wait_is_bounded(
             assert not waiting.for_tiers(tokens, promoting, token_seconds, limit, now)
 
 
-@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1000))
-def test_a_step_waits_little_beside_computing(step_waits: float, age: float, computing: float) -> None:
-    patience = step_patience(step_waits, age, computing)
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1000), st.booleans())
+def test_a_step_waits_little_beside_computing(step_waits: float, age: float, computing: float, idle: bool) -> None:
+    patience = step_patience(step_waits, age, computing, idle=idle)
     assert 0 <= patience <= max(MOST_STEP_SECONDS - step_waits, 0)
     if patience:
-        assert step_waits + patience <= STEP_SECONDS * 1.001 or age + patience <= computing * STEP_SHARE * 1.001
-    assert step_patience(0.0, 0.0, computing) == min(max(computing * STEP_SHARE, STEP_SECONDS), MOST_STEP_SECONDS)
+        little = age + patience <= computing * STEP_SHARE * 1.001
+        assert little or (idle and step_waits + patience <= STEP_SECONDS * 1.001)
+    least = STEP_SECONDS if idle else 0.0
+    share = max(computing * STEP_SHARE, least)
+    assert step_patience(0.0, 0.0, computing, idle=idle) == min(share, MOST_STEP_SECONDS)

@@ -84,14 +84,14 @@ class SchedulerShell:
     def _match(self, request: Any, local: int = 0, *, idle: bool = True) -> int | None:
         """How many tokens behind the ``local`` ones can be loaded; None: vLLM has to ask again.
 
-        ``idle`` says that the engine computes nothing, so that it may wait for the answer.
+        ``idle`` says that the engine computes nothing, so that it may wait a moment for the answer in any case.
         """
         request_id, now = request.request_id, time.monotonic()
         if self._book.get(request_id) is None:
             self._enter(request)
         self._lookups.hurry(request_id)
-        if idle and self._observer.usable:
-            self._wait_for(request, local, now)
+        if self._observer.usable:
+            self._wait_for(request, local, now, idle=idle)
         self._take_answers()
         if not self._observer.usable:
             self._decline(request_id, Reason.POOL_DOWN)
@@ -104,7 +104,7 @@ class SchedulerShell:
             self._lookups.hurry(request_id)
         return found
 
-    def _wait_for(self, request: Any, local: int, now: float) -> None:
+    def _wait_for(self, request: Any, local: int, now: float, *, idle: bool) -> None:
         """Wait a moment for the request's answer: told to ask again, it may begin a whole step behind others."""
         known = self._book.get(request.request_id)
         if known is None or known.phase is not Phase.ASKED:
@@ -112,13 +112,14 @@ class SchedulerShell:
         if self._waits_since is None:
             self._waits_since = now
         computing = (request.num_tokens - local) * self._observer.seconds_a_token if self._has_time(request) else 0.0
-        patience = step_patience(now - self._waits_since, self._lookups.age(request.request_id, now), computing)
+        age = self._lookups.age(request.request_id, now)
+        patience = step_patience(now - self._waits_since, age, computing, idle=idle)
         if patience > 0:
             for answer in self._lookups.answers(patience, request.request_id):
                 self._answered(answer)
 
     def _has_time(self, request: Any) -> bool:
-        """Whether a step that computes nothing may wait longer for the request's answer than it takes itself."""
+        """Whether a step may wait for the request's answer as long as is little beside computing it."""
         return False
 
     def _decline(self, request_id: str, reason: Reason) -> None:

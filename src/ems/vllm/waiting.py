@@ -21,19 +21,21 @@ GRACE_SECONDS = 0.5
 STEP_SECONDS = 0.002
 """How long a step that computes nothing waits for answers.  A lookup takes about 1 ms, and such a step longer."""
 STEP_SHARE = 0.05
-"""Of what computing a request takes, so much such a step waits for its answer: others that begin without it keep it
-waiting a whole step."""
+"""Of what computing a request takes, so much a step waits for its answer: a step that begins without it keeps it
+waiting as long as that takes, and those that are in the step would wait for its computing as well."""
 MOST_STEP_SECONDS = 0.02
 """How long one step waits for all answers at most."""
 
 
-def step_patience(step_waits: float, age: float, computing: float) -> float:
-    """Seconds that a step which computes nothing goes on waiting for one answer.
+def step_patience(step_waits: float, age: float, computing: float, *, idle: bool) -> float:
+    """Seconds that a step, which computes nothing else where it is ``idle``, goes on waiting for one answer.
 
     The step began to wait ``step_waits`` seconds ago, the request was asked for ``age`` seconds ago, and computing it
     takes ``computing`` seconds (0: not known).
     """
-    longest = max(STEP_SECONDS - step_waits, computing * STEP_SHARE - age)
+    longest = computing * STEP_SHARE - age
+    if idle:
+        longest = max(longest, STEP_SECONDS - step_waits)
     return max(min(longest, MOST_STEP_SECONDS - step_waits), 0.0)
 
 
