@@ -157,7 +157,8 @@ class TierManager:
             for state in self.states:
                 state.wish(pages, cluster_write)
             self._saved += len(pages)
-            self.offer(namespace, pages)
+            self._offer_when("on_save", namespace, pages, saved=True)
+            self._pump_soon()
 
     def looked_up(
         self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0, *, local_only: bool = False
@@ -453,7 +454,7 @@ class TierManager:
 
     # Writing
 
-    def _offer(self, state: TierState, namespace: int, pages: Sequence[Page]) -> None:
+    def _offer(self, state: TierState, namespace: int, pages: Sequence[Page], *, saved: bool = False) -> None:
         if not state.writing.open:
             state.counts["not_offered"] += len(pages)
             return
@@ -466,7 +467,8 @@ class TierManager:
         for keys in state.write_back.portions(namespace, new, size):
             lease, held = core.reading.hold(self._writer, namespace, keys)
             if held:
-                state.write_back.add(Unit(namespace, lease, tuple(page.key for page in held), len(held) * size, now))
+                names = tuple(page.key for page in held)
+                state.write_back.add(Unit(namespace, lease, names, len(held) * size, now, saved))
 
     def _clean(self) -> None:
         """Offer what would leave memory soon and is in no tier yet."""
@@ -524,7 +526,8 @@ class TierManager:
                 self._events_of(state).seen(name, [page.key for page in there], self._clock())
             state.pre_eviction.settled(units[0].namespace, settled)
             if (ahead := self._ahead.get(state.number)) is not None:
-                ahead.written(name, there)
+                saved = {key for unit in units if unit.saved for key in unit.keys}
+                ahead.written(name, [page for page in there if page.key in saved])
         self._pump_soon()
 
     def _let_go(self, state: TierState, units: list[Unit]) -> None:
@@ -587,7 +590,7 @@ class TierManager:
             self._offer(state, namespace, kept)
 
     def offer(self, namespace: int, pages: Sequence[Page]) -> None:
-        """Have ``pages`` written as if they had been saved just now."""
+        """Have ``pages`` written, which a clearing spared or held up."""
         self._offer_when("on_save", namespace, pages)
         self._pump_soon()
 
@@ -600,11 +603,11 @@ class TierManager:
         if self._offer_when("on_second_use", namespace, pages):
             self._pump_soon()
 
-    def _offer_when(self, write: str, namespace: int, pages: Sequence[Page]) -> bool:
+    def _offer_when(self, write: str, namespace: int, pages: Sequence[Page], *, saved: bool = False) -> bool:
         """Whether any tier is written to in that case."""
         states = [state for state in self.states if state.writes_when(write)]
         for state in states:
-            self._offer(state, namespace, state.due(pages, write))
+            self._offer(state, namespace, state.due(pages, write), saved=saved)
         return bool(states)
 
     def look(self, tier: int) -> Errand:

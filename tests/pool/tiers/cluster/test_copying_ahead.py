@@ -92,6 +92,32 @@ def test_what_one_host_saves_another_has_in_memory(
     assert look(readers[1], NAMESPACE, keys).count == look(readers[2], NAMESPACE, keys).count == 0
 
 
+def test_what_was_only_copied_is_not_told_when_it_is_offered_again(
+    tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    """As after a master that was started again: no engine of that host has anything to do with it."""
+    first, second, third = start(make_node, tmp_path, master, *["copy_ahead=on_save"] * 3)
+    copier, other = (make_client(node, local_only=True) for node in (second, third))
+    copied, saved = chain("a", 8), chain("b", 2)
+    assert look(copier, NAMESPACE, copied).count == 0, "this opens the namespace"
+    save(make_client(first), NAMESPACE, copied)
+    until(lambda: look(copier, NAMESPACE, copied).count == len(copied), "the second host has them", 45)
+    first.stop()
+    master.kill()
+    master.start()
+    asker = make_client(second)
+
+    def offered() -> bool:
+        look(asker, NAMESPACE, chain("missing", 1))  # who misses something looks at once what is left of the cluster
+        return cluster(second)["pages_written"] == len(copied)
+
+    until(offered, "it has offered them again", 45)
+    assert look(other, NAMESPACE, saved).count == 0, "this opens the namespace"
+    save(asker, NAMESPACE, saved)
+    until(lambda: look(other, NAMESPACE, saved).count == len(saved), "the third host has what was saved", 45)
+    assert cluster(third)["copied_ahead"] == len(saved), "and nothing else"
+
+
 def test_the_list_of_what_was_cleared_is_not_written_again(
     tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
 ) -> None:
