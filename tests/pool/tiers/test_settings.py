@@ -63,6 +63,8 @@ def test_a_bucket_with_settings() -> None:
         ("dir:/x?batch=16MB&queue=1MB", "larger than its queue"),
         ("dir:/x?batch=2GB&queue=4GB", "at most"),
         ("dir:/x?timeout=0", "expected a positive time"),
+        ("mooncake:?seal_key=", "seal_key of a tier names no file"),
+        ("dir:/x?key", "key of a tier names no file"),
     ],
 )
 def test_a_mistake_is_one_sentence(text: str, said: str) -> None:

@@ -276,14 +276,26 @@ def test_the_key_of_a_host_is_made_once_and_for_its_user_alone(folder: Path, sea
     assert seal_key.read_bytes() == made
 
 
-@pytest.mark.parametrize(("mode", "content"), [(0o644, b"k" * 32), (0o600, b"short")])
+@pytest.mark.parametrize(
+    ("mode", "content", "said"), [(0o644, b"k" * 32, "chmod 600 it"), (0o600, b"short", "has 5 bytes, expected 16")]
+)
 def test_a_key_that_others_can_read_or_guess_is_refused(
-    folder: Path, seal_key: Path, mode: int, content: bytes
+    folder: Path, seal_key: Path, mode: int, content: bytes, said: str
 ) -> None:
     seal_key.parent.mkdir()
     seal_key.write_bytes(content)
     seal_key.chmod(mode)
-    with pytest.raises(ConfigError, match="the key"):
+    with pytest.raises(ConfigError, match=said):
+        node(folder)
+
+
+@root_only
+def test_a_key_of_another_user_is_refused_who_may_change_it(folder: Path, seal_key: Path) -> None:
+    seal_key.parent.mkdir()
+    seal_key.write_bytes(b"k" * 32)
+    seal_key.chmod(0o600)
+    os.chown(seal_key, OTHER_USER, -1)
+    with pytest.raises(ConfigError, match="belongs to another user, who may change it; chown it"):
         node(folder)
 
 

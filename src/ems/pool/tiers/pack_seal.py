@@ -161,8 +161,10 @@ def _files(folder: Path) -> list[Path]:
 def _secret(file: Path, of_any_user: bool) -> bytes:
     with file.open("rb") as opened:
         status = os.fstat(opened.fileno())
-        if status.st_mode & 0o077 or not (of_any_user or status.st_uid in {0, os.geteuid()}):
-            raise ConfigError(f"the key {file} must belong to the node's user and be read by nobody else, chmod 600 it")
+        if not (of_any_user or status.st_uid in {0, os.geteuid()}):
+            raise ConfigError(f"the key {file} belongs to another user, who may change it; chown it to the node's user")
+        if status.st_mode & 0o077:
+            raise ConfigError(f"the key {file} can be read by other users, chmod 600 it")
         secret = opened.read(MOST_SECRET + 1).strip()
     if not LEAST_SECRET <= len(secret) <= MOST_SECRET:
         raise ConfigError(

@@ -192,4 +192,6 @@ def _value(name: str, text: str) -> object:
         raise ConfigError(f"{name} of a tier is {text!r}, expected {', '.join(choices[:-1])} or {choices[-1]}")
     if name in _PARSERS:
         return _PARSERS[name](text, name=name)
+    if name in _PATHS and not text:
+        raise ConfigError(f"{name} of a tier names no file, expected one such as {name}=/etc/ems/tier.key")
     return Path(text).absolute() if name in _PATHS else text
