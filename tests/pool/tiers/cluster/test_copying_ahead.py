@@ -109,7 +109,7 @@ def test_what_was_only_copied_is_not_told_when_it_is_offered_again(
 
     def offered() -> bool:
         look(asker, NAMESPACE, chain("missing", 1))  # who misses something looks at once what is left of the cluster
-        return cluster(second)["pages_written"] == len(copied)
+        return bool(cluster(second)["pages_written"] == len(copied))
 
     until(offered, "it has offered them again", 45)
     assert look(other, NAMESPACE, saved).count == 0, "this opens the namespace"
