@@ -29,7 +29,7 @@ from ems.vllm.reporting.observer import Observer
 from ems.vllm.reporting.stats import Transferred
 from ems.vllm.requests import EAGER_LEASES, Phase
 from ems.vllm.scheduler import ANNOUNCED, IN_STEP_SECONDS, MAX_OFFERS, RESET_SECONDS
-from ems.vllm.waiting import MOST_STEP_SECONDS, STEP_SECONDS, STEP_SHARE
+from ems.vllm.waiting import MOST_STEP_SECONDS, STEP_SECONDS, STEP_SHARE, StepWaits
 from tests.e2e.engines import Node, running_node, wait_for
 from tests.vllm.scheduler_side import (
     BLOCK,
@@ -427,11 +427,26 @@ def test_an_engine_with_work_waits_only_for_what_takes_long_to_compute(make: Mak
     assert clock.waits[1:] == pytest.approx([STEP_SECONDS])
 
 
-@pytest.mark.parametrize("who", ["other engines", "a load", "a prefill elsewhere"])
+def test_an_engine_with_work_does_not_wait_for_what_comes_up(
+    make: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, busy, one = make(), request("busy"), request()
+    for each in (busy, one):
+        side.on_new_request(each)
+    side.build_metadata(step(busy, 64))
+    side._observer.seconds_a_token = 1.0
+    monkeypatch.setattr(Lookups, "comes_up", lambda _lookups, request_id: request_id == "r")
+    side.match(one, 0)
+    assert not clock.waits
+
+
+@pytest.mark.parametrize("who", ["other engines", "a load", "a prefill elsewhere", "another connector"])
 def test_an_engine_with_work_does_not_wait_where_others_wait_for_it(make: Make, clock: Clock, who: str) -> None:
     side, busy, one = make(in_lockstep=who == "other engines"), request("busy"), request()
     if who == "a prefill elsewhere":
         one.kv_transfer_params = {ANNOUNCED: 64}
+    if who == "another connector":
+        one.kv_transfer_params = {"remote_engine_id": "prefill"}
     for each in (busy, one):
         side.on_new_request(each)
     side.build_metadata(step(busy, 64))
@@ -497,7 +512,7 @@ def test_requests_that_come_together_begin_together(make: Make, monkeypatch: pyt
         return answers(lookups, 60.0, of) if wait else []
 
     monkeypatch.setattr(Lookups, "answers", late)
-    monkeypatch.setattr("ems.vllm.scheduler_shell.step_patience", lambda *_, **__: 1.0)
+    monkeypatch.setattr(StepWaits, "patience", lambda *_, **__: 1.0)
     together = [request(name, [number] * 64) for number, name in enumerate("abc")]
     for each in together:
         side.on_new_request(each)

@@ -16,8 +16,8 @@ from ems.vllm.waiting import (
     QUEUED_PAUSE,
     STEP_SECONDS,
     STEP_SHARE,
+    StepWaits,
     Waiting,
-    step_patience,
 )
 
 
@@ -132,13 +132,45 @@ def test_once_the_scheduler_asks_every_wait_is_bounded(
             assert not waiting.for_tiers(tokens, promoting, token_seconds, limit, now)
 
 
-@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1000), st.booleans())
-def test_a_step_waits_little_beside_computing(step_waits: float, age: float, computing: float, idle: bool) -> None:
-    patience = step_patience(step_waits, age, computing, idle=idle)
-    assert 0 <= patience <= max(MOST_STEP_SECONDS - step_waits, 0)
+@given(st.floats(0, 1), st.floats(0, 1000), st.booleans())
+def test_a_step_waits_little_beside_computing(age: float, computing: float, idle: bool) -> None:
+    patience = StepWaits().patience(10.0, age, computing, idle=idle)
     if patience:
         little = age + patience <= computing * STEP_SHARE * 1.001
-        assert little or (idle and step_waits + patience <= STEP_SECONDS * 1.001)
+        assert little or (idle and patience <= STEP_SECONDS)
     least = STEP_SECONDS if idle else 0.0
     share = max(computing * STEP_SHARE, least)
-    assert step_patience(0.0, 0.0, computing, idle=idle) == min(share, MOST_STEP_SECONDS)
+    assert StepWaits().patience(0.0, 0.0, computing, idle=idle) == min(share, MOST_STEP_SECONDS)
+
+
+Question = tuple[float, float, float, bool]
+"""Seconds since the one before, seconds that computing takes, which part of its patience is waited, a new step."""
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 0.05), st.floats(0, 100), st.floats(0, 1), st.booleans()), max_size=60),
+    st.booleans(),
+)
+def test_an_engine_with_work_waits_a_twentieth_of_the_time(questions: list[Question], idle: bool) -> None:
+    waits, now, total, in_step = StepWaits(), 0.0, 0.0, 0.0
+    for passed, computing, part, new_step in questions:
+        now += passed
+        if new_step:
+            waits.next_step()
+            in_step = 0.0
+        seconds = waits.patience(now, 0.0, computing, idle=idle) * part
+        if seconds:
+            waits.waited(now, now + seconds, idle=idle)
+        now, total, in_step = now + seconds, total + seconds, in_step + seconds
+        assert in_step <= MOST_STEP_SECONDS * 1.001
+        assert idle or total <= now * STEP_SHARE + MOST_STEP_SECONDS * 1.001
+
+
+def test_a_step_that_waited_goes_on_waiting_for_others() -> None:
+    waits = StepWaits()
+    waits.waited(0.0, 0.004, idle=False)
+    assert waits.patience(0.004, 0.0, 1.0, idle=False) > 0
+    waits.next_step()
+    assert waits.patience(0.01, 0.0, 1.0, idle=False) == 0
+    assert waits.patience(0.01, 0.0, 0.0, idle=True) == STEP_SECONDS
+    assert waits.patience(0.004 / STEP_SHARE, 0.0, 1.0, idle=False) > 0

@@ -58,7 +58,7 @@ class Page:
 
     __slots__ = (
         "cluster_write", "key", "leases", "newer", "older", "parent", "place", "present", "ref", "suffixes", "tail",
-        "used", "uses",
+        "untold", "used", "uses",
     )  # fmt: skip
 
     def __init__(self, key: bytes, ref: bytes) -> None:
@@ -74,6 +74,8 @@ class Page:
         self.uses = 0
         self.tail: Tail | None = None
         self.cluster_write: ClusterWrite = ""
+        self.untold = False
+        """Whether engines of this host saved it, and other hosts were not told so."""
         self.used = 0.0
         """When it was stored or last promised to a reader."""
 

@@ -162,6 +162,11 @@ class Lookups:
         job = self._jobs.get(request_id)
         return 0.0 if job is None else now - job.waiting.asked_at
 
+    def comes_up(self, request_id: str) -> bool:
+        """Whether a request's lookup waits for pages that come up from tiers."""
+        job = self._jobs.get(request_id)
+        return job is not None and job.promoting
+
     def answers(self, wait: float = 0.0, of: str = "") -> list[LookupAnswer]:
         """Answers since the last call; waits at most ``wait`` seconds until that ``of`` a request is among them."""
         until = time.monotonic() + wait

@@ -1,7 +1,7 @@
 """The connector inside vLLM's scheduler: carries between vLLM's hooks, the request book and the pool.
 
-No hook waits for the node; where the engine computes nothing one waits a moment for a lookup.  vLLM calls all hooks on
-one thread.
+No hook waits for the node; one waits for a lookup, a moment and as :mod:`ems.vllm.waiting` says.  vLLM calls all hooks
+on one thread.
 """
 
 from __future__ import annotations
@@ -206,8 +206,9 @@ class SchedulerSide(SchedulerShell):
         return seconds is not None and seconds <= IN_STEP_SECONDS
 
     def _has_time(self, request: Any) -> bool:
-        """Not where loads or other engines wait for the step, or the request's own prefill is waited for."""
-        return not (self._in_lockstep or self._loads or self._book.loading or self._announced(request))
+        """Not where loads or other engines wait for the step, or the request comes from a prefill elsewhere."""
+        handed = self._announced(request) or (request.kv_transfer_params or {}).get("remote_engine_id")
+        return not (self._in_lockstep or self._loads or self._book.loading or handed)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """VLLM's ``update_state_after_alloc``."""
@@ -313,7 +314,8 @@ class SchedulerSide(SchedulerShell):
         self._book.paused = not usable
         preempted = getattr(output, "preempted_req_ids", None)
         self._running.update(tokens)
-        self._waits_since, self._turned_away = None, False
+        self._turned_away = False
+        self._step_waits.next_step()
         self._book.begin_step()
         if tokens or self._loads:
             self._epoch.empty = False

@@ -1,8 +1,8 @@
 """What ``EmsStoreConnector`` and the manager below vLLM's ``OffloadingConnector`` both do inside vLLM's scheduler.
 
 It carries between the book of requests, which decides, and the lookups, which ask the pool in a thread of their own.
-What always holds: no method waits for the node; a step that computes nothing waits a moment for answers.  vLLM calls
-all methods on one thread.
+What always holds: no method waits for the node; a step waits for answers as long as :mod:`ems.vllm.waiting` says.  vLLM
+calls all methods on one thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ems.vllm.planes import Plane
 from ems.vllm.reporting.observer import Observer
 from ems.vllm.requests import Ask, Load, Phase, Release, RequestBook
 from ems.vllm.tokens import extra_keys
-from ems.vllm.waiting import Waiting, step_patience
+from ems.vllm.waiting import StepWaits, Waiting
 
 logger = init_logger("vllm.ems.scheduler")
 
@@ -62,8 +62,7 @@ class SchedulerShell:
         self._lookups.start()
         self._requests: dict[str, Any] = {}
         """VLLM's requests."""
-        self._waits_since: float | None = None
-        """When this step began to wait for answers."""
+        self._step_waits = StepWaits()
 
     def _enter(self, request: Any) -> None:
         """Have the book follow ``request``, unless the pool may not be asked."""
@@ -109,14 +108,15 @@ class SchedulerShell:
         known = self._book.get(request.request_id)
         if known is None or known.phase is not Phase.ASKED:
             return
-        if self._waits_since is None:
-            self._waits_since = now
+        if not idle and self._lookups.comes_up(request.request_id):
+            return  # its answer is known to take longer
         computing = (request.num_tokens - local) * self._observer.seconds_a_token if self._has_time(request) else 0.0
         age = self._lookups.age(request.request_id, now)
-        patience = step_patience(now - self._waits_since, age, computing, idle=idle)
+        patience = self._step_waits.patience(now, age, computing, idle=idle)
         if patience > 0:
             for answer in self._lookups.answers(patience, request.request_id):
                 self._answered(answer)
+            self._step_waits.waited(now, time.monotonic(), idle=idle)
 
     def _has_time(self, request: Any) -> bool:
         """Whether a step may wait for the request's answer as long as is little beside computing it."""

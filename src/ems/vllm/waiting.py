@@ -21,22 +21,47 @@ GRACE_SECONDS = 0.5
 STEP_SECONDS = 0.002
 """How long a step that computes nothing waits for answers.  A lookup takes about 1 ms, and such a step longer."""
 STEP_SHARE = 0.05
-"""Of what computing a request takes, so much a step waits for its answer: a step that begins without it keeps it
-waiting as long as that takes, and those that are in the step would wait for its computing as well."""
+"""Of what computing a request takes, so much a step waits for its answer: a step that begins without it may keep
+it waiting as long as that takes."""
 MOST_STEP_SECONDS = 0.02
 """How long one step waits for all answers at most."""
 
 
-def step_patience(step_waits: float, age: float, computing: float, *, idle: bool) -> float:
-    """Seconds that a step, which computes nothing else where it is ``idle``, goes on waiting for one answer.
+class StepWaits:
+    """How long the steps of one engine wait for answers to lookups.
 
-    The step began to wait ``step_waits`` seconds ago, the request was asked for ``age`` seconds ago, and computing it
-    takes ``computing`` seconds (0: not known).
+    What always holds: one step waits :data:`MOST_STEP_SECONDS` at most; steps in which requests run wait no more than
+    :data:`STEP_SHARE` of the time.
     """
-    longest = computing * STEP_SHARE - age
-    if idle:
-        longest = max(longest, STEP_SECONDS - step_waits)
-    return max(min(longest, MOST_STEP_SECONDS - step_waits), 0.0)
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        """When this step began to wait."""
+        self._again_at = 0.0
+        """From when on a step in which requests run may begin to wait."""
+
+    def patience(self, now: float, age: float, computing: float, *, idle: bool) -> float:
+        """Seconds that the step, in which nothing else runs where it is ``idle``, goes on waiting for one answer.
+
+        The request was asked for ``age`` seconds ago, and computing it takes ``computing`` seconds (0: not known).
+        """
+        if not idle and self._since is None and now < self._again_at:
+            return 0.0
+        waits = 0.0 if self._since is None else now - self._since
+        longest = computing * STEP_SHARE - age
+        if idle:
+            longest = max(longest, STEP_SECONDS - waits)
+        return max(min(longest, MOST_STEP_SECONDS - waits), 0.0)
+
+    def waited(self, began: float, ended: float, *, idle: bool) -> None:
+        """The step waited from ``began`` to ``ended``."""
+        if self._since is None:
+            self._since = began
+        if not idle:
+            self._again_at = max(self._again_at, began) + (ended - began) / STEP_SHARE
+
+    def next_step(self) -> None:
+        self._since = None
 
 
 class Waiting:

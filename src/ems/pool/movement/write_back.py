@@ -20,14 +20,13 @@ LINGER = 0.1
 
 
 class Unit(msgspec.Struct, frozen=True, eq=False):
-    """Pages of one namespace under one lease; ``saved``: engines of this host saved them just now."""
+    """Pages of one namespace under one lease."""
 
     namespace: int
     lease: int
     keys: tuple[bytes, ...]
     size: int
     at: float
-    saved: bool = False
 
 
 class WriteBackQueue:

@@ -156,9 +156,11 @@ class TierManager:
         if self.states:
             for state in self.states:
                 state.wish(pages, cluster_write)
+            if self._ahead:
+                for page in pages:
+                    page.untold = True
             self._saved += len(pages)
-            self._offer_when("on_save", namespace, pages, saved=True)
-            self._pump_soon()
+            self.offer(namespace, pages)
 
     def looked_up(
         self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0, *, local_only: bool = False
@@ -454,7 +456,7 @@ class TierManager:
 
     # Writing
 
-    def _offer(self, state: TierState, namespace: int, pages: Sequence[Page], *, saved: bool = False) -> None:
+    def _offer(self, state: TierState, namespace: int, pages: Sequence[Page]) -> None:
         if not state.writing.open:
             state.counts["not_offered"] += len(pages)
             return
@@ -467,8 +469,7 @@ class TierManager:
         for keys in state.write_back.portions(namespace, new, size):
             lease, held = core.reading.hold(self._writer, namespace, keys)
             if held:
-                names = tuple(page.key for page in held)
-                state.write_back.add(Unit(namespace, lease, names, len(held) * size, now, saved))
+                state.write_back.add(Unit(namespace, lease, tuple(page.key for page in held), len(held) * size, now))
 
     def _clean(self) -> None:
         """Offer what would leave memory soon and is in no tier yet."""
@@ -492,22 +493,30 @@ class TierManager:
     def _write(self, state: TierState, units: list[Unit]) -> None:
         core, arena = self._host.core, self._host.arena
         name, size = core.named(units[0].namespace)
-        pages, uses = [], []
+        pages, uses, untold = [], [], []
         # Not by key: another page may have the key by now, whose bytes are not written yet.
         for page in (page for unit in units for page in core.leases.pages(self._writer, unit.lease)):
             parent = page.parent.key if page.parent is not None else bytes(NO_PARENT)
             ref = PageRef.unpack(page.ref)
             uses.append((page.ref, page.used))
+            if page.untold:
+                untold.append(page)
             pages.append(Leaving(page.key, parent, page.tail, arena.place(ref, size), arena.headers.checksum(ref)))
         if not pages:
             self._let_go(state, units)
             return
-        job = Job(partial(state.tier.write, name, pages), partial(self._written, state, name, pages, uses))
+        job = Job(partial(state.tier.write, name, pages), partial(self._written, state, name, pages, uses, untold))
         state.writes[job] = units
         state.writers.give(job)
 
     def _written(
-        self, state: TierState, name: str, pages: Sequence[Leaving], uses: list[tuple[bytes, float]], job: Job
+        self,
+        state: TierState,
+        name: str,
+        pages: Sequence[Leaving],
+        uses: list[tuple[bytes, float]],
+        untold: Sequence[Page],
+        job: Job,
     ) -> None:
         units = state.writes.pop(job)
         if self._closed:
@@ -526,8 +535,11 @@ class TierManager:
                 self._events_of(state).seen(name, [page.key for page in there], self._clock())
             state.pre_eviction.settled(units[0].namespace, settled)
             if (ahead := self._ahead.get(state.number)) is not None:
-                saved = {key for unit in units if unit.saved for key in unit.keys}
-                ahead.written(name, [page for page in there if page.key in saved])
+                done = {page.key for page in there}
+                told = {page.key: page for page in untold if page.key in done}
+                for page in told.values():
+                    page.untold = False
+                ahead.written(name, [page for page in there if page.key in told])
         self._pump_soon()
 
     def _let_go(self, state: TierState, units: list[Unit]) -> None:
@@ -603,11 +615,11 @@ class TierManager:
         if self._offer_when("on_second_use", namespace, pages):
             self._pump_soon()
 
-    def _offer_when(self, write: str, namespace: int, pages: Sequence[Page], *, saved: bool = False) -> bool:
+    def _offer_when(self, write: str, namespace: int, pages: Sequence[Page]) -> bool:
         """Whether any tier is written to in that case."""
         states = [state for state in self.states if state.writes_when(write)]
         for state in states:
-            self._offer(state, namespace, state.due(pages, write), saved=saved)
+            self._offer(state, namespace, state.due(pages, write))
         return bool(states)
 
     def look(self, tier: int) -> Errand:

@@ -164,7 +164,7 @@ def _secret(file: Path, of_any_user: bool) -> bytes:
         if not (of_any_user or status.st_uid in {0, os.geteuid()}):
             raise ConfigError(f"the key {file} belongs to another user, who may change it; chown it to the node's user")
         if status.st_mode & 0o077:
-            raise ConfigError(f"the key {file} can be read by other users, chmod 600 it")
+            raise ConfigError(f"the key {file} can be read or changed by other users, chmod 600 it")
         secret = opened.read(MOST_SECRET + 1).strip()
     if not LEAST_SECRET <= len(secret) <= MOST_SECRET:
         raise ConfigError(

@@ -107,7 +107,7 @@ class EmsOffloadingManager(SchedulerShell, OffloadingManager):
                 self._book.preempted(request_id)
         self._found.clear()
         self._allocated.clear()
-        self._waits_since = None
+        self._step_waits.next_step()
         self._book.begin_step()
         if self._observer.usable:
             self._do(self._book.start_lookups())
