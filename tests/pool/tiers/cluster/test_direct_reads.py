@@ -13,8 +13,8 @@ from ems.pool.keys import NO_PARENT
 from ems.pool.layout import crc32c
 from ems.pool.tiers.answers import Outcome
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.agent import Lane, Mover
-from ems.pool.tiers.cluster.direct_reads import DirectReads, Source, make_engine
+from ems.pool.tiers.cluster.agent import MOST_READING, Lane, Mover
+from ems.pool.tiers.cluster.direct_reads import DirectReads, make_engine
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects
 from ems.pool.tiers.pack_seal import SealKeys
@@ -24,14 +24,18 @@ PAGE = 4096
 SPACE = "tenant/model/layout"
 OBJECTS = Objects(SealKeys(b"a secret of sixteen", encrypts=False))
 MISSING = -704
-HOST = "192.0.2.1:1234"
+HOST, OTHER = "192.0.2.1:1234", "192.0.2.2:1234"
 
 
 class FakeCluster:
-    """Store and transfer engine at once: objects in the memory of ``HOST``, and what was asked of either."""
+    """Store and transfer engine at once: objects in the memory of hosts, and what was asked of either."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.hosts: dict[str, list[str]] = {}
+        """Of an object, where it is not ``HOST`` alone; Mooncake's own call reads from the first."""
+        self.may_read: set[str] = set()
+        """Hosts that Mooncake's own call has read from."""
         self.moved: set[str] = set()
         """Whose memory has something else by now when it is read directly."""
         self.on_disk = False
@@ -41,6 +45,9 @@ class FakeCluster:
         """Questions after each transfer until it has ended."""
         self.transfers: list[int] = []
         """For each, how often its end is still not there."""
+        self._arrives: list[tuple[int, bytes]] = []
+        """What each brings when it ends, and where to."""
+        self.most_under_way = 0
         self.own_calls: list[list[str]] = []
         self.removed: list[str] = []
 
@@ -56,17 +63,21 @@ class FakeCluster:
         return (1 + sorted(self.objects).index(name)) << 20
 
     def batch_get_replica_desc(self, names: list[str]) -> dict[str, list[Any]]:
-        def replica(name: str) -> Any:
+        def replica(name: str, host: str) -> Any:
             buffer = SimpleNamespace(
-                transport_endpoint=HOST, buffer_address=self._address(name), size=len(self.objects[name])
+                transport_endpoint=host, buffer_address=self._address(name), size=len(self.objects[name])
             )
             return SimpleNamespace(
-                status=SimpleNamespace(name="COMPLETE"),
+                status=SimpleNamespace(name="PROCESSING" if host.startswith("writing") else "COMPLETE"),
                 is_memory_replica=lambda: not self.on_disk,
                 get_memory_descriptor=lambda: SimpleNamespace(buffer_descriptor=buffer),
             )
 
-        return {name: [replica(name)] for name in names if name in self.objects}
+        return {
+            name: [replica(name, host) for host in self.hosts.get(name, [HOST])]
+            for name in names
+            if name in self.objects
+        }
 
     def batch_get_into_multi_buffers(
         self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]
@@ -78,6 +89,7 @@ class FakeCluster:
         content = self.objects.get(name)
         if content is None or len(content) != sum(sizes):
             return MISSING if content is None else -600
+        self.may_read.add(self.hosts.get(name, [HOST])[0])
         for address, size in zip(addresses, sizes, strict=True):
             ctypes.memmove(address, content[:size], size)
             content = content[size:]
@@ -91,13 +103,15 @@ class FakeCluster:
     # The engine
 
     def batch_transfer_async_read(self, host: str, to: list[int], addresses: list[int], sizes: list[int]) -> int:
-        assert host == HOST
+        assert host in self.may_read, "the first contact is Mooncake's"
         ((target,), (address,), (size,)) = to, addresses, sizes
         name = sorted(self.objects)[(address >> 20) - 1]
         start = address & 0xFFFFF
         content = self.objects[name][start : start + size]
-        ctypes.memmove(target, bytes(size) if name in self.moved else content, size)
+        ctypes.memset(target, 0xA5, size)
+        self._arrives.append((target, bytes(size) if name in self.moved else content))
         self.transfers.append(self.pending)
+        self.most_under_way = max(self.most_under_way, sum(left >= 0 for left in self.transfers))
         return len(self.transfers)
 
     def transfer_check_status(self, transfer: int) -> int:
@@ -106,18 +120,22 @@ class FakeCluster:
             return 0
         assert self.transfers[transfer - 1] == 0, "it was said to have ended, and its number is another's by now"
         self.transfers[transfer - 1] = -1
-        return -1 if transfer in self.fails else 1
+        if transfer in self.fails:
+            return -1
+        target, content = self._arrives[transfer - 1]
+        ctypes.memmove(target, content, len(content))
+        return 1
 
 
 class Host:
     """One that fetches from ``cluster`` into a segment of its own."""
 
-    def __init__(self, cluster: FakeCluster, *, mapped: bool = True) -> None:
+    def __init__(self, cluster: FakeCluster, *, mapped: bool = True, pages: int = 16) -> None:
         mover = Mover(cluster, cluster, OBJECTS, None, None)
         self.lane = Lane(mover)
         self.file = os.memfd_create("ems-direct")
-        os.truncate(self.file, 16 * PAGE)
-        self.lane.answer(calls.Attach(1, 16 * PAGE, mapped=mapped), [os.dup(self.file)])
+        os.truncate(self.file, pages * PAGE)
+        self.lane.answer(calls.Attach(1, pages * PAGE, mapped=mapped), [os.dup(self.file)])
 
     def fetch(self, *names: str) -> calls.Answer:
         places = [calls.Place(key(name), 1, at * PAGE) for at, name in enumerate(names)]
@@ -216,16 +234,78 @@ def test_mooncake_fetches_what_is_not_in_memory_as_it_should_be(cluster: FakeClu
     assert cluster.own_calls[1:] == [[name]]
 
 
+def test_a_host_that_mooncake_may_not_have_reached_is_left_to_it(cluster: FakeCluster) -> None:
+    """Of an object in two places it does not say which it has read."""
+    host = Host(cluster)
+    first, second = put(cluster, "a")[0], put(cluster, "b")[0]
+    cluster.hosts = {first: [OTHER, HOST], second: [HOST]}
+    assert [host.fetch("a").codes, host.fetch("b").codes, host.fetch("b").direct] == [[Outcome.DONE], [Outcome.DONE], 1]
+    assert cluster.own_calls == [[first], [second]]
+
+
+def test_a_copy_that_is_being_written_is_not_read(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    put(cluster, "a")
+    host.fetch("a")
+    name, _ = put(cluster, "b")
+    cluster.hosts[name] = ["writing:1", HOST]
+    assert host.fetch("b").direct == 1
+
+
+def test_no_more_is_under_way_than_mooncake_takes(cluster: FakeCluster) -> None:
+    names = [f"page {number}" for number in range(4 * MOST_READING)]
+    host = Host(cluster, pages=len(names))
+    for name in names:
+        put(cluster, name)
+    host.fetch(names[0])
+    answer = host.fetch(*names)
+    assert (set(answer.codes), answer.direct) == ({Outcome.DONE}, len(names))
+    assert cluster.most_under_way == 2 * MOST_READING
+
+
+def test_nothing_is_copied_through_memory_that_bytes_may_still_arrive_in(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.tiers.cluster.agent.STAGING", 2 * PAGE)
+    host = Host(cluster, mapped=False)
+    put(cluster, "a")
+    host.fetch("a")
+    for name in "bcde":
+        put(cluster, name)
+    cluster.fails.add(2)
+    answer = host.fetch(*"bcde")
+    assert (answer.codes, answer.unsafe) == ([Outcome.MISSING, Outcome.DONE, Outcome.MISSING, Outcome.MISSING], True)
+    assert len(answer.sums) == len(answer.codes)
+    assert len(cluster.transfers) == 4
+
+
 def test_without_an_engine_of_our_own_nothing_is_asked(cluster: FakeCluster) -> None:
     name, _ = put(cluster, "a")
-    assert DirectReads(cluster, None).find([name]) == {}
+    reads = DirectReads(cluster, None)
+    reads.reached([name])
+    assert reads.find([name]) == {}
 
 
 def test_a_transfer_that_could_not_be_begun_is_none_that_ended_well(cluster: FakeCluster) -> None:
-    reads = DirectReads(cluster, SimpleNamespace(batch_transfer_async_read=lambda *_: 0))
-    source = Source(HOST, 1 << 20, HEADER_BYTES + PAGE)
-    reads.reached([source])
+    """And the one beside it has ended before somebody is told."""
+    name, _ = put(cluster, "a")
+    begun, asked = iter([7, 0]), list[int]()
+
+    def check(number: int) -> int:
+        asked.append(number)
+        return 1
+
+    engine = SimpleNamespace(batch_transfer_async_read=lambda *_: next(begun), transfer_check_status=check)
+    reads = DirectReads(cluster, engine)
+    reads.reached([name])
+    source = reads.find([name])[name]
     assert not reads.ended(reads.begin(source, [0, 0], [HEADER_BYTES, PAGE]))
+    assert asked == [7]
+
+
+def test_what_mooncake_calls_neither_good_nor_bad_may_still_arrive(cluster: FakeCluster) -> None:
+    reads = DirectReads(cluster, SimpleNamespace(transfer_check_status=lambda _number: -2))
+    assert not reads.ended([1, 2])
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ from ems.pool.tiers.pack_seal import SealKeys
 AT_ONCE = 1024
 """Pages of one call to the store."""
 MOST_FETCHING = MOST_STORING = 4
+MOST_READING = 64
+"""Pages that one lane reads at a time.  Each is two transfers, and Mooncake refuses more than a thousand to a host."""
 HOT_READS = 5
 """Of a list of hot pages that is there and is being written."""
 HOT_PAUSE_SECONDS = 0.01
@@ -221,6 +223,11 @@ class Lane:
             sums += part.sums
             unsafe = unsafe or part.unsafe
             direct += part.direct
+            if unsafe:  # bytes may still arrive where the next part would be copied from
+                break
+        rest = len(call.pages) - len(codes)
+        codes += [Outcome.MISSING] * rest
+        sums += [0] * rest
         return calls.Answer(codes, sums, unsafe=unsafe, direct=direct)
 
     def _parts(self, call: calls.Fetch | calls.Store) -> Iterator[list[calls.Place]]:
@@ -263,14 +270,15 @@ class Lane:
     ) -> calls.Answer:
         reads, names = self._mover.reads, [seal.name(page.key) for page in pages]
         sources = reads.find(names)
-        begun = [
-            reads.begin(sources[name], *self._target(at, memory)) if name in sources else []
-            for at, name in enumerate(names)
-        ]
+        begun: list[list[int]] = []
         answers = [(Outcome.MISSING, 0)] * len(pages)
         rest, unsafe = [], False
-        for at, transfers in enumerate(begun):
+        for at in range(len(pages)):
             # What follows comes while this is proven.
+            for name in names[len(begun) : at + MOST_READING]:
+                target = self._target(len(begun), memory)
+                begun.append(reads.begin(sources[name], *target) if name in sources and not unsafe else [])
+            transfers = begun[at]
             if transfers and not reads.ended(transfers):
                 unsafe = True
             elif transfers and (proven := self._proven(seal, pages[at], at, memory))[0] is not Outcome.CORRUPT:
@@ -280,9 +288,9 @@ class Lane:
         fetched = 0
         if rest and not unsafe:
             unsafe = self._fetch_rest(seal, names, pages, memory, rest, answers)
-            there = [at for at in rest if answers[at][0] is Outcome.DONE]
+            there = [names[at] for at in rest if answers[at][0] is Outcome.DONE]
             fetched = len(there)
-            reads.reached([sources[names[at]] for at in there if names[at] in sources])
+            reads.reached(there)
         codes, sums = [int(outcome) for outcome, _ in answers], [checksum for _, checksum in answers]
         return calls.Answer(codes, sums, unsafe=unsafe, direct=codes.count(Outcome.DONE) - fetched)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ems.errors import EmsError
@@ -22,11 +22,12 @@ SLEEP_SHARE = 0.03
 
 
 class Source(NamedTuple):
-    """Where an object lies: ``size`` bytes at ``address`` of the host ``endpoint``."""
+    """Where an object lies: ``size`` bytes at ``address`` of the host ``endpoint``, and ``only`` there."""
 
     endpoint: str
     address: int
     size: int
+    only: bool
 
 
 def make_engine(config: MooncakeConfig, hostname: str) -> Any:
@@ -34,10 +35,13 @@ def make_engine(config: MooncakeConfig, hostname: str) -> Any:
 
     Raises EmsError: it does not start.
     """
-    if config.protocol != "tcp" or config.metadata_server != PEER_TO_PEER:
+    # Mooncake's next engine knows nothing of single transfers.
+    if config.protocol != "tcp" or config.metadata_server != PEER_TO_PEER or "MC_USE_TENT" in os.environ:
         return None
-    from mooncake.engine import TransferEngine
-
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError:  # its store works without
+        return None
     os.environ["MC_FORCE_TCP"] = "1"  # without, it takes what hardware it finds
     engine = TransferEngine()
     if code := engine.initialize(hostname, config.metadata_server, config.protocol, config.device_name):
@@ -55,20 +59,22 @@ class DirectReads:
 
     def find(self, names: Sequence[str]) -> dict[str, Source]:
         """Where those of ``names`` are that lie in the memory of a host."""
-        if self._engine is None:
-            return {}
+        return self._find(names) if self._reached else {}
+
+    def _find(self, names: Sequence[str]) -> dict[str, Source]:
         found = {}
         for name, replicas in self._store.batch_get_replica_desc(list(names)).items():
-            for replica in replicas:
-                if replica.is_memory_replica() and replica.status.name == "COMPLETE":
-                    one = replica.get_memory_descriptor().buffer_descriptor
-                    found[name] = Source(one.transport_endpoint, one.buffer_address, one.size)
-                    break
+            whole = [one for one in replicas if one.is_memory_replica() and one.status.name == "COMPLETE"]
+            if whole:
+                there = whole[0].get_memory_descriptor().buffer_descriptor
+                only = len(replicas) == 1
+                found[name] = Source(there.transport_endpoint, there.buffer_address, there.size, only)
         return found
 
-    def reached(self, sources: Iterable[Source]) -> None:
-        """A call of Mooncake's own has read from there."""
-        self._reached.update(source.endpoint for source in sources)
+    def reached(self, names: Sequence[str]) -> None:
+        """A call of Mooncake's own has read the objects ``names``: their hosts may be read from now on."""
+        if self._engine is not None and names:
+            self._reached.update(source.endpoint for source in self._find(names).values() if source.only)
 
     def begin(self, source: Source, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read all of ``source`` into as many places; the transfers that :meth:`ended` takes, none where that can't be.
