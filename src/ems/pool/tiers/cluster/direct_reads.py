@@ -50,7 +50,10 @@ def make_engine(config: MooncakeConfig, hostname: str) -> Any:
 
 
 class DirectReads:
-    """Of objects that ``store`` knows, by its ``engine``; None does nothing.  Several threads may use it."""
+    """Of objects that ``store`` knows, by its ``engine``; None does nothing.  Each lane waits in a thread of its own.
+
+    Sizes are bytes, addresses are those of this process and, in :class:`Source`, of the other host's.
+    """
 
     def __init__(self, store: Any, engine: Any) -> None:
         self._store = store
@@ -99,6 +102,7 @@ class DirectReads:
         good = True
         for transfer in transfers:
             while transfer and not (code := self._engine.transfer_check_status(transfer)):
-                time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * (time.monotonic() - began)))
+                waited = time.monotonic() - began
+                time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * waited))  # Mooncake tells nobody when it has ended
             good = good and bool(transfer) and code == 1
         return good
