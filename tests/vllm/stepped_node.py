@@ -79,9 +79,17 @@ class SteppedNode:
         return count
 
     def lookup(
-        self, _: Namespace, keys: bytes, *, lease: bool = False, timeout: float, request: str = "", compute: float = 0.0
+        self,
+        _: Namespace,
+        keys: bytes,
+        *,
+        lease: bool = False,
+        timeout: float,
+        request: str = "",
+        compute: float = 0.0,
+        patience: float = 0.0,
     ) -> Hits:
-        del timeout, request
+        del timeout, request, patience
         self._call()
         wanted = split_keys(keys)
         found = self.core.reading.lookup(ENGINE, self.namespace, wanted, lease=lease)
@@ -90,8 +98,10 @@ class SteppedNode:
         held = Lease(self.node, self.epoch, found.lease, found.refs) if found.lease else None
         return Hits(count, found.pending, held, Reason.of_code(found.code), below)
 
-    def lookup_tail(self, _: Namespace, tail: Tail, *, lease: bool = False, timeout: float, shards: int) -> TailHit:
-        del tail, lease, timeout
+    def lookup_tail(
+        self, _: Namespace, tail: Tail, *, lease: bool = False, timeout: float, shards: int, patience: float
+    ) -> TailHit:
+        del tail, lease, timeout, shards, patience
         return TailHit(0, b"", pending=False, lease=None)
 
     def prefetch(self, _: Namespace, keys: bytes, timeout: float) -> int:

@@ -71,6 +71,7 @@ class Side:
         *,
         call_timeout: float = 60.0,
         handoff_timeout: float = 2.0,
+        started: bool = True,
     ) -> None:
         self.client = PoolClient(node.socket, "scheduler")
         self.writer = PoolClient(node.socket, "writer")
@@ -92,7 +93,8 @@ class Side:
             NAMESPACE.name,
             cast("Observer", self.watch),
         )
-        self.lookups.start()
+        if started:
+            self.lookups.start()
         self.chain = KeyChain(NAMESPACE.name, 16)
         self.chain.extend(TOKENS)
 
@@ -121,6 +123,18 @@ def test_the_answer_to_one_request_is_waited_for_and_others_are_taken_along(side
     answers = side.lookups.answers(60.0, "r")
     assert [answer.request_id for answer in answers] == ["other", "r"]
     assert side.lookups.answers(0.001, "r") == []
+
+
+def test_a_request_that_the_scheduler_asks_for_at_once_is_looked_at_once(node: Node) -> None:
+    side = Side(node, started=False)
+    side.ask()
+    side.lookups.hurry("r")
+    before = node.counters["lookups"]
+    side.lookups.start()
+    assert side.answer().found == NOTHING
+    side.lookups.hurry("r")
+    side.close()
+    assert node.counters["lookups"] == before + 1
 
 
 def test_a_lookup_leases_what_it_finds(side: Side, node: Node) -> None:

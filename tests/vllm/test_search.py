@@ -38,9 +38,18 @@ class Shelf:
         """Number of calls after which all pages are gone."""
 
     def lookup(
-        self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float, request: str, compute: float
+        self,
+        namespace: Namespace,
+        keys: bytes,
+        *,
+        lease: bool = False,
+        timeout: float,
+        request: str,
+        compute: float,
+        patience: float,
     ) -> Hits:
         assert timeout
+        assert not patience, "nobody said that the node may wait"
         self.computing.add(compute)
         here = self._here(namespace)
         wanted = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
@@ -49,9 +58,10 @@ class Shelf:
         return Hits(count, 0, held, None, sum(key in self.below for key in wanted[count:]))
 
     def lookup_tail(
-        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float, shards: int
+        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float, shards: int, patience: float
     ) -> TailHit:
         assert timeout
+        assert not patience
         self.asked.append((tail.directory, lease))
         here = self._here(namespace)
         found = [(other.common(tail.tokens), other) for other in self.tails if other.directory == tail.directory]

@@ -39,6 +39,11 @@ class Lane(Generic[Job, Result]):
         """
         return self._inbox.get(timeout=timeout)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is another job, for the thread that does them."""
+        return not self._inbox.empty()
+
     def ended(self, result: Result) -> None:
         self._results.put(result)
         self.news = True

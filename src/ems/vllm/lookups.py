@@ -43,6 +43,9 @@ PARTS = 8
 """What is promoted while an answer waits is answered in at most so many parts.  Each part counts as a use."""
 RENEW_SECONDS = 60.0
 """When an announcement is renewed, before the node drops it."""
+ASKED_SECONDS = 0.004
+"""How long the node may wait for tiers that it has to ask, in each call, while no other request is to be looked up.
+A cluster's master answers in about 1 ms."""
 YIELD_CHUNKS = 128
 """Keys that are made in one go, about 150 us."""
 YIELD_SECONDS = 0.00005
@@ -67,6 +70,8 @@ class LookupJob(msgspec.Struct, eq=False):
     """Whether the scheduler asks for it; set on the scheduler's thread."""
     over: bool = False
     """Whether nobody wants to know any more; set on the scheduler's thread."""
+    begun: bool = False
+    """Whether its first look has begun; set by whoever looks, before it sees whether it is ``due``."""
 
     # Used by whoever looks, alone.
     prompt: Prompt | None = None
@@ -146,7 +151,8 @@ class Lookups:
         job = self._jobs.get(request_id)
         if job is not None and not job.due:
             job.due = True
-            self._lane.put(job)
+            if job.begun:  # or else it is queued, and its first look sees this
+                self._lane.put(job)
 
     def forget(self, request_id: str) -> None:
         job = self._jobs.pop(request_id, None)
@@ -219,6 +225,7 @@ class Lookups:
         if isinstance(item, Lease):
             self._client.release(item)
             return
+        item.begun = True
         self._agenda.discard(item)
         pause = self._look(item, now)
         if pause is not None:
@@ -281,6 +288,7 @@ class Lookups:
             tokens, pending = self._search.reach(prompt)
             if job.waiting.for_prefill(tokens, pending, self._settings.handoff_timeout, now):
                 return None
+        self._search.patience = 0.0 if self._lane.waiting else ASKED_SECONDS
         # In the queue a tier may take its time.
         queued = job.promoting and not job.waiting.due
         self._search.computing = 0.0 if queued else self._observer.seconds_a_token * self._chunk_tokens

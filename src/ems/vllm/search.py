@@ -78,6 +78,8 @@ class Search:
         """How many chunks tiers were promoting at the last search."""
         self.computing = 0.0
         """Seconds that a chunk takes to be computed, 0 while that is not known."""
+        self.patience = 0.0
+        """Seconds that each call may wait for tiers that have to be asked what they have."""
         self._request = ""
 
     def reach(self, prompt: Prompt) -> tuple[int, bool]:
@@ -156,6 +158,7 @@ class Search:
             timeout=self._timeout,
             request=self._request,
             compute=self.computing / sum(plane.shards for plane in self._planes),  # its pages of all planes share it
+            patience=self.patience,
         )
         self.promoting = max(self.promoting, -(-hits.below // self._planes[number].shards))
         return hits
@@ -236,7 +239,10 @@ class Search:
         if name is None:
             return NO_TAIL
         shards, held = self._planes[0].shards, lease and not ahead
-        hit = self._client.lookup_tail(self._namespaces[0], name, lease=held, timeout=self._timeout, shards=shards)
+        patience = 0.0 if ahead else self.patience
+        hit = self._client.lookup_tail(
+            self._namespaces[0], name, lease=held, timeout=self._timeout, shards=shards, patience=patience
+        )
         self.promoting = max(ahead, int(hit.below))
         return TailHit(0, b"", hit.pending, None) if ahead else hit
 

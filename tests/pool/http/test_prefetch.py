@@ -225,7 +225,7 @@ async def test_one_prompt_at_a_time_is_worked_on_and_few_wait(
     def fetch(_tenant: str, _model: str, _tokens: Sequence[int]) -> Steps[Fetched]:
         at_work[0] += 1
         while not go_on.is_set():
-            yield
+            yield None
         return Fetched()
 
     async with serving(one) as address:
@@ -273,7 +273,7 @@ async def test_one_tenant_takes_half_of_the_places(
 
     def fetch(_tenant: str, _model: str, _tokens: Sequence[int]) -> Steps[Fetched]:
         while not go_on.is_set():
-            yield
+            yield None
         return Fetched()
 
     async with serving(one) as address:

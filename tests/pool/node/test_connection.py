@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -14,6 +14,7 @@ from ems.pool.node.connection import Connection
 from ems.pool.protocol import coding, messages
 from ems.pool.protocol.coding import FrameReader
 from ems.pool.protocol.limits import FRAME_SECONDS, GREETING_SECONDS
+from ems.pool.service.storing import Steps
 from ems.pool.tenants.gate import Peer, Pending, Principal
 
 if TYPE_CHECKING:
@@ -228,3 +229,55 @@ async def test_what_was_asked_before_nonsense_is_answered_before_the_end(
     connection.on_readable()
     kinds = [type(answer) for answer in received(mine)]
     assert kinds == [messages.Welcome, messages.Figures, messages.Figures, messages.Refused]
+
+
+class Waits(AdminService):
+    """A host whose answers wait until they are woken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wakes: list[Callable[[], None]] = []
+
+    def answer(self, client_id: int, request: messages.Request) -> Steps[messages.Answer]:  # type: ignore[override]
+        def steps() -> Steps[messages.Answer]:
+            yield self.wakes.append
+            yield None
+            return messages.Done(len(self.wakes))
+
+        return steps()
+
+
+@pytest.fixture
+async def waits() -> Waits:
+    return Waits()
+
+
+async def test_what_waits_goes_on_when_it_is_woken_and_what_came_behind_it_follows(
+    waits: Waits, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    mine, its = ends
+    connection = Connection(cast("Node", waits), its, 7, now=0.0)
+    hello = messages.Hello(1, coding.NEWEST_VERSION, "test", os.getpid())
+    mine.sendall(b"".join(map(coding.encode, (hello, messages.Stats(), messages.Stats()))))
+    connection.on_readable()
+    assert len(waits.wakes) == 1
+    assert not connection.busy, "it takes no turns of others"
+    waits.wakes[0]()
+    assert len(waits.wakes) == 2
+    waits.wakes[1]()
+    mine.shutdown(socket.SHUT_WR)
+    connection.on_readable()
+    assert received(mine)[1:] == [messages.Done(1), messages.Done(2)]
+    assert waits.gone == [(7, None)]
+
+
+async def test_what_waits_ends_with_its_connection(waits: Waits, ends: tuple[socket.socket, socket.socket]) -> None:
+    mine, its = ends
+    connection = Connection(cast("Node", waits), its, 7, now=0.0)
+    hello = messages.Hello(1, coding.NEWEST_VERSION, "test", os.getpid())
+    mine.sendall(coding.encode(hello) + coding.encode(messages.Stats()))
+    connection.on_readable()
+    connection.close("it has to go")
+    waits.wakes[0]()
+    assert waits.gone == [(7, "it has to go")]
+    assert len(received(mine)) == 1, "the greeting alone"

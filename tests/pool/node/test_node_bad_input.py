@@ -96,7 +96,7 @@ def test_another_protocol_version_is_refused_with_both_ranges(node: NodeProcess)
         refused = one.refusal()
         assert refused.code == "version"
         assert "7 to 9" in refused.reason
-        assert "1 to 2" in refused.reason
+        assert "1 to 3" in refused.reason
 
 
 def test_a_greeting_with_fields_of_a_later_version_is_understood(node: NodeProcess) -> None:

@@ -80,11 +80,16 @@ def test_a_request_arrives_as_it_was_sent(message: messages.Request) -> None:
     assert coding.encode_request(message) == coding.encode(message)
 
 
-@given(REQUESTS)
-def test_a_reader_of_version_1_gets_what_it_knows(message: messages.Request) -> None:
-    newer: dict[str, Any] = {"local_only": False, "cluster_write": ""}
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [(1, {"local_only": False, "cluster_write": "", "patience": 0}), (2, {"patience": 0}), (3, {})],
+)
+@given(message=REQUESTS)
+def test_a_reader_of_an_older_version_gets_what_it_knows(
+    version: int, newer: dict[str, Any], message: messages.Request
+) -> None:
     shorter = {name: newer[name] for name in message.__struct_fields__ if name in newer}
-    body = coding.encode_request(message, 1)[4:]
+    body = coding.encode_request(message, version)[4:]
     assert len(msgspec.msgpack.decode(body, type=list[Any])) == 1 + len(message.__struct_fields__) - len(shorter)
     assert coding.decode_request(body) == msgspec.structs.replace(message, **shorter)
 

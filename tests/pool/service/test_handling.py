@@ -22,6 +22,7 @@ from ems.pool.protocol.acts import Acts, Clear, List
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.service.handling import STEP, RequestHandler
 from ems.pool.service.storing import Applier, Storing
+from ems.pool.tiers.answers import Below
 from ems.pool.tiers.manager import TierManager
 from tests.pool.brain import PAGE, chain, core_of, save
 from tests.pool.wrong_core import wrong_core
@@ -41,7 +42,9 @@ class Surroundings:
     def __init__(self, core: PoolCore | None = None) -> None:
         self.seen: list[tuple[str, tuple[Any, ...]]] = []
         self.pauses = 0
-        self.answers = {"note_tenant": True, "verify_page": False}
+        self.answers: dict[str, bool | None] = {"note_tenant": True, "verify_page": False}
+        self.below = [Below(0, asked=False)]
+        """What tiers bring up, by one look after the other; the last one stays."""
         self.core = core or core_of(*[carve(SIZE, PAGE).slot_count] * 2)
         applier = cast("Applier", self)
         self.storing = Storing(self.core, applier)
@@ -60,7 +63,7 @@ class Surroundings:
     def verify_page(self, *what: Any) -> Generator[None, None, bool]:
         self.seen.append(("verify_page", what))
         yield
-        return self.answers["verify_page"]
+        return bool(self.answers["verify_page"])
 
     def request_filter(self, _client_id: int, _request: messages.Request) -> None:
         return None
@@ -80,11 +83,14 @@ class Surroundings:
     def committed(self, *_: object) -> None:
         return None
 
-    def looked_up(self, *_: object, **_named: object) -> int:
-        return 0
+    def looked_up(self, *_: object, **_named: object) -> Below:
+        return self.below.pop(0) if len(self.below) > 1 else self.below[0]
 
-    def looked_up_tail(self, *_: object, **_named: object) -> bool:
-        return False
+    looked_up_tail = looked_up
+
+    def learns(self, until: float) -> object:
+        self.seen.append(("learns", (until,)))
+        return self.answers.get("waking")
 
     def prefetch(self, *_: object, **_named: object) -> int:
         return 0
@@ -405,3 +411,26 @@ def test_of_announcements_that_come_together_one_is_put_off_at_a_time(large: Sur
     assert most <= 16 * STEP // SETTLED_AT_ONCE
     assert len(large.core.announcements) == len(keys)
     assert wrong_core(large.core) == []
+
+
+TAIL = Tail(bytes(16), bytes(4))
+
+
+@pytest.mark.parametrize("tail", [None, TAIL], ids=["keys", "tail"])
+def test_a_lookup_waits_until_tiers_have_said_what_they_have(node: Surroundings, tail: Tail | None) -> None:
+    node.answers["waking"] = True
+    asked = Below(2, asked=True)
+    node.below = [asked, asked, asked, Below(1, asked=False)]
+    hits = node.ask(messages.Lookup(node.namespace, b"".join(chain("x", 2)), tail=tail, patience=4000))
+    assert (hits.count, hits.below) == (0, 1)
+    assert node.seen == [("learns", (0.004,))] * 2, "it is until then that it waits, however often it is woken"
+
+
+@pytest.mark.parametrize("tail", [None, TAIL], ids=["keys", "tail"])
+@pytest.mark.parametrize("patience", [0, 4000])
+def test_a_lookup_waits_no_longer_than_who_asks(node: Surroundings, tail: Tail | None, patience: int) -> None:
+    node.answers["waking"] = None
+    node.below = [Below(2, asked=True)]
+    hits = node.ask(messages.Lookup(node.namespace, b"".join(chain("x", 2)), tail=tail, patience=patience))
+    assert (hits.count, hits.below) == (0, 2)
+    assert (node.kinds() == []) == (not patience)

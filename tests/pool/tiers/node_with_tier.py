@@ -73,7 +73,7 @@ class Bench:
         return len(self.node.core.reading.lookup(9, self.namespace, keys, lease=False).pages)
 
     def look(self, keys: list[bytes]) -> int:
-        return self.tier_manager.looked_up(self.namespace, keys, self.present(keys))
+        return self.tier_manager.looked_up(self.namespace, keys, self.present(keys)).keys
 
     def right(self, keys: list[bytes]) -> bool:
         pages = self.node.core.reading.lookup(9, self.namespace, keys, lease=False).pages

@@ -6,7 +6,9 @@ import asyncio
 import errno
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from ems.pool.media import STORAGE, asked_for, named
 from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.tiers.answers import KeyRun, Outcome, Wanted
 from ems.pool.tiers.packs import PackTier
+from ems.pool.tiers.threads import ThreadPool
 from tests.kit.tiers import key, page
 from tests.pool.segment_memory import map_segment
 from tests.pool.tiers.node_with_tier import NAME, PAGE, PATIENCE, Bench, chain, stored
@@ -120,10 +123,10 @@ async def test_part_of_a_block_that_comes_up_is_waited_for(bench: Callable[..., 
 
     def comes() -> bool:
         shared, _ = one.node.core.reading.lookup_tail(9, one.namespace, tail, lease=False)
-        return one.tier_manager.looked_up_tail(one.namespace, tail, shared)
+        return one.tier_manager.looked_up_tail(one.namespace, tail, shared).keys > 0
 
     one.tier.gate.clear()
-    assert not one.tier_manager.looked_up_tail(one.namespace, tail, 0, local_only=True)
+    assert one.tier_manager.looked_up_tail(one.namespace, tail, 0, local_only=True).keys == 0
     assert comes(), "it is about to be fetched"
     await one.until(lambda: one.state.fetches)
     assert comes(), "it is being fetched"
@@ -144,7 +147,7 @@ async def test_the_pages_of_a_tails_chunk_come_up_together(bench: Callable[..., 
     await one.until(one.nothing_is_held)
     one.forget()
     longer = Tail(tail.directory, tail.tokens + b"more")
-    assert one.tier_manager.looked_up_tail(one.namespace, longer, 0, shard_masks(3))
+    assert one.tier_manager.looked_up_tail(one.namespace, longer, 0, shard_masks(3)).keys
     await one.until(lambda: one.present(pages) == 3)
 
 
@@ -256,11 +259,11 @@ async def test_who_reads_this_host_only_has_nothing_fetched_from_elsewhere(
     one.forget()
     one.tier.gate.clear()
     assert one.tier_manager.prefetch(one.namespace, keys, local_only=True) == count
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True) == count
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True).keys == count
     assert len(one.tier_manager._promotions) == (count > 0)
     assert one.look(keys) == 4
     await one.until(lambda: one.state.fetches)
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True) == count, "what others fetch"
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True).keys == count, "what others fetch"
     one.tier.gate.set()
     await one.until(lambda: one.present(keys) == 4)
 
@@ -281,9 +284,9 @@ async def test_too_slow_a_tier_is_not_asked(bench: Callable[..., Bench]) -> None
     one.forget()
     for size in range(1, 10):
         one.state.speed.fetched.add(size * PAGE, size * 1.0, time.monotonic())
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=0.001) == 0
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=0.001).keys == 0
     assert one.state.speed.reluctance.refused == 1
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=100.0) == 8
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=100.0).keys == 8
     await one.until(lambda: one.present(keys) == 8)
 
 
@@ -509,3 +512,23 @@ async def test_a_fetch_that_ends_leaves_the_keys_of_another_on_their_way(
     go_on.set()
     await one.until(lambda: one.present(keys) == 8)
     assert not one.tier_manager.comes(one.namespace, keys)
+
+
+async def test_who_waits_for_a_tier_is_woken_once_when_it_has_said_what_it_has_or_the_time_is_over(
+    bench: Callable[..., Bench],
+) -> None:
+    one, woken = bench(kind="mooncake"), Counter[str]()
+    manager, now = one.tier_manager, time.monotonic()
+    one.state.askers = ThreadPool("ask", 1, manager._tell)
+    assert manager.learns(now) is None
+    for name, seconds in (("answer", 60.0), ("time", 0.01)):
+        waking = manager.learns(now + seconds)
+        assert waking is not None
+        waking(partial(woken.update, [name]))
+    await one.until(lambda: woken["time"])
+    assert woken == {"time": 1}
+    manager._question(one.state, lambda: None, lambda: None)
+    await one.until(lambda: woken["answer"])
+    manager._question(one.state, lambda: None, lambda: None)
+    await one.until(lambda: not one.state.questions)
+    assert woken == {"time": 1, "answer": 1}

@@ -192,11 +192,13 @@ class PoolClient(Line):
         request: str = "",
         compute: float = 0.0,
         local_only: bool = False,
+        patience: float = 0.0,
     ) -> Hits:
         """How many leading ``keys`` (16 bytes each, joined) are present; with ``lease`` they stay until released.
 
         ``request`` is the engine's id of what this is for, by which the node can be asked about it later.  ``compute``
-        is how many seconds a page takes to be computed again, 0 when that is not known.
+        is how many seconds a page takes to be computed again, 0 when that is not known.  The node may wait ``patience``
+        seconds for tiers that have to be asked what they have.
         """
         local_only = local_only or self._local_only
 
@@ -207,7 +209,7 @@ class PoolClient(Line):
                 asked = messages.Miss(namespace.name, len(keys) // KEY_BYTES, name)
             else:
                 micros = min(round(compute * 1e6), _MOST_MICROS)
-                asked = messages.Lookup(number, keys, lease, None, name, micros, local_only)
+                asked = messages.Lookup(number, keys, lease, None, name, micros, local_only, _micros(patience))
             answer = turn.ask(asked, messages.Hits)
             held = _held(turn.connection, answer)
             return Hits(answer.count, answer.pending, held, Reason.of_code(answer.code), answer.below)
@@ -238,20 +240,29 @@ class PoolClient(Line):
         return self.call(timeout, ask)
 
     def lookup_tail(
-        self, namespace: Namespace, tail: Tail, *, lease: bool = False, timeout: float | None = None, shards: int = 1
+        self,
+        namespace: Namespace,
+        tail: Tail,
+        *,
+        lease: bool = False,
+        timeout: float | None = None,
+        shards: int = 1,
+        patience: float = 0.0,
     ) -> TailHit:
         """The page that shares most leading tokens with ``tail``; with ``lease`` it stays until released.
 
-        It is the first of ``shards`` pages of its chunk, which tiers bring up together.
+        It is the first of ``shards`` pages of its chunk, which tiers bring up together.  ``patience`` as in
+        :meth:`lookup`.
         """
 
         def look(turn: Turn) -> TailHit:
             number = self._opened(turn, namespace)
             if number is None:
                 return NO_TAIL
-            answer = turn.ask(
-                messages.Lookup(number, shard_masks(shards), lease, tail, local_only=self._local_only), messages.Hits
+            asked = messages.Lookup(
+                number, shard_masks(shards), lease, tail, local_only=self._local_only, patience=_micros(patience)
             )
+            answer = turn.ask(asked, messages.Hits)
             held = _held(turn.connection, answer)
             return TailHit(answer.count, answer.key, bool(answer.pending), held, bool(answer.below))
 
@@ -487,6 +498,10 @@ class PoolClient(Line):
         first = random.randrange(SAMPLE)
         name = qualified(connection.tenant, namespace.name) if connection.tenant else namespace.name
         return PageReader(connection.segments.segment, name, namespace.page_size, trust, first)
+
+
+def _micros(patience: float) -> int:
+    return min(round(patience * 1e6), limits.MAX_PATIENCE)
 
 
 def _fitting(tails: Sequence[Tail | None]) -> dict[int, Tail] | None:

@@ -68,6 +68,8 @@ class Connection:
         """What is left of a request that was begun."""
         self._begun = 0
         """Bytes of that request."""
+        self._waits = False
+        """Whether that goes on only when something else has come."""
         self._paused = False
         """Whether nothing is read until what came is done."""
         self._ended = False
@@ -100,7 +102,7 @@ class Connection:
         if data:
             self._reader.feed(data)
             self._node.rounds.has_work(self)
-        elif self.busy:
+        elif self._unfinished:
             self._ended = True
             self._pause()
         else:
@@ -108,14 +110,18 @@ class Connection:
 
     @property
     def busy(self) -> bool:
-        """Whether something is to be done that came, or was begun."""
+        """Whether something can be done that came, or was begun."""
+        return self._unfinished and not self._waits
+
+    @property
+    def _unfinished(self) -> bool:
         return self._steps is not None or self._reader.more
 
     def turn(self) -> int:
         """Do what came, as far as one turn goes; how much work that was."""
         work = 0
         try:
-            while work < TURN:
+            while work < TURN and not self._waits:
                 steps = self._steps
                 if steps is not None:
                     work += STEP
@@ -146,7 +152,7 @@ class Connection:
 
     def _read_on(self) -> None:
         """Read on once all that came is done, and note what came in part."""
-        if self.busy:
+        if self._unfinished:
             self._pause()
         elif self._ended:
             self.close(None)
@@ -192,15 +198,23 @@ class Connection:
         self._steps = None
         answer: messages.Answer | None
         try:
-            next(steps)
+            waking = next(steps)
         except StopIteration as end:
             answer = end.value
         except EmsError as error:
             answer = _refusal(error)
         else:
             self._steps = steps
+            if waking is not None:
+                self._waits = True
+                waking(self._wake)
             return
         self._reply(answer)
+
+    def _wake(self) -> None:
+        self._waits = False
+        if self._steps is not None:
+            self._node.rounds.has_work(self)
 
     def _reply(self, answer: messages.Answer | None) -> None:
         if answer is None:
@@ -242,7 +256,7 @@ class Connection:
         """End the connection if its client should have greeted, or finished a frame, by ``now``."""
         if not self.greeted and now >= self._greet_before:
             self.refuse(ProtocolError(f"the client did not greet within {limits.GREETING_SECONDS:.0f} s"))
-        elif self._reader.size and now >= self._frame_before and not self.busy:
+        elif self._reader.size and now >= self._frame_before and not self._unfinished:
             self.refuse(ProtocolError(f"a frame was begun and not finished within {limits.FRAME_SECONDS:.0f} s"))
 
     def refuse(self, error: EmsError) -> None:

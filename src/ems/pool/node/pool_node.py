@@ -43,6 +43,7 @@ from ems.pool.service.prompts import PromptFetcher
 from ems.pool.service.storing import Steps, Storing
 from ems.pool.tenants.registry import Registry
 from ems.pool.tenants.tenancy import Tenancy
+from ems.pool.tiers.answers import Waking
 from ems.pool.tiers.manager import TierManager
 from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.settings import parse_tier
@@ -302,18 +303,21 @@ class Node:
             answer = self.handler.handle(client_id, request, begin)
             if type(answer) is GeneratorType:
                 try:
-                    next(answer)
+                    first = next(answer)
                 except StopIteration as end:
                     answer = end.value
         finally:
             if type(answer) is not GeneratorType:
                 seconds.observe(self.clock() - begin)
-        return self._timed(answer, begin, seconds) if type(answer) is GeneratorType else answer
+        return self._timed(first, answer, begin, seconds) if type(answer) is GeneratorType else answer
 
     def _timed(
-        self, steps: Steps[messages.Answer | None], begin: float, seconds: Histogram
+        self, first: Waking | None, steps: Steps[messages.Answer | None], begin: float, seconds: Histogram
     ) -> Steps[messages.Answer | None]:
+        """``steps`` after their ``first``, which was done."""
         try:
+            if first is not None:
+                yield first
             return (yield from steps)
         finally:
             seconds.observe(self.clock() - begin)

@@ -21,10 +21,16 @@ MAX_GREETING = 4096
 """Bytes of the largest frame before the greeting is over."""
 
 OLDEST_VERSION = 1
-NEWEST_VERSION = 2
+NEWEST_VERSION = 3
 """Versions of the protocol that are spoken here."""
-_FIELDS_OF_1 = {messages.Commit: 3, messages.Lookup: 6, messages.Prefetch: 2, messages.Explain: 2, messages.Announce: 2}
-"""How many fields these requests have in version 1, which lacks the words ``local_only`` and ``cluster_write``."""
+_FIELDS: dict[int, dict[type, int]] = {
+    1: {messages.Commit: 3, messages.Lookup: 6, messages.Prefetch: 2, messages.Explain: 2, messages.Announce: 2},
+    2: {messages.Lookup: 7},
+}
+"""How many fields requests have in older versions.
+
+Version 1 lacks the words ``local_only`` and ``cluster_write``, both lack ``patience``.
+"""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -76,8 +82,8 @@ def encode_request(message: Request, version: int = NEWEST_VERSION) -> bytes:
     """
     raw = body(message)
     decode_request(raw)
-    if version == 1 and type(message) in _FIELDS_OF_1:
-        fields = msgspec.structs.astuple(message)[: _FIELDS_OF_1[type(message)]]
+    if (count := _FIELDS.get(version, {}).get(type(message))) is not None:
+        fields = msgspec.structs.astuple(message)[:count]
         raw = _encoder.encode((type(message).__name__, *fields))
     return frame(raw)
 

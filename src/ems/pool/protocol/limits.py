@@ -27,6 +27,8 @@ MAX_TEXT = 1024
 """Characters of what a client calls itself, and of the longest text in an act."""
 MAX_NAMESPACES_ASKED = 4096
 """Most namespaces whose changes are asked for in one request: as many as a node has."""
+MAX_PATIENCE = 1_000_000
+"""Microseconds that a node may be asked to wait for its tiers: while it does, it reads nothing from that client."""
 MAX_CREDENTIAL = 128
 """Characters of the longest access id, and bytes of the longest nonce or proof, that is read."""
 GREETING_SECONDS = 5.0

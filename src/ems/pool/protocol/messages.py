@@ -136,6 +136,8 @@ class Lookup(Storing, frozen=True):
     later than that is not fetched."""
     local_only: bool = False
     """Only what this host has counts, in memory or in folders: nothing is fetched from elsewhere, or waited for."""
+    patience: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_PATIENCE)] = 0
+    """Microseconds that the answer may wait until tiers that have to be asked have said what they have."""
 
 
 class Release(Storing, frozen=True):

@@ -29,7 +29,7 @@ from ems.pool.protocol.limits import MAX_SHARDS
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.service.storing import Applier, Steps, Storing
-from ems.pool.tiers.answers import revised, why
+from ems.pool.tiers.answers import Below, revised, why
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
@@ -144,10 +144,10 @@ class RequestHandler:
         return mine.outward(answer)  # type: ignore[arg-type]
 
     def _lookup(
-        self, client_id: int, request: messages.Lookup, _now: float
+        self, client_id: int, request: messages.Lookup, now: float
     ) -> messages.Hits | Steps[messages.Answer | None]:
         if request.tail is not None:
-            return self._lookup_tail(client_id, request, request.tail)
+            return self._lookup_tail(client_id, request, request.tail, now)
         asked = len(request.keys) // KEY_BYTES
         if asked > MOST_AT_ONCE:
             return self._look_long(client_id, request, asked)
@@ -155,10 +155,28 @@ class RequestHandler:
         found = self._core.reading.lookup(
             client_id, request.namespace, keys, lease=request.lease, request=request.request
         )
-        promoting = 0
-        if len(found.pages) < asked:
-            promoting = self._looked_up(request, keys, len(found.pages))
-        return self._hits(request, found, promoting)
+        if len(found.pages) == asked:
+            return self._hits(request, found, 0)
+        look = partial(self._looked_up, request, keys, len(found.pages))
+        return self._when_told(request, now, look, partial(self._hits, request, found))
+
+    def _when_told(
+        self, request: messages.Lookup, now: float, look: Callable[[], Below], hits: Callable[[int], messages.Hits]
+    ) -> messages.Hits | Steps[messages.Answer | None]:
+        """``hits`` for how many keys come up, which ``look`` says; later where tiers are asked and it can wait."""
+        below = look()
+        if below.asked and request.patience:
+            return self._wait_until_told(now + request.patience / 1e6, look, hits)
+        return hits(below.keys)
+
+    def _wait_until_told(
+        self, until: float, look: Callable[[], Below], hits: Callable[[int], messages.Hits]
+    ) -> Steps[messages.Answer | None]:
+        below = look()
+        while below.asked and (waking := self._below.learns(until)) is not None:
+            yield waking
+            below = look()
+        return hits(below.keys)
 
     def _look_long(self, client_id: int, request: messages.Lookup, asked: int) -> Steps[messages.Answer | None]:
         ns, promoting = request.namespace, 0
@@ -166,10 +184,12 @@ class RequestHandler:
             client_id, ns, _parts(request.keys), asked, lease=request.lease, request=request.request
         )
         if self._below.states:
-            promoting = yield from some_at_a_time(request.keys, len(found.pages), partial(self._looked_up, request))
+            promoting = yield from some_at_a_time(
+                request.keys, len(found.pages), lambda some, start: self._looked_up(request, some, start).keys
+            )
         return self._hits(request, found, promoting)
 
-    def _looked_up(self, request: messages.Lookup, keys: list[bytes], found: int) -> int:
+    def _looked_up(self, request: messages.Lookup, keys: list[bytes], found: int) -> Below:
         seconds = request.compute / 1e6
         return self._below.looked_up(request.namespace, keys, found, seconds, local_only=request.local_only)
 
@@ -188,15 +208,21 @@ class RequestHandler:
                 self._below.used(request.namespace, found.pages)
         return messages.Hits(count, found.pending, found.lease, found.refs, b"", code, promoting)
 
-    def _lookup_tail(self, client_id: int, request: messages.Lookup, tail: Tail) -> messages.Hits:
+    def _lookup_tail(
+        self, client_id: int, request: messages.Lookup, tail: Tail, now: float
+    ) -> messages.Hits | Steps[messages.Answer | None]:
         shared, held = self._core.reading.lookup_tail(client_id, request.namespace, tail, lease=request.lease)
-        comes = self._below.looked_up_tail(
-            request.namespace, tail, shared, request.keys[: MAX_SHARDS * KEY_BYTES], local_only=request.local_only
+        masks = request.keys[: MAX_SHARDS * KEY_BYTES]
+        look = partial(
+            self._below.looked_up_tail, request.namespace, tail, shared, masks, local_only=request.local_only
         )
+        return self._when_told(request, now, look, partial(self._hits_of_tail, request, shared, held))
+
+    def _hits_of_tail(self, request: messages.Lookup, shared: int, held: Found, comes: int) -> messages.Hits:
         if held.lease and self._below.states:
             self._below.used(request.namespace, held.pages)
         key = held.pages[0].key if held.pages else b""
-        return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, int(comes))
+        return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, comes)
 
     def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> Steps[messages.Done]:
         return messages.Done((yield from self._prefetch_some(request)))
@@ -212,7 +238,7 @@ class RequestHandler:
 
     def _abort(self, client_id: int, request: messages.Abort, _now: float) -> Steps[messages.Done]:
         while self._core.writing.abort(client_id, request.reservation, STEP):
-            yield
+            yield None
         return messages.Done()
 
     def _still_writing(self, client_id: int, request: messages.StillWriting, _now: float) -> messages.Done:
@@ -237,7 +263,7 @@ class RequestHandler:
         return messages.Figures(self._host.figures(own=False))
 
     def _changes(self, _client_id: int, request: messages.Changes, now: float) -> Steps[messages.Changed]:
-        yield  # as much work as a step of any other request, and to be taken in turns like these
+        yield None  # as much work as a step of any other request, and to be taken in turns like these
         return messages.Changed(*self._core.changes.since(request.sequence, request.namespaces, now))
 
     def _describe(self, _client_id: int, request: messages.Describe, _now: float) -> messages.Done:
@@ -253,7 +279,7 @@ class RequestHandler:
         parts: list[bytes] = []
         for keys in _parts(request.keys):
             if parts:
-                yield
+                yield None
             one = self._core.reading.explain(request.name, keys)
             codes = one.codes if answer is None else one.codes.replace(b"\0", _GAP)
             parts.append(revised(self._below.states, request.name, keys, codes, local_only=request.local_only))
@@ -277,7 +303,7 @@ class RequestHandler:
     def _settle_announcements(self) -> Steps[None]:
         """Who puts off much waits until it is done, so that what is put off stays bounded."""
         while self._core.announcements.unsettled:
-            yield
+            yield None
             self._core.announcements.settle_some()
 
     def _administer(self, client_id: int, request: messages.Administer, _now: float) -> messages.Reported:
@@ -291,7 +317,7 @@ class RequestHandler:
         for part in _parts(request.keys):
             start = len(outcomes)
             if start:
-                yield
+                yield None
             listed = tails[start : start + STEP]
             reserved = self._storing.reserve(client_id, request.namespace, parent, part, listed, begun)
             if begun.reservation and not reserved.reservation:
@@ -309,7 +335,7 @@ class RequestHandler:
         given = request.tails or {}
         for count, (position, tail) in enumerate(given.items()):
             if count and count % STEP == 0:
-                yield
+                yield None
             key = request.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
             self._core.writing.refuse_unfit_tail(request.namespace, key, tail)
         return [given.get(position) for position in range(len(request.keys) // KEY_BYTES)] if given else []
@@ -323,7 +349,7 @@ class RequestHandler:
             if core.page_at(request.namespace, key, ref.pack()) is None:
                 continue  # its slot has another page by now
             if looked + length > LOOKED_AT_ONCE and looked:
-                yield
+                yield None
                 looked = 0
             looked += length
             if (yield from self._applier.verify_page(ref, key, length)):
@@ -350,7 +376,7 @@ class RequestHandler:
         pages: list[Page] = []
         for start in range(0, max(len(positions), 1), STEP):
             if start:
-                yield
+                yield None
             part = slice(start, start + STEP)
             sums = None if checksums is None else checksums[part]
             done = self._storing.commit(client_id, request.reservation, positions[part], sums)
@@ -359,7 +385,7 @@ class RequestHandler:
         self.measured.saved_bytes.observe(len(pages) * done.page_size)
         # What came in the first steps is not to leave before what hangs on it.
         for start in range((len(pages) - 1) // STEP * STEP, -1, -STEP) if len(pages) > STEP else ():
-            yield
+            yield None
             core.writing.refresh(pages[start : start + STEP], done.namespace)
         return messages.Done(len(pages))
 
@@ -378,7 +404,7 @@ def some_at_a_time(keys: bytes, start: int, ask: Callable[[list[bytes], int], in
     at = start
     while at < len(keys) // KEY_BYTES:
         if at > start:
-            yield
+            yield None
         before = min(at, 1)
         some = split_keys(keys[(at - before) * KEY_BYTES : (at + MOST_AT_ONCE) * KEY_BYTES])
         count = max(ask(some, before), 0)

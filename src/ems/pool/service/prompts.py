@@ -60,7 +60,7 @@ class PromptFetcher:
             chain = plane.chain()
             while len(chain) < chunks:
                 chain.extend(tokens, blocks=min(len(chain) + step, chunks))
-                yield
+                yield None
             keys = plane.keys(chain, plane.first_in_sight(chunks))
             pages += len(keys) // KEY_BYTES
             if keys:

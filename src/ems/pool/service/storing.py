@@ -14,6 +14,7 @@ import structlog
 from ems.pool.core.writing import Begun, Committed, Reserved
 from ems.pool.layout import PageFlag
 from ems.pool.pages import Outcome
+from ems.pool.tiers.answers import Waking
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from ems.pool.pages import Assigned, Page
 
 Result = TypeVar("Result")
-Steps = Generator[None, None, Result]
-"""Work that is done a step at a time, with a result at its end; others have their turns in between."""
+Steps = Generator[Waking | None, None, Result]
+"""Work that is done a step at a time, with a result at its end; others have their turns in between.
+
+It goes on in its next turn, or where it yields a :data:`Waking` once that has called.
+"""
 _NO_FLAG = PageFlag(0)
 
 _log = structlog.get_logger("ems.node")

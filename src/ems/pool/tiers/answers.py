@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -53,6 +53,17 @@ class StoredTail(msgspec.Struct, frozen=True):
 
     tail: Tail
     parent: bytes
+
+
+Waking = Callable[[Callable[[], None]], None]
+"""Has what it is given called once, later: when that has come which is waited for, or its time is over."""
+
+
+class Below(NamedTuple):
+    """How many keys come up from tiers without a gap; ``asked``: perhaps, for a tier has not said yet what it has."""
+
+    keys: int
+    asked: bool
 
 
 class Holding(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
 from ems.pool.pages import ClusterWrite, Page
 from ems.pool.segments.arena import Arena
-from ems.pool.tiers.answers import ForgetRequest, Holding, KeyRun, Outcome
+from ems.pool.tiers.answers import Below, ForgetRequest, Holding, KeyRun, Outcome, Waking
 from ems.pool.tiers.copying_ahead import CopyingAhead
 from ems.pool.tiers.offering_again import OfferingAgain
 from ems.pool.tiers.pass_through import Leaving
@@ -125,6 +125,8 @@ class TierManager:
         self._events = {medium: TierEvents(host.core.changes, medium, partial(self._held, medium)) for medium in media}
         self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
+        self._curious: set[Callable[[], None]] = set()
+        """Who is to be told when a tier has said what it has."""
 
     def _tell(self, call: Callable[[], None]) -> None:
         if not self._closed:
@@ -164,14 +166,15 @@ class TierManager:
 
     def looked_up(
         self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0, *, local_only: bool = False
-    ) -> int:
+    ) -> Below:
         """``keys`` were asked for and the first ``found`` are present: fetch what follows, as far as any tier has it.
 
         ``computing`` is how many seconds a page takes to be computed again (0: not known).  Returns how many keys
         after the present ones come up, without a gap, from tiers that are worth asking.
         """
-        want = partial(self._want, namespace, keys, found, computing, urgent=True, local_only=local_only)
-        return want()[1] if self.states else 0
+        if not self.states:
+            return Below(0, asked=False)
+        return self._want(namespace, keys, found, computing, urgent=True, local_only=local_only)[1]
 
     def prefetch(self, namespace: int, keys: list[bytes], *, local_only: bool = False) -> int:
         """``keys`` will be needed soon; returns how many are in memory or on their way there.
@@ -182,7 +185,7 @@ class TierManager:
 
     def looked_up_tail(
         self, namespace: int, tail: Tail, shared: int, masks: bytes = b"", *, local_only: bool = False
-    ) -> bool:
+    ) -> Below:
         """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now.
 
         With it come the other pages of its chunk, by ``masks`` of their keys.
@@ -191,16 +194,16 @@ class TierManager:
         again = partial(self.looked_up_tail, namespace, tail, shared, masks)
         for state in self._moves(name, local_only=local_only):
             if state.reads and state.tier.asks and self._asks_tails(state, name, tail, again):
-                return True
+                return Below(1, asked=True)
             best = state.tier.find_tail(name, tail) if state.reads else None
             if best is None or best.tail.common(tail.tokens) <= shared:
                 continue
             pages = [(key, self._host.core.page(namespace, key)) for key in masked(best.tail.key, masks)]
             if missing := [key for key, page in pages if page is None]:
-                return self._ask(state, namespace, best.parent, missing, urgent=True)
+                return Below(int(self._ask(state, namespace, best.parent, missing, urgent=True)), asked=False)
             if any(not page.present and (namespace, key) in self._promoting for key, page in pages if page is not None):
-                return True
-        return False
+                return Below(1, asked=False)
+        return Below(0, asked=False)
 
     def _ask(self, state: TierState, namespace: int, parent: bytes, keys: list[bytes], *, urgent: bool) -> bool:
         """Have ``keys``, blocks behind ``parent``, fetched from ``state``; False when too much waits."""
@@ -213,7 +216,7 @@ class TierManager:
 
     def _want(
         self, namespace: int, keys: list[bytes], start: int, computing: float, *, urgent: bool, local_only: bool = False
-    ) -> tuple[int, int]:
+    ) -> tuple[int, Below]:
         """How many ``keys`` from ``start`` on are in memory or on their way, and how many of these come from tiers."""
         core, at, promoting = self._host.core, start, 0
         name, page_size = core.named(namespace)
@@ -235,7 +238,7 @@ class TierManager:
                 if not count and state.reads and state.tier.asks:
                     again = partial(self._want, namespace, keys, at, computing, urgent=urgent)
                     if maybe := self._asks(state, name, keys[at:], again):
-                        return at - start, promoting + maybe
+                        return at - start, Below(promoting + maybe, asked=True)
                 if count:
                     self._events_of(state).seen(name, keys[at : at + count], now)
                 if not count:
@@ -248,7 +251,7 @@ class TierManager:
                 break
             at += count
             promoting += count
-        return at - start, promoting
+        return at - start, Below(promoting, asked=False)
 
     # What others are told of the tiers
 
@@ -307,6 +310,25 @@ class TierManager:
             self._cut_reading(state, error_text(failure), self._clock())
         with contextlib.suppress(StaleReference):  # the namespace is gone
             again()
+        for tell in list(self._curious):
+            tell()
+
+    def learns(self, until: float) -> Waking | None:
+        """Wakes who waits for a tier that was asked what it has, ``until`` then at most; None when that is over."""
+        seconds = until - self._clock()
+        if seconds <= 0:
+            return None
+
+        def wait(wake: Callable[[], None]) -> None:
+            def tell() -> None:
+                timer.cancel()
+                self._curious.discard(tell)
+                wake()
+
+            timer = self._host.loop.call_later(seconds, tell)
+            self._curious.add(tell)
+
+        return wait
 
     def _is_crowded(self, namespace: int) -> bool:
         since = self._crowded.get(namespace)

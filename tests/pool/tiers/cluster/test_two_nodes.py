@@ -63,6 +63,23 @@ def test_what_one_host_saves_another_serves(settings: str, make_node: MakeNode, 
     assert cluster(second)["tier_read_directly"] - before == len(more), "the host was reached before"
 
 
+def test_a_lookup_waits_for_the_master_where_it_may(
+    settings: str, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    node = make_node(*SIZE, "--tier", settings)
+    node.wait_touched()
+    client = make_client(node)
+    client.open(NAMESPACE)
+    until(lambda: client.lookup(NAMESPACE, key("first"), patience=1.0).below == 0, "the cluster answers", 45)
+    for block in range(10):
+        absent = key(f"absent/{block}")
+        assert client.lookup(NAMESPACE, absent).below == 1, "perhaps it comes up"
+        assert client.lookup(NAMESPACE, absent, patience=1.0).below == 0
+        tail = Tail(absent, bytes(8))
+        assert client.lookup_tail(NAMESPACE, tail).below
+        assert not client.lookup_tail(NAMESPACE, tail, patience=1.0).below
+
+
 @pytest.mark.parametrize("change", ["shorter", "longer", "another byte"])
 def test_what_was_damaged_is_a_miss_and_gives_way_to_what_is_computed(
     change: str, settings: str, master: MooncakeMaster, tmp_path: Path, make_node: MakeNode, make_client: MakeClient
