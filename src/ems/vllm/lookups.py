@@ -288,7 +288,7 @@ class Lookups:
             tokens, pending = self._search.reach(prompt)
             if job.waiting.for_prefill(tokens, pending, self._settings.handoff_timeout, now):
                 return None
-        self._search.patience = 0.0 if self._lane.waiting else ASKED_SECONDS
+        self._search.patience = 0.0 if self._agenda or self._lane.waiting else ASKED_SECONDS
         # In the queue a tier may take its time.
         queued = job.promoting and not job.waiting.due
         self._search.computing = 0.0 if queued else self._observer.seconds_a_token * self._chunk_tokens

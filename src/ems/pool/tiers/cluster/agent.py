@@ -51,6 +51,8 @@ STAGING = 16 << 20
 """Bytes that are copied at a time where segments are not mapped."""
 LOCAL_BUFFER = 16 << 20
 """What Mooncake stages lists of tails in; pages go straight."""
+LISTED_BYTES = 128 << 10
+"""Of the longest list that is read directly; few are longer."""
 LEAVE_SECONDS = 2.0
 RAMP_PARTS = 8
 RAMP_SECONDS = 5.0
@@ -172,6 +174,7 @@ class Lane:
         self._mover = mover
         self._store = mover.store
         self._headers = Memory(mover.store, mmap.mmap(-1, AT_ONCE * HEADER_BYTES))
+        self._listed = Memory(mover.store, mmap.mmap(-1, LISTED_BYTES))
         self._staging: Memory | None = None
         self._answers: dict[type[calls.Call], Callable[[Any], calls.Answer]] = {
             calls.Exist: lambda call: calls.Answer(self._exist(call)),
@@ -368,11 +371,25 @@ class Lane:
 
     # Tails, removal, a test
 
+    def _lists(self, names: Sequence[str]) -> list[bytes]:
+        """The objects ``names``, which list something; empty where there is none.
+
+        What still arrives after a transfer that failed spoils the next list at most, which is then not proven.
+        """
+        reads, memory = self._mover.reads, self._listed
+        found = reads.read(names, memory.address, memory.view)
+        rest = [name for name, raw in zip(names, found, strict=True) if raw is None]
+        if not rest:
+            return [raw or b"" for raw in found]
+        others = dict(zip(rest, self._store.get_batch(rest), strict=True))
+        reads.reached([name for name in rest if others[name]])
+        return [others.get(name, b"") if raw is None else raw for name, raw in zip(names, found, strict=True)]
+
     def _find_tails(self, call: calls.FindTails) -> list[calls.Listed]:
         seal = self._seal(call.namespace)
         if seal is None:
             return []
-        raws = self._store.get_batch([seal.listing_name(one) for one in call.directories])
+        raws = self._lists([seal.listing_name(one) for one in call.directories])
         return [
             calls.Listed(found.tail, found.parent)
             for directory, raw in zip(call.directories, raws, strict=True)
@@ -388,9 +405,7 @@ class Lane:
             by_directory.setdefault(bytes(one.tail.directory), []).append(StoredTail(one.tail, one.parent))
         names = [seal.listing_name(directory) for directory in by_directory]
         codes = []
-        for (directory, added), name, raw in zip(
-            by_directory.items(), names, self._store.get_batch(names), strict=True
-        ):
+        for (directory, added), name, raw in zip(by_directory.items(), names, self._lists(names), strict=True):
             before = seal.listed(directory, raw)
             new = [one for one in added if one not in before]
             if new:
@@ -426,7 +441,7 @@ class Lane:
                 break
             if attempt:
                 time.sleep(HOT_PAUSE_SECONDS)  # on this lane's own thread: Mooncake tells nobody when a write has ended
-            for name, raw in zip(left, self._store.get_batch(left), strict=True):
+            for name, raw in zip(left, self._lists(left), strict=True):
                 if (found := names[name].hot_listed(raw)) is not None:
                     lists[name] = found
                     self._mover.listed.add(name)

@@ -79,6 +79,23 @@ class DirectReads:
         if self._engine is not None and names:
             self._reached.update(source.endpoint for source in self._find(names).values() if source.only)
 
+    def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | None]:
+        """The small objects ``names``, one after the other through ``view``, which is at ``address``.
+
+        Empty where there is none; None where it can't be read directly.
+        """
+        if not self._reached:
+            return [None] * len(names)
+        sources, found = self._find(names), list[bytes | None]()
+        for name in names:
+            source = sources.get(name)
+            if source is None:
+                found.append(b"")
+                continue
+            transfers = self.begin(source, [address], [source.size]) if source.size <= len(view) else []
+            found.append(bytes(view[: source.size]) if transfers and self.ended(transfers) else None)
+        return found
+
     def begin(self, source: Source, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read all of ``source`` into as many places; the transfers that :meth:`ended` takes, none where that can't be.
 
