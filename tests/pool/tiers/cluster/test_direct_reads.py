@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ems.pool.keys import NO_PARENT
+from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import crc32c
-from ems.pool.tiers.answers import Outcome
+from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.agent import MOST_READING, Lane, Mover
+from ems.pool.tiers.cluster.agent import LISTED_BYTES, MOST_READING, Lane, Mover
 from ems.pool.tiers.cluster.direct_reads import DirectReads, make_engine
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects
@@ -95,6 +95,11 @@ class FakeCluster:
             content = content[size:]
         return sum(sizes)
 
+    def get_batch(self, names: list[str]) -> list[bytes]:
+        self.own_calls.append(names)
+        self.may_read.update(self.hosts.get(name, [HOST])[0] for name in names if name in self.objects)
+        return [self.objects.get(name, b"") for name in names]
+
     def remove(self, name: str, *, force: bool) -> int:
         assert force
         self.removed.append(name)
@@ -140,6 +145,10 @@ class Host:
     def fetch(self, *names: str) -> calls.Answer:
         places = [calls.Place(key(name), 1, at * PAGE) for at, name in enumerate(names)]
         return self.lane.answer(calls.Fetch(SPACE, PAGE, places), [])
+
+    def tails(self, name: str) -> list[Tail]:
+        answer = self.lane.answer(calls.FindTails(SPACE, [key(name)]), [])
+        return [one.tail for one in answer.tails]
 
     def bytes_at(self, position: int) -> bytes:
         return os.pread(self.file, PAGE, position * PAGE)
@@ -318,3 +327,40 @@ def test_what_mooncake_calls_neither_good_nor_bad_may_still_arrive(cluster: Fake
 )
 def test_mooncake_makes_its_own_engine_for_all_but_plain_hosts(config: MooncakeConfig) -> None:
     assert make_engine(config, "192.0.2.1") is None
+
+
+def list_tails(cluster: FakeCluster, name: str, tokens: int = 1, count: int = 1) -> tuple[str, list[Tail]]:
+    """Have the directory ``name`` list so many tails of so many tokens."""
+    seal, tails = OBJECTS.of(SPACE), [Tail(key(name), os.urandom(4 * tokens)) for _ in range(count)]
+    assert seal is not None
+    object_name = seal.listing_name(key(name))
+    cluster.objects[object_name] = seal.listing(key(name), [StoredTail(tail, bytes(NO_PARENT)) for tail in tails])
+    return object_name, tails
+
+
+def test_a_list_of_tails_is_read_directly_once_mooncake_has_reached_its_host(cluster: FakeCluster) -> None:
+    cluster.pending = 2
+    host = Host(cluster)
+    (first, tails), (_, others) = list_tails(cluster, "a"), list_tails(cluster, "b", count=2)
+    assert host.tails("none") == []
+    assert host.tails("a") == tails
+    assert first in cluster.own_calls[-1]
+    before = len(cluster.own_calls)
+    assert host.tails("b") == others
+    assert host.tails("none") == []
+    assert len(cluster.own_calls) == before
+
+
+@pytest.mark.parametrize("why", ["it fails", "it is long", "its host is new"])
+def test_a_list_that_is_not_to_be_read_directly_is_left_to_mooncake(cluster: FakeCluster, why: str) -> None:
+    host = Host(cluster)
+    list_tails(cluster, "a")
+    host.tails("a")
+    tokens = LISTED_BYTES // 3 // 4 + 1 if why == "it is long" else 1
+    name, tails = list_tails(cluster, "b", tokens, count=3)
+    if why == "it fails":
+        cluster.fails = {1}
+    if why == "its host is new":
+        cluster.hosts[name] = [OTHER]
+    assert host.tails("b") == tails
+    assert cluster.own_calls[-1] == [name]
