@@ -22,7 +22,9 @@ from ems.errors import ConfigError
 from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.agent import Lane, Mover, check_address, lend
+from ems.pool.tiers.cluster.agent import lend
+from ems.pool.tiers.cluster.mooncake_client import check_address
+from ems.pool.tiers.cluster.mover import Lane, Mover
 from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.waiting import until
@@ -171,7 +173,7 @@ def test_a_segment_that_is_gone_is_mapped_no_further(monkeypatch: pytest.MonkeyP
         mapped.append(len(view))
         mover.know(calls.Detach(1), [])
 
-    monkeypatch.setattr("ems.pool.tiers.cluster.agent.warm", warm)
+    monkeypatch.setattr("ems.pool.tiers.cluster.mover.warm", warm)
     mover.know(calls.Attach(1, size, mapped=True), [os.dup(file)])
     until(lambda: mapped and not any(one.name == "ems-warm" for one in threading.enumerate()), "it ended", 60.0)
     os.close(file)

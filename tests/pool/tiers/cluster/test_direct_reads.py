@@ -13,9 +13,9 @@ from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.layout import crc32c
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.agent import LISTED_BYTES, MOST_READING, Lane, Mover
 from ems.pool.tiers.cluster.direct_reads import DirectReads, make_engine
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
+from ems.pool.tiers.cluster.mover import LISTED_BYTES, MOST_READING, Lane, Mover
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.tiers import key
@@ -275,7 +275,7 @@ def test_no_more_is_under_way_than_mooncake_takes(cluster: FakeCluster) -> None:
 def test_nothing_is_copied_through_memory_that_bytes_may_still_arrive_in(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ems.pool.tiers.cluster.agent.STAGING", 2 * PAGE)
+    monkeypatch.setattr("ems.pool.tiers.cluster.mover.STAGING", 2 * PAGE)
     host = Host(cluster, mapped=False)
     put(cluster, "a")
     host.fetch("a")

@@ -1,0 +1,103 @@
+"""Starts Mooncake's client in an agent.
+
+What always holds: what this host lacks, and an address at which others do not reach it, is said before Mooncake, which
+would end the process or be silent, is asked for anything.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+from typing import Any
+
+from ems.errors import ConfigError, EmsError
+from ems.pool.tiers.cluster.direct_reads import make_engine
+from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
+
+LOCAL_BUFFER = 16 << 20
+"""What Mooncake stages lists of tails in; pages go straight."""
+
+
+def own_address(master: str) -> str:
+    """The address of this host that reaches ``master``."""
+    host, _, port = master.rpartition("://")[2].split(",")[0].split(";")[0].rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, int(port)))
+        return str(sock.getsockname()[0])
+
+
+def check_address(named: str, own: str) -> None:
+    """Raises ConfigError: other hosts do not reach this one, whose address is ``own``, at the address ``named``."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if named == "localhost" else named.strip("[]"))
+    except ValueError:
+        return  # others may know more of a name than this host does
+    # A master that is reached within this host has no other hosts.
+    if not (ipaddress.ip_address(own).is_loopback if address.is_loopback else _is_of_this_host(address)):
+        raise ConfigError(
+            f"local_hostname is {named!r}, where other hosts do not reach this one; leave it out, or write this host's "
+            "own address"
+        )
+
+
+def _is_of_this_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((str(address), 0))
+        except OSError:
+            return False
+        return True
+
+
+def _devices(pattern: str) -> list[Path]:
+    return list(Path("/").glob(pattern.lstrip("/")))
+
+
+def check_hardware(config: MooncakeConfig) -> None:
+    """Raises ConfigError: this host has not what the protocol needs."""
+    pattern = HARDWARE.get(config.protocol)
+    if pattern is not None and not _devices(pattern):
+        fit = [one for one in PROTOCOLS if one not in HARDWARE or _devices(HARDWARE[one])]
+        raise ConfigError(
+            f"protocol is {config.protocol!r}, and this host has no device for it ({pattern}); use one of "
+            f"{', '.join(fit)}, of which the whole cluster uses the same"
+        )
+
+
+def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
+    """Mooncake's client, which ``lends`` bytes or moves pages; its engine if we made it; how the cluster calls it.
+
+    Raises EmsError: why not.
+    """
+    from mooncake.store import MooncakeDistributedStore
+
+    check_hardware(config)
+    try:
+        hostname = own_address(config.master_server_address)
+        if config.local_hostname:
+            check_address(config.local_hostname, hostname)
+            hostname = config.local_hostname
+    except OSError as error:
+        raise EmsError(
+            f"no way leads to the master {config.master_server_address}: {error.strerror or error}"
+        ) from error
+    store = MooncakeDistributedStore()
+    engine = None if lends else make_engine(config, hostname)
+    code = store.setup(
+        hostname,
+        config.metadata_server,
+        lends,
+        LOCAL_BUFFER,
+        config.protocol,
+        config.device_name,
+        config.master_server_address,
+        engine=engine and engine.get_engine(),
+        tenant_id=config.tenant_id,
+    )
+    if code:
+        raise EmsError(f"Mooncake's client does not start ({code})")
+    return store, engine, store.get_hostname()

@@ -1,0 +1,482 @@
+"""Moves pages between the segments of a node and the cluster, in an agent: what each of its calls does.
+
+What always holds: a page that is said to be fetched was proven to be the one that was asked for; where a tenant could
+cut a segment's file, bytes are copied by the kernel, and what was cut is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ems.errors import EmsError
+from ems.pool.layout import crc32c
+from ems.pool.movement.hot_list import HotRun, merged
+from ems.pool.segments.touch import TOUCH_STEP, warm
+from ems.pool.tiers.answers import Outcome, StoredTail
+from ems.pool.tiers.cluster import calls
+from ems.pool.tiers.cluster.direct_reads import DirectReads
+from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
+
+AT_ONCE = 1024
+"""Pages of one call to the store."""
+MOST_FETCHING = MOST_STORING = 4
+MOST_READING = 64
+"""Pages that one lane reads at a time.  Each is two transfers, and Mooncake refuses more than a thousand to a host."""
+HOT_READS = 5
+"""Of a list of hot pages that is there and is being written."""
+HOT_PAUSE_SECONDS = 0.01
+"""Between two of them, several times what a write of a list takes."""
+WAITING_NICENESS = 10
+"""Of threads in which Mooncake's client waits for a transfer, which keeps a core busy: what transfers goes before."""
+STAGING = 16 << 20
+"""Bytes that are copied at a time where segments are not mapped."""
+LISTED_BYTES = 128 << 10
+"""Of the longest list that is read directly; few are longer."""
+_WARMING = threading.Lock()
+"""Held by who maps a segment: one after the other, or their rests would not add up."""
+POPULATE_READ, POPULATE_WRITE = 22, 23
+"""Linux 5.14 and newer; Python has no names for them."""
+OTHER_SIZE = -600
+TRANSFER_FAILED = -800
+"""After this, bytes may still arrive."""
+
+
+class Memory:
+    """Bytes that Mooncake may read and write: ``mapped``, registered with ``store`` as long as this lives."""
+
+    def __init__(self, store: Any, mapped: mmap.mmap) -> None:
+        self._store = store
+        self.mapped = mapped
+        self._anchor: Any = (ctypes.c_char * len(mapped)).from_buffer(mapped)
+        self.address = ctypes.addressof(self._anchor)
+        self.view = memoryview(mapped)
+        self._warmed = self._closed = False
+        if store.register_buffer(self.address, len(mapped)):
+            raise EmsError(f"Mooncake does not take {len(mapped)} bytes of memory to move pages in")
+
+    def warm(self) -> None:
+        """Map all little by little, so that transfers find it mapped."""
+        with _WARMING, contextlib.suppress(OSError):  # no room for what was never touched; or somebody cut the file
+            for start in range(0, len(self.view), TOUCH_STEP):
+                if self._closed:  # what was given up is not to be taken again
+                    return
+                warm(self.view[start : start + TOUCH_STEP])
+            self._warmed = True
+
+    def prepare(self, offset: int, size: int, *, writes: bool) -> None:
+        """Map these bytes in one go before all are: a transfer that has to do it takes many times as long."""
+        if self._warmed:
+            return
+        start = offset - offset % mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # an older kernel, or somebody cut the file
+            self.mapped.madvise(POPULATE_WRITE if writes else POPULATE_READ, start, offset + size - start)
+
+    def close(self) -> None:
+        """Its pages leave this process when nobody looks at them any more."""
+        self._closed = True
+        self._store.unregister_buffer(self.address)
+
+
+class Segment:
+    """The file ``descriptor`` of a segment; ``memory`` is None where it is not to be looked at through a mapping."""
+
+    def __init__(self, descriptor: int, memory: Memory | None) -> None:
+        self.descriptor = descriptor
+        self.memory = memory
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.memory is not None:
+            self.memory.close()
+
+
+class Mover:
+    """Moves pages between the segments of a node and the cluster; several threads, each with a :class:`Lane`."""
+
+    def __init__(self, store: Any, engine: Any, objects: Objects, config: Any, mark_config: Any) -> None:
+        self.store = store
+        self.reads = DirectReads(store, engine)
+        self.objects = objects
+        self.config = config
+        self.mark_config = mark_config
+        """For the object by which a host sees whether what it lends is still there: it never leaves for others."""
+        self.listed: set[str] = set()
+        """The lists of hot pages that could be read; for the only lane that is asked for them at a time."""
+        self.hot_lock = threading.Lock()
+        self.clears = 0
+        """How often a namespace was cleared; with the lock above, so that no list of before is written behind that."""
+        self.segments: dict[int, Segment] = {}
+        self._lock = threading.Lock()
+        self.fetches = _behind(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
+        """Has calls made that fetch: more of them at once than cores to wait on are slower."""
+        self.stores = _behind(MOST_STORING)
+
+    def know(self, call: calls.Attach | calls.Detach, descriptors: list[int]) -> None:
+        """The node has one segment more, whose descriptor is taken, or one less."""
+        if isinstance(call, calls.Attach):
+            self._attach(call, descriptors.pop())
+        else:
+            self._detach(call.segment)
+
+    def _attach(self, call: calls.Attach, descriptor: int) -> None:
+        with self._lock:
+            if call.segment in self.segments:
+                os.close(descriptor)
+                return
+            memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
+            self.segments[call.segment] = Segment(descriptor, memory)
+        if memory is not None:
+            threading.Thread(target=memory.warm, name="ems-warm", daemon=True).start()
+
+    def _detach(self, segment: int) -> None:
+        with self._lock:
+            if (gone := self.segments.pop(segment, None)) is not None:
+                gone.close()
+
+
+def _behind(threads: int) -> ThreadPoolExecutor:
+    """``threads`` that stand behind all others for a core; with Linux a niceness is that of one thread."""
+    return ThreadPoolExecutor(threads, initializer=os.nice, initargs=(WAITING_NICENESS,))
+
+
+class Lane:
+    """What one thread works with: memory for headers, and for pages that are copied."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._store = mover.store
+        self._headers = Memory(mover.store, mmap.mmap(-1, AT_ONCE * HEADER_BYTES))
+        self._listed = Memory(mover.store, mmap.mmap(-1, LISTED_BYTES))
+        self._staging: Memory | None = None
+        self._answers: dict[type[calls.Call], Callable[[Any], calls.Answer]] = {
+            calls.Exist: lambda call: calls.Answer(self._exist(call)),
+            calls.Fetch: lambda call: self._in_parts(call, self._fetch),
+            calls.Store: lambda call: self._in_parts(call, self._put),
+            calls.FindTails: lambda call: calls.Answer(tails=self._find_tails(call)),
+            calls.ListTails: lambda call: calls.Answer(self._list_tails(call)),
+            calls.ShareHot: lambda call: calls.Answer(hot=self._share_hot(call)),
+            calls.Clear: lambda call: calls.Answer(self._clear(call)),
+            calls.Probe: lambda _: self._probe(),
+            calls.Mark: lambda call: calls.Answer([self._mark(call.name)]),
+        }
+
+    def answer(self, call: calls.Call, descriptors: list[int]) -> calls.Answer:
+        if isinstance(call, calls.Attach | calls.Detach):
+            self._mover.know(call, descriptors)
+            return calls.Answer()
+        return self._answers[type(call)](call)
+
+    def _seal(self, namespace: str) -> ObjectSeal | None:
+        return self._mover.objects.of(namespace)
+
+    def _exist(self, call: calls.Exist) -> list[int]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return [0] * len(call.keys)
+        found: list[int] = self._store.batch_is_exist([seal.name(key) for key in call.keys])
+        if any(code < 0 for code in found):
+            raise EmsError(f"the master did not say which pages there are ({min(found)})")
+        return found
+
+    # Pages
+
+    def _in_parts(
+        self,
+        call: calls.Fetch | calls.Store,
+        move: Callable[[ObjectSeal, list[calls.Place], Sequence[tuple[memoryview, int]]], calls.Answer],
+    ) -> calls.Answer:
+        """Have ``call`` done as many pages at a time as there is memory for; an answer to all of it."""
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return calls.Answer([Outcome.WRONG_KEY] * len(call.pages), [0] * len(call.pages))
+        codes: list[int] = []
+        sums: list[int] = []
+        unsafe, direct = False, 0
+        for pages in self._parts(call):
+            part = move(seal, pages, self._memory(call, pages))
+            codes += part.codes
+            sums += part.sums
+            unsafe = unsafe or part.unsafe
+            direct += part.direct
+            if unsafe:  # bytes may still arrive where the next part would be copied from
+                break
+        rest = len(call.pages) - len(codes)
+        codes += [Outcome.MISSING] * rest
+        sums += [0] * rest
+        return calls.Answer(codes, sums, unsafe=unsafe, direct=direct)
+
+    def _parts(self, call: calls.Fetch | calls.Store) -> Iterator[list[calls.Place]]:
+        most = AT_ONCE
+        if any(self._mover.segments[page.segment].memory is None for page in call.pages):
+            most = max(min(STAGING // call.size, AT_ONCE), 1)
+        for start in range(0, len(call.pages), most):
+            yield call.pages[start : start + most]
+
+    def _memory(self, call: calls.Fetch | calls.Store, pages: Sequence[calls.Place]) -> list[tuple[memoryview, int]]:
+        """The bytes of ``pages``, or bytes in their stead, with their addresses."""
+        found, size = [], call.size
+        for position, page in enumerate(pages):
+            memory = self._mover.segments[page.segment].memory
+            offset = page.offset
+            if memory is None:
+                memory, offset = self._staged(len(pages) * size), position * size
+            memory.prepare(offset, size, writes=isinstance(call, calls.Fetch))
+            found.append((memory.view[offset : offset + size], memory.address + offset))
+        return found
+
+    def _staged(self, size: int) -> Memory:
+        if self._staging is None or len(self._staging.mapped) < size:
+            if self._staging is not None:
+                self._staging.close()
+            self._staging = Memory(self._store, mmap.mmap(-1, max(size, STAGING)))
+        return self._staging
+
+    def _header(self, position: int) -> tuple[memoryview, int]:
+        at = position * HEADER_BYTES
+        return self._headers.view[at : at + HEADER_BYTES], self._headers.address + at
+
+    def _target(self, position: int, memory: Sequence[tuple[memoryview, int]]) -> tuple[list[int], list[int]]:
+        """Where header and bytes of a page go to or come from, and how many there are."""
+        view, address = memory[position]
+        return [self._header(position)[1], address], [HEADER_BYTES, len(view)]
+
+    def _fetch(
+        self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
+    ) -> calls.Answer:
+        reads, names = self._mover.reads, [seal.name(page.key) for page in pages]
+        sources = reads.find(names)
+        begun: list[list[int]] = []
+        answers = [(Outcome.MISSING, 0)] * len(pages)
+        rest, unsafe = [], False
+        for at in range(len(pages)):
+            # What follows comes while this is proven.
+            for name in names[len(begun) : at + MOST_READING]:
+                target = self._target(len(begun), memory)
+                begun.append(reads.begin(sources[name], *target) if name in sources and not unsafe else [])
+            transfers = begun[at]
+            if transfers and not reads.ended(transfers):
+                unsafe = True
+            elif transfers and (proven := self._proven(seal, pages[at], at, memory))[0] is not Outcome.CORRUPT:
+                answers[at] = proven
+            else:
+                rest.append(at)
+        fetched = 0
+        if rest and not unsafe:
+            unsafe = self._fetch_rest(seal, names, pages, memory, rest, answers)
+            there = [names[at] for at in rest if answers[at][0] is Outcome.DONE]
+            fetched = len(there)
+            reads.reached(there)
+        codes, sums = [int(outcome) for outcome, _ in answers], [checksum for _, checksum in answers]
+        return calls.Answer(codes, sums, unsafe=unsafe, direct=codes.count(Outcome.DONE) - fetched)
+
+    def _fetch_rest(
+        self,
+        seal: ObjectSeal,
+        names: Sequence[str],
+        pages: list[calls.Place],
+        memory: Sequence[tuple[memoryview, int]],
+        rest: Sequence[int],
+        answers: list[tuple[Outcome, int]],
+    ) -> bool:
+        """Have Mooncake itself fetch the ``rest`` of ``pages``, and say in ``answers`` what became of them.
+
+        It knows which had to make room for others meanwhile.  Whether bytes may still arrive.
+        """
+        targets = [self._target(at, memory) for at in rest]
+        get = self._store.batch_get_into_multi_buffers
+        names = [names[at] for at in rest]
+        found: list[int] = self._mover.fetches.submit(
+            get, names, [addresses for addresses, _ in targets], [sizes for _, sizes in targets]
+        ).result()
+        for at, name, (_, sizes), code in zip(rest, names, targets, found, strict=True):
+            if code == sum(sizes):
+                answers[at] = self._proven(seal, pages[at], at, memory)
+            elif code == OTHER_SIZE or (code == TRANSFER_FAILED and 0 < self._store.get_size(name) != sum(sizes)):
+                answers[at] = Outcome.WRONG_SIZE, 0  # what is too short is read beyond its end, which fails
+            if answers[at][0] in {Outcome.CORRUPT, Outcome.WRONG_SIZE}:
+                # Nobody who has the secret wrote it: it makes room for the page that is computed instead.
+                self._store.remove(name, force=True)
+        return TRANSFER_FAILED in found
+
+    def _proven(
+        self, seal: ObjectSeal, page: calls.Place, position: int, memory: Sequence[tuple[memoryview, int]]
+    ) -> tuple[Outcome, int]:
+        """What came of a page that was fetched, and the checksum of its bytes."""
+        view = memory[position][0]
+        opened = seal.open(self._header(position)[0], page.key, view)
+        if opened is None:
+            return Outcome.CORRUPT, 0
+        segment = self._mover.segments[page.segment]
+        if segment.memory is None and not _write(segment, page.offset, view):
+            return Outcome.MISSING, 0
+        return Outcome.DONE, opened.checksum
+
+    def _put(
+        self, seal: ObjectSeal, pages: list[calls.Place], memory: Sequence[tuple[memoryview, int]]
+    ) -> calls.Answer:
+        names = [seal.name(page.key) for page in pages]
+        there = self._store.batch_is_exist(names)
+        codes = [int(Outcome.PRESENT)] * len(pages)
+        ready: list[int] = []
+        for position, (page, (view, _)) in enumerate(zip(pages, memory, strict=True)):
+            if there[position] == 1:
+                continue
+            segment = self._mover.segments[page.segment]
+            if segment.memory is None and not _read(segment, page.offset, view):
+                codes[position] = Outcome.MISSING
+                continue
+            checksum = crc32c(view)
+            if page.checksum is not None and checksum != page.checksum:
+                codes[position] = Outcome.CORRUPT
+                continue
+            self._header(position)[0][:] = seal.header(page.key, page.parent, view, checksum)
+            ready.append(position)
+        if ready:
+            put, new = self._store.batch_put_from_multi_buffers, [names[at] for at in ready]
+            addresses, sizes = zip(*(self._target(at, memory) for at in ready), strict=True)
+            done: list[int] = self._mover.stores.submit(put, new, addresses, sizes, self._mover.config).result()
+            if all(code not in (0, -200) for code in done):
+                raise EmsError(f"Mooncake did not take pages ({done[0]})")
+            for position, code in zip(ready, done, strict=True):
+                codes[position] = Outcome.NO_ROOM if code else Outcome.DONE
+        return calls.Answer(codes)
+
+    # Tails, removal, a test
+
+    def _lists(self, names: Sequence[str]) -> list[bytes]:
+        """The objects ``names``, which list something; empty where there is none.
+
+        What still arrives after a transfer that failed spoils the next list at most, which is then not proven.
+        """
+        reads, memory = self._mover.reads, self._listed
+        found = reads.read(names, memory.address, memory.view)
+        rest = [name for name, raw in zip(names, found, strict=True) if raw is None]
+        if not rest:
+            return [raw or b"" for raw in found]
+        others = dict(zip(rest, self._store.get_batch(rest), strict=True))
+        reads.reached([name for name in rest if others[name]])
+        return [others.get(name, b"") if raw is None else raw for name, raw in zip(names, found, strict=True)]
+
+    def _find_tails(self, call: calls.FindTails) -> list[calls.Listed]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return []
+        raws = self._lists([seal.listing_name(one) for one in call.directories])
+        return [
+            calls.Listed(found.tail, found.parent)
+            for directory, raw in zip(call.directories, raws, strict=True)
+            for found in seal.listed(directory, raw)
+        ]
+
+    def _list_tails(self, call: calls.ListTails) -> list[int]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return []
+        by_directory: dict[bytes, list[StoredTail]] = {}
+        for one in call.tails:
+            by_directory.setdefault(bytes(one.tail.directory), []).append(StoredTail(one.tail, one.parent))
+        names = [seal.listing_name(directory) for directory in by_directory]
+        codes = []
+        for (directory, added), name, raw in zip(by_directory.items(), names, self._lists(names), strict=True):
+            before = seal.listed(directory, raw)
+            new = [one for one in added if one not in before]
+            if new:
+                codes.append(self._store.upsert(name, seal.listing(directory, [*before, *new]), self._mover.config))
+        return codes
+
+    def _share_hot(self, call: calls.ShareHot) -> list[calls.HotList]:
+        clears = self._mover.clears
+        sealed = [(one, seal) for one in call.lists if (seal := self._seal(one.namespace)) is not None]
+        lists = []
+        for (told, seal), before in zip(sealed, self._read_hot([seal for _, seal in sealed]), strict=True):
+            after = merged(before, told.runs)
+            # Who writes at the same moment may win: what was told is told again.
+            if after != before and not self._put_hot(seal, after, clears):
+                after = before
+            lists.append(calls.HotList(told.namespace, after))
+        return lists
+
+    def _put_hot(self, seal: ObjectSeal, runs: list[HotRun], clears: int) -> bool:
+        """Write a list, unless more was cleared than those ``clears`` when it was read."""
+        with self._mover.hot_lock:
+            if clears != self._mover.clears:
+                return False
+            return not self._store.upsert(seal.hot_name, seal.hot_list(runs), self._mover.config)
+
+    def _read_hot(self, seals: Sequence[ObjectSeal]) -> list[list[HotRun]]:
+        """What the lists say; one that was there and is not to be read is being written, and soon read again."""
+        lists: dict[str, list[HotRun]] = {}
+        names = {seal.hot_name: seal for seal in seals}
+        for attempt in range(HOT_READS):
+            left = [name for name in names if name not in lists and (attempt < 2 or name in self._mover.listed)]
+            if not left:
+                break
+            if attempt:
+                time.sleep(HOT_PAUSE_SECONDS)  # on this lane's own thread: Mooncake tells nobody when a write has ended
+            for name, raw in zip(left, self._lists(left), strict=True):
+                if (found := names[name].hot_listed(raw)) is not None:
+                    lists[name] = found
+                    self._mover.listed.add(name)
+        self._mover.listed.difference_update(name for name in names if name not in lists)
+        return [lists.get(name, []) for name in names]
+
+    def _clear(self, call: calls.Clear) -> list[int]:
+        seal = self._seal(call.namespace)
+        if seal is None:
+            return [0]
+        with self._mover.hot_lock:
+            self._mover.clears += 1
+            count: int = self._store.remove_by_regex(seal.all_names, force=True)
+        if count < 0:
+            raise EmsError(f"Mooncake did not remove what was cleared ({count})")
+        return [count]
+
+    def _mark(self, name: str) -> int:
+        found: int = self._store.is_exist(name)
+        code = found or self._store.put(name, b"lent", self._mover.mark_config)
+        if code < 0:
+            raise EmsError(f"the master did not say whether what this host lends is still there ({code})")
+        return found
+
+    def _probe(self) -> calls.Answer:
+        name, content = f"ems-probe-{secrets.token_hex(8)}", secrets.token_bytes(4096)
+        if code := self._store.put(name, content, self._mover.config):
+            raise EmsError(f"what was written for a test was not taken ({code})")
+        try:
+            if self._store.get(name) != content:
+                raise EmsError("what was written for a test is not what was read back")
+        finally:
+            self._store.remove(name, force=True)
+        return calls.Answer()
+
+
+def _read(segment: Segment, offset: int, into: memoryview) -> bool:
+    done = 0
+    while done < len(into):
+        count = os.preadv(segment.descriptor, [into[done:]], offset + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _write(segment: Segment, offset: int, data: memoryview) -> bool:
+    """Whether the file was long enough for all of ``data``; it does not grow."""
+    while data:
+        if os.fstat(segment.descriptor).st_size < offset + len(data):
+            return False
+        count = os.pwrite(segment.descriptor, data, offset)
+        data, offset = data[count:], offset + count
+    return True
+
+
+# Starting
