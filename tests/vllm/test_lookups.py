@@ -347,3 +347,25 @@ def test_an_answer_to_a_request_that_is_over_is_nobodys(side: Side, node: Node) 
 
     assert side.lookups.answers(0.5) == []
     wait_for(lambda: node.stats()["leases"] == 0, "what was promised is given back")
+
+
+def test_who_waits_is_looked_at_while_others_come_in(node: Node) -> None:
+    side = Side(node, started=False)
+    side.writer.reserve(NAMESPACE, NO_PARENT, side.chain[0:4])
+    side.ask(expected=64)
+    looks: list[str] = []
+    handle = side.lookups.handle
+
+    def one_more(item: LookupJob, now: float) -> None:
+        if isinstance(item, LookupJob):
+            looks.append(item.request_id)
+            handle(item, now)
+            item.look_at = 0.0  # overdue
+            if len(looks) < 40:  # there is always another one
+                side.lookups.ask(LookupJob(f"{len(looks)}", TOKENS, nothing_else, Waiting(now, 0), over=True))
+
+    side.lookups.handle = one_more  # type: ignore[method-assign, assignment]
+    side.lookups.start()
+    wait_for(lambda: len(looks) >= 40, "all were looked at", 60)
+    side.close()
+    assert looks[:40].count("r") >= 15

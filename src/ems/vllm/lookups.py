@@ -192,13 +192,17 @@ class Lookups:
     # The thread
 
     def _run(self) -> None:
+        waited = False
         while True:
             wake = self.next_at
-            item: LookupJob | Lease | None
+            # Who comes in and who waits have turns: neither holds up the other.
+            waited = not waited
+            item: LookupJob | Lease | None = self.next_job(time.monotonic()) if waited else None
             try:
-                item = self._lane.next(NOTICE_SECONDS if wake is None else max(wake - time.monotonic(), 0))
                 if item is None:
-                    return
+                    item = self._lane.next(NOTICE_SECONDS if wake is None else max(wake - time.monotonic(), 0))
+                    if item is None:
+                        return
             except queue.Empty:
                 item = self.next_job(time.monotonic())
             try:

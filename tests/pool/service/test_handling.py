@@ -420,7 +420,7 @@ TAIL = Tail(bytes(16), bytes(4))
 def test_a_lookup_waits_until_tiers_have_said_what_they_have(node: Surroundings, tail: Tail | None) -> None:
     node.answers["waking"] = True
     asked = Below(2, asked=True)
-    node.below = [asked, asked, asked, Below(1, asked=False)]
+    node.below = [asked, asked, Below(1, asked=False)]
     hits = node.ask(messages.Lookup(node.namespace, b"".join(chain("x", 2)), tail=tail, patience=4000))
     assert (hits.count, hits.below) == (0, 1)
     assert node.seen == [("learns", (0.004,))] * 2, "it is until then that it waits, however often it is woken"

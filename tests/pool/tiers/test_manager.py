@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import pytest_asyncio
@@ -17,10 +19,12 @@ import pytest_asyncio
 from ems.pool.keys import NO_PARENT, Tail, page_keys, shard_masks, split_keys
 from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
 from ems.pool.media import STORAGE, asked_for, named
+from ems.pool.names import qualified
 from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.tiers.answers import KeyRun, Outcome, Wanted
+from ems.pool.tiers.manager import MOST_ASKED, MOST_WAITING
 from ems.pool.tiers.packs import PackTier
-from ems.pool.tiers.threads import ThreadPool
+from ems.pool.tiers.threads import Job, ThreadPool
 from tests.kit.tiers import key, page
 from tests.pool.segment_memory import map_segment
 from tests.pool.tiers.node_with_tier import NAME, PAGE, PATIENCE, Bench, chain, stored
@@ -532,3 +536,38 @@ async def test_who_waits_for_a_tier_is_woken_once_when_it_has_said_what_it_has_o
     manager._question(one.state, lambda: None, lambda: None)
     await one.until(lambda: not one.state.questions)
     assert woken == {"time": 1, "answer": 1}
+
+
+async def test_a_tenant_has_so_many_keys_asked_for_and_no_more(bench: Callable[..., Bench]) -> None:
+    one, given = bench(kind="mooncake"), list[Job]()
+    manager, state = one.tier_manager, one.state
+    answers = {"unknown": lambda _name, keys: (len(keys), keys), "unknown_tail": lambda *_: (True, True)}
+    for name, answer in (answers | {"ask": lambda *_: None, "ask_tails": lambda *_: None}).items():
+        setattr(one.tier, name, answer)
+    state.askers = cast("ThreadPool", SimpleNamespace(give=given.append, dismiss=lambda: None))
+
+    def asks(tenant: str) -> bool:
+        return bool(manager._asks(state, qualified(tenant, NAME), chain("a", MOST_ASKED // 4), lambda: None))
+
+    def asks_tails(tenant: str) -> bool:
+        return manager._asks_tails(state, qualified(tenant, NAME), Tail(key("directory"), bytes(4)), lambda: None)
+
+    assert [asks("ann") for _ in range(6)] == [True] * 4 + [False] * 2
+    assert not asks_tails("ann")
+    assert asks("bob"), "another tenant's are his own"
+    given[0].set_result(None)
+    manager._learned(state, lambda: None, given[0])
+    assert asks_tails("ann")
+    assert asks("ann")
+    manager._cut_reading(state, "it does not answer", 0.0)
+    assert not state.questions
+    assert not state.asked
+
+
+async def test_few_lookups_wait_for_tiers(bench: Callable[..., Bench]) -> None:
+    one = bench(kind="mooncake")
+    for _ in range(MOST_WAITING):
+        waking = one.tier_manager.learns(time.monotonic() + 60.0)
+        assert waking is not None
+        waking(lambda: None)
+    assert one.tier_manager.learns(time.monotonic() + 60.0) is None

@@ -42,6 +42,8 @@ STEP = 256
 """Work of one step, in keys: that of a request which takes longer is done in steps."""
 MOST_AT_ONCE = 16 * STEP
 """Work that a request of any length may be before it goes in steps."""
+MOST_HELD = 4 * STEP
+"""Keys of a lookup that waits for answers of tiers: it looks again after each of them."""
 SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2, 1e-1, 1.0)
 BYTES = tuple(float(4**power) for power in range(6, 17))
 """From 4 KiB to 4 GiB."""
@@ -165,14 +167,13 @@ class RequestHandler:
     ) -> messages.Hits | Steps[messages.Answer | None]:
         """``hits`` for how many keys come up, which ``look`` says; later where tiers are asked and it can wait."""
         below = look()
-        if below.asked and request.patience:
-            return self._wait_until_told(now + request.patience / 1e6, look, hits)
+        if below.asked and request.patience and len(request.keys) <= MOST_HELD * KEY_BYTES:
+            return self._wait_until_told(below, now + request.patience / 1e6, look, hits)
         return hits(below.keys)
 
     def _wait_until_told(
-        self, until: float, look: Callable[[], Below], hits: Callable[[int], messages.Hits]
+        self, below: Below, until: float, look: Callable[[], Below], hits: Callable[[int], messages.Hits]
     ) -> Steps[messages.Answer | None]:
-        below = look()
         while below.asked and (waking := self._below.learns(until)) is not None:
             yield waking
             below = look()

@@ -41,6 +41,12 @@ from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
 from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_left_alone
 
 TICK_SECONDS = 0.1
+MOST_ASKED = 1 << 14
+"""Keys of one tenant that a tier is being asked for; what else it looks up counts as missing there meanwhile."""
+LIST_WORK = 64
+"""What a question for a list counts as, in keys."""
+MOST_WAITING = 64
+"""Lookups that wait for answers of tiers."""
 CROWDED_SECONDS = 1.0
 """How long nothing more is wanted for a namespace after memory had no room for a page of it."""
 PORTION = 8 * MIB
@@ -125,7 +131,7 @@ class TierManager:
         self._events = {medium: TierEvents(host.core.changes, medium, partial(self._held, medium)) for medium in media}
         self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
-        self._curious: set[Callable[[], None]] = set()
+        self._waiting: set[Callable[[], None]] = set()
         """Who is to be told when a tier has said what it has."""
 
     def _tell(self, call: Callable[[], None]) -> None:
@@ -276,12 +282,13 @@ class TierManager:
 
     def _asks(self, state: TierState, name: str, keys: list[bytes], again: Callable[[], object]) -> int:
         """How many leading ``keys`` may turn out to be in ``state``; what is wanted is wanted ``again`` then."""
-        tier = cast("AskedTier", state.tier)
+        tier, tenant = cast("AskedTier", state.tier), tenant_of(name)
+        if state.asked[tenant] >= MOST_ASKED:
+            return 0
         maybe, unknown = tier.unknown(name, keys)
         if unknown:
-            self._question(
-                state, partial(tier.ask, name, unknown), partial(self._answered, state, name, unknown, again)
-            )
+            answered = partial(self._answered, state, name, unknown, again)
+            self._question(state, partial(tier.ask, name, unknown), answered, tenant, len(unknown))
         return maybe
 
     def _answered(self, state: TierState, name: str, keys: Sequence[bytes], again: Callable[[], object]) -> None:
@@ -290,43 +297,50 @@ class TierManager:
 
     def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object]) -> bool:
         """Whether a tail may turn out to be in ``state``; it is looked up ``again`` then."""
-        tier = cast("AskedTier", state.tier)
+        tier, tenant = cast("AskedTier", state.tier), tenant_of(name)
+        if state.asked[tenant] >= MOST_ASKED:
+            return False
         maybe, unknown = tier.unknown_tail(name, tail)
         if unknown:
-            self._question(state, partial(tier.ask_tails, name, tail.directory), again)
+            self._question(state, partial(tier.ask_tails, name, tail.directory), again, tenant, LIST_WORK)
         return maybe
 
-    def _question(self, state: TierState, ask: Callable[[], None], again: Callable[[], object]) -> None:
+    def _question(
+        self, state: TierState, ask: Callable[[], None], again: Callable[[], object], tenant: str = "", keys: int = 0
+    ) -> None:
         job = Job(ask, partial(self._learned, state, again))
-        state.questions.add(job)
+        state.asks(job, tenant, keys)
         assert state.askers is not None
         state.askers.give(job)
 
     def _learned(self, state: TierState, again: Callable[[], object], job: Job) -> None:
-        state.questions.discard(job)
+        state.told(job)
         if self._closed:
             return
         if (failure := job.exception()) is not None:
             self._cut_reading(state, error_text(failure), self._clock())
         with contextlib.suppress(StaleReference):  # the namespace is gone
             again()
-        for tell in list(self._curious):
+        for tell in list(self._waiting):
             tell()
 
     def learns(self, until: float) -> Waking | None:
-        """Wakes who waits for a tier that was asked what it has, ``until`` then at most; None when that is over."""
+        """Wakes who waits for a tier that was asked what it has, ``until`` then at most.
+
+        None when that is over, or many wait: each is woken by every answer.
+        """
         seconds = until - self._clock()
-        if seconds <= 0:
+        if seconds <= 0 or len(self._waiting) >= MOST_WAITING:
             return None
 
         def wait(wake: Callable[[], None]) -> None:
             def tell() -> None:
                 timer.cancel()
-                self._curious.discard(tell)
+                self._waiting.discard(tell)
                 wake()
 
             timer = self._host.loop.call_later(seconds, tell)
-            self._curious.add(tell)
+            self._waiting.add(tell)
 
         return wait
 
@@ -462,7 +476,8 @@ class TierManager:
     def _cut_reading(self, state: TierState, reason: str, now: float) -> None:
         state.cut(state.reading, reason, now)
         self._promotions.cut(state.number)
-        state.questions = {one for one in state.questions if not one.cancel()}
+        for question in [one for one in state.questions if one.cancel()]:
+            state.told(question)
         for job, (client_id, portion) in list(state.fetches.items()):
             if not job.abandoned and job.cancel():
                 del state.fetches[job]

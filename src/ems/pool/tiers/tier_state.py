@@ -7,7 +7,7 @@ there.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -94,10 +94,24 @@ class TierState:
         self._next_look = 0.0
         self.fetches: dict[Job, tuple[int, Portion]] = {}
         self.writes: dict[Job, list[Unit]] = {}
-        self.questions: set[Job] = set()
+        self.questions: dict[Job, tuple[str, int]] = {}
+        """Which tenant's each question is that is not answered, and how many keys it is about."""
+        self.asked: Counter[str] = Counter()
+        """Keys of all questions, by tenant."""
         """What a tier that :attr:`~ems.pool.tiers.seam.Tier.asks` is being asked."""
 
     # Health
+
+    def asks(self, question: Job, tenant: str, keys: int) -> None:
+        self.questions[question] = tenant, keys
+        self.asked[tenant] += keys
+
+    def told(self, question: Job) -> None:
+        """A question was answered, or called off."""
+        tenant, keys = self.questions.pop(question)
+        self.asked[tenant] -= keys
+        if not self.asked[tenant]:
+            del self.asked[tenant]
 
     def cut(self, gate: Gate, reason: str, now: float) -> None:
         """The tier failed in the direction of ``gate``."""

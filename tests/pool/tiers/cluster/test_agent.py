@@ -24,6 +24,7 @@ from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.agent import lend
 from ems.pool.tiers.cluster.mooncake_client import check_address
+from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from ems.pool.tiers.cluster.mover import Lane, Mover
 from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import SealKeys
@@ -49,6 +50,24 @@ def test_it_ends_with_its_node_also_in_the_middle_of_a_call() -> None:
         assert agent.wait(60) == -signal.SIGIO
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("gives", [True, False])
+def test_it_ends_with_its_node_while_it_starts(*, gives: bool) -> None:
+    """The master takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "ems.pool.tiers.cluster.agent", str(theirs.fileno())]
+        with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as agent:
+            theirs.close()
+            address = f"127.0.0.1:{master.getsockname()[1]}"
+            config = MooncakeConfig(master_server_address=address, global_segment_size=1 << 28)
+            calls.send(ours, calls.Start(config, gives=gives, secrets={}))
+            connection, _ = master.accept()
+            ours.close()
+            assert agent.wait(60) in (-signal.SIGIO, 1)
+            connection.close()
+
+
 LEAVING = """
 import ctypes
 from ems.pool.tiers.cluster.agent import leave
@@ -67,19 +86,24 @@ def test_it_leaves_in_time_also_where_its_client_hangs() -> None:
 
 
 class Lender:
-    """A store that lends what it is told to."""
+    """A store that lends what it is told to, unless it ``fails`` so often."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails: int = 0) -> None:
         self.lent: list[int] = []
+        self._fails = fails
 
     def allocate_and_mount_segment(self, size: int, _protocol: str) -> dict[str, int]:
+        if self._fails:
+            self._fails -= 1
+            return {"ret": -1}
         self.lent.append(size)
         return {"ret": 0}
 
 
-def test_what_lends_memory_answers_while_it_lends_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [0, 3], ids=["master there", "master lost for a while"])
+def test_what_lends_memory_answers_while_it_lends_more(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
     ours, theirs = socket.socketpair()
-    store = Lender()
+    store = Lender(fails)
     ours.send(b"?")
     monkeypatch.setattr("ems.pool.tiers.cluster.agent.RAMP_SECONDS", 0.0)
     with theirs, ThreadPoolExecutor(1) as threads:

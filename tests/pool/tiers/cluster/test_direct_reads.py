@@ -50,6 +50,9 @@ class FakeCluster:
         self.most_under_way = 0
         self.own_calls: list[list[str]] = []
         self.removed: list[str] = []
+        self.writes: list[str] = []
+        self.refuses = 0
+        """Writes that Mooncake refuses because another host writes the same."""
 
     # The store
 
@@ -94,6 +97,14 @@ class FakeCluster:
             ctypes.memmove(address, content[:size], size)
             content = content[size:]
         return sum(sizes)
+
+    def upsert(self, name: str, raw: bytes, _config: object) -> int:
+        self.writes.append(name)
+        if self.refuses:
+            self.refuses -= 1
+            return -601
+        self.objects[name] = raw
+        return 0
 
     def get_batch(self, names: list[str]) -> list[bytes]:
         self.own_calls.append(names)
@@ -364,3 +375,52 @@ def test_a_list_that_is_not_to_be_read_directly_is_left_to_mooncake(cluster: Fak
         cluster.hosts[name] = [OTHER]
     assert host.tails("b") == tails
     assert cluster.own_calls[-1] == [name]
+
+
+def test_after_a_read_that_failed_the_others_are_left_to_mooncake(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    names = [list_tails(cluster, f"{number}")[0] for number in range(5)]
+    host.tails("0")
+    cluster.fails = {2}
+    directories = [key(f"{number}") for number in range(5)]
+    found = host.lane.answer(calls.FindTails(SPACE, directories), []).tails
+    assert [bytes(one.tail.directory) for one in found] == directories
+    assert cluster.own_calls[-1] == names[1:]
+    assert len(cluster.transfers) == 2, "a host that is gone is not waited for again"
+
+
+def add_tail(host: Host, name: str) -> Tail:
+    tail = Tail(key(name), os.urandom(8))
+    host.lane.answer(calls.ListTails(SPACE, [calls.Listed(tail, bytes(NO_PARENT))]), [])
+    return tail
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.pool.tiers.cluster.mover.LIST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_list_that_another_host_is_writing_is_not_taken_for_none(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(cluster)
+    name, tails = list_tails(cluster, "a", count=2)
+    writing = iter([[b""]])
+    read = cluster.get_batch
+    monkeypatch.setattr(cluster, "get_batch", lambda names: next(writing, None) or read(names))
+    mine = add_tail(host, "a")
+    assert host.tails("a") == [*tails, mine]
+    assert cluster.writes == [name]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_list_that_two_hosts_write_at_once_is_written_again(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    cluster.refuses = 1
+    mine = add_tail(host, "a")
+    assert host.tails("a") == [mine]
+    assert len(cluster.writes) == 2
+    cluster.refuses = 100
+    add_tail(host, "b")
+    assert len(cluster.writes) <= 4, "not for ever"

@@ -86,7 +86,10 @@ def test_a_port_of_this_host_means_nothing_for_it_has_several_clients(named: str
         ({"protocol": "carrier-pigeon"}, "is 'carrier-pigeon', expected one of tcp, rdma, ascend"),
         ({"protocol": 5}, "protocol in mooncake.json is 5, expected a text"),
         ({"master_server_address": "nowhere"}, "is 'nowhere', expected host:port or etcd://host:port"),
-        ({"master_server_address": ""}, "mooncake.json names no master, expected master_server_address"),
+        (
+            {"master_server_address": ""},
+            "mooncake.json names no master, expected an address such as 10.0.0.1:50088 in master_server_address",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_a_sentence(settings: dict[str, object], said: str) -> None:

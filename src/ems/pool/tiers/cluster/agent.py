@@ -69,7 +69,7 @@ def serve(sock: socket.socket, mover: Mover) -> None:
 
 
 def end_with(sock: socket.socket) -> None:
-    """The kernel ends this process at once when the other end of ``sock`` closes, or sends something.
+    """The kernel ends this process at once when the other end of ``sock`` closes, or sends something, or did so.
 
     Python need not run for that.  What still moved pages then would write into slots that a successor of the node gives
     to others.
@@ -77,6 +77,13 @@ def end_with(sock: socket.socket) -> None:
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
+    if calls.readable(sock, 0.0):
+        os._exit(1)
+
+
+def outlive(sock: socket.socket) -> None:
+    """End :func:`end_with`: this process sees by itself that the other end of ``sock`` closes, and takes its leave."""
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str) -> None:
@@ -88,10 +95,10 @@ def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str) ->
             if not (beat := control.recv(1)):
                 return
             control.send(beat)
-        elif store.allocate_and_mount_segment(sizes.pop(0), protocol)["ret"]:
-            sizes.clear()  # what is lent already stays
         else:
-            due = time.monotonic() + RAMP_SECONDS
+            if not store.allocate_and_mount_segment(sizes[0], protocol)["ret"]:
+                del sizes[0]
+            due = time.monotonic() + RAMP_SECONDS  # where it failed the master may be lost, and come back
 
 
 def leave(store: Any) -> None:
@@ -118,10 +125,12 @@ def main() -> None:
     call, _ = calls.receive(control, calls.calls)
     assert isinstance(call, calls.Start)
     try:
+        end_with(control)  # Mooncake may hang in its start, and lend memory when nobody is left to take it back
         parts = ramp(call.config.global_segment_size) if call.gives else [0]
         store, engine, hostname = start(call.config, parts[0])
-        if not call.gives:
-            end_with(control)
+        if call.gives:
+            outlive(control)
+        else:
             mover = _mover(call, store, engine)
             for sock in lanes:
                 threading.Thread(target=serve, args=(sock, mover), daemon=True).start()

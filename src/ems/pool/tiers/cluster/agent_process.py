@@ -100,7 +100,11 @@ class AgentProcess:
             calls.send(self._control, start)
             answer, _ = calls.receive(self._control, calls.answers)
         except TimeoutError as error:
-            raise TierFailed(f"Mooncake's client did not start within {START_SECONDS:.0f} s{self._why()}") from error
+            master = start.config.master_server_address
+            raise TierFailed(
+                f"Mooncake's client did not start within {START_SECONDS:.0f} s, does a master answer at {master}?"
+                f"{self._why()}"
+            ) from error
         except (EOFError, OSError, ProtocolError) as error:
             self._process.wait()
             self._reader.join(1.0)

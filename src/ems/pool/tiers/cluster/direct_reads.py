@@ -82,18 +82,21 @@ class DirectReads:
     def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | None]:
         """The small objects ``names``, one after the other through ``view``, which is at ``address``.
 
-        Empty where there is none; None where it can't be read directly.
+        Empty where there is none; None where it can't be read directly, and from the first on that failed: each read of
+        a host that is gone costs a second.
         """
         if not self._reached:
             return [None] * len(names)
-        sources, found = self._find(names), list[bytes | None]()
+        sources, found, good = self._find(names), list[bytes | None](), True
         for name in names:
             source = sources.get(name)
             if source is None:
                 found.append(b"")
                 continue
-            transfers = self.begin(source, [address], [source.size]) if source.size <= len(view) else []
-            found.append(bytes(view[: source.size]) if transfers and self.ended(transfers) else None)
+            fits = good and source.size <= len(view)
+            transfers = self.begin(source, [address], [source.size]) if fits else []
+            good = good and (not transfers or self.ended(transfers))
+            found.append(bytes(view[: source.size]) if transfers and good else None)
         return found
 
     def begin(self, source: Source, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from ems.pool.tiers.cluster.direct_reads import make_engine
 from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
 
 LOCAL_BUFFER = 16 << 20
-"""What Mooncake stages lists of tails in; pages go straight."""
+"""What Mooncake stages lists in that are not read directly; pages go straight."""
 
 
 def own_address(master: str) -> str:

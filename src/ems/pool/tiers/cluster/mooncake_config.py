@@ -67,7 +67,10 @@ def parse_mooncake(text: str | None, variables: Mapping[str, str], origin: str) 
     else:
         known, unused = _from_file(text, origin)
     if not known.get("master_server_address"):
-        raise ConfigError(f"{origin} names no master, expected master_server_address such as 10.0.0.1:50051")
+        where = (
+            "MOONCAKE_MASTER, or a file that MOONCAKE_CONFIG_PATH names" if text is None else "master_server_address"
+        )
+        raise ConfigError(f"{origin} names no master, expected an address such as 10.0.0.1:50088 in {where}")
     fields: dict[str, Any] = {name: _value(name, value, origin) for name, value in known.items()}
     return MooncakeConfig(**fields), unused
 

@@ -33,8 +33,10 @@ MOST_READING = 64
 """Pages that one lane reads at a time.  Each is two transfers, and Mooncake refuses more than a thousand to a host."""
 HOT_READS = 5
 """Of a list of hot pages that is there and is being written."""
-HOT_PAUSE_SECONDS = 0.01
-"""Between two of them, several times what a write of a list takes."""
+LIST_ATTEMPTS = 3
+"""To write a list of tails."""
+LIST_PAUSE_SECONDS = 0.01
+"""Between two of either, several times what a write of a list takes."""
 WAITING_NICENESS = 10
 """Of threads in which Mooncake's client waits for a transfer, which keeps a core busy: what transfers goes before."""
 STAGING = 16 << 20
@@ -381,17 +383,25 @@ class Lane:
         seal = self._seal(call.namespace)
         if seal is None:
             return []
-        by_directory: dict[bytes, list[StoredTail]] = {}
+        left: dict[bytes, list[StoredTail]] = {}
         for one in call.tails:
-            by_directory.setdefault(bytes(one.tail.directory), []).append(StoredTail(one.tail, one.parent))
-        names = [seal.listing_name(directory) for directory in by_directory]
-        codes = []
-        for (directory, added), name, raw in zip(by_directory.items(), names, self._lists(names), strict=True):
-            before = seal.listed(directory, raw)
-            new = [one for one in added if one not in before]
-            if new:
-                codes.append(self._store.upsert(name, seal.listing(directory, [*before, *new]), self._mover.config))
-        return codes
+            left.setdefault(bytes(one.tail.directory), []).append(StoredTail(one.tail, one.parent))
+        for attempt in range(LIST_ATTEMPTS):
+            if attempt:
+                time.sleep(LIST_PAUSE_SECONDS)  # on this lane's thread: Mooncake tells nobody when a write has ended
+            raws = self._lists([seal.listing_name(directory) for directory in left])
+            for (directory, added), raw in zip(list(left.items()), raws, strict=True):
+                before = seal.listed(directory, raw)
+                if not before and not attempt:
+                    continue  # a list that another host is writing reads as if there were none
+                new = [one for one in added if one not in before]
+                listing = seal.listing(directory, [*before, *new])
+                # Of two that write at once Mooncake refuses one.
+                if not new or not self._store.upsert(seal.listing_name(directory), listing, self._mover.config):
+                    del left[directory]
+            if not left:
+                break
+        return [0] * len(left)
 
     def _share_hot(self, call: calls.ShareHot) -> list[calls.HotList]:
         clears = self._mover.clears
@@ -421,7 +431,7 @@ class Lane:
             if not left:
                 break
             if attempt:
-                time.sleep(HOT_PAUSE_SECONDS)  # on this lane's own thread: Mooncake tells nobody when a write has ended
+                time.sleep(LIST_PAUSE_SECONDS)  # on this lane's thread: Mooncake tells nobody when a write has ended
             for name, raw in zip(left, self._lists(left), strict=True):
                 if (found := names[name].hot_listed(raw)) is not None:
                     lists[name] = found
@@ -477,6 +487,3 @@ def _write(segment: Segment, offset: int, data: memoryview) -> bool:
         count = os.pwrite(segment.descriptor, data, offset)
         data, offset = data[count:], offset + count
     return True
-
-
-# Starting
