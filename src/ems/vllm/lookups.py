@@ -43,7 +43,7 @@ PARTS = 8
 """What is promoted while an answer waits is answered in at most so many parts.  Each part counts as a use."""
 RENEW_SECONDS = 60.0
 """When an announcement is renewed, before the node drops it."""
-ASKED_SECONDS = 0.004
+PATIENCE_SECONDS = 0.004
 """How long the node may wait for tiers that it has to ask, in each call, while no other request is to be looked at.
 A cluster's master answers in about 1 ms."""
 YIELD_CHUNKS = 128
@@ -292,8 +292,8 @@ class Lookups:
             tokens, pending = self._search.reach(prompt)
             if job.waiting.for_prefill(tokens, pending, self._settings.handoff_timeout, now):
                 return None
-        busy = self._lane.waiting or (self.next_at is not None and self.next_at < now + ASKED_SECONDS)
-        self._search.patience = 0.0 if busy else ASKED_SECONDS
+        busy = self._lane.waiting or (self.next_at is not None and self.next_at < now + PATIENCE_SECONDS)
+        self._search.patience = 0.0 if busy else PATIENCE_SECONDS
         # In the queue a tier may take its time.
         queued = job.promoting and not job.waiting.due
         self._search.computing = 0.0 if queued else self._observer.seconds_a_token * self._chunk_tokens

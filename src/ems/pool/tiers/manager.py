@@ -41,7 +41,7 @@ from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
 from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_left_alone
 
 TICK_SECONDS = 0.1
-MOST_ASKED = 1 << 14
+MOST_TENANT_ASKED = 1 << 14
 """Keys of one tenant that a tier is being asked for; what else it looks up counts as missing there meanwhile."""
 LIST_WORK = 64
 """What a question for a list counts as, in keys."""
@@ -283,7 +283,7 @@ class TierManager:
     def _asks(self, state: TierState, name: str, keys: list[bytes], again: Callable[[], object]) -> int:
         """How many leading ``keys`` may turn out to be in ``state``; what is wanted is wanted ``again`` then."""
         tier, tenant = cast("AskedTier", state.tier), tenant_of(name)
-        if state.asked[tenant] >= MOST_ASKED:
+        if state.asked[tenant] >= MOST_TENANT_ASKED:
             return 0
         maybe, unknown = tier.unknown(name, keys)
         if unknown:
@@ -298,7 +298,7 @@ class TierManager:
     def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object]) -> bool:
         """Whether a tail may turn out to be in ``state``; it is looked up ``again`` then."""
         tier, tenant = cast("AskedTier", state.tier), tenant_of(name)
-        if state.asked[tenant] >= MOST_ASKED:
+        if state.asked[tenant] >= MOST_TENANT_ASKED:
             return False
         maybe, unknown = tier.unknown_tail(name, tail)
         if unknown:
@@ -309,12 +309,12 @@ class TierManager:
         self, state: TierState, ask: Callable[[], None], again: Callable[[], object], tenant: str = "", keys: int = 0
     ) -> None:
         job = Job(ask, partial(self._learned, state, again))
-        state.asks(job, tenant, keys)
+        state.question_asked(job, tenant, keys)
         assert state.askers is not None
         state.askers.give(job)
 
     def _learned(self, state: TierState, again: Callable[[], object], job: Job) -> None:
-        state.told(job)
+        state.question_ended(job)
         if self._closed:
             return
         if (failure := job.exception()) is not None:
@@ -477,7 +477,7 @@ class TierManager:
         state.cut(state.reading, reason, now)
         self._promotions.cut(state.number)
         for question in [one for one in state.questions if one.cancel()]:
-            state.told(question)
+            state.question_ended(question)
         for job, (client_id, portion) in list(state.fetches.items()):
             if not job.abandoned and job.cancel():
                 del state.fetches[job]

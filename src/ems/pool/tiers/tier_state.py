@@ -102,11 +102,11 @@ class TierState:
 
     # Health
 
-    def asks(self, question: Job, tenant: str, keys: int) -> None:
+    def question_asked(self, question: Job, tenant: str, keys: int) -> None:
         self.questions[question] = tenant, keys
         self.asked[tenant] += keys
 
-    def told(self, question: Job) -> None:
+    def question_ended(self, question: Job) -> None:
         """A question was answered, or called off."""
         tenant, keys = self.questions.pop(question)
         self.asked[tenant] -= keys
