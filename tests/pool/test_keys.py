@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.keys import KEY_BYTES, NO_PARENT, KeyChain, fingerprint, integer_key, namespace_name, root_key
+from ems.pool.keys import (
+    KEY_BYTES,
+    NO_PARENT,
+    KeyChain,
+    directories_of,
+    fingerprint,
+    integer_key,
+    namespace_name,
+    root_key,
+)
 
 TOKENS = st.lists(st.integers(0, 2**31), max_size=40)
 EXTRA = st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3) | st.tuples(st.text(max_size=2))
@@ -161,3 +170,12 @@ def test_a_chain_grows_by_as_many_blocks_as_are_wanted() -> None:
     for blocks in (3, 3, 10, 40):
         assert stepwise.extend(tokens, (), blocks) == min(blocks, 16)
     assert list(stepwise) == list(whole)
+
+
+@given(st.integers(1, 9), st.integers(1, 8), st.data())
+def test_each_key_has_the_place_of_its_chunk(chunks: int, shards: int, data: st.DataObject) -> None:
+    directories = [bytes([number]) * KEY_BYTES for number in range(chunks + 1)]
+    first = data.draw(st.integers(0, chunks * shards))
+    found = directories_of(b"".join(directories), chunks * shards, first)
+    assert found == [directories[at // shards] for at in range(first, chunks * shards + 1)]
+    assert directories_of(b"", chunks * shards, first) == []

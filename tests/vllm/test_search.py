@@ -8,9 +8,10 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ems.pool.client.answers import Hits, Lease, Namespace, TailHit
-from ems.pool.keys import KEY_BYTES, KeyChain, Tail, cut, page_key, page_keys
+from ems.pool.client.answers import Hits, Lease, LookupHints, Namespace, TailHit
+from ems.pool.keys import KEY_BYTES, KeyChain, Tail, cut, page_key, page_keys, split_keys
 from ems.pool.layout import REF_BYTES
+from ems.pool.protocol import coding, messages
 from ems.pool.reasons.words import Reason
 from ems.vllm.planes import Plane, first_in_sight
 from ems.vllm.requests import NOTHING
@@ -34,23 +35,19 @@ class Shelf:
         """Keys that come up from a tier below memory."""
         self.asked: list[tuple[bytes, bool]] = []
         """Directories in which tails were looked for, and whether with a lease."""
+        self.directories: set[bytes] = set()
+        """Directories of which the node was told, with keys, that a tail may be looked for in them."""
         self.lose_after: int | None = None
         """Number of calls after which all pages are gone."""
 
     def lookup(
-        self,
-        namespace: Namespace,
-        keys: bytes,
-        *,
-        lease: bool = False,
-        timeout: float,
-        request: str,
-        compute: float,
-        patience: float,
+        self, namespace: Namespace, keys: bytes, *, lease: bool = False, timeout: float, hints: LookupHints
     ) -> Hits:
         assert timeout
-        assert not patience, "nobody said that the node may wait"
-        self.computing.add(compute)
+        assert not hints.patience, "nobody said that the node may wait"
+        self.computing.add(hints.compute)
+        assert coding.encode_request(messages.Lookup(0, keys, directories=hints.directories)), "as a node takes it"
+        self.directories.update(split_keys(hints.directories))
         here = self._here(namespace)
         wanted = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
         count = next((i for i, key in enumerate(wanted) if key not in here), len(wanted))
@@ -62,6 +59,7 @@ class Shelf:
     ) -> TailHit:
         assert timeout
         assert not patience
+        assert tail.directory in self.directories or not self.directories, "it could be asked for with the keys"
         self.asked.append((tail.directory, lease))
         here = self._here(namespace)
         found = [(other.common(tail.tokens), other) for other in self.tails if other.directory == tail.directory]
@@ -278,6 +276,7 @@ def test_the_end_of_a_prompt_is_asked_for_while_what_stands_before_it_comes_up()
     end = prompt.chain.tail(4, prompt.tokens[4 * BLOCK :])
 
     assert looking.take(prompt).tokens == looking.reach(prompt)[0] == BLOCK
+    assert shelf.directories == {tail.directory for tail in [*prompt.chain.tails(0, 4), end]}
     assert shelf.asked == [(end.directory, False)] * 2
 
     shelf.below = []

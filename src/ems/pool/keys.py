@@ -25,6 +25,9 @@ BlockKey = NewType("BlockKey", bytes)
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
 """The parent of a prompt's first block."""
 
+NO_DIRECTORY = bytes(KEY_BYTES)
+"""In place of a tail's directory: there is none."""
+
 MAX_TAIL = 64 << 10
 """Bytes of the tokens of one tail."""
 
@@ -168,6 +171,18 @@ def cut(raw: bytes, size: int) -> list[bytes]:
 
 def split_keys(raw: bytes) -> list[bytes]:
     return cut(raw, KEY_BYTES)
+
+
+def directories_of(directories: bytes, keys: int, first: int) -> list[bytes]:
+    """Of each key from the ``first`` of so many the directory of its chunk, and last the one behind all.
+
+    ``directories`` has those of the chunks, of each of which equally many keys are, and the one behind; or it is empty.
+    """
+    each = split_keys(directories)
+    if not each:
+        return []
+    shards = keys // (len(each) - 1)
+    return [each[at // shards] for at in range(first, keys)] + each[-1:]
 
 
 @functools.lru_cache(maxsize=64)

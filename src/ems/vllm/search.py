@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ems.errors import EmsError
-from ems.pool.client.answers import NO_TAIL, Hits, Lease, Namespace, TailHit
+from ems.pool.client.answers import NO_TAIL, Hits, Lease, LookupHints, Namespace, TailHit
 from ems.pool.client.pool_client import PoolClient
-from ems.pool.keys import KEY_BYTES, KeyChain, Tail, page_keys
+from ems.pool.keys import KEY_BYTES, NO_DIRECTORY, KeyChain, Tail, page_keys
 from ems.pool.layout import REF_BYTES
 from ems.pool.protocol.limits import MAX_KEYS
 from ems.pool.reasons.words import Reason
@@ -26,6 +26,9 @@ ATTEMPTS = 8
 
 MANY = 64
 """Blocks from which on it is worth while to look for the first of their pages alone at first."""
+
+MOST_DIRECTORIES = 1024
+"""Chunks of a prompt whose directories are told with their keys; of a longer one another question is little."""
 
 _PRESENT = (0, Reason.GAP.code, Reason.LOWER_TIER.code)
 """What the node says of keys that it has, also behind others that it has not."""
@@ -122,7 +125,10 @@ class Search:
 
     def _take_leading(self, prompt: Prompt, leases: list[Lease]) -> Found:
         shards = self._planes[0].shards
-        keys, refs = self._hold(page_keys(prompt.chain.packed(0, len(prompt.chain)), shards), leases)
+        full = len(prompt.chain)
+        keys, refs = self._hold(
+            page_keys(prompt.chain.packed(0, full), shards), leases, self._directories(prompt, full)
+        )
         chunks = len(keys) // (shards * KEY_BYTES)
         refs = refs[: chunks * shards * REF_BYTES]  # a chunk of which some pages are missing counts for nothing
         tail = self._tail(prompt, chunks, lease=shards == 1)
@@ -139,26 +145,35 @@ class Search:
         pages = Pages(0, 0, names, refs + (tail_refs if whole else b""))
         return Found(tokens, chunks, (pages,), tuple(leases)) if tokens else NOTHING
 
-    def _hold(self, keys: bytes, leases: list[Lease]) -> tuple[bytes, bytes]:
+    def _directories(self, prompt: Prompt, chunks: int) -> bytes:
+        """The directories of the leading ``chunks``, and of what is behind them, zeros where that is nothing."""
+        if not self.tails or not 0 < chunks <= MOST_DIRECTORIES:
+            return b""
+        behind = self.tail_name(prompt, chunks)
+        directories = [tail.directory for tail in prompt.chain.tails(0, chunks)]
+        return b"".join(directories) + (NO_DIRECTORY if behind is None else behind.directory)
+
+    def _hold(self, keys: bytes, leases: list[Lease], directories: bytes = b"") -> tuple[bytes, bytes]:
         """The leading ones of ``keys`` that are present, and their places.  Adds the lease on them to ``leases``."""
         if not keys:
             return b"", b""
-        hits = self._ask(0, keys, lease=True)
+        hits = self._ask(0, keys, lease=True, directories=directories)
         self.reason = self.reason or hits.reason
         if hits.lease is None:
             return b"", b""
         leases.append(hits.lease)
         return keys[: hits.count * KEY_BYTES], hits.lease.packed_refs
 
-    def _ask(self, number: int, keys: bytes, *, lease: bool = False) -> Hits:
+    def _ask(self, number: int, keys: bytes, *, lease: bool = False, directories: bytes = b"") -> Hits:
         hits = self._client.lookup(
             self._namespaces[number],
             keys,
             lease=lease,
             timeout=self._timeout,
-            request=self._request,
-            compute=self.computing / sum(plane.shards for plane in self._planes),  # its pages of all planes share it
-            patience=self.patience,
+            # The pages of a chunk, of all planes, share what it takes to be computed.
+            hints=LookupHints(
+                self._request, self.computing / sum(one.shards for one in self._planes), self.patience, directories
+            ),
         )
         self.promoting = max(self.promoting, -(-hits.below // self._planes[number].shards))
         return hits
@@ -171,7 +186,9 @@ class Search:
             chunks = min(chunks, (len(prompt.tokens) - 1) // self._chunk_tokens)  # the last token is computed again
         for number, plane in enumerate(self._planes):
             if not plane.window and chunks:
-                found, writing = self._leading(number, prompt.chain_of(plane).packed(0, chunks * plane.parts))
+                directories = self._directories(prompt, chunks) if not number and plane.parts == 1 else b""
+                keys = prompt.chain_of(plane).packed(0, chunks * plane.parts)
+                found, writing = self._leading(number, keys, directories)
                 found //= plane.parts
                 chunks, pending = found, pending or (writing and found < chunks)
         for _ in range(ATTEMPTS):
@@ -199,19 +216,19 @@ class Search:
             chunks = begin + next(ends, -begin)
         return chunks
 
-    def _leading(self, number: int, keys: bytes) -> tuple[int, bool]:
+    def _leading(self, number: int, keys: bytes, directories: bytes = b"") -> tuple[int, bool]:
         """How many leading chunks of ``keys`` are whole in a plane, and whether the next is being written."""
         plane = self._planes[number]
         chunks = len(keys) // KEY_BYTES
         if plane.shards > 1 and chunks > MANY:
             # Most misses show in the first shard, at a fraction of the keys.
-            first = self._ask(number, keys)
+            first = self._ask(number, keys, directories=directories)
             if not first.count:
                 self.reason = first.reason
                 return 0, bool(first.pending)
             chunks = first.count
-        pages = page_keys(keys[: chunks * KEY_BYTES], plane.shards)
-        hits = self._ask(number, pages)
+        directories = directories[: (chunks + 1) * KEY_BYTES]
+        hits = self._ask(number, page_keys(keys[: chunks * KEY_BYTES], plane.shards), directories=directories)
         self.reason = hits.reason or self.reason
         return hits.count // plane.shards, bool(hits.pending)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ems.cli import run
-from ems.pool.client.answers import Lease, Namespace
+from ems.pool.client.answers import Lease, LookupHints, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import KeyChain
 from ems.pool.reasons.words import Reason
@@ -210,7 +210,7 @@ def test_a_shrink_says_who_is_waited_for_and_can_be_cancelled(client: PoolClient
 
 def test_show_tells_of_namespaces_pages_and_requests(client: PoolClient, ems: Ems) -> None:
     store_unwritten(client, SPACE, chain("x", 2))
-    client.lookup(SPACE, b"".join(chain("x", 3)), lease=True, request="cmpl-4711-0")
+    client.lookup(SPACE, b"".join(chain("x", 3)), lease=True, hints=LookupHints("cmpl-4711-0"))
     assert "chunk_tokens" in ems("show", SPACE.name)
     assert "present" in ems("show", chain("x", 2)[1].hex())
     shown = ems("show", "4711")
@@ -218,7 +218,7 @@ def test_show_tells_of_namespaces_pages_and_requests(client: PoolClient, ems: Em
     assert "never_stored" in shown
     explained = ems("explain", "--request", "4711")
     assert re.sub(r"\d+s ago", "", explained) == re.sub(r"\d+s ago", "", shown), "but for the time between them"
-    client.lookup(SPACE, b"".join(chain("x", 3)), lease=False, request="cmpl-4712-0")
+    client.lookup(SPACE, b"".join(chain("x", 3)), lease=False, hints=LookupHints("cmpl-4712-0"))
     said = ems("explain", "--request", "cmpl", status=1)
     assert "'cmpl' is in the ids of 2 requests, cmpl-4711-0 and cmpl-4712-0 the last of them: give a part" in said
     assert "nothing here is called" in ems("show", "no such thing", status=1)

@@ -25,7 +25,7 @@ from ems.errors import (
     Unauthorised,
 )
 from ems.pool.client import pool_client
-from ems.pool.client.answers import NO_TAIL, Namespace, Reservation
+from ems.pool.client.answers import NO_TAIL, LookupHints, Namespace, Reservation
 from ems.pool.client.introduction import Introduction
 from ems.pool.client.line import Line, Sent
 from ems.pool.client.mapping import map_segments
@@ -268,7 +268,7 @@ def test_a_node_hears_what_its_version_has_words_for(tmp_path: Path, version: in
     heard: list[bytes] = []
     with node_that_says(tmp_path / "s", *answers, heard=heard):
         client = PoolClient(tmp_path / "s", local_only=True, cluster_write="never")
-        client.lookup(Namespace("a", PAGE), KEYS, patience=0.5)
+        client.lookup(Namespace("a", PAGE), KEYS, hints=LookupHints(patience=0.5, directories=2 * bytes(16)))
         client.lookup_tail(Namespace("a", PAGE), Tail(bytes(16), bytes(4)), patience=2.0)
         client.commit(Reservation(client.epoch, 1, b"\0", PageRef(0, 0, 1).pack()), cluster_write="on_save")
         client.close()

@@ -27,6 +27,8 @@ TAILS = st.none() | st.builds(
     st.integers(1, 9).map(lambda count: bytes(limits.TOKEN_BYTES * count)),
 )
 KEYS = st.integers(0, 40).flatmap(lambda count: st.binary(min_size=KEY_BYTES * count, max_size=KEY_BYTES * count))
+DIRECTORIES = st.sampled_from([0, 2, 3, 4, 7]).map(lambda count: bytes(KEY_BYTES * count))
+"""Of six keys: one for each chunk of six, three, two or one, and one more."""
 NAMES = st.text(max_size=20)
 
 REQUESTS: st.SearchStrategy[Any] = st.one_of(
@@ -37,6 +39,7 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(messages.Commit, U32, st.none() | st.lists(U32, max_size=9)),
     st.builds(messages.Abort, U32),
     st.builds(messages.Lookup, U32, KEYS, st.booleans(), TAILS, local_only=st.booleans()),
+    st.builds(messages.Lookup, U32, st.just(bytes(6 * KEY_BYTES)), patience=st.integers(0, 9), directories=DIRECTORIES),
     st.builds(messages.Prefetch, U32, KEYS, st.booleans()),
     st.builds(messages.Announce, U32, KEYS, st.booleans()),
     st.builds(messages.Explain, NAMES, KEYS, st.booleans()),
@@ -82,7 +85,11 @@ def test_a_request_arrives_as_it_was_sent(message: messages.Request) -> None:
 
 @pytest.mark.parametrize(
     ("version", "newer"),
-    [(1, {"local_only": False, "cluster_write": "", "patience": 0}), (2, {"patience": 0}), (3, {})],
+    [
+        (1, {"local_only": False, "cluster_write": "", "patience": 0, "directories": b""}),
+        (2, {"patience": 0, "directories": b""}),
+        (3, {}),
+    ],
 )
 @given(message=REQUESTS)
 def test_a_reader_of_an_older_version_gets_what_it_knows(
@@ -211,3 +218,9 @@ def test_the_page_on_the_wire_names_every_field_of_every_message() -> None:
 def test_checksums_and_reports_that_do_not_add_up_are_refused(message: Message) -> None:
     with pytest.raises(ProtocolError, match=r"bytes of (checksums|keys)"):
         coding.decode_request(body_of(message))
+
+
+@pytest.mark.parametrize("directories", [1, KEY_BYTES, 5 * KEY_BYTES, 3 * KEY_BYTES + 1])
+def test_directories_are_those_of_the_chunks_of_the_keys(directories: int) -> None:
+    with pytest.raises(ProtocolError, match="bytes of directories for 6 keys, expected 16 for each chunk"):
+        coding.encode_request(messages.Lookup(0, bytes(6 * KEY_BYTES), directories=bytes(directories)))

@@ -547,7 +547,7 @@ async def test_a_tenant_has_so_many_keys_asked_for_and_no_more(bench: Callable[.
     state.askers = cast("ThreadPool", SimpleNamespace(give=given.append, dismiss=lambda: None))
 
     def asks(tenant: str) -> bool:
-        return bool(manager._asks(state, qualified(tenant, NAME), chain("a", MOST_TENANT_ASKED // 4), lambda: None))
+        return bool(manager._asks(state, qualified(tenant, NAME), chain("a", MOST_TENANT_ASKED // 4), lambda: None, []))
 
     def asks_tails(tenant: str) -> bool:
         return manager._asks_tails(state, qualified(tenant, NAME), Tail(key("directory"), bytes(4)), lambda: None)

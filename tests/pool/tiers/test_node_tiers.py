@@ -14,7 +14,7 @@ import pytest
 
 from ems.cli import run
 from ems.errors import PoolRefused
-from ems.pool.client.answers import Namespace
+from ems.pool.client.answers import LookupHints, Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import Tail
 from ems.pool.protocol.acts import Show, Warm
@@ -329,7 +329,7 @@ def test_a_lookup_of_what_only_a_tier_has_counts_as_such(
     lose_memory(node)
     client = make_client(node)
     until(lambda: tier(node).get("tier_pages") == 2, "the tier is known again", 45)
-    hits = client.lookup(READER, b"".join(keys), request="r-1")
+    hits = client.lookup(READER, b"".join(keys), hints=LookupHints("r-1"))
     assert (hits.count, hits.reason) == (0, Reason.LOWER_TIER)
     assert node.figures()["misses"]["lower_tier"] >= 1
     (row,) = client.administer(Show("r-1"))["lookups"]

@@ -20,6 +20,22 @@ class Namespace(msgspec.Struct, frozen=True):
     page_size: int
 
 
+class LookupHints(msgspec.Struct, frozen=True):
+    """What a node takes into account when keys are looked up."""
+
+    request: str = ""
+    """The engine's id of what it is for, by which the node can be asked about it later."""
+    compute: float = 0.0
+    """How many seconds a page takes to be computed again, 0 when that is not known."""
+    patience: float = 0.0
+    """How many seconds the node may wait for tiers that have to be asked what they have."""
+    directories: bytes = b""
+    """Directories where a tail may be looked for next: those of the chunks of the keys, and of the one behind them."""
+
+
+NO_HINTS = LookupHints()
+
+
 class Lease(msgspec.Struct, frozen=True):
     """The promise of the node ``node``, made on the connection ``epoch``, that pages stay where they are."""
 

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 from ems.errors import EmsError, PoolRefused, PoolRestarting, PoolUnavailable, ProtocolError, StaleReference
 from ems.pool.client.answers import (
+    NO_HINTS,
     NO_TAIL,
     Announcement,
     Hits,
     Lease,
+    LookupHints,
     Namespace,
     PageLocation,
     PoolChanges,
@@ -189,27 +191,25 @@ class PoolClient(Line):
         *,
         lease: bool = False,
         timeout: float | None = None,
-        request: str = "",
-        compute: float = 0.0,
         local_only: bool = False,
-        patience: float = 0.0,
+        hints: LookupHints = NO_HINTS,
     ) -> Hits:
         """How many leading ``keys`` (16 bytes each, joined) are present; with ``lease`` they stay until released.
 
-        ``request`` is the engine's id of what this is for, by which the node can be asked about it later.  ``compute``
-        is how many seconds a page takes to be computed again, 0 when that is not known.  The node may wait ``patience``
-        seconds for tiers that have to be asked what they have.
+        With ``local_only``, or where all calls of the client are, nothing that others have counts.
         """
         local_only = local_only or self._local_only
 
         def look(turn: Turn) -> Hits:
-            number, name = self._opened(turn, namespace), request[: limits.MAX_ID]
+            number, request = self._opened(turn, namespace), hints.request[: limits.MAX_ID]
             asked: messages.Lookup | messages.Miss
             if number is None:  # the node has nothing there, and is to know that it was asked
-                asked = messages.Miss(namespace.name, len(keys) // KEY_BYTES, name)
+                asked = messages.Miss(namespace.name, len(keys) // KEY_BYTES, request)
             else:
-                micros = min(round(compute * 1e6), _MOST_MICROS)
-                asked = messages.Lookup(number, keys, lease, None, name, micros, local_only, _micros(patience))
+                compute, patience = min(round(hints.compute * 1e6), _MOST_MICROS), _micros(hints.patience)
+                asked = messages.Lookup(
+                    number, keys, lease, None, request, compute, local_only, patience, hints.directories
+                )
             answer = turn.ask(asked, messages.Hits)
             held = _held(turn.connection, answer)
             return Hits(answer.count, answer.pending, held, Reason.of_code(answer.code), answer.below)
@@ -251,8 +251,8 @@ class PoolClient(Line):
     ) -> TailHit:
         """The page that shares most leading tokens with ``tail``; with ``lease`` it stays until released.
 
-        It is the first of ``shards`` pages of its chunk, which tiers bring up together.  ``patience`` as in
-        :meth:`lookup`.
+        It is the first of ``shards`` pages of its chunk, which tiers bring up together.  ``patience`` is as in
+        :class:`~ems.pool.client.answers.LookupHints`.
         """
 
         def look(turn: Turn) -> TailHit:

@@ -29,7 +29,7 @@ _FIELDS: dict[int, dict[type, int]] = {
 }
 """How many fields requests have in older versions.
 
-Version 1 lacks the words ``local_only`` and ``cluster_write``, both lack ``patience``.
+Version 1 lacks the words ``local_only`` and ``cluster_write``, both lack ``patience`` and ``directories``.
 """
 
 _LENGTH = struct.Struct(">I")
@@ -101,8 +101,8 @@ def _refuse_what_does_not_add_up(message: Request) -> None:
     """See that a request keeps to more than the types and bounds of its fields."""
     if isinstance(message, _NAMES_KEYS) and len(message.keys) % KEY_BYTES:
         raise ProtocolError(f"{len(message.keys)} bytes of keys, expected a multiple of {KEY_BYTES}")
-    if isinstance(message, messages.Lookup) and message.tail is not None:
-        _refuse_strange(message.tail)
+    if isinstance(message, messages.Lookup):
+        _refuse_strange_lookup(message)
     elif isinstance(message, messages.Reserve):
         _refuse_strange_tails(message.tails or {}, len(message.keys) // KEY_BYTES)
     elif isinstance(message, messages.StillWriting) and len(message.refs) % REF_BYTES:
@@ -120,6 +120,18 @@ def _refuse_what_does_not_add_up(message: Request) -> None:
                 f"{len(message.keys)} bytes of keys and {len(message.refs)} of references to corrupt pages, expected "
                 f"at least one page with {KEY_BYTES} and {REF_BYTES} bytes each"
             )
+
+
+def _refuse_strange_lookup(message: messages.Lookup) -> None:
+    if message.tail is not None:
+        _refuse_strange(message.tail)
+    size, keys = len(message.directories), len(message.keys) // KEY_BYTES
+    chunks = size // KEY_BYTES - 1
+    if size and (size % KEY_BYTES or chunks < 1 or keys % chunks):
+        raise ProtocolError(
+            f"{size} bytes of directories for {keys} keys, expected {KEY_BYTES} for each chunk, of as many keys as the "
+            f"others, and {KEY_BYTES} more"
+        )
 
 
 def _refuse_strange_tails(tails: Mapping[int, Tail], keys: int) -> None:

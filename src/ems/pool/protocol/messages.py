@@ -138,6 +138,10 @@ class Lookup(Storing, frozen=True):
     """Only what this host has counts, in memory or in folders: nothing is fetched from elsewhere, or waited for."""
     patience: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_PATIENCE)] = 0
     """Microseconds that the answer may wait until tiers that have to be asked have said what they have."""
+    directories: Keys = b""
+    """Directories where a tail may be looked for next, 16 bytes each: those of the chunks, of which ``keys`` name
+    equally many pages, and of the one behind them, or zeros.  Who is asked for keys says in one go what that of
+    the first that is missing has."""
 
 
 class Release(Storing, frozen=True):

@@ -192,7 +192,10 @@ class RequestHandler:
 
     def _looked_up(self, request: messages.Lookup, keys: list[bytes], found: int) -> Below:
         seconds = request.compute / 1e6
-        return self._below.looked_up(request.namespace, keys, found, seconds, local_only=request.local_only)
+        directories = request.directories if len(request.keys) == len(keys) * KEY_BYTES else b""
+        return self._below.looked_up(
+            request.namespace, keys, found, seconds, local_only=request.local_only, directories=directories
+        )
 
     def _hits(self, request: messages.Lookup, found: Found, promoting: int) -> messages.Hits:
         """The answer: what is there, how many keys behind it come up from tiers, why the next one is missing."""

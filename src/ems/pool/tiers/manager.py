@@ -22,7 +22,7 @@ from ems.config import MIB
 from ems.errors import StaleReference
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.core.writing import Reserved
-from ems.pool.keys import NO_PARENT, Tail, masked
+from ems.pool.keys import NO_PARENT, Tail, directories_of, masked
 from ems.pool.layout import PageRef, writer_of
 from ems.pool.media import medium_of
 from ems.pool.movement.promotion import Portion, Promotions
@@ -171,16 +171,26 @@ class TierManager:
             self.offer(namespace, pages)
 
     def looked_up(
-        self, namespace: int, keys: list[bytes], found: int, computing: float = 0.0, *, local_only: bool = False
+        self,
+        namespace: int,
+        keys: list[bytes],
+        found: int,
+        computing: float = 0.0,
+        *,
+        local_only: bool = False,
+        directories: bytes = b"",
     ) -> Below:
         """``keys`` were asked for and the first ``found`` are present: fetch what follows, as far as any tier has it.
 
-        ``computing`` is how many seconds a page takes to be computed again (0: not known).  Returns how many keys
-        after the present ones come up, without a gap, from tiers that are worth asking.
+        ``computing`` is how many seconds a page takes to be computed again (0: not known); ``directories`` are those of
+        :func:`~ems.pool.keys.directories_of`, where a tail will be looked up next.  Returns how many keys after the
+        present ones come up, without a gap, from tiers that are worth asking.
         """
         if not self.states:
             return Below(0, asked=False)
-        return self._want(namespace, keys, found, computing, urgent=True, local_only=local_only)[1]
+        return self._want(
+            namespace, keys, found, computing, urgent=True, local_only=local_only, directories=directories
+        )[1]
 
     def prefetch(self, namespace: int, keys: list[bytes], *, local_only: bool = False) -> int:
         """``keys`` will be needed soon; returns how many are in memory or on their way there.
@@ -221,7 +231,15 @@ class TierManager:
         return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
 
     def _want(
-        self, namespace: int, keys: list[bytes], start: int, computing: float, *, urgent: bool, local_only: bool = False
+        self,
+        namespace: int,
+        keys: list[bytes],
+        start: int,
+        computing: float,
+        *,
+        urgent: bool,
+        local_only: bool = False,
+        directories: bytes = b"",
     ) -> tuple[int, Below]:
         """How many ``keys`` from ``start`` on are in memory or on their way, and how many of these come from tiers."""
         core, at, promoting = self._host.core, start, 0
@@ -243,7 +261,7 @@ class TierManager:
                 count = state.tier.holds(name, keys[at:]) if state.reads else 0
                 if not count and state.reads and state.tier.asks:
                     again = partial(self._want, namespace, keys, at, computing, urgent=urgent)
-                    if maybe := self._asks(state, name, keys[at:], again):
+                    if maybe := self._asks(state, name, keys[at:], again, directories_of(directories, len(keys), at)):
                         return at - start, Below(promoting + maybe, asked=True)
                 if count:
                     self._events_of(state).seen(name, keys[at : at + count], now)
@@ -280,15 +298,23 @@ class TierManager:
 
     # Tiers that have to be asked what they have
 
-    def _asks(self, state: TierState, name: str, keys: list[bytes], again: Callable[[], object]) -> int:
-        """How many leading ``keys`` may turn out to be in ``state``; what is wanted is wanted ``again`` then."""
+    def _asks(
+        self, state: TierState, name: str, keys: list[bytes], again: Callable[[], object], directories: Sequence[bytes]
+    ) -> int:
+        """How many leading ``keys`` may turn out to be in ``state``; what is wanted is wanted ``again`` then.
+
+        ``directories`` are as in :meth:`~ems.pool.tiers.seam.AskedTier.ask`.
+        """
         tier, tenant = cast("AskedTier", state.tier), tenant_of(name)
         if state.asked[tenant] >= MOST_TENANT_ASKED:
             return 0
         maybe, unknown = tier.unknown(name, keys)
         if unknown:
             answered = partial(self._answered, state, name, unknown, again)
-            self._question(state, partial(tier.ask, name, unknown), answered, tenant, len(unknown))
+            places = dict(zip(keys, directories, strict=False))
+            near = [*(places[key] for key in unknown), directories[maybe]] if directories else []
+            work = len(unknown) + (LIST_WORK if near else 0)
+            self._question(state, partial(tier.ask, name, unknown, near), answered, tenant, work)
         return maybe
 
     def _answered(self, state: TierState, name: str, keys: Sequence[bytes], again: Callable[[], object]) -> None:

@@ -91,7 +91,12 @@ class AskedTier(Tier, Protocol):
         """Whether a tail beside ``tail`` may turn out to be there, and whether it is to be asked for now."""
         ...
 
-    def ask(self, namespace: str, keys: Sequence[bytes]) -> None: ...
+    def ask(self, namespace: str, keys: Sequence[bytes], directories: Sequence[bytes] = ()) -> None:
+        """Learn which ``keys`` are there, and perhaps what is listed in that of the first that is missing.
+
+        ``directories`` are the directories of their chunks, and last the one behind all; zeros name none.
+        """
+        ...
 
     def ask_tails(self, namespace: str, directory: bytes) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.keys import NO_DIRECTORY, NO_PARENT, Tail
 from ems.pool.layout import crc32c
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
@@ -110,6 +110,9 @@ class FakeCluster:
         self.own_calls.append(names)
         self.may_read.update(self.hosts.get(name, [HOST])[0] for name in names if name in self.objects)
         return [self.objects.get(name, b"") for name in names]
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [int(name in self.objects) for name in names]
 
     def remove(self, name: str, *, force: bool) -> int:
         assert force
@@ -354,6 +357,7 @@ def test_a_list_of_tails_is_read_directly_once_mooncake_has_reached_its_host(clu
     host = Host(cluster)
     (first, tails), (_, others) = list_tails(cluster, "a"), list_tails(cluster, "b", count=2)
     assert host.tails("none") == []
+    assert not cluster.own_calls, "the master knows that there is nothing"
     assert host.tails("a") == tails
     assert first in cluster.own_calls[-1]
     before = len(cluster.own_calls)
@@ -362,7 +366,7 @@ def test_a_list_of_tails_is_read_directly_once_mooncake_has_reached_its_host(clu
     assert len(cluster.own_calls) == before
 
 
-@pytest.mark.parametrize("why", ["it fails", "it is long", "its host is new"])
+@pytest.mark.parametrize("why", ["it fails", "it is long", "its host is new", "it is on disk"])
 def test_a_list_that_is_not_to_be_read_directly_is_left_to_mooncake(cluster: FakeCluster, why: str) -> None:
     host = Host(cluster)
     list_tails(cluster, "a")
@@ -373,8 +377,39 @@ def test_a_list_that_is_not_to_be_read_directly_is_left_to_mooncake(cluster: Fak
         cluster.fails = {1}
     if why == "its host is new":
         cluster.hosts[name] = [OTHER]
+    cluster.on_disk = why == "it is on disk"
     assert host.tails("b") == tails
     assert cluster.own_calls[-1] == [name]
+
+
+@pytest.mark.parametrize(("there", "place"), [([], "a"), (["k"], "b"), (["m"], "a"), (["k", "l", "m"], "d")])
+def test_who_asks_for_keys_hears_what_is_listed_where_the_first_is_missing(
+    cluster: FakeCluster, there: list[str], place: str
+) -> None:
+    host = Host(cluster)
+    listed = {name: list_tails(cluster, name)[1] for name in ("a", "b", "d")}
+    for name in there:
+        put(cluster, name)
+    asked = calls.Exist(SPACE, [key(name) for name in ("k", "l", "m")], [key(name) for name in ("a", "b", "c", "d")])
+    codes = [int(name in there) for name in ("k", "l", "m")]
+
+    answer = host.lane.answer(asked, [])
+    assert (answer.codes, answer.listed, cluster.own_calls) == (codes, b"", []), "a host that may hang"
+
+    host.tails("a")
+    answer = host.lane.answer(asked, [])
+    assert (answer.codes, answer.listed, [one.tail for one in answer.tails]) == (codes, key(place), listed[place])
+    assert len(cluster.own_calls) == 1
+
+
+def test_of_a_place_with_nothing_the_master_knows_enough(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    answer = host.lane.answer(calls.Exist(SPACE, [key("k")], [key("a"), NO_DIRECTORY]), [])
+    assert (answer.codes, answer.listed, answer.tails) == ([0], key("a"), [])
+    put(cluster, "k")
+    answer = host.lane.answer(calls.Exist(SPACE, [key("k")], [key("a"), NO_DIRECTORY]), [])
+    assert (answer.codes, answer.listed) == ([1], b"")
+    assert not cluster.own_calls
 
 
 def test_after_a_read_that_failed_the_others_are_left_to_mooncake(cluster: FakeCluster) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from ems.pool.client.answers import Hits, Namespace
-from ems.pool.keys import NO_PARENT, Tail
+from ems.pool.client.answers import Hits, LookupHints, Namespace
+from ems.pool.keys import NO_DIRECTORY, NO_PARENT, Tail
 from ems.pool.reasons.words import Reason
 from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import read_keys
@@ -70,14 +71,32 @@ def test_a_lookup_waits_for_the_master_where_it_may(
     node.wait_touched()
     client = make_client(node)
     client.open(NAMESPACE)
-    until(lambda: client.lookup(NAMESPACE, key("first"), patience=1.0).below == 0, "the cluster answers", 45)
+    patient = LookupHints(patience=1.0)
+    until(lambda: client.lookup(NAMESPACE, key("first"), hints=patient).below == 0, "the cluster answers", 45)
     for block in range(10):
         absent = key(f"absent/{block}")
         assert client.lookup(NAMESPACE, absent).below == 1, "perhaps it comes up"
-        assert client.lookup(NAMESPACE, absent, patience=1.0).below == 0
+        assert client.lookup(NAMESPACE, absent, hints=patient).below == 0
         tail = Tail(absent, bytes(8))
         assert client.lookup_tail(NAMESPACE, tail).below
         assert not client.lookup_tail(NAMESPACE, tail, patience=1.0).below
+
+
+def test_who_asks_for_keys_hears_of_tails_as_well(settings: str, make_node: MakeNode, make_client: MakeClient) -> None:
+    node = make_node(*SIZE, "--tier", settings)
+    node.wait_touched()
+    client, numbers = make_client(node), count()
+    client.open(NAMESPACE)
+
+    def knows_both() -> bool:
+        number, asked = next(numbers), cluster(node)["tier_asked"]
+        directory = key(f"directory/{number}")
+        hints = LookupHints(patience=1.0, directories=directory + NO_DIRECTORY)
+        none = client.lookup(NAMESPACE, key(f"key/{number}"), hints=hints).below == 0
+        both = none and not client.lookup_tail(NAMESPACE, Tail(directory, bytes(8))).below
+        return both and cluster(node)["tier_asked"] == asked + 1
+
+    until(knows_both, "one question is enough", 45)
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "another byte"])

@@ -67,11 +67,8 @@ class DirectReads:
     def _find(self, names: Sequence[str]) -> dict[str, Source]:
         found = {}
         for name, replicas in self._store.batch_get_replica_desc(list(names)).items():
-            whole = [one for one in replicas if one.is_memory_replica() and one.status.name == "COMPLETE"]
-            if whole:
-                there = whole[0].get_memory_descriptor().buffer_descriptor
-                only = len(replicas) == 1
-                found[name] = Source(there.transport_endpoint, there.buffer_address, there.size, only)
+            if (source := _source(replicas)) is not None:
+                found[name] = source
         return found
 
     def reached(self, names: Sequence[str]) -> None:
@@ -82,21 +79,17 @@ class DirectReads:
     def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | None]:
         """The small objects ``names``, one after the other through ``view``, which is at ``address``.
 
-        Empty where there is none; None where it can't be read directly, and from the first on that failed: each read of
-        a host that is gone costs a second.
+        Empty where the master knows of none; None where it can't be read directly, and from the first on that failed:
+        each read of a host that is gone costs a second.
         """
-        if not self._reached:
-            return [None] * len(names)
-        sources, found, good = self._find(names), list[bytes | None](), True
+        described, found, good = self._store.batch_get_replica_desc(list(names)), list[bytes | None](), True
         for name in names:
-            source = sources.get(name)
-            if source is None:
-                found.append(b"")
-                continue
-            fits = good and source.size <= len(view)
-            transfers = self.begin(source, [address], [source.size]) if fits else []
+            source = _source(described.get(name, []))
+            fits = good and source is not None and source.size <= len(view)
+            transfers = self.begin(source, [address], [source.size]) if fits and source is not None else []
             good = good and (not transfers or self.ended(transfers))
-            found.append(bytes(view[: source.size]) if transfers and good else None)
+            there = bytes(view[: source.size]) if transfers and good and source is not None else None
+            found.append(there if described.get(name) else b"")
         return found
 
     def begin(self, source: Source, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -126,3 +119,11 @@ class DirectReads:
                 time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * waited))  # Mooncake tells nobody when it has ended
             good = good and bool(transfer) and code == 1
         return good
+
+
+def _source(replicas: Sequence[Any]) -> Source | None:
+    whole = [one for one in replicas if one.is_memory_replica() and one.status.name == "COMPLETE"]
+    if not whole:
+        return None
+    there = whole[0].get_memory_descriptor().buffer_descriptor
+    return Source(there.transport_endpoint, there.buffer_address, there.size, len(replicas) == 1)

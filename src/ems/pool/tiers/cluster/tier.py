@@ -139,24 +139,25 @@ class ClusterTier:
 
     # Asking; blocks
 
-    def ask(self, namespace: str, keys: Sequence[bytes]) -> None:
+    def ask(self, namespace: str, keys: Sequence[bytes], directories: Sequence[bytes] = ()) -> None:
         """Find out which of ``keys``, which were :meth:`unknown`, are there."""
         try:
-            found = self._agents.call(calls.Exist(namespace, list(keys)), ASK_SECONDS).codes
+            answer = self._agents.call(calls.Exist(namespace, list(keys), list(directories)), ASK_SECONDS)
         except BaseException:
             with self._lock:
                 self._known.lost(namespace, keys, self._clock())
             raise
         with self._lock:
             self._counts["asked"] += len(keys)
-            self._known.answered(namespace, keys, [code == 1 for code in found], self._clock())
+            self._known.answered(namespace, keys, [code == 1 for code in answer.codes], self._clock())
             self._see(namespace)
+            if answer.listed:
+                self._known.listed(namespace, answer.listed, _listed(answer, answer.listed), self._clock())
 
     def ask_tails(self, namespace: str, directory: bytes) -> None:
         listed: list[StoredTail] = []
         try:
-            found = self._agents.call(calls.FindTails(namespace, [directory]), ASK_SECONDS)
-            listed = [StoredTail(one.tail, one.parent) for one in found.tails if one.tail.directory == directory]
+            listed = _listed(self._agents.call(calls.FindTails(namespace, [directory]), ASK_SECONDS), directory)
         finally:
             with self._lock:
                 self._known.listed(namespace, directory, listed, self._clock())
@@ -267,6 +268,10 @@ class ClusterTier:
 
     def close(self) -> None:
         self._agents.close()
+
+
+def _listed(answer: calls.Answer, directory: bytes) -> list[StoredTail]:
+    return [StoredTail(one.tail, one.parent) for one in answer.tails if one.tail.directory == directory]
 
 
 def read_mooncake(place: str) -> MooncakeConfig:
