@@ -68,6 +68,9 @@ class Surroundings:
     def request_filter(self, _client_id: int, _request: messages.Request) -> None:
         return None
 
+    def party(self, client_id: int) -> str:
+        return f"user {client_id}"
+
     def segment_size(self, _segment: int) -> int:
         return SIZE
 

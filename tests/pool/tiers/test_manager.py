@@ -19,10 +19,10 @@ import pytest_asyncio
 from ems.pool.keys import NO_PARENT, Tail, page_keys, shard_masks, split_keys
 from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
 from ems.pool.media import STORAGE, asked_for, named
-from ems.pool.names import qualified
+from ems.pool.movement.questions import MOST_PARTY_KEYS
 from ems.pool.protocol.messages import FROM_NOW
-from ems.pool.tiers.answers import KeyRun, Outcome, Wanted
-from ems.pool.tiers.manager import MOST_TENANT_ASKED, MOST_WAITING
+from ems.pool.tiers.answers import Asking, KeyRun, Outcome, Wanted
+from ems.pool.tiers.manager import MOST_WAITING
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.threads import Job, ThreadPool
 from tests.kit.tiers import key, page
@@ -130,7 +130,7 @@ async def test_part_of_a_block_that_comes_up_is_waited_for(bench: Callable[..., 
         return one.tier_manager.looked_up_tail(one.namespace, tail, shared).keys > 0
 
     one.tier.gate.clear()
-    assert one.tier_manager.looked_up_tail(one.namespace, tail, 0, local_only=True).keys == 0
+    assert one.tier_manager.looked_up_tail(one.namespace, tail, 0, asking=Asking(local_only=True)).keys == 0
     assert comes(), "it is about to be fetched"
     await one.until(lambda: one.state.fetches)
     assert comes(), "it is being fetched"
@@ -262,12 +262,14 @@ async def test_who_reads_this_host_only_has_nothing_fetched_from_elsewhere(
     await stored(one, keys)
     one.forget()
     one.tier.gate.clear()
-    assert one.tier_manager.prefetch(one.namespace, keys, local_only=True) == count
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True).keys == count
+    assert one.tier_manager.prefetch(one.namespace, keys, Asking(local_only=True)) == count
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, Asking(local_only=True)).keys == count
     assert len(one.tier_manager._promotions) == (count > 0)
     assert one.look(keys) == 4
     await one.until(lambda: one.state.fetches)
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, local_only=True).keys == count, "what others fetch"
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, Asking(local_only=True)).keys == count, (
+        "what others fetch"
+    )
     one.tier.gate.set()
     await one.until(lambda: one.present(keys) == 4)
 
@@ -288,9 +290,9 @@ async def test_too_slow_a_tier_is_not_asked(bench: Callable[..., Bench]) -> None
     one.forget()
     for size in range(1, 10):
         one.state.speed.fetched.add(size * PAGE, size * 1.0, time.monotonic())
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=0.001).keys == 0
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, Asking(computing=0.001)).keys == 0
     assert one.state.speed.reluctance.refused == 1
-    assert one.tier_manager.looked_up(one.namespace, keys, 0, computing=100.0).keys == 8
+    assert one.tier_manager.looked_up(one.namespace, keys, 0, Asking(computing=100.0)).keys == 8
     await one.until(lambda: one.present(keys) == 8)
 
 
@@ -534,34 +536,39 @@ async def test_who_waits_for_a_tier_is_woken_once_when_it_has_said_what_it_has_o
     manager._question(one.state, lambda: None, lambda: None)
     await one.until(lambda: woken["answer"])
     manager._question(one.state, lambda: None, lambda: None)
-    await one.until(lambda: not one.state.questions)
+    await one.until(lambda: not len(one.state.questions))
     assert woken == {"time": 1, "answer": 1}
 
 
-async def test_a_tenant_has_so_many_keys_asked_for_and_no_more(bench: Callable[..., Bench]) -> None:
+async def test_parties_take_turns_to_ask_and_each_has_so_much_asked_for(bench: Callable[..., Bench]) -> None:
     one, given = bench(kind="mooncake"), list[Job]()
     manager, state = one.tier_manager, one.state
+    asked: list[str] = []
     answers = {"unknown": lambda _name, keys: (len(keys), keys), "unknown_tail": lambda *_: (True, True)}
     for name, answer in (answers | {"ask": lambda *_: None, "ask_tails": lambda *_: None}).items():
         setattr(one.tier, name, answer)
     state.askers = cast("ThreadPool", SimpleNamespace(give=given.append, dismiss=lambda: None))
 
-    def asks(tenant: str) -> bool:
-        return bool(manager._asks(state, qualified(tenant, NAME), chain("a", MOST_TENANT_ASKED // 4), lambda: None, []))
+    def asks(party: str) -> bool:
+        keys, answered = chain("a", MOST_PARTY_KEYS // 4), partial(asked.append, party)
+        return bool(manager._asks(state, NAME, keys, 0, answered, Asking(party)))
 
-    def asks_tails(tenant: str) -> bool:
-        return manager._asks_tails(state, qualified(tenant, NAME), Tail(key("directory"), bytes(4)), lambda: None)
+    def asks_tails(party: str) -> bool:
+        tail, answered = Tail(key("directory"), bytes(4)), partial(asked.append, party)
+        return manager._asks_tails(state, NAME, tail, answered, Asking(party))
 
     assert [asks("ann") for _ in range(6)] == [True] * 4 + [False] * 2
     assert not asks_tails("ann")
-    assert asks("bob"), "another tenant's are his own"
-    given[0].set_result(None)
-    manager._learned(state, lambda: None, given[0])
+    assert asks("bob"), "what another may ask is his own"
+    while given:
+        job = given.pop(0)
+        job.set_result(None)
+        manager._learned(state, job._ended.args[1], job)  # type: ignore[attr-defined]
+    assert asked == ["ann", "ann", "ann", "bob", "ann"], "two are under way at a time"
     assert asks_tails("ann")
     assert asks("ann")
     manager._cut_reading(state, "it does not answer", 0.0)
-    assert not state.questions
-    assert not state.asked
+    assert len(state.questions) == 2, "what is under way ends by itself"
 
 
 async def test_few_lookups_wait_for_tiers(bench: Callable[..., Bench]) -> None:

@@ -173,6 +173,10 @@ class Clients:
         ]:
             self.connections[client_id].refuse(refusal())
 
+    def party(self, client_id: int) -> str:
+        """Whose the client is: a tenant's, or on an open node a user's."""
+        return self.connections[client_id].party
+
     def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None:
         """As :meth:`Tenancy.request_filter`; None for anybody on an open node, too."""
         principal = self.principals.get(client_id)

@@ -29,7 +29,7 @@ from ems.pool.protocol.limits import MAX_SHARDS
 from ems.pool.reasons.words import Reason
 from ems.pool.segments.reader import LOOKED_AT_ONCE
 from ems.pool.service.storing import Applier, Steps, Storing
-from ems.pool.tiers.answers import Below, revised, why
+from ems.pool.tiers.answers import Asking, Below, revised, why
 
 if TYPE_CHECKING:
     from ems.pool.core.pool_core import PoolCore
@@ -69,6 +69,8 @@ class Host(Protocol):
     def figures(self, *, own: bool) -> dict[str, Any]: ...
 
     def administer(self, client_id: int, act: Acts, *, dry_run: bool) -> dict[str, Any]: ...
+
+    def party(self, client_id: int) -> str: ...
 
     def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None: ...
 
@@ -159,7 +161,8 @@ class RequestHandler:
         )
         if len(found.pages) == asked:
             return self._hits(request, found, 0)
-        look = partial(self._looked_up, request, keys, len(found.pages))
+        asking = self._asking(client_id, request, directories=request.directories)
+        look = partial(self._below.looked_up, request.namespace, keys, len(found.pages), asking)
         return self._when_told(request, now, look, partial(self._hits, request, found))
 
     def _when_told(
@@ -180,22 +183,21 @@ class RequestHandler:
         return hits(below.keys)
 
     def _look_long(self, client_id: int, request: messages.Lookup, asked: int) -> Steps[messages.Answer | None]:
-        ns, promoting = request.namespace, 0
+        ns, promoting, asking = request.namespace, 0, self._asking(client_id, request)
         found = yield from self._core.reading.lookup_in_steps(
             client_id, ns, _parts(request.keys), asked, lease=request.lease, request=request.request
         )
         if self._below.states:
             promoting = yield from some_at_a_time(
-                request.keys, len(found.pages), lambda some, start: self._looked_up(request, some, start).keys
+                request.keys, len(found.pages), lambda some, start: self._below.looked_up(ns, some, start, asking).keys
             )
         return self._hits(request, found, promoting)
 
-    def _looked_up(self, request: messages.Lookup, keys: list[bytes], found: int) -> Below:
-        seconds = request.compute / 1e6
-        directories = request.directories if len(request.keys) == len(keys) * KEY_BYTES else b""
-        return self._below.looked_up(
-            request.namespace, keys, found, seconds, local_only=request.local_only, directories=directories
-        )
+    def _asking(
+        self, client_id: int, request: messages.Lookup | messages.Prefetch | messages.Announce, directories: bytes = b""
+    ) -> Asking:
+        compute = request.compute / 1e6 if isinstance(request, messages.Lookup) else 0.0
+        return Asking(self._host.party(client_id), compute, request.local_only, directories)
 
     def _hits(self, request: messages.Lookup, found: Found, promoting: int) -> messages.Hits:
         """The answer: what is there, how many keys behind it come up from tiers, why the next one is missing."""
@@ -217,9 +219,8 @@ class RequestHandler:
     ) -> messages.Hits | Steps[messages.Answer | None]:
         shared, held = self._core.reading.lookup_tail(client_id, request.namespace, tail, lease=request.lease)
         masks = request.keys[: MAX_SHARDS * KEY_BYTES]
-        look = partial(
-            self._below.looked_up_tail, request.namespace, tail, shared, masks, local_only=request.local_only
-        )
+        asking = self._asking(client_id, request)
+        look = partial(self._below.looked_up_tail, request.namespace, tail, shared, masks, asking)
         return self._when_told(request, now, look, partial(self._hits_of_tail, request, shared, held))
 
     def _hits_of_tail(self, request: messages.Lookup, shared: int, held: Found, comes: int) -> messages.Hits:
@@ -228,12 +229,13 @@ class RequestHandler:
         key = held.pages[0].key if held.pages else b""
         return messages.Hits(shared, held.pending, held.lease, held.refs, key, 0, comes)
 
-    def _prefetch(self, _client_id: int, request: messages.Prefetch, _now: float) -> Steps[messages.Done]:
-        return messages.Done((yield from self._prefetch_some(request)))
+    def _prefetch(self, client_id: int, request: messages.Prefetch, _now: float) -> Steps[messages.Done]:
+        return messages.Done((yield from self._prefetch_some(client_id, request)))
 
-    def _prefetch_some(self, request: messages.Prefetch | messages.Announce) -> Steps[int]:
-        prefetch = partial(self._below.prefetch, request.namespace, local_only=request.local_only)
-        return (yield from some_at_a_time(request.keys, 0, lambda some, start: prefetch(some) - start))
+    def _prefetch_some(self, client_id: int, request: messages.Prefetch | messages.Announce) -> Steps[int]:
+        number, asking = request.namespace, self._asking(client_id, request)
+        prefetch = self._below.prefetch
+        return (yield from some_at_a_time(request.keys, 0, lambda some, start: prefetch(number, some, asking) - start))
 
     def _release(self, client_id: int, request: messages.Release, _now: float) -> None:
         # Nobody waits for an answer, and one would be taken for that of the next request.
@@ -293,7 +295,7 @@ class RequestHandler:
         return msgspec.structs.replace(answer or messages.Explained(b""), codes=b"".join(parts))
 
     def _announce(self, client_id: int, request: messages.Announce, now: float) -> Steps[messages.Announced]:
-        yield from self._prefetch_some(request)
+        yield from self._prefetch_some(client_id, request)
         # Who waits has the request only: cut up, its keys are four times as large.
         yield from self._settle_announcements()
         number = self._core.announce(client_id, request.namespace, split_keys(request.keys), now)

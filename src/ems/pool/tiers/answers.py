@@ -59,6 +59,19 @@ Waking = Callable[[Callable[[], None]], None]
 """Has what it is given called once, later: when that has come which is waited for, or its time is over."""
 
 
+class Asking(msgspec.Struct, frozen=True):
+    """Who wants pages of tiers, and how."""
+
+    party: str = ""
+    """Whose turn it is to ask: a tenant's, or on an open node a user's."""
+    computing: float = 0.0
+    """How many seconds a page takes to be computed again (0: not known)."""
+    local_only: bool = False
+    """Whether nothing is to come over a network for it."""
+    directories: bytes = b""
+    """Where a tail will be looked up next, as :func:`~ems.pool.keys.directories_of` has it."""
+
+
 class Below(NamedTuple):
     """How many keys come up from tiers without a gap; ``asked``: perhaps, for a tier has not said yet what it has."""
 

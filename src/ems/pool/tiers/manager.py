@@ -31,7 +31,7 @@ from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
 from ems.pool.pages import ClusterWrite, Page
 from ems.pool.segments.arena import Arena
-from ems.pool.tiers.answers import Below, ForgetRequest, Holding, KeyRun, Outcome, Waking
+from ems.pool.tiers.answers import Asking, Below, ForgetRequest, Holding, KeyRun, Outcome, Waking
 from ems.pool.tiers.copying_ahead import CopyingAhead
 from ems.pool.tiers.offering_again import OfferingAgain
 from ems.pool.tiers.pass_through import Leaving
@@ -41,8 +41,6 @@ from ems.pool.tiers.threads import Job, NewThreadPool, ThreadPool
 from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_left_alone
 
 TICK_SECONDS = 0.1
-MOST_TENANT_ASKED = 1 << 14
-"""Keys of one tenant that a tier is being asked for; what else it looks up counts as missing there meanwhile."""
 LIST_WORK = 64
 """What a question for a list counts as, in keys."""
 MOST_WAITING = 64
@@ -71,6 +69,8 @@ HEARD_SECONDS = 600.0
 """How long a page counts as being in a tier that has to be asked, when nobody hears of it again."""
 FLUSH_SECONDS = 1.5
 """How long a node that stops goes on writing what waits."""
+
+NOBODY = Asking()
 
 _log = structlog.get_logger("ems.tier")
 
@@ -170,46 +170,33 @@ class TierManager:
             self._saved += len(pages)
             self.offer(namespace, pages)
 
-    def looked_up(
-        self,
-        namespace: int,
-        keys: list[bytes],
-        found: int,
-        computing: float = 0.0,
-        *,
-        local_only: bool = False,
-        directories: bytes = b"",
-    ) -> Below:
+    def looked_up(self, namespace: int, keys: list[bytes], found: int, asking: Asking = NOBODY) -> Below:
         """``keys`` were asked for and the first ``found`` are present: fetch what follows, as far as any tier has it.
 
-        ``computing`` is how many seconds a page takes to be computed again (0: not known); ``directories`` are those of
-        :func:`~ems.pool.keys.directories_of`, where a tail will be looked up next.  Returns how many keys after the
-        present ones come up, without a gap, from tiers that are worth asking.
+        Returns how many keys after the present ones come up, without a gap, from tiers that are worth asking.
         """
         if not self.states:
             return Below(0, asked=False)
-        return self._want(
-            namespace, keys, found, computing, urgent=True, local_only=local_only, directories=directories
-        )[1]
+        return self._want(namespace, keys, found, asking, urgent=True)[1]
 
-    def prefetch(self, namespace: int, keys: list[bytes], *, local_only: bool = False) -> int:
+    def prefetch(self, namespace: int, keys: list[bytes], asking: Asking = NOBODY) -> int:
         """``keys`` will be needed soon; returns how many are in memory or on their way there.
 
         Raises StaleReference: the namespace is not open.
         """
-        return self._want(namespace, keys, 0, 0.0, urgent=False, local_only=local_only)[0]
+        return self._want(namespace, keys, 0, asking, urgent=False)[0]
 
     def looked_up_tail(
-        self, namespace: int, tail: Tail, shared: int, masks: bytes = b"", *, local_only: bool = False
+        self, namespace: int, tail: Tail, shared: int, masks: bytes = b"", asking: Asking = NOBODY
     ) -> Below:
         """A page that shares ``shared`` tokens with ``tail`` is present; whether a better one is on its way now.
 
         With it come the other pages of its chunk, by ``masks`` of their keys.
         """
         name = self._host.core.named(namespace)[0]
-        again = partial(self.looked_up_tail, namespace, tail, shared, masks)
-        for state in self._moves(name, local_only=local_only):
-            if state.reads and state.tier.asks and self._asks_tails(state, name, tail, again):
+        again = partial(self.looked_up_tail, namespace, tail, shared, masks, asking)
+        for state in self._moves(name, local_only=asking.local_only):
+            if state.reads and state.tier.asks and self._asks_tails(state, name, tail, again, asking):
                 return Below(1, asked=True)
             best = state.tier.find_tail(name, tail) if state.reads else None
             if best is None or best.tail.common(tail.tokens) <= shared:
@@ -231,26 +218,18 @@ class TierManager:
         return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
 
     def _want(
-        self,
-        namespace: int,
-        keys: list[bytes],
-        start: int,
-        computing: float,
-        *,
-        urgent: bool,
-        local_only: bool = False,
-        directories: bytes = b"",
+        self, namespace: int, keys: list[bytes], start: int, asking: Asking, *, urgent: bool
     ) -> tuple[int, Below]:
         """How many ``keys`` from ``start`` on are in memory or on their way, and how many of these come from tiers."""
         core, at, promoting = self._host.core, start, 0
         name, page_size = core.named(namespace)
-        states = self._moves(name, local_only=local_only)
+        states = self._moves(name, local_only=asking.local_only)
         for _ in range(RUNS):
             # What is fetched from elsewhere for somebody else is no business of who reads this host only.
             while (
                 at < len(keys)
                 and (page := core.page(namespace, keys[at])) is not None
-                and not (local_only and self._is_remote(namespace, keys[at]))
+                and not (asking.local_only and self._is_remote(namespace, keys[at]))
             ):
                 promoting += not page.present and (namespace, keys[at]) in self._promoting
                 at += 1
@@ -260,14 +239,14 @@ class TierManager:
             for state in states:
                 count = state.tier.holds(name, keys[at:]) if state.reads else 0
                 if not count and state.reads and state.tier.asks:
-                    again = partial(self._want, namespace, keys, at, computing, urgent=urgent)
-                    if maybe := self._asks(state, name, keys[at:], again, directories_of(directories, len(keys), at)):
+                    again = partial(self._want, namespace, keys, at, asking, urgent=urgent)
+                    if maybe := self._asks(state, name, keys, at, again, asking):
                         return at - start, Below(promoting + maybe, asked=True)
                 if count:
                     self._events_of(state).seen(name, keys[at : at + count], now)
                 if not count:
                     state.miss(now)
-                elif self._is_worth(state, count * page_size, computing * count, now) and self._ask(
+                elif self._is_worth(state, count * page_size, asking.computing * count, now) and self._ask(
                     state, namespace, parent, keys[at : at + count], urgent=urgent
                 ):
                     break
@@ -299,50 +278,52 @@ class TierManager:
     # Tiers that have to be asked what they have
 
     def _asks(
-        self, state: TierState, name: str, keys: list[bytes], again: Callable[[], object], directories: Sequence[bytes]
+        self, state: TierState, name: str, keys: list[bytes], first: int, again: Callable[[], object], asking: Asking
     ) -> int:
-        """How many leading ``keys`` may turn out to be in ``state``; what is wanted is wanted ``again`` then.
-
-        ``directories`` are as in :meth:`~ems.pool.tiers.seam.AskedTier.ask`.
-        """
-        tier, tenant = cast("AskedTier", state.tier), tenant_of(name)
-        if state.asked[tenant] >= MOST_TENANT_ASKED:
+        """How many ``keys`` from ``first`` may turn out to be in ``state``; what is wanted is wanted ``again`` then."""
+        tier = cast("AskedTier", state.tier)
+        if not state.questions.has_room(asking.party):
             return 0
-        maybe, unknown = tier.unknown(name, keys)
+        maybe, unknown = tier.unknown(name, keys[first:])
         if unknown:
             answered = partial(self._answered, state, name, unknown, again)
-            places = dict(zip(keys, directories, strict=False))
-            near = [*(places[key] for key in unknown), directories[maybe]] if directories else []
+            directories = directories_of(asking.directories, len(keys), first)
+            of_key = dict(zip(keys[first:], directories, strict=False))
+            near = [*(of_key[key] for key in unknown), directories[maybe]] if directories else []
             work = len(unknown) + (LIST_WORK if near else 0)
-            self._question(state, partial(tier.ask, name, unknown, near), answered, tenant, work)
+            self._question(state, partial(tier.ask, name, unknown, near), answered, asking.party, work)
         return maybe
 
     def _answered(self, state: TierState, name: str, keys: Sequence[bytes], again: Callable[[], object]) -> None:
         self._events_of(state).missed(name, keys)
         again()
 
-    def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object]) -> bool:
+    def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object], asking: Asking) -> bool:
         """Whether a tail may turn out to be in ``state``; it is looked up ``again`` then."""
-        tier, tenant = cast("AskedTier", state.tier), tenant_of(name)
-        if state.asked[tenant] >= MOST_TENANT_ASKED:
+        tier = cast("AskedTier", state.tier)
+        if not state.questions.has_room(asking.party):
             return False
         maybe, unknown = tier.unknown_tail(name, tail)
         if unknown:
-            self._question(state, partial(tier.ask_tails, name, tail.directory), again, tenant, LIST_WORK)
+            self._question(state, partial(tier.ask_tails, name, tail.directory), again, asking.party, LIST_WORK)
         return maybe
 
     def _question(
-        self, state: TierState, ask: Callable[[], None], again: Callable[[], object], tenant: str = "", keys: int = 0
+        self, state: TierState, ask: Callable[[], None], again: Callable[[], object], party: str = "", keys: int = 0
     ) -> None:
-        job = Job(ask, partial(self._learned, state, again))
-        state.question_asked(job, tenant, keys)
-        assert state.askers is not None
-        state.askers.give(job)
+        state.questions.add(Job(ask, partial(self._learned, state, again)), party, keys)
+        self._ask_next(state)
+
+    def _ask_next(self, state: TierState) -> None:
+        while (question := state.questions.next()) is not None:
+            assert state.askers is not None
+            state.askers.give(question)
 
     def _learned(self, state: TierState, again: Callable[[], object], job: Job) -> None:
-        state.question_ended(job)
+        state.questions.ended(job)
         if self._closed:
             return
+        self._ask_next(state)
         if (failure := job.exception()) is not None:
             self._cut_reading(state, error_text(failure), self._clock())
         with contextlib.suppress(StaleReference):  # the namespace is gone
@@ -502,8 +483,7 @@ class TierManager:
     def _cut_reading(self, state: TierState, reason: str, now: float) -> None:
         state.cut(state.reading, reason, now)
         self._promotions.cut(state.number)
-        for question in [one for one in state.questions if one.cancel()]:
-            state.question_ended(question)
+        state.questions.drop()
         for job, (client_id, portion) in list(state.fetches.items()):
             if not job.abandoned and job.cancel():
                 del state.fetches[job]

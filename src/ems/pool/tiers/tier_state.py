@@ -7,7 +7,7 @@ there.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import structlog
 from ems.errors import TierFailed
 from ems.pool.movement.gate import FIRST_PAUSE, MOST_PAUSE, Gate
 from ems.pool.movement.promotion import Portion
+from ems.pool.movement.questions import Questions
 from ems.pool.movement.speed import TierSpeed
 from ems.pool.movement.write_back import PreEvictionWalk, Unit, WriteBackQueue
 from ems.pool.pages import ClusterWrite, Page
@@ -94,24 +95,10 @@ class TierState:
         self._next_look = 0.0
         self.fetches: dict[Job, tuple[int, Portion]] = {}
         self.writes: dict[Job, list[Unit]] = {}
-        self.questions: dict[Job, tuple[str, int]] = {}
-        """Which tenant's each question is that is not answered, and how many keys it is about."""
-        self.asked: Counter[str] = Counter()
-        """Keys of all questions, by tenant."""
-        """What a tier that :attr:`~ems.pool.tiers.seam.Tier.asks` is being asked."""
+        self.questions: Questions[Job] = Questions(ASKERS)
+        """What a tier that :attr:`~ems.pool.tiers.seam.Tier.asks` is asked."""
 
     # Health
-
-    def question_asked(self, question: Job, tenant: str, keys: int) -> None:
-        self.questions[question] = tenant, keys
-        self.asked[tenant] += keys
-
-    def question_ended(self, question: Job) -> None:
-        """A question was answered, or called off."""
-        tenant, keys = self.questions.pop(question)
-        self.asked[tenant] -= keys
-        if not self.asked[tenant]:
-            del self.asked[tenant]
 
     def cut(self, gate: Gate, reason: str, now: float) -> None:
         """The tier failed in the direction of ``gate``."""
