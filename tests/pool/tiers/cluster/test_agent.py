@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,6 +24,7 @@ from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.agent import lend
+from ems.pool.tiers.cluster.direct_reads import DirectReads
 from ems.pool.tiers.cluster.mooncake_client import check_address
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from ems.pool.tiers.cluster.mover import Lane, Mover
@@ -175,7 +177,7 @@ def test_a_segment_is_mapped_before_pages_come(*, cut: bool) -> None:
     size, name = 16 << 20, f"ems-warmed-{cut}"
     file = os.memfd_create(name)
     os.truncate(file, size)
-    mover = Mover(Registrar(), None, cast(Any, None), None, None)
+    mover = Mover(Registrar(), cast(Any, None), cast(Any, None), None, None)
 
     mover.know(calls.Attach(1, size, mapped=True), [os.dup(file)])
 
@@ -191,7 +193,7 @@ def test_a_segment_that_is_gone_is_mapped_no_further(monkeypatch: pytest.MonkeyP
     size, mapped = 64 << 20, list[int]()
     file = os.memfd_create("ems-given-up")
     os.truncate(file, size)
-    mover = Mover(Registrar(), None, cast(Any, None), None, None)
+    mover = Mover(Registrar(), cast(Any, None), cast(Any, None), None, None)
 
     def warm(view: memoryview) -> None:
         mapped.append(len(view))
@@ -221,6 +223,9 @@ class Shelf(Registrar):
         self.content[name] = raw
         return 0
 
+    def batch_get_replica_desc(self, names: list[str]) -> dict[str, list[Any]]:
+        return {name: [SimpleNamespace(is_memory_replica=lambda: False)] for name in names if name in self.content}
+
     def remove_by_regex(self, pattern: str, *, force: bool) -> int:
         gone = [name for name in self.content if re.search(pattern, name)]
         for name in gone:
@@ -230,7 +235,8 @@ class Shelf(Registrar):
 
 def test_a_list_that_was_read_before_it_was_cleared_is_not_written_back() -> None:
     shelf = Shelf()
-    mover = Mover(shelf, None, Objects(SealKeys(b"a secret of sixteen", encrypts=False)), None, None)
+    objects = Objects(SealKeys(b"a secret of sixteen", encrypts=False))
+    mover = Mover(shelf, DirectReads(shelf, None), objects, None, None)
     mine, other = Lane(mover), Lane(mover)
 
     def share(key: bytes) -> None:

@@ -13,12 +13,13 @@ from ems.pool.keys import NO_DIRECTORY, NO_PARENT, Tail
 from ems.pool.layout import crc32c
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.direct_reads import DirectReads, make_engine
+from ems.pool.tiers.cluster.direct_reads import DirectReads, Source, make_engine
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from ems.pool.tiers.cluster.mover import LISTED_BYTES, MOST_READING, Lane, Mover
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.tiers import key
+from tests.kit.waiting import until
 
 PAGE = 4096
 SPACE = "tenant/model/layout"
@@ -43,6 +44,8 @@ class FakeCluster:
         """Transfers, counted from 1, that fail."""
         self.pending = 0
         """Questions after each transfer until it has ended."""
+        self.hangs: set[str] = set()
+        """Hosts whose transfers do not end."""
         self.transfers: list[int] = []
         """For each, how often its end is still not there."""
         self._arrives: list[tuple[int, bytes]] = []
@@ -129,7 +132,7 @@ class FakeCluster:
         content = self.objects[name][start : start + size]
         ctypes.memset(target, 0xA5, size)
         self._arrives.append((target, bytes(size) if name in self.moved else content))
-        self.transfers.append(self.pending)
+        self.transfers.append(1 << 30 if host in self.hangs else self.pending)
         self.most_under_way = max(self.most_under_way, sum(left >= 0 for left in self.transfers))
         return len(self.transfers)
 
@@ -149,8 +152,8 @@ class FakeCluster:
 class Host:
     """One that fetches from ``cluster`` into a segment of its own."""
 
-    def __init__(self, cluster: FakeCluster, *, mapped: bool = True, pages: int = 16) -> None:
-        mover = Mover(cluster, cluster, OBJECTS, None, None)
+    def __init__(self, cluster: FakeCluster, *silent: str, mapped: bool = True, pages: int = 16) -> None:
+        mover = Mover(cluster, DirectReads(cluster, cluster, silent), OBJECTS, None, None)
         self.lane = Lane(mover)
         self.file = os.memfd_create("ems-direct")
         os.truncate(self.file, pages * PAGE)
@@ -166,6 +169,12 @@ class Host:
 
     def bytes_at(self, position: int) -> bytes:
         return os.pread(self.file, PAGE, position * PAGE)
+
+
+def seal_name(name: str) -> str:
+    seal = OBJECTS.of(SPACE)
+    assert seal is not None
+    return seal.name(key(name))
 
 
 @pytest.fixture
@@ -322,13 +331,13 @@ def test_a_transfer_that_could_not_be_begun_is_none_that_ended_well(cluster: Fak
     reads = DirectReads(cluster, engine)
     reads.reached([name])
     source = reads.find([name])[name]
-    assert not reads.ended(reads.begin(source, [0, 0], [HEADER_BYTES, PAGE]))
+    assert not reads.ended(source, reads.begin(source, [0, 0], [HEADER_BYTES, PAGE]))
     assert asked == [7]
 
 
 def test_what_mooncake_calls_neither_good_nor_bad_may_still_arrive(cluster: FakeCluster) -> None:
     reads = DirectReads(cluster, SimpleNamespace(transfer_check_status=lambda _number: -2))
-    assert not reads.ended([1, 2])
+    assert not reads.ended(Source(HOST, 0, 2, only=True), [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -422,6 +431,72 @@ def test_after_a_read_that_failed_the_others_are_left_to_mooncake(cluster: FakeC
     assert [bytes(one.tail.directory) for one in found] == directories
     assert cluster.own_calls[-1] == names[1:]
     assert len(cluster.transfers) == 2, "a host that is gone is not waited for again"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.ANSWER_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_host_that_hangs_costs_its_lists_and_no_others(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    for name in ("a", "b", "c", "d"):
+        cluster.hosts[list_tails(cluster, name)[0]] = [OTHER if name in "bd" else HOST]
+    assert host.tails("a")
+    assert host.tails("b")
+    own_calls = len(cluster.own_calls)
+    cluster.hangs = {OTHER}
+
+    found = host.lane.answer(calls.FindTails(SPACE, [key(name) for name in ("b", "d", "a", "c")]), []).tails
+
+    assert [bytes(one.tail.directory) for one in found] == [key("a"), key("c")]
+    assert len(cluster.own_calls) == own_calls, "Mooncake's own call would hang as well"
+    assert len(cluster.transfers) == 3, "once it did not answer it is left alone"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_host_that_hangs_costs_its_pages_and_no_others(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    for name in ("a", "b", "c", "d"):
+        cluster.hosts[put(cluster, name)[0]] = [OTHER if name in "bd" else HOST]
+    host.fetch("a")
+    host.fetch("b")
+    cluster.hangs = {OTHER}
+
+    answer = host.fetch("a", "b", "c", "d")
+    assert answer.codes == [Outcome.DONE, Outcome.MISSING, Outcome.DONE, Outcome.MISSING]
+    assert (answer.unsafe, answer.silent, len(cluster.own_calls)) == (True, [OTHER], 2)
+
+    successor = Host(cluster, OTHER)
+    answer = successor.fetch("b", "c", "d")
+    assert answer.codes == [Outcome.MISSING, Outcome.DONE, Outcome.MISSING]
+    assert (answer.unsafe, answer.silent) == (False, [])
+    assert cluster.own_calls[2:] == [[seal_name("c")]], "of what may lie there nobody is asked"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_host_that_hung_is_asked_again_after_a_while(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.SILENT_SECONDS", 0.01)
+    host = Host(cluster)
+    _, tails = list_tails(cluster, "a")
+    assert host.tails("a") == tails
+    cluster.hangs = {HOST}
+    assert host.tails("a") == []
+    cluster.hangs = set()
+    until(lambda: host.tails("a") == tails, "it answers again", 10)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_of_two_places_that_which_answers_is_read(cluster: FakeCluster) -> None:
+    cluster.may_read = {OTHER}
+    name, _ = put(cluster, "a")
+    other, _ = put(cluster, "b")
+    cluster.hosts = {name: [HOST, OTHER], other: [OTHER]}
+    host = Host(cluster, HOST)
+    host.fetch("b")
+    answer = host.fetch("a")
+    assert (answer.codes, answer.direct) == ([Outcome.DONE], 1)
 
 
 def add_tail(host: Host, name: str) -> Tail:

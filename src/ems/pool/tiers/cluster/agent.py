@@ -17,6 +17,7 @@ from typing import Any
 
 from ems.errors import EmsError
 from ems.pool.tiers.cluster import calls
+from ems.pool.tiers.cluster.direct_reads import DirectReads
 from ems.pool.tiers.cluster.mooncake_client import start
 from ems.pool.tiers.cluster.mover import Lane, Mover
 from ems.pool.tiers.cluster.objects import Objects
@@ -48,7 +49,7 @@ def _mover(call: calls.Start, store: Any, engine: Any) -> Mover:
     mark_config.preferred_segments = [call.own]
     mark_config.with_hard_pin = True
     objects = Objects(SealKeys.of(call.secrets or {"": NO_SECRET}, encrypts=False))
-    return Mover(store, engine, objects, config, mark_config)
+    return Mover(store, DirectReads(store, engine, call.silent), objects, config, mark_config)
 
 
 def serve(sock: socket.socket, mover: Mover) -> None:

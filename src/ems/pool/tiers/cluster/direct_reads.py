@@ -3,14 +3,17 @@
 Mooncake's own calls ask again and again whether a transfer has ended, which keeps a core busy that transfers need.
 Here transfers are begun one by one, and who waits sleeps between two questions.  What always holds: a host is read
 directly only after a call of Mooncake's own has reached it, because the first contact with one that hangs holds up all
-others; nothing that is read is proven, for the memory may be another object's by then.
+others; one that does not answer is left alone for a while, and costs what lies there alone; nothing that is read is
+proven, for the memory may be another object's by then.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ems.errors import EmsError
@@ -19,6 +22,12 @@ from ems.pool.tiers.cluster.mooncake_config import PEER_TO_PEER, MooncakeConfig
 LEAST_SLEEP_SECONDS = 0.0002
 SLEEP_SHARE = 0.03
 """Of the time that was waited already: so late, at most, is the end of a transfer seen."""
+ANSWER_SECONDS = 1.5
+LEAST_RATE = 16 << 20
+"""A host counts as silent where no transfer from it ended for so long, and as long as its bytes take at this rate (in
+bytes a second): all of them come at once."""
+SILENT_SECONDS = 10.0
+"""How long it is left alone.  By then the master has noticed, too, where it is gone."""
 
 
 class Source(NamedTuple):
@@ -52,44 +61,72 @@ def make_engine(config: MooncakeConfig, hostname: str) -> Any:
 class DirectReads:
     """Of objects that ``store`` knows, by its ``engine``; None does nothing.  Each lane waits in a thread of its own.
 
-    Sizes are bytes, addresses are those of this process and, in :class:`Source`, of the other host's.
+    Sizes are bytes, addresses are those of this process and, in :class:`Source`, of the other host's.  The hosts
+    ``silent`` are left alone at first.
     """
 
-    def __init__(self, store: Any, engine: Any) -> None:
+    def __init__(self, store: Any, engine: Any, silent: Iterable[str] = ()) -> None:
         self._store = store
         self._engine = engine
         self._reached: set[str] = set()
+        self._silent = dict.fromkeys(silent, time.monotonic() + SILENT_SECONDS)
+        """Until when each host that did not answer is left alone."""
+        self._heard: dict[str, float] = {}
+        """When a transfer from each host ended last."""
+        self._coming: Counter[str] = Counter()
+        """Bytes that come from each host at this moment."""
+        self._lock = threading.Lock()
+        """Around what comes."""
 
     def find(self, names: Sequence[str]) -> dict[str, Source]:
         """Where those of ``names`` are that lie in the memory of a host."""
-        return self._find(names) if self._reached else {}
+        return self._find(names) if self._reached or self._silent else {}
 
     def _find(self, names: Sequence[str]) -> dict[str, Source]:
         found = {}
         for name, replicas in self._store.batch_get_replica_desc(list(names)).items():
-            if (source := _source(replicas)) is not None:
+            if (source := self._source(replicas)) is not None:
                 found[name] = source
         return found
+
+    def _source(self, replicas: Sequence[Any]) -> Source | None:
+        whole = [one for one in replicas if one.is_memory_replica() and one.status.name == "COMPLETE"]
+        buffers = [one.get_memory_descriptor().buffer_descriptor for one in whole]
+        if not buffers:
+            return None
+        best = min(buffers, key=lambda one: self.is_silent(one.transport_endpoint))
+        return Source(best.transport_endpoint, best.buffer_address, best.size, len(replicas) == 1)
 
     def reached(self, names: Sequence[str]) -> None:
         """A call of Mooncake's own has read the objects ``names``: their hosts may be read from now on."""
         if self._engine is not None and names:
             self._reached.update(source.endpoint for source in self._find(names).values() if source.only)
 
+    def is_silent(self, endpoint: str) -> bool:
+        """Whether the host did not answer a short time ago."""
+        return time.monotonic() < self._silent.get(endpoint, 0.0)
+
+    def silent(self) -> list[str]:
+        """All hosts of which that is so."""
+        return [endpoint for endpoint in list(self._silent) if self.is_silent(endpoint)]
+
     def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | None]:
         """The small objects ``names``, one after the other through ``view``, which is at ``address``.
 
-        Empty where the master knows of none; None where it can't be read directly, and from the first on that failed:
-        each read of a host that is gone costs a second.
+        Empty where the master knows of none, or its host does not answer; None where it can't be read directly, and
+        from the first on that failed: each read of a host that is gone costs a second.
         """
         described, found, good = self._store.batch_get_replica_desc(list(names)), list[bytes | None](), True
         for name in names:
-            source = _source(described.get(name, []))
-            fits = good and source is not None and source.size <= len(view)
-            transfers = self.begin(source, [address], [source.size]) if fits and source is not None else []
-            good = good and (not transfers or self.ended(transfers))
-            there = bytes(view[: source.size]) if transfers and good and source is not None else None
-            found.append(there if described.get(name) else b"")
+            source = self._source(described.get(name, []))
+            fits = source is not None and source.size <= len(view)
+            transfers = self.begin(source, [address], [source.size]) if source is not None and fits and good else []
+            read = bool(source is not None and transfers and self.ended(source, transfers))
+            if not described.get(name) or (source is not None and self.is_silent(source.endpoint) and not read):
+                found.append(b"")
+            else:
+                good = good and (read or not transfers)
+                found.append(bytes(view[: source.size]) if source is not None and read else None)
         return found
 
     def begin(self, source: Source, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -98,32 +135,42 @@ class DirectReads:
         What one place gets is in one transfer of its own: only of such ones the engine says without waiting whether
         they have ended.
         """
-        if source.endpoint not in self._reached or source.size != sum(sizes):
+        endpoint = source.endpoint
+        if endpoint not in self._reached or self.is_silent(endpoint) or source.size != sum(sizes):
             return []
         transfers, at = [], source.address
         for address, size in zip(addresses, sizes, strict=True):
-            transfers.append(self._engine.batch_transfer_async_read(source.endpoint, [address], [at], [size]))
+            transfers.append(self._engine.batch_transfer_async_read(endpoint, [address], [at], [size]))
             at += size
+        with self._lock:
+            self._coming[endpoint] += source.size
         return transfers
 
-    def ended(self, transfers: Sequence[int]) -> bool:
-        """Wait for the end of all ``transfers``; whether they brought what they were to bring.
+    def ended(self, source: Source, transfers: Sequence[int]) -> bool:
+        """Wait for the end of all ``transfers``, which read ``source``; whether they brought what they were to bring.
 
         After False bytes may still arrive.
         """
-        began = time.monotonic()
-        good = True
+        began, good = time.monotonic(), True
         for transfer in transfers:
+            code = -1
             while transfer and not (code := self._engine.transfer_check_status(transfer)):
+                if self._keeps_silent(source.endpoint, began):
+                    break
                 waited = time.monotonic() - began
                 time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * waited))  # Mooncake tells nobody when it has ended
-            good = good and bool(transfer) and code == 1
+            else:
+                self._heard[source.endpoint] = time.monotonic()
+            good = good and code == 1
+        with self._lock:
+            self._coming[source.endpoint] -= source.size
         return good
 
-
-def _source(replicas: Sequence[Any]) -> Source | None:
-    whole = [one for one in replicas if one.is_memory_replica() and one.status.name == "COMPLETE"]
-    if not whole:
-        return None
-    there = whole[0].get_memory_descriptor().buffer_descriptor
-    return Source(there.transport_endpoint, there.buffer_address, there.size, len(replicas) == 1)
+    def _keeps_silent(self, endpoint: str, since: float) -> bool:
+        """Whether nothing came from a host for too long; from then on it is left alone for a while."""
+        now = time.monotonic()
+        with self._lock:
+            patience = ANSWER_SECONDS + self._coming[endpoint] / LEAST_RATE
+        if now - max(since, self._heard.get(endpoint, since)) >= patience:
+            self._silent[endpoint] = now + SILENT_SECONDS
+        return self.is_silent(endpoint)

@@ -105,9 +105,9 @@ class Segment:
 class Mover:
     """Moves pages between the segments of a node and the cluster; several threads, each with a :class:`Lane`."""
 
-    def __init__(self, store: Any, engine: Any, objects: Objects, config: Any, mark_config: Any) -> None:
+    def __init__(self, store: Any, reads: DirectReads, objects: Objects, config: Any, mark_config: Any) -> None:
         self.store = store
-        self.reads = DirectReads(store, engine)
+        self.reads = reads
         self.objects = objects
         self.config = config
         self.mark_config = mark_config
@@ -211,19 +211,20 @@ class Lane:
             return calls.Answer([Outcome.WRONG_KEY] * len(call.pages), [0] * len(call.pages))
         codes: list[int] = []
         sums: list[int] = []
-        unsafe, direct = False, 0
+        unsafe, direct, silent = False, 0, list[str]()
         for pages in self._parts(call):
             part = move(seal, pages, self._memory(call, pages))
             codes += part.codes
             sums += part.sums
             unsafe = unsafe or part.unsafe
             direct += part.direct
+            silent += part.silent
             if unsafe:  # bytes may still arrive where the next part would be copied from
                 break
         rest = len(call.pages) - len(codes)
         codes += [Outcome.MISSING] * rest
         sums += [0] * rest
-        return calls.Answer(codes, sums, unsafe=unsafe, direct=direct)
+        return calls.Answer(codes, sums, unsafe=unsafe, direct=direct, silent=silent)
 
     def _parts(self, call: calls.Fetch | calls.Store) -> Iterator[list[calls.Place]]:
         most = AT_ONCE
@@ -273,9 +274,11 @@ class Lane:
             for name in names[len(begun) : at + MOST_READING]:
                 target = self._target(len(begun), memory)
                 begun.append(reads.begin(sources[name], *target) if name in sources and not unsafe else [])
-            transfers = begun[at]
-            if transfers and not reads.ended(transfers):
+            transfers, source = begun[at], sources.get(names[at])
+            if source is not None and transfers and not reads.ended(source, transfers):
                 unsafe = True
+            elif source is not None and not transfers and reads.is_silent(source.endpoint):
+                continue  # it may lie there only
             elif transfers and (proven := self._proven(seal, pages[at], at, memory))[0] is not Outcome.CORRUPT:
                 answers[at] = proven
             else:
@@ -287,7 +290,8 @@ class Lane:
             fetched = len(there)
             reads.reached(there)
         codes, sums = [int(outcome) for outcome, _ in answers], [checksum for _, checksum in answers]
-        return calls.Answer(codes, sums, unsafe=unsafe, direct=codes.count(Outcome.DONE) - fetched)
+        direct, silent = codes.count(Outcome.DONE) - fetched, reads.silent() if unsafe else []
+        return calls.Answer(codes, sums, unsafe=unsafe, direct=direct, silent=silent)
 
     def _fetch_rest(
         self,
