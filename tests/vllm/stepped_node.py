@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ems.bench.trace.replay import pool_of
 from ems.errors import PoolUnavailable
-from ems.pool.client.answers import Announcement, Hits, Lease, Namespace, TailHit
+from ems.pool.client.answers import Announcement, Hits, Lease, LookupHints, Namespace, TailHit
 from ems.pool.keys import NO_PARENT, Tail, split_keys
 from ems.pool.reasons.words import Reason
 
@@ -78,23 +78,13 @@ class SteppedNode:
             count += 1
         return count
 
-    def lookup(
-        self,
-        _: Namespace,
-        keys: bytes,
-        *,
-        lease: bool = False,
-        timeout: float,
-        request: str = "",
-        compute: float = 0.0,
-        patience: float = 0.0,
-    ) -> Hits:
-        del timeout, request, patience
+    def lookup(self, _: Namespace, keys: bytes, *, lease: bool = False, timeout: float, hints: LookupHints) -> Hits:
+        del timeout
         self._call()
         wanted = split_keys(keys)
         found = self.core.reading.lookup(ENGINE, self.namespace, wanted, lease=lease)
         count = len(found.pages)
-        below = self._bring(wanted[count:], compute)
+        below = self._bring(wanted[count:], hints.compute)
         held = Lease(self.node, self.epoch, found.lease, found.refs) if found.lease else None
         return Hits(count, found.pending, held, Reason.of_code(found.code), below)
 

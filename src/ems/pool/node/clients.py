@@ -174,8 +174,9 @@ class Clients:
             self.connections[client_id].refuse(refusal())
 
     def party(self, client_id: int) -> str:
-        """Whose the client is: a tenant's, or on an open node a user's."""
-        return self.connections[client_id].party
+        """Whose the client is: a tenant's, or on an open node a user's; nobody's when it has left."""
+        connection = self.connections.get(client_id)
+        return "" if connection is None else connection.party
 
     def request_filter(self, client_id: int, request: messages.Request) -> TenantRequestFilter | None:
         """As :meth:`Tenancy.request_filter`; None for anybody on an open node, too."""
