@@ -137,6 +137,12 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
         "clock",
         "two:1 differs by -9 s",
     ),
+    "mistyped setting": (
+        host(cluster=msgspec.structs.replace(CLUSTER, unused=("global_segment_sise", "use_ascend_direct"))),
+        "warning",
+        "mooncake.json",
+        "/etc/mooncake.json says global_segment_sise, which means nothing",
+    ),
     "file": (host(cluster=Cluster("/etc/mooncake.json", "it is no JSON")), "error", "mooncake.json", "no JSON"),
     "protocol": (
         host(cluster=msgspec.structs.replace(CLUSTER, protocol="ascend")),

@@ -74,6 +74,8 @@ class Cluster(msgspec.Struct, frozen=True):
     """Why no node can use them."""
     seal_unseen: str = ""
     """Why they could not be looked at."""
+    unused: tuple[str, ...] = ()
+    """Settings in the file that mean nothing to EMS."""
 
 
 class Connection(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ or could not be looked at.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import msgspec
 
 from ems.config import format_size
 from ems.doctor.facts import Cluster, Facts
+from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 
 Level = Literal["ok", "warning", "error"]
 MOST_CLOCK_SECONDS = 2.0
@@ -248,6 +250,7 @@ def _cluster(host: Host, wrong: Wrong) -> str:
     if cluster.problem:
         wrong("error", cluster.problem, f"correct {cluster.file}")
         return ""
+    _mistyped(cluster, wrong)
     if cluster.protocol == "ascend" and host.here.kind != "ascend":
         wrong("error", "the protocol is ascend, and this host has no NPU", f"say tcp or rdma in {cluster.file}")
     for other in host.others:
@@ -264,6 +267,12 @@ def _cluster(host: Host, wrong: Wrong) -> str:
     _seal(host.here, cluster, wrong)
     seal = f", seal {cluster.seals['']}" if cluster.seals and "" in cluster.seals else ""
     return f"protocol {cluster.protocol}, {format_size(cluster.memory)} for the cluster{seal}"
+
+
+def _mistyped(cluster: Cluster, wrong: Wrong) -> None:
+    for name in cluster.unused:
+        if near := difflib.get_close_matches(name, MooncakeConfig.__struct_fields__, 1):
+            wrong("warning", f"{cluster.file} says {name}, which means nothing", f"did you mean {near[0]}?")
 
 
 def _seal(here: Facts, cluster: Cluster, wrong: Wrong) -> None:

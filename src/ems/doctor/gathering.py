@@ -237,7 +237,7 @@ def read_cluster(tier: TierConfig, environment: Mapping[str, str], *, tier_known
     file = place or "the environment"
     try:
         text = Path(place).read_text(encoding="utf-8") if place else None
-        config, _ = parse_mooncake(text, environment, file)
+        config, unused = parse_mooncake(text, environment, file)
         masters = _masters(config.master_server_address)
     except OSError as error:
         return Cluster(file, f"it cannot be read: {error.strerror}")
@@ -245,7 +245,7 @@ def read_cluster(tier: TierConfig, environment: Mapping[str, str], *, tier_known
         return Cluster(file, "it is no text")
     except ConfigError as error:
         return Cluster(file, str(error))
-    cluster = Cluster(file, "", config.protocol, config.global_segment_size, masters, seals={})
+    cluster = Cluster(file, "", config.protocol, config.global_segment_size, masters, seals={}, unused=tuple(unused))
     key = given_seal_key(tier)
     try:
         if key is not None:

@@ -65,6 +65,8 @@ def test_a_bucket_with_settings() -> None:
         ("dir:/x?timeout=0", "expected a positive time"),
         ("mooncake:?seal_key=", "seal_key of a tier names no file"),
         ("dir:/x?key", "key of a tier names no file"),
+        ("dir:/x?bogus=1", "a tier of the kind dir has no setting 'bogus', known are size, ttl, write, sync,"),
+        ("mooncake:?bogus=1", "a tier of the kind mooncake has no setting 'bogus', known are write, seal_key, queue,"),
     ],
 )
 def test_a_mistake_is_one_sentence(text: str, said: str) -> None:

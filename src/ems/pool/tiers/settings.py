@@ -137,12 +137,12 @@ def parse_tier(text: str) -> TierConfig:
         parts = urlsplit(text)
     except ValueError as error:
         raise ConfigError(f"the tier {text!r} is no address: {error}") from error
+    kind, place = _place(parts.scheme, parts.netloc, parts.path, text)
     values: dict[str, object] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name in values:
             raise ConfigError(f"the address of a tier names {name} twice, give it once")
-        values[name] = _value(name, value)
-    kind, place = _place(parts.scheme, parts.netloc, parts.path, text)
+        values[name] = _value(name, value, kind)
     for name in values:
         if kind not in _ONLY_FOR.get(name, kind):
             raise ConfigError(f"{name} is for tiers of the kind {' or '.join(_ONLY_FOR[name])} only, leave it out")
@@ -179,13 +179,15 @@ def _place(scheme: str, netloc: str, path: str, text: str) -> tuple[str, str]:
     )
 
 
-def _value(name: str, text: str) -> object:
-    """What ``text`` says of the setting ``name``, as far as its type alone does not say it."""
-    known = TierConfig.__struct_fields__[2:]
-    if name not in known:
+def _value(name: str, text: str, kind: str) -> object:
+    """What ``text`` says of the setting ``name`` of a tier of this ``kind``, as far as its type does not say it."""
+    settings = TierConfig.__struct_fields__[2:]
+    if name not in settings:
+        known = [one for one in settings if kind in _ONLY_FOR.get(one, kind)]
         near = difflib.get_close_matches(name, known, 1)
         raise ConfigError(
-            f"a tier has no setting {name!r}, {f'did you mean {near[0]}' if near else 'known are ' + ', '.join(known)}"
+            f"a tier of the kind {kind} has no setting {name!r}, "
+            f"{f'did you mean {near[0]}' if near else 'known are ' + ', '.join(known)}"
         )
     choices = _CHOICES.get(name)
     if choices is not None and text not in choices:

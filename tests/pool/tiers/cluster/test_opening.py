@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ems.errors import ConfigError
+from ems.pool.tiers.cluster.tier import open_cluster
 from ems.pool.tiers.opening import open_tier
 from ems.pool.tiers.settings import parse_tier
 from tests.pool.tiers.cluster.hosts import write_settings
@@ -73,3 +74,10 @@ def test_settings_of_a_cluster_are_refused_for_other_tiers(setting: str) -> None
     assert parse_tier(f"mooncake:/etc/mooncake.json?{setting}").kind == "mooncake"
     with pytest.raises(ConfigError, match="for tiers of the kind mooncake only"):
         parse_tier(f"dir:/x?{setting}")
+
+
+def test_a_host_does_not_lend_more_memory_than_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "mooncake.json"
+    file.write_text('{"master_server_address": "10.0.0.1:50088", "global_segment_size": "900TB"}')
+    with pytest.raises(ConfigError, match=r"global_segment_size of mooncake:.* is 900TiB, and this host has .*; lend"):
+        open_cluster(parse_tier(f"mooncake:{file}"), None)

@@ -10,11 +10,15 @@ import ipaddress
 import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ems.errors import ConfigError, EmsError
 from ems.pool.tiers.cluster.direct_reads import make_engine
-from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PROTOCOLS, MooncakeConfig
+from ems.pool.tiers.cluster.mooncake_config import HARDWARE, PEER_TO_PEER, PROTOCOLS, MooncakeConfig
 
+REACH_SECONDS = 2.0
+"""How long a metadata server may take to take a connection."""
+_PORTS = {"http": 80, "https": 443, "redis": 6379}
 LOCAL_BUFFER = 16 << 20
 """What Mooncake stages lists in that are not read directly; pages go straight."""
 
@@ -68,6 +72,23 @@ def check_hardware(config: MooncakeConfig) -> None:
         )
 
 
+def why_not(config: MooncakeConfig) -> str:
+    """What of ``config`` may keep Mooncake's client from starting, as the end of a sentence; Mooncake says a number."""
+    named, server = config.local_hostname, config.metadata_server
+    try:
+        if named:
+            socket.getaddrinfo(named.strip("[]"), None)
+    except OSError:
+        return f": local_hostname is {named!r}, which this host does not know; leave it out, or write its own address"
+    parts = urlsplit(server)
+    try:
+        if parts.scheme in _PORTS and parts.hostname:
+            socket.create_connection((parts.hostname, parts.port or _PORTS[parts.scheme]), REACH_SECONDS).close()
+    except OSError:
+        return f": nobody answers at the metadata_server {server}; start it, or write {PEER_TO_PEER}, which needs none"
+    return ""
+
+
 def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
     """Mooncake's client, which ``lends`` bytes or moves pages; its engine if we made it; how the cluster calls it.
 
@@ -86,7 +107,10 @@ def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
             f"no way leads to the master {config.master_server_address}: {error.strerror or error}"
         ) from error
     store = MooncakeDistributedStore()
-    engine = None if lends else make_engine(config, hostname)
+    try:
+        engine = None if lends else make_engine(config, hostname)
+    except EmsError as error:
+        raise EmsError(f"{error}{why_not(config)}") from error
     code = store.setup(
         hostname,
         config.metadata_server,
@@ -99,5 +123,5 @@ def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
         tenant_id=config.tenant_id,
     )
     if code:
-        raise EmsError(f"Mooncake's client does not start ({code})")
+        raise EmsError(f"Mooncake's client does not start ({code}){why_not(config)}")
     return store, engine, store.get_hostname()

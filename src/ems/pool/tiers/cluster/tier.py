@@ -19,9 +19,11 @@ from typing import Any
 import msgspec
 import structlog
 
+from ems.config import format_size
 from ems.errors import ConfigError, TierFailed
 from ems.pool.keys import Tail
 from ems.pool.movement.hot_list import HotRun
+from ems.pool.segments.arena import total_memory
 from ems.pool.segments.segment_file import FileRange
 from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
@@ -296,6 +298,11 @@ def open_cluster(config: TierConfig, seal_key: Path | None) -> ClusterTier:
     Raises ConfigError: it cannot be used.
     """
     mooncake = read_mooncake(config.place)
+    if mooncake.global_segment_size > total_memory():
+        raise ConfigError(
+            f"global_segment_size of {config.name} is {format_size(mooncake.global_segment_size)}, and this host has "
+            f"{format_size(total_memory())} of memory; lend less, beside the node's own pool"
+        )
     keys = SealKeys(None, encrypts=False) if seal_key is None else read_keys(seal_key, encrypts=False)
     if seal_key is None:
         _log.warning("pages of a cluster are believed whoever stored them, give seal_key=FILE", tier=config.name)
