@@ -21,7 +21,8 @@ from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
 from ems.pool.media import STORAGE, asked_for, named
 from ems.pool.movement.questions import MOST_PARTY_KEYS
 from ems.pool.protocol.messages import FROM_NOW
-from ems.pool.tiers.answers import Asking, KeyRun, Outcome, Wanted
+from ems.pool.tiers.answers import Asking, KeyRun, Outcome, Unknown, Wanted
+from ems.pool.tiers.cluster.known import KnownKeys
 from ems.pool.tiers.manager import MOST_WAITING
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.threads import Job, ThreadPool
@@ -544,7 +545,7 @@ async def test_parties_take_turns_to_ask_and_each_has_so_much_asked_for(bench: C
     one, given = bench(kind="mooncake"), list[Job]()
     manager, state = one.tier_manager, one.state
     asked: list[str] = []
-    answers = {"unknown": lambda _name, keys: (len(keys), keys), "unknown_tail": lambda *_: (True, True)}
+    answers = {"unknown": lambda _name, keys, _: Unknown(len(keys), keys, []), "unknown_tail": lambda *_: (True, True)}
     for name, answer in (answers | {"ask": lambda *_: None, "ask_tails": lambda *_: None}).items():
         setattr(one.tier, name, answer)
     state.askers = cast("ThreadPool", SimpleNamespace(give=given.append, dismiss=lambda: None))
@@ -569,6 +570,30 @@ async def test_parties_take_turns_to_ask_and_each_has_so_much_asked_for(bench: C
     assert asks("ann")
     manager._cut_reading(state, "it does not answer", 0.0)
     assert len(state.questions) == 2, "what is under way ends by itself"
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["answered", "not answered"])
+async def test_a_tail_that_is_asked_for_with_keys_is_looked_up_again(bench: Callable[..., Bench], *, cut: bool) -> None:
+    one, given, keys = bench(kind="mooncake"), list[Job](), chain("a", 2)
+    manager, state, tail = one.tier_manager, one.state, Tail(key("directory"), bytes(4))
+    known = KnownKeys()
+    one.tier.unknown = lambda name, keys, directories: known.unknown(name, keys, 0.0, directories)  # type: ignore[attr-defined]
+    one.tier.unknown_tail = lambda name, tail: known.unknown_place(name, tail.directory, 0.0)  # type: ignore[attr-defined]
+    one.tier.ask = one.tier.ask_tails = lambda *_: None  # type: ignore[attr-defined]
+    state.askers = cast("ThreadPool", SimpleNamespace(give=given.append, dismiss=lambda: None))
+    looked = list[str]()
+
+    asking = Asking(directories=key("first") + key("second") + tail.directory)
+    assert manager._asks(state, NAME, keys, 0, partial(looked.append, "keys"), asking) == 2
+    for name in ("one", "another"):
+        assert manager._asks_tails(state, NAME, tail, partial(looked.append, name), asking)
+    assert len(given) == 1, "it is under way"
+    if cut:
+        manager._cut_reading(state, "it does not answer", 0.0)
+    given[0].set_result(None)
+    manager._learned(state, given[0]._ended.args[1], given[0])  # type: ignore[attr-defined]
+    assert looked == (["keys"] if cut else ["keys", "another"])
+    assert not manager._due
 
 
 async def test_few_lookups_wait_for_tiers(bench: Callable[..., Bench]) -> None:

@@ -140,8 +140,7 @@ class Lookup(Storing, frozen=True):
     """Microseconds that the answer may wait until tiers that have to be asked have said what they have."""
     directories: Keys = b""
     """Directories where a tail may be looked for next, 16 bytes each: those of the chunks, of which ``keys`` name
-    equally many pages, and of the one behind them, or zeros.  Who is asked for keys says in one go what that of
-    the first that is missing has."""
+    equally many pages, and of the one behind them, or zeros.  Who is asked for keys says in one go where none is."""
 
 
 class Release(Storing, frozen=True):

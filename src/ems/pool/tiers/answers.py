@@ -79,6 +79,16 @@ class Below(NamedTuple):
     asked: bool
 
 
+class Unknown(NamedTuple):
+    """What is to be asked for, from now on under way."""
+
+    maybe: int
+    """How many leading keys may turn out to be there."""
+    keys: list[bytes]
+    directories: list[bytes]
+    """Those of ``keys``, and last the one behind all that may be there; empty where none are known."""
+
+
 class Holding(msgspec.Struct, frozen=True):
     """What a tier has of one namespace: the bytes of a page, how many pages, and the bytes that these take there.
 

@@ -132,7 +132,7 @@ class CopyingAhead:
                 continue
             due = self._hot.heard(name, runs, now, left)
             left -= sum(run.pages for run in due)
-            unknown = [key for run in due for key in self._tier.unknown(name, self._missing(name, run)[1])[1]]
+            unknown = [key for run in due for key in self._tier.unknown(name, self._missing(name, run)[1]).keys]
             copy = partial(self._copy, name, due)
             if unknown:
                 self._question(self._state, partial(self._tier.ask, name, unknown), copy)

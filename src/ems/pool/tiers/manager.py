@@ -131,6 +131,8 @@ class TierManager:
         self._events = {medium: TierEvents(host.core.changes, medium, partial(self._held, medium)) for medium in media}
         self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
+        self._due: dict[tuple[int, str, bytes], Callable[[], object]] = {}
+        """Who looks up a tail again when a tier has been asked for keys, and with them for tails of a directory."""
         self._waiting: set[Callable[[], None]] = set()
         """Who is to be told when a tier has said what it has."""
 
@@ -284,19 +286,27 @@ class TierManager:
         tier = cast("AskedTier", state.tier)
         if not state.questions.has_room(asking.party):
             return 0
-        maybe, unknown = tier.unknown(name, keys[first:])
-        if unknown:
-            answered = partial(self._answered, state, name, unknown, again)
-            directories = directories_of(asking.directories, len(keys), first)
-            of_key = dict(zip(keys[first:], directories, strict=False))
-            near = [*(of_key[key] for key in unknown), directories[maybe]] if directories else []
-            work = len(unknown) + (LIST_WORK if near else 0)
-            self._question(state, partial(tier.ask, name, unknown, near), answered, asking.party, work)
-        return maybe
+        unknown = tier.unknown(name, keys[first:], directories_of(asking.directories, len(keys), first))
+        if unknown.keys:
+            answered = partial(self._answered, state, name, unknown.keys, unknown.directories, again)
+            work = len(unknown.keys) + (LIST_WORK if unknown.directories else 0)
+            ask = partial(tier.ask, name, unknown.keys, unknown.directories)
+            self._question(state, ask, answered, asking.party, work)
+        return unknown.maybe
 
-    def _answered(self, state: TierState, name: str, keys: Sequence[bytes], again: Callable[[], object]) -> None:
+    def _answered(
+        self,
+        state: TierState,
+        name: str,
+        keys: Sequence[bytes],
+        directories: Sequence[bytes],
+        again: Callable[[], object],
+    ) -> None:
         self._events_of(state).missed(name, keys)
         again()
+        for directory in directories:
+            if (look := self._due.pop((state.number, name, directory), None)) is not None:
+                look()
 
     def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object], asking: Asking) -> bool:
         """Whether a tail may turn out to be in ``state``; it is looked up ``again`` then."""
@@ -306,6 +316,8 @@ class TierManager:
         maybe, unknown = tier.unknown_tail(name, tail)
         if unknown:
             self._question(state, partial(tier.ask_tails, name, tail.directory), again, asking.party, LIST_WORK)
+        elif maybe:
+            self._due[state.number, name, tail.directory] = again
         return maybe
 
     def _question(
@@ -484,6 +496,7 @@ class TierManager:
         state.cut(state.reading, reason, now)
         self._promotions.cut(state.number)
         state.questions.drop()
+        self._due = {place: again for place, again in self._due.items() if place[0] != state.number}
         for job, (client_id, portion) in list(state.fetches.items()):
             if not job.abandoned and job.cancel():
                 del state.fetches[job]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ems.pool.keys import Tail
 from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.segment_file import FileRange
-from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail, Unknown
 from ems.pool.tiers.pass_through import Leaving
 
 
@@ -83,8 +83,11 @@ class AskedTier(Tier, Protocol):
         """Whether it lends memory at this moment."""
         ...
 
-    def unknown(self, namespace: str, keys: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """How many leading ``keys`` may turn out to be there, and which of them are to be asked for now."""
+    def unknown(self, namespace: str, keys: Sequence[bytes], directories: Sequence[bytes] = ()) -> Unknown:
+        """What of ``keys`` is to be asked for now.
+
+        ``directories`` are those of their chunks, and last the one behind all; zeros name none.
+        """
         ...
 
     def unknown_tail(self, namespace: str, tail: Tail) -> tuple[bool, bool]:
@@ -92,10 +95,7 @@ class AskedTier(Tier, Protocol):
         ...
 
     def ask(self, namespace: str, keys: Sequence[bytes], directories: Sequence[bytes] = ()) -> None:
-        """Learn which ``keys`` are there, and perhaps what is listed in that of the first that is missing.
-
-        ``directories`` are the directories of their chunks, and last the one behind all; zeros name none.
-        """
+        """Learn which ``keys`` are there, and in which ``directories`` there are no tails."""
         ...
 
     def ask_tails(self, namespace: str, directory: bytes) -> None: ...

@@ -391,34 +391,14 @@ def test_a_list_that_is_not_to_be_read_directly_is_left_to_mooncake(cluster: Fak
     assert cluster.own_calls[-1] == [name]
 
 
-@pytest.mark.parametrize(("there", "place"), [([], "a"), (["k"], "b"), (["m"], "a"), (["k", "l", "m"], "d")])
-def test_who_asks_for_keys_hears_what_is_listed_where_the_first_is_missing(
-    cluster: FakeCluster, there: list[str], place: str
-) -> None:
+def test_who_asks_for_keys_hears_which_directories_list_nothing(cluster: FakeCluster) -> None:
     host = Host(cluster)
-    listed = {name: list_tails(cluster, name)[1] for name in ("a", "b", "d")}
-    for name in there:
-        put(cluster, name)
-    asked = calls.Exist(SPACE, [key(name) for name in ("k", "l", "m")], [key(name) for name in ("a", "b", "c", "d")])
-    codes = [int(name in there) for name in ("k", "l", "m")]
-
-    answer = host.lane.answer(asked, [])
-    assert (answer.codes, answer.listed, cluster.own_calls) == (codes, b"", []), "a host that may hang"
-
-    host.tails("a")
-    answer = host.lane.answer(asked, [])
-    assert (answer.codes, answer.listed, [one.tail for one in answer.tails]) == (codes, key(place), listed[place])
-    assert len(cluster.own_calls) == 1
-
-
-def test_of_a_place_with_nothing_the_master_knows_enough(cluster: FakeCluster) -> None:
-    host = Host(cluster)
-    answer = host.lane.answer(calls.Exist(SPACE, [key("k")], [key("a"), NO_DIRECTORY]), [])
-    assert (answer.codes, answer.listed, answer.tails) == ([0], key("a"), [])
     put(cluster, "k")
-    answer = host.lane.answer(calls.Exist(SPACE, [key("k")], [key("a"), NO_DIRECTORY]), [])
-    assert (answer.codes, answer.listed) == ([1], b"")
+    list_tails(cluster, "b")
+    asked = calls.Exist(SPACE, [key("k"), key("l")], [key("a"), key("b"), NO_DIRECTORY])
+    assert host.lane.answer(asked, []).codes == [1, 0, 0, 1, 0]
     assert not cluster.own_calls
+    assert not cluster.transfers
 
 
 def test_after_a_read_that_failed_the_others_are_left_to_mooncake(cluster: FakeCluster) -> None:

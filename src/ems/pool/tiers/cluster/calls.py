@@ -57,11 +57,7 @@ class Detach(Call, frozen=True, tag=True):
 
 
 class Exist(Call, frozen=True, tag=True):
-    """Say of each key whether the cluster has it: 1 or 0; and which tails it lists where the first one is missing.
-
-    ``directories`` are those of the keys, and last the one behind all.  ``listed`` of the answer is the one whose tails
-    were looked for; empty where a call of Mooncake's own would have to reach a host for it.
-    """
+    """Say of each key whether the cluster has it, 1 or 0, and then of each directory whether it lists tails there."""
 
     namespace: str
     keys: list[bytes]
@@ -160,7 +156,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     unsafe: bool = False
     error: str = ""
     direct: int = 0
-    listed: bytes = b""
     silent: list[str] = []
 
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
-from ems.pool.keys import Tail
-from ems.pool.tiers.answers import StoredTail
+from ems.pool.keys import NO_DIRECTORY, Tail
+from ems.pool.tiers.answers import StoredTail, Unknown
 
 PRESENT_SECONDS = 5.0
 """How long a key that was there is believed to be; shorter than the lease that looking gave it."""
@@ -77,10 +77,10 @@ class KnownKeys:
         """Whether this node stored it a short time ago."""
         return now < self._written.get((namespace, key), now)
 
-    def unknown(self, namespace: str, keys: Sequence[bytes], now: float) -> tuple[int, list[bytes]]:
-        """How many leading ``keys`` may turn out to be there, and which are to be asked for, from now on under way."""
-        count, asked = 0, []
-        for key in keys[:MOST_ASKED]:
+    def unknown(self, namespace: str, keys: Sequence[bytes], now: float, directories: Sequence[bytes] = ()) -> Unknown:
+        """What of ``keys`` is to be asked for; ``directories`` are those of each, and last the one behind all."""
+        count, asked, near = 0, list[bytes](), list[bytes]()
+        for at, key in enumerate(keys[:MOST_ASKED]):
             belief = self._keys.get((namespace, key))
             fresh = belief is not None and now < belief.until
             if belief is not None and (fresh or belief.state is _State.ASKED):
@@ -90,10 +90,15 @@ class KnownKeys:
                     break
             else:
                 asked.append(key)
+                near += directories[at : at + 1]
             count += 1
         for key in asked:
             self._believe(namespace, key, _State.ASKED, now + ASKED_SECONDS)
-        return count, asked
+        near += directories[count : count + 1] if asked else []
+        for directory in near:
+            if directory != NO_DIRECTORY:
+                self.unknown_place(namespace, directory, now)
+        return Unknown(count, asked, near)
 
     def answered(self, namespace: str, keys: Iterable[bytes], present: Iterable[bool], now: float) -> None:
         for key, there in zip(keys, present, strict=True):
@@ -142,6 +147,17 @@ class KnownKeys:
             return False, False
         _put(self._places, (namespace, directory), _Place(None, now + ASKED_SECONDS), MOST_PLACES)
         return True, True
+
+    def answered_places(self, namespace: str, directories: Iterable[bytes], lists: Iterable[bool], now: float) -> None:
+        """Whether each of ``directories`` lists tails; which ones, who wants to know has to ask."""
+        for directory, there in zip(directories, lists, strict=True):
+            place = self._places.get((namespace, directory))
+            if place is None or place.tails is not None:  # it was asked for in more than one way
+                continue
+            if there:
+                del self._places[namespace, directory]
+            else:
+                self.listed(namespace, directory, [], now)
 
     def listed(self, namespace: str, directory: bytes, tails: list[StoredTail], now: float) -> None:
         until = now + (PRESENT_SECONDS if tails else ABSENT_SECONDS)

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ems.errors import EmsError
-from ems.pool.keys import NO_DIRECTORY
 from ems.pool.layout import crc32c
 from ems.pool.movement.hot_list import HotRun, merged
 from ems.pool.segments.touch import TOUCH_STEP, warm
@@ -161,7 +160,7 @@ class Lane:
         self._listed = Memory(mover.store, mmap.mmap(-1, LISTED_BYTES))
         self._staging: Memory | None = None
         self._answers: dict[type[calls.Call], Callable[[Any], calls.Answer]] = {
-            calls.Exist: self._exist,
+            calls.Exist: lambda call: calls.Answer(self._exist(call)),
             calls.Fetch: lambda call: self._in_parts(call, self._fetch),
             calls.Store: lambda call: self._in_parts(call, self._put),
             calls.FindTails: lambda call: calls.Answer(tails=self._find_tails(call)),
@@ -181,22 +180,15 @@ class Lane:
     def _seal(self, namespace: str) -> ObjectSeal | None:
         return self._mover.objects.of(namespace)
 
-    def _exist(self, call: calls.Exist) -> calls.Answer:
+    def _exist(self, call: calls.Exist) -> list[int]:
         seal = self._seal(call.namespace)
         if seal is None:
-            return calls.Answer([0] * len(call.keys))
-        found: list[int] = self._store.batch_is_exist([seal.name(key) for key in call.keys])
+            return [0] * len([*call.keys, *call.directories])
+        names = [*map(seal.name, call.keys), *map(seal.listing_name, call.directories)]
+        found: list[int] = self._store.batch_is_exist(names)
         if any(code < 0 for code in found):
             raise EmsError(f"the master did not say which pages there are ({min(found)})")
-        missing = next((at for at, code in enumerate(found) if not code), len(found))
-        directory = call.directories[missing] if call.directories else NO_DIRECTORY
-        if directory == NO_DIRECTORY:
-            return calls.Answer(found)
-        memory = self._listed
-        (raw,) = self._mover.reads.read([seal.listing_name(directory)], memory.address, memory.view)
-        if raw is None:
-            return calls.Answer(found)
-        return calls.Answer(found, tails=_listed(seal, [directory], [raw]), listed=directory)
+        return found
 
     # Pages
 
@@ -385,7 +377,12 @@ class Lane:
         seal = self._seal(call.namespace)
         if seal is None:
             return []
-        return _listed(seal, call.directories, self._lists([seal.listing_name(one) for one in call.directories]))
+        raws = self._lists([seal.listing_name(one) for one in call.directories])
+        return [
+            calls.Listed(found.tail, found.parent)
+            for directory, raw in zip(call.directories, raws, strict=True)
+            for found in seal.listed(directory, raw)
+        ]
 
     def _list_tails(self, call: calls.ListTails) -> list[int]:
         seal = self._seal(call.namespace)
@@ -475,15 +472,6 @@ class Lane:
         finally:
             self._store.remove(name, force=True)
         return calls.Answer()
-
-
-def _listed(seal: ObjectSeal, directories: Sequence[bytes], raws: Sequence[bytes]) -> list[calls.Listed]:
-    """What the lists ``raws`` of ``directories`` say."""
-    return [
-        calls.Listed(found.tail, found.parent)
-        for directory, raw in zip(directories, raws, strict=True)
-        for found in seal.listed(directory, raw)
-    ]
 
 
 def _read(segment: Segment, offset: int, into: memoryview) -> bool:

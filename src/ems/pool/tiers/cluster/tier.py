@@ -25,7 +25,7 @@ from ems.pool.keys import Tail
 from ems.pool.movement.hot_list import HotRun
 from ems.pool.segments.arena import total_memory
 from ems.pool.segments.segment_file import FileRange
-from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail
+from ems.pool.tiers.answers import ForgetRequest, ForgetResult, Holding, KeyRun, Outcome, StoredTail, Unknown
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.agent_process import Agents
 from ems.pool.tiers.cluster.known import KnownKeys
@@ -95,9 +95,9 @@ class ClusterTier:
             now = self._clock()
             return [key for key in keys if not self._known.written(namespace, key, now)]
 
-    def unknown(self, namespace: str, keys: Sequence[bytes]) -> tuple[int, list[bytes]]:
+    def unknown(self, namespace: str, keys: Sequence[bytes], directories: Sequence[bytes] = ()) -> Unknown:
         with self._lock:
-            return self._known.unknown(namespace, keys, self._clock())
+            return self._known.unknown(namespace, keys, self._clock(), directories)
 
     def tails(self, namespace: str, keys: Sequence[bytes]) -> list[Tail | None]:
         with self._lock:
@@ -142,24 +142,25 @@ class ClusterTier:
     # Asking; blocks
 
     def ask(self, namespace: str, keys: Sequence[bytes], directories: Sequence[bytes] = ()) -> None:
-        """Find out which of ``keys``, which were :meth:`unknown`, are there."""
+        """Find out which of ``keys``, which were :meth:`unknown`, are there, and which ``directories`` list nothing."""
+        there = [False] * len([*keys, *directories])
         try:
-            answer = self._agents.call(calls.Exist(namespace, list(keys), list(directories)), ASK_SECONDS)
-        except BaseException:
+            found = self._agents.call(calls.Exist(namespace, list(keys), list(directories)), ASK_SECONDS).codes
+            there = [code == 1 for code in found]
+        finally:
             with self._lock:
-                self._known.lost(namespace, keys, self._clock())
-            raise
+                now = self._clock()
+                self._known.answered(namespace, keys, there[: len(keys)], now)
+                self._known.answered_places(namespace, directories, there[len(keys) :], now)
         with self._lock:
             self._counts["asked"] += len(keys)
-            self._known.answered(namespace, keys, [code == 1 for code in answer.codes], self._clock())
             self._see(namespace)
-            if answer.listed:
-                self._known.listed(namespace, answer.listed, _listed(answer, answer.listed), self._clock())
 
     def ask_tails(self, namespace: str, directory: bytes) -> None:
         listed: list[StoredTail] = []
         try:
-            listed = _listed(self._agents.call(calls.FindTails(namespace, [directory]), ASK_SECONDS), directory)
+            found = self._agents.call(calls.FindTails(namespace, [directory]), ASK_SECONDS)
+            listed = [StoredTail(one.tail, one.parent) for one in found.tails if one.tail.directory == directory]
         finally:
             with self._lock:
                 self._known.listed(namespace, directory, listed, self._clock())
@@ -270,10 +271,6 @@ class ClusterTier:
 
     def close(self) -> None:
         self._agents.close()
-
-
-def _listed(answer: calls.Answer, directory: bytes) -> list[StoredTail]:
-    return [StoredTail(one.tail, one.parent) for one in answer.tails if one.tail.directory == directory]
 
 
 def read_mooncake(place: str) -> MooncakeConfig:
