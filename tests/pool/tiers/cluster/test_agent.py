@@ -26,6 +26,7 @@ from ems.pool.segments.touch import TOUCH_STEP
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.agent import lend
 from ems.pool.tiers.cluster.direct_reads import DirectReads
+from ems.pool.tiers.cluster.lent_memory import LentMemory
 from ems.pool.tiers.cluster.mooncake_client import check_address, why_not
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from ems.pool.tiers.cluster.mover import Lane, Mover
@@ -110,7 +111,7 @@ def test_what_lends_memory_answers_while_it_lends_more(monkeypatch: pytest.Monke
     ours.send(b"?")
     monkeypatch.setattr("ems.pool.tiers.cluster.agent.RAMP_SECONDS", 0.0)
     with theirs, ThreadPoolExecutor(1) as threads:
-        lending = threads.submit(lend, theirs, store, [1, 2, 3], "tcp")
+        lending = threads.submit(lend, theirs, store, [1, 2, 3], "tcp", LentMemory())
         assert ours.recv(1) == b"?"
         until(lambda: store.lent == [1, 2, 3], "all is lent", 60.0)
         ours.send(b"?")
@@ -137,7 +138,7 @@ def renumbered(sock: socket.socket) -> socket.socket:
 def test_what_lends_memory_answers_on_a_descriptor_of_any_number() -> None:
     ours, theirs = map(renumbered, socket.socketpair())
     with theirs, ThreadPoolExecutor(1) as threads:
-        lending = threads.submit(lend, theirs, Lender(), [], "tcp")
+        lending = threads.submit(lend, theirs, Lender(), [], "tcp", LentMemory())
         ours.send(b"?")
         ours.settimeout(60)
         answered = ours.recv(1) if not lending.done() else b""

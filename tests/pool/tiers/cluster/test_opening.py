@@ -79,7 +79,5 @@ def test_settings_of_a_cluster_are_refused_for_other_tiers(setting: str) -> None
 def test_a_host_does_not_lend_more_memory_than_it_has(tmp_path: Path) -> None:
     file = tmp_path / "mooncake.json"
     file.write_text('{"master_server_address": "10.0.0.1:50088", "global_segment_size": "900TB"}')
-    with pytest.raises(
-        ConfigError, match=r"global_segment_size of mooncake:.* is 900.0 TiB, and this host has .*; "
-    ):
+    with pytest.raises(ConfigError, match=r"global_segment_size of mooncake:.* is 900.0 TiB, and this host has .*; "):
         open_cluster(parse_tier(f"mooncake:{file}"), None)

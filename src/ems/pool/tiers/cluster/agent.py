@@ -18,6 +18,7 @@ from typing import Any
 from ems.errors import EmsError
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.direct_reads import DirectReads
+from ems.pool.tiers.cluster.lent_memory import LentMemory
 from ems.pool.tiers.cluster.mooncake_client import start
 from ems.pool.tiers.cluster.mover import Lane, Mover
 from ems.pool.tiers.cluster.objects import Objects
@@ -87,7 +88,7 @@ def outlive(sock: socket.socket) -> None:
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
-def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str) -> None:
+def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str, memory: LentMemory) -> None:
     """Lend what is left, ``sizes``, part by part, and answer each byte on ``control``, until the node is gone."""
     due = time.monotonic() + RAMP_SECONDS
     while True:
@@ -97,7 +98,9 @@ def lend(control: socket.socket, store: Any, sizes: list[int], protocol: str) ->
                 return
             control.send(beat)
         else:
-            if not store.allocate_and_mount_segment(sizes[0], protocol)["ret"]:
+            with memory.allocated(sizes[0]):
+                failed = store.allocate_and_mount_segment(sizes[0], protocol)["ret"]
+            if not failed:
                 del sizes[0]
             due = time.monotonic() + RAMP_SECONDS  # where it failed the master may be lost, and come back
 
@@ -128,7 +131,9 @@ def main() -> None:
     try:
         end_with(control)  # Mooncake may hang in its start, and lend memory when nobody is left to take it back
         parts = ramp(call.config.global_segment_size) if call.gives else [0]
-        store, engine, hostname = start(call.config, parts[0])
+        memory = LentMemory()
+        with memory.allocated(parts[0]):
+            store, engine, hostname = start(call.config, parts[0])
         if call.gives:
             outlive(control)
         else:
@@ -139,7 +144,7 @@ def main() -> None:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)
     calls.send(control, calls.Answer(text=hostname))
-    lend(control, store, parts[1:], call.config.protocol)
+    lend(control, store, parts[1:], call.config.protocol, memory)
     leave(store)
 
 

@@ -1,0 +1,73 @@
+"""Touches the memory that Mooncake allocates for the cluster before pages come there.
+
+Whoever receives a page into memory that nobody touched pays for it: on a host whose cores engines keep busy the agents
+took 0.7 of the processor's 5.6 seconds for twenty prompts, with touched memory 0.2.  What always holds: what was mapped
+before, or is smaller than what was asked for, is left alone; no byte changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ems.pool.segments.touch import MOST_REST, REST, TOUCH_STEP, populate, yield_to_others
+
+LEAST_BYTES = 32 << 20
+"""Smaller parts are not worth it, and other allocations look like them."""
+
+Range = tuple[int, int]
+
+
+class LentMemory:
+    """Memory that is touched, in the order in which it came, by a thread that stands behind all others."""
+
+    def __init__(self) -> None:
+        self._ranges: queue.SimpleQueue[Range] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="ems-touch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def allocated(self, size: int) -> Iterator[None]:
+        """Have those parts touched that are mapped meanwhile, for ``size`` bytes."""
+        before = _mapped()
+        yield
+        for one in _added(before, _mapped()) if size >= LEAST_BYTES else ():
+            if one[1] - one[0] >= size:
+                self._ranges.put(one)
+
+    def _run(self) -> None:
+        yield_to_others()
+        while True:
+            start, end = self._ranges.get()
+            with contextlib.suppress(OSError):  # there is no memory for it, or it was given back
+                for at in range(start, end, TOUCH_STEP):
+                    begin = time.perf_counter()
+                    populate(at, min(TOUCH_STEP, end - at))
+                    time.sleep(min((time.perf_counter() - begin) * REST, MOST_REST))  # others have the core meanwhile
+
+
+def _mapped() -> list[Range]:
+    """The writable memory of this process that no file is behind, by address."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        fields = line.split()
+        if fields[1].startswith("rw") and len(fields) == 5:
+            start, end = (int(part, 16) for part in fields[0].split("-"))
+            found.append((start, end))
+    return found
+
+
+def _added(before: list[Range], after: list[Range]) -> Iterator[Range]:
+    """What is in ``after`` and was not in ``before``, both by address."""
+    for start, end in after:
+        at = start
+        for first, last in before:
+            if first < end and last > at:
+                if first > at:
+                    yield at, first
+                at = max(at, last)
+        if at < end:
+            yield at, end
