@@ -12,6 +12,7 @@ import pytest
 
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.movement.hot_list import HotRun
+from ems.pool.tiers.answers import Unknown
 from ems.pool.tiers.copying_ahead import ROUND_SECONDS, CopyingAhead
 
 CLEARED, OTHER = "t/m/cleared", "t/m/other"
@@ -66,8 +67,8 @@ class Host:
         self.told.append({name: list(runs) for name, runs in told.items() if runs})
         return self.heard
 
-    def unknown(self, _name: str, _keys: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        return 0, []
+    def unknown(self, _name: str, _keys: Sequence[bytes]) -> Unknown:
+        return Unknown(0, [], [])
 
     def holds(self, _name: str, keys: Sequence[bytes]) -> int:
         return len(keys)
