@@ -23,7 +23,7 @@ from ems.pool.movement.questions import MOST_PARTY_KEYS
 from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.tiers.answers import Asking, KeyRun, Outcome, Unknown, Wanted
 from ems.pool.tiers.cluster.known import KnownKeys
-from ems.pool.tiers.manager import MOST_WAITING
+from ems.pool.tiers.manager import MOST_DUE, MOST_WAITING
 from ems.pool.tiers.packs import PackTier
 from ems.pool.tiers.threads import Job, ThreadPool
 from tests.kit.tiers import key, page
@@ -594,6 +594,33 @@ async def test_a_tail_that_is_asked_for_with_keys_is_looked_up_again(bench: Call
     manager._learned(state, given[0]._ended.args[1], given[0])  # type: ignore[attr-defined]
     assert looked == (["keys"] if cut else ["keys", "another"])
     assert not manager._due
+
+
+async def test_who_asks_for_tails_under_way_looks_again_when_they_are_told(bench: Callable[..., Bench]) -> None:
+    one, given = bench(kind="mooncake"), list[Job]()
+    manager, state = one.tier_manager, one.state
+    known = KnownKeys()
+    one.tier.unknown_tail = lambda name, tail: known.unknown_place(name, tail.directory, 0.0)  # type: ignore[attr-defined]
+    one.tier.ask_tails = lambda *_: None  # type: ignore[attr-defined]
+    state.askers = cast("ThreadPool", SimpleNamespace(give=given.append, dismiss=lambda: None))
+    looked = list[str]()
+    for name in ("one", "another"):
+        tail = Tail(key("directory"), bytes(4))
+        assert manager._asks_tails(state, NAME, tail, partial(looked.append, name), Asking())
+    job = given.pop()
+    job.set_result(None)
+    manager._learned(state, job._ended.args[1], job)  # type: ignore[attr-defined]
+    assert looked == ["one", "another"]
+    assert not manager._due
+
+
+async def test_few_look_again_when_what_is_under_way_is_told(bench: Callable[..., Bench]) -> None:
+    one = bench(kind="mooncake")
+    one.tier.unknown_tail = lambda *_: (True, False)  # type: ignore[attr-defined]
+    for number in range(2 * MOST_DUE):
+        tail = Tail(key(f"directory/{number}"), bytes(4))
+        assert one.tier_manager._asks_tails(one.state, NAME, tail, lambda: None, Asking())
+    assert len(one.tier_manager._due) == MOST_DUE
 
 
 async def test_few_lookups_wait_for_tiers(bench: Callable[..., Bench]) -> None:

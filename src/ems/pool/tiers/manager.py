@@ -43,6 +43,8 @@ from ems.pool.tiers.tier_state import Errand, TierState, error_text, look, why_l
 TICK_SECONDS = 0.1
 LIST_WORK = 64
 """What a question for a list counts as, in keys."""
+MOST_DUE = 256
+"""Tails, of up to 64 KiB each, that are looked up again when what was asked already has its answer."""
 MOST_WAITING = 64
 """Lookups that wait for answers of tiers."""
 CROWDED_SECONDS = 1.0
@@ -132,7 +134,7 @@ class TierManager:
         self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
         self._due: dict[tuple[int, str, bytes], Callable[[], object]] = {}
-        """Who looks up a tail again when a tier has been asked for keys, and with them for tails of a directory."""
+        """Who looks up a tail again when what is under way has told of its directory; others look again by themselves."""
         self._waiting: set[Callable[[], None]] = set()
         """Who is to be told when a tier has said what it has."""
 
@@ -303,10 +305,15 @@ class TierManager:
         again: Callable[[], object],
     ) -> None:
         self._events_of(state).missed(name, keys)
-        again()
-        for directory in directories:
-            if (look := self._due.pop((state.number, name, directory), None)) is not None:
-                look()
+        self._told_of(state, name, directories, again)
+
+    def _told_of(self, state: TierState, name: str, directories: Sequence[bytes], again: Callable[[], object]) -> None:
+        """It is known of ``directories`` whether tails are there: have looked ``again``, also for who asked meanwhile."""
+        due = [self._due.pop((state.number, name, directory), None) for directory in directories]
+        for look in (again, *due):
+            if look is not None:
+                with contextlib.suppress(StaleReference):  # the namespace is gone
+                    look()
 
     def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object], asking: Asking) -> bool:
         """Whether a tail may turn out to be in ``state``; it is looked up ``again`` then."""
@@ -315,8 +322,9 @@ class TierManager:
             return False
         maybe, unknown = tier.unknown_tail(name, tail)
         if unknown:
-            self._question(state, partial(tier.ask_tails, name, tail.directory), again, asking.party, LIST_WORK)
-        elif maybe:
+            told = partial(self._told_of, state, name, [tail.directory], again)
+            self._question(state, partial(tier.ask_tails, name, tail.directory), told, asking.party, LIST_WORK)
+        elif maybe and len(self._due) < MOST_DUE:
             self._due[state.number, name, tail.directory] = again
         return maybe
 
