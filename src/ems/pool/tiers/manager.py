@@ -308,12 +308,12 @@ class TierManager:
         self._told_of(state, name, directories, again)
 
     def _told_of(self, state: TierState, name: str, directories: Sequence[bytes], again: Callable[[], object]) -> None:
-        """It is known of ``directories`` whether tails are there: have looked ``again``, also for who asked meanwhile."""
+        """It was asked for tails of ``directories``: look ``again``, also for who looked meanwhile."""
         due = [self._due.pop((state.number, name, directory), None) for directory in directories]
-        for look in (again, *due):
-            if look is not None:
+        for one in (again, *due):
+            if one is not None:
                 with contextlib.suppress(StaleReference):  # the namespace is gone
-                    look()
+                    one()
 
     def _asks_tails(self, state: TierState, name: str, tail: Tail, again: Callable[[], object], asking: Asking) -> bool:
         """Whether a tail may turn out to be in ``state``; it is looked up ``again`` then."""
