@@ -134,7 +134,7 @@ class TierManager:
         self._held_back: list[Callable[[str], bool]] = []
         """Which namespaces are being cleared: nothing of them goes up or down meanwhile."""
         self._due: dict[tuple[int, str, bytes], Callable[[], object]] = {}
-        """Who looks up a tail again when what is under way has told of its directory; others look again by themselves."""
+        """Who looks up a tail again when what is under way has told of its directory; others do so by themselves."""
         self._waiting: set[Callable[[], None]] = set()
         """Who is to be told when a tier has said what it has."""
 
@@ -343,9 +343,9 @@ class TierManager:
         state.questions.ended(job)
         if self._closed:
             return
-        self._ask_next(state)
         if (failure := job.exception()) is not None:
             self._cut_reading(state, error_text(failure), self._clock())
+        self._ask_next(state)
         with contextlib.suppress(StaleReference):  # the namespace is gone
             again()
         for tell in list(self._waiting):
