@@ -28,6 +28,7 @@ from ems.doctor.devices import Run
 from ems.doctor.facts import Cluster, Connection, Device, Facts, Kind, Memory, Shared
 from ems.errors import ConfigError
 from ems.pool.segments.folder import refuse_disk, refuse_strangers
+from ems.pool.tiers.cluster.mooncake_client import check_names
 from ems.pool.tiers.cluster.mooncake_config import parse_mooncake
 from ems.pool.tiers.pack_seal import given_seal_key, read_keys
 from ems.pool.tiers.settings import TierConfig
@@ -239,6 +240,7 @@ def read_cluster(tier: TierConfig, environment: Mapping[str, str], *, tier_known
         text = Path(place).read_text(encoding="utf-8") if place else None
         config, unused = parse_mooncake(text, environment, file)
         masters = _masters(config.master_server_address)
+        check_names(config)
     except OSError as error:
         return Cluster(file, f"it cannot be read: {error.strerror}")
     except UnicodeDecodeError:

@@ -115,5 +115,5 @@ def _is_dead(path: Path) -> bool:
         except BlockingIOError:
             pass  # Somebody listens and is slow.
     raise ConfigError(
-        f"another node is already listening on {path}; use it, stop it with 'ems stop', or give another --socket"
+        f"another node is already listening on {path}; use it, stop it with 'ems stop', or give another --dir"
     )

@@ -291,7 +291,7 @@ class TierManager:
         unknown = tier.unknown(name, keys[first:], directories_of(asking.directories, len(keys), first))
         if unknown.keys:
             answered = partial(self._answered, state, name, unknown.keys, unknown.directories, again)
-            work = len(unknown.keys) + (LIST_WORK if unknown.directories else 0)
+            work = len(keys) + (LIST_WORK if unknown.directories else 0)  # all of them are kept until it is answered
             ask = partial(tier.ask, name, unknown.keys, unknown.directories)
             self._question(state, ask, answered, asking.party, work)
         return unknown.maybe

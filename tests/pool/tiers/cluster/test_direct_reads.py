@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.direct_reads import DirectReads, Source, make_engine
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
-from ems.pool.tiers.cluster.mover import LISTED_BYTES, MOST_READING, Lane, Mover
+from ems.pool.tiers.cluster.mover import LIST_ATTEMPTS, LISTED_BYTES, MOST_READING, Lane, Mover
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects
 from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.tiers import key
@@ -25,6 +26,7 @@ PAGE = 4096
 SPACE = "tenant/model/layout"
 OBJECTS = Objects(SealKeys(b"a secret of sixteen", encrypts=False))
 MISSING = -704
+FEW = 256
 HOST, OTHER = "192.0.2.1:1234", "192.0.2.2:1234"
 
 
@@ -42,6 +44,8 @@ class FakeCluster:
         self.on_disk = False
         self.fails: set[int] = set()
         """Transfers, counted from 1, that fail."""
+        self.slow = 0
+        """The same of those that bring more than a few bytes."""
         self.pending = 0
         """Questions after each transfer until it has ended."""
         self.hangs: set[str] = set()
@@ -132,7 +136,7 @@ class FakeCluster:
         content = self.objects[name][start : start + size]
         ctypes.memset(target, 0xA5, size)
         self._arrives.append((target, bytes(size) if name in self.moved else content))
-        self.transfers.append(1 << 30 if host in self.hangs else self.pending)
+        self.transfers.append(1 << 30 if host in self.hangs else self.slow if size > FEW else self.pending)
         self.most_under_way = max(self.most_under_way, sum(left >= 0 for left in self.transfers))
         return len(self.transfers)
 
@@ -432,7 +436,7 @@ def test_a_host_that_hangs_costs_its_lists_and_no_others(cluster: FakeCluster) -
 
     assert [bytes(one.tail.directory) for one in found] == [key("a"), key("c")]
     assert len(cluster.own_calls) == own_calls, "Mooncake's own call would hang as well"
-    assert len(cluster.transfers) == 3, "once it did not answer it is left alone"
+    assert len(cluster.transfers) == 4, "once it did not answer, and not with a few bytes, it is left alone"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -453,6 +457,78 @@ def test_a_host_that_hangs_costs_its_pages_and_no_others(cluster: FakeCluster) -
     assert answer.codes == [Outcome.MISSING, Outcome.DONE, Outcome.MISSING]
     assert (answer.unsafe, answer.silent) == (False, [])
     assert cluster.own_calls[2:] == [[seal_name("c")]], "of what may lie there nobody is asked"
+
+
+def test_a_host_behind_a_slow_link_does_not_count_as_silent(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.LEAST_RATE", 1 << 40)
+    host = Host(cluster)
+    put(cluster, "a")
+    host.fetch("a")
+    put(cluster, "b")
+    cluster.slow = 300
+    answer = host.fetch("b")
+    assert (answer.codes, answer.unsafe) == ([Outcome.DONE], False)
+    assert len(cluster.transfers) > 2, "it was asked for a few bytes meanwhile"
+
+
+@pytest.mark.usefixtures("impatient", "quick")
+def test_what_is_listed_on_a_silent_host_is_not_written_anew(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    name, tails = list_tails(cluster, "a", count=2)
+    assert host.tails("a") == tails
+    cluster.hangs = {HOST}
+    add_tail(host, "a")
+    assert cluster.writes == []
+    seal = OBJECTS.of(SPACE)
+    assert seal is not None
+    assert [one.tail for one in seal.listed(key("a"), cluster.objects[name])] == tails
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_tail_that_another_host_took_out_of_its_list_is_listed_again(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(cluster)
+    name, tails = list_tails(cluster, "a")
+    seal, write = OBJECTS.of(SPACE), cluster.upsert
+    assert seal is not None
+    others = [*tails, Tail(key("a"), b"othr")]
+
+    def overwritten(written: str, raw: bytes, config: object) -> int:
+        """Another host, which read the list before this one wrote it, writes it behind this one."""
+        write(written, raw, config)
+        if len(cluster.writes) == 1:
+            cluster.objects[name] = seal.listing(key("a"), [StoredTail(one, bytes(NO_PARENT)) for one in others])
+        return 0
+
+    monkeypatch.setattr(cluster, "upsert", overwritten)
+    mine = add_tail(host, "a")
+    assert host.tails("a") == [*others, mine]
+
+
+@pytest.mark.parametrize("fetches", [True, False], ids=["pages", "lists"])
+@pytest.mark.usefixtures("impatient")
+def test_a_host_that_hangs_when_mooncake_first_reaches_it_is_left_alone(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, fetches: bool
+) -> None:
+    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.LEAST_RATE", 1 << 40)
+    over = threading.Event()
+    host = Host(cluster)
+    put(cluster, "a")
+    host.fetch("a")
+    cluster.hosts[put(cluster, "b")[0]] = [OTHER]
+    cluster.hosts[list_tails(cluster, "b")[0]] = [OTHER]
+    for call in ("get_batch", "batch_get_into_multi_buffers"):
+        monkeypatch.setattr(cluster, call, lambda *_: over.wait(60) and [])
+
+    answer = host.fetch("b") if fetches else host.lane.answer(calls.FindTails(SPACE, [key("b")]), [])
+
+    assert (answer.unsafe, answer.silent) == (True, [OTHER])
+    assert answer.codes == ([Outcome.MISSING] if fetches else [])
+    over.set()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -513,4 +589,4 @@ def test_a_list_that_two_hosts_write_at_once_is_written_again(cluster: FakeClust
     assert len(cluster.writes) == 2
     cluster.refuses = 100
     add_tail(host, "b")
-    assert len(cluster.writes) <= 4, "not for ever"
+    assert len(cluster.writes) <= 2 + LIST_ATTEMPTS, "not for ever"

@@ -110,7 +110,8 @@ class AgentProcess:
             self._reader.join(1.0)
             raise TierFailed(f"Mooncake's client ended when it started{self._why()}") from error
         if answer.error:
-            raise TierFailed(answer.error + self._why())
+            says_what_to_do = "; " in answer.error
+            raise TierFailed(answer.error if says_what_to_do else answer.error + self._why())
         return answer.text
 
     def _listen(self) -> None:

@@ -9,11 +9,15 @@ proven, for the memory may be another object's by then.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from enum import Enum
 from typing import Any, NamedTuple
 
 from ems.errors import EmsError
@@ -22,12 +26,26 @@ from ems.pool.tiers.cluster.mooncake_config import PEER_TO_PEER, MooncakeConfig
 LEAST_SLEEP_SECONDS = 0.0002
 SLEEP_SHARE = 0.03
 """Of the time that was waited already: so late, at most, is the end of a transfer seen."""
-ANSWER_SECONDS = 1.5
+ANSWER_SECONDS = 1.0
 LEAST_RATE = 16 << 20
-"""A host counts as silent where no transfer from it ended for so long, and as long as its bytes take at this rate (in
-bytes a second): all of them come at once."""
+"""A host is asked for a few bytes where no transfer from it ended for so long, and as long as its bytes take at this
+rate (in bytes a second), for all of them come at once.  It counts as silent where these bytes take so long, too: over
+a slow link they come beside the others."""
 SILENT_SECONDS = 10.0
 """How long it is left alone.  By then the master has noticed, too, where it is gone."""
+
+
+class NotRead(Enum):
+    """Why an object was not read that is there."""
+
+    DIRECTLY = 0
+    """It can be read by a call of Mooncake's own."""
+    SILENT = 1
+    """Its host does not answer."""
+
+
+class HostSilent(Exception):
+    """A host does not answer a call of Mooncake's own, which cannot be called off."""
 
 
 class Source(NamedTuple):
@@ -77,6 +95,11 @@ class DirectReads:
         """Bytes that come from each host at this moment."""
         self._lock = threading.Lock()
         """Around what comes."""
+        self._few = mmap.mmap(-1, mmap.PAGESIZE)
+        """Where the bytes arrive that tell whether a host answers; nobody looks at them."""
+        self._few_at = ctypes.addressof(ctypes.c_char.from_buffer(self._few))
+        if engine is not None and store.register_buffer(self._few_at, len(self._few)):
+            raise EmsError(f"Mooncake does not take {len(self._few)} bytes of memory to read into")
 
     def find(self, names: Sequence[str]) -> dict[str, Source]:
         """Where those of ``names`` are that lie in the memory of a host."""
@@ -110,23 +133,40 @@ class DirectReads:
         """All hosts of which that is so."""
         return [endpoint for endpoint in list(self._silent) if self.is_silent(endpoint)]
 
-    def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | None]:
+    def call(self, threads: Executor, work: Callable[..., Any], names: Sequence[str], *rest: Any, size: int) -> Any:
+        """What a call ``work`` of Mooncake's own brings, which reads the objects ``names``, of ``size`` bytes together.
+
+        Raises HostSilent: it does not come to an end.  The hosts that it may be the first to reach are left alone then,
+        and bytes may still arrive.
+        """
+        try:
+            return threads.submit(work, names, *rest).result(2 * ANSWER_SECONDS + size / LEAST_RATE)
+        except TimeoutError:
+            until = time.monotonic() + SILENT_SECONDS
+            hosts = {source.endpoint for source in self._find(names).values()} - self._reached
+            self._silent.update(dict.fromkeys(hosts, until))
+            raise HostSilent from None
+
+    def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | NotRead]:
         """The small objects ``names``, one after the other through ``view``, which is at ``address``.
 
-        Empty where the master knows of none, or its host does not answer; None where it can't be read directly, and
-        from the first on that failed: each read of a host that is gone costs a second.
+        Empty where the master knows of none.  From the first on that failed they are left to Mooncake: each read of a
+        host that is gone costs a second.
         """
-        described, found, good = self._store.batch_get_replica_desc(list(names)), list[bytes | None](), True
+        described, found, good = self._store.batch_get_replica_desc(list(names)), list[bytes | NotRead](), True
         for name in names:
             source = self._source(described.get(name, []))
-            fits = source is not None and source.size <= len(view)
-            transfers = self.begin(source, [address], [source.size]) if source is not None and fits and good else []
-            read = bool(source is not None and transfers and self.ended(source, transfers))
-            if not described.get(name) or (source is not None and self.is_silent(source.endpoint) and not read):
-                found.append(b"")
+            if source is None or not good:
+                found.append(NotRead.DIRECTLY if described.get(name) else b"")
+                continue
+            transfers = self.begin(source, [address], [source.size]) if source.size <= len(view) else []
+            if transfers and self.ended(source, transfers):
+                found.append(bytes(view[: source.size]))
+            elif self.is_silent(source.endpoint):
+                found.append(NotRead.SILENT)
             else:
-                good = good and (read or not transfers)
-                found.append(bytes(view[: source.size]) if source is not None and read else None)
+                found.append(NotRead.DIRECTLY)
+                good = not transfers
         return found
 
     def begin(self, source: Source, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -155,7 +195,7 @@ class DirectReads:
         for transfer in transfers:
             code = -1
             while transfer and not (code := self._engine.transfer_check_status(transfer)):
-                if self._keeps_silent(source.endpoint, began):
+                if self._keeps_silent(source, began):
                     break
                 waited = time.monotonic() - began
                 time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * waited))  # Mooncake tells nobody when it has ended
@@ -166,11 +206,25 @@ class DirectReads:
             self._coming[source.endpoint] -= source.size
         return good
 
-    def _keeps_silent(self, endpoint: str, since: float) -> bool:
-        """Whether nothing came from a host for too long; from then on it is left alone for a while."""
-        now = time.monotonic()
+    def _keeps_silent(self, source: Source, since: float) -> bool:
+        """Whether nothing comes from a host since then; it is left alone for a while if so."""
+        endpoint = source.endpoint
         with self._lock:
             patience = ANSWER_SECONDS + self._coming[endpoint] / LEAST_RATE
-        if now - max(since, self._heard.get(endpoint, since)) >= patience:
-            self._silent[endpoint] = now + SILENT_SECONDS
+        if time.monotonic() - max(since, self._heard.get(endpoint, since)) >= patience and not self.is_silent(endpoint):
+            if self._answers(source):
+                self._heard[endpoint] = time.monotonic()
+            else:
+                self._silent[endpoint] = time.monotonic() + SILENT_SECONDS
         return self.is_silent(endpoint)
+
+    def _answers(self, source: Source) -> bool:
+        """Whether a few bytes come from a host, which has others to send."""
+        size = min(source.size, mmap.PAGESIZE, 64)
+        transfer = self._engine.batch_transfer_async_read(source.endpoint, [self._few_at], [source.address], [size])
+        until = time.monotonic() + ANSWER_SECONDS
+        while transfer and time.monotonic() < until:
+            if self._engine.transfer_check_status(transfer):
+                return True
+            time.sleep(ANSWER_SECONDS / 100)  # Mooncake tells nobody when it has ended
+        return False

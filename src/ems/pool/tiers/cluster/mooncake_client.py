@@ -38,7 +38,8 @@ def check_address(named: str, own: str) -> None:
     try:
         address = ipaddress.ip_address("127.0.0.1" if named == "localhost" else named.strip("[]"))
     except ValueError:
-        return  # others may know more of a name than this host does
+        _check_name(named)
+        return
     # A master that is reached within this host has no other hosts.
     if not (ipaddress.ip_address(own).is_loopback if address.is_loopback else _is_of_this_host(address)):
         raise ConfigError(
@@ -72,21 +73,28 @@ def check_hardware(config: MooncakeConfig) -> None:
         )
 
 
-def why_not(config: MooncakeConfig) -> str:
-    """What of ``config`` may keep Mooncake's client from starting, as the end of a sentence; Mooncake says a number."""
-    named, server = config.local_hostname, config.metadata_server
+def _check_name(named: str) -> None:
+    """Raises ConfigError: this host does not know the name, by which it reaches what it lends itself."""
     try:
-        if named:
-            socket.getaddrinfo(named.strip("[]"), None)
+        socket.getaddrinfo(named, None)
     except OSError:
-        return f": local_hostname is {named!r}, which this host does not know; leave it out, or write its own address"
-    parts = urlsplit(server)
+        raise ConfigError(
+            f"local_hostname is {named!r}, which this host does not know; leave it out, or write its own address"
+        ) from None
+
+
+def check_names(config: MooncakeConfig) -> None:
+    """Raises ConfigError: a name means nothing, or nobody answers at the metadata server; Mooncake tells a number."""
+    if config.local_hostname:
+        _check_name(config.local_hostname.strip("[]"))
+    server, parts = config.metadata_server, urlsplit(config.metadata_server)
     try:
         if parts.scheme in _PORTS and parts.hostname:
             socket.create_connection((parts.hostname, parts.port or _PORTS[parts.scheme]), REACH_SECONDS).close()
     except OSError:
-        return f": nobody answers at the metadata_server {server}; start it, or write {PEER_TO_PEER}, which needs none"
-    return ""
+        raise ConfigError(
+            f"nobody answers at the metadata_server {server}; start it, or write {PEER_TO_PEER}, which needs none"
+        ) from None
 
 
 def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
@@ -97,6 +105,7 @@ def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
     from mooncake.store import MooncakeDistributedStore
 
     check_hardware(config)
+    check_names(config)
     try:
         hostname = own_address(config.master_server_address)
         if config.local_hostname:
@@ -107,10 +116,7 @@ def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
             f"no way leads to the master {config.master_server_address}: {error.strerror or error}"
         ) from error
     store = MooncakeDistributedStore()
-    try:
-        engine = None if lends else make_engine(config, hostname)
-    except EmsError as error:
-        raise EmsError(f"{error}{why_not(config)}") from error
+    engine = None if lends else make_engine(config, hostname)
     code = store.setup(
         hostname,
         config.metadata_server,
@@ -123,5 +129,5 @@ def start(config: MooncakeConfig, lends: int) -> tuple[Any, Any, str]:
         tenant_id=config.tenant_id,
     )
     if code:
-        raise EmsError(f"Mooncake's client does not start ({code}){why_not(config)}")
+        raise EmsError(f"Mooncake's client does not start ({code})")
     return store, engine, store.get_hostname()

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import random
 import secrets
 import threading
 import time
@@ -23,7 +24,7 @@ from ems.pool.movement.hot_list import HotRun, merged
 from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.direct_reads import DirectReads
+from ems.pool.tiers.cluster.direct_reads import DirectReads, HostSilent, NotRead
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
 
 AT_ONCE = 1024
@@ -33,8 +34,8 @@ MOST_READING = 64
 """Pages that one lane reads at a time.  Each is two transfers, and Mooncake refuses more than a thousand to a host."""
 HOT_READS = 5
 """Of a list of hot pages that is there and is being written."""
-LIST_ATTEMPTS = 3
-"""To write a list of tails."""
+LIST_ATTEMPTS = 5
+"""To write a list of tails, until it is read with what was added."""
 LIST_PAUSE_SECONDS = 0.01
 """Between two of either, several times what a write of a list takes."""
 WAITING_NICENESS = 10
@@ -175,7 +176,10 @@ class Lane:
         if isinstance(call, calls.Attach | calls.Detach):
             self._mover.know(call, descriptors)
             return calls.Answer()
-        return self._answers[type(call)](call)
+        try:
+            return self._answers[type(call)](call)
+        except HostSilent:
+            return calls.Answer(unsafe=True, silent=self._mover.reads.silent())
 
     def _seal(self, namespace: str) -> ObjectSeal | None:
         return self._mover.objects.of(namespace)
@@ -299,11 +303,12 @@ class Lane:
         It knows which had to make room for others meanwhile.  Whether bytes may still arrive.
         """
         targets = [self._target(at, memory) for at in rest]
-        get = self._store.batch_get_into_multi_buffers
-        names = [names[at] for at in rest]
-        found: list[int] = self._mover.fetches.submit(
-            get, names, [addresses for addresses, _ in targets], [sizes for _, sizes in targets]
-        ).result()
+        get, places, sizes_of = self._store.batch_get_into_multi_buffers, *zip(*targets, strict=True)
+        names, size = [names[at] for at in rest], sum(map(sum, sizes_of))
+        try:
+            found: list[int] = self._mover.reads.call(self._mover.fetches, get, names, places, sizes_of, size=size)
+        except HostSilent:
+            return True
         for at, name, (_, sizes), code in zip(rest, names, targets, found, strict=True):
             if code == sum(sizes):
                 answers[at] = self._proven(seal, pages[at], at, memory)
@@ -359,19 +364,20 @@ class Lane:
 
     # Tails, removal, a test
 
-    def _lists(self, names: Sequence[str]) -> list[bytes]:
-        """The objects ``names``, which list something; empty where there is none.
+    def _lists(self, names: Sequence[str]) -> list[bytes | None]:
+        """The objects ``names``, which list something; empty where there is none, None where its host is silent.
 
         What still arrives after a transfer that failed spoils the next list at most, which is then not proven.
         """
         reads, memory = self._mover.reads, self._listed
         found = reads.read(names, memory.address, memory.view)
-        rest = [name for name, raw in zip(names, found, strict=True) if raw is None]
-        if not rest:
-            return [raw or b"" for raw in found]
-        others = dict(zip(rest, self._store.get_batch(rest), strict=True))
-        reads.reached([name for name in rest if others[name]])
-        return [others.get(name, b"") if raw is None else raw for name, raw in zip(names, found, strict=True)]
+        rest = [name for name, raw in zip(names, found, strict=True) if raw is NotRead.DIRECTLY]
+        others: dict[str, bytes] = {}
+        if rest:
+            lists = reads.call(self._mover.fetches, self._store.get_batch, rest, size=len(rest) * len(memory.view))
+            others = dict(zip(rest, lists, strict=True))
+            reads.reached([name for name in rest if others[name]])
+        return [raw if isinstance(raw, bytes) else others.get(name) for name, raw in zip(names, found, strict=True)]
 
     def _find_tails(self, call: calls.FindTails) -> list[calls.Listed]:
         seal = self._seal(call.namespace)
@@ -381,7 +387,7 @@ class Lane:
         return [
             calls.Listed(found.tail, found.parent)
             for directory, raw in zip(call.directories, raws, strict=True)
-            for found in seal.listed(directory, raw)
+            for found in seal.listed(directory, raw or b"")
         ]
 
     def _list_tails(self, call: calls.ListTails) -> list[int]:
@@ -393,17 +399,19 @@ class Lane:
             left.setdefault(bytes(one.tail.directory), []).append(StoredTail(one.tail, one.parent))
         for attempt in range(LIST_ATTEMPTS):
             if attempt:
-                time.sleep(LIST_PAUSE_SECONDS)  # on this lane's thread: Mooncake tells nobody when a write has ended
+                pause = LIST_PAUSE_SECONDS * random.uniform(0.5, 1.5)  # or two hosts that write at once go on doing so
+                time.sleep(pause)  # on this lane's thread: Mooncake tells nobody when a write has ended
             raws = self._lists([seal.listing_name(directory) for directory in left])
             for (directory, added), raw in zip(list(left.items()), raws, strict=True):
-                before = seal.listed(directory, raw)
-                if not before and not attempt:
-                    continue  # a list that another host is writing reads as if there were none
+                before = seal.listed(directory, raw or b"")
                 new = [one for one in added if one not in before]
-                listing = seal.listing(directory, [*before, *new])
-                # Of two that write at once Mooncake refuses one.
-                if not new or not self._store.upsert(seal.listing_name(directory), listing, self._mover.config):
+                # On a silent host others' tails may be listed; what was written is there, or was lost to another host.
+                if raw is None or not new:
                     del left[directory]
+                elif before or attempt:  # a list that another host is writing reads as if there were none
+                    self._store.upsert(
+                        seal.listing_name(directory), seal.listing(directory, [*before, *new]), self._mover.config
+                    )
             if not left:
                 break
         return [0] * len(left)
@@ -413,10 +421,10 @@ class Lane:
         sealed = [(one, seal) for one in call.lists if (seal := self._seal(one.namespace)) is not None]
         lists = []
         for (told, seal), before in zip(sealed, self._read_hot([seal for _, seal in sealed]), strict=True):
-            after = merged(before, told.runs)
-            # Who writes at the same moment may win: what was told is told again.
-            if after != before and not self._put_hot(seal, after, clears):
-                after = before
+            after = merged(before or [], told.runs)
+            # Who writes at the same moment may win, and a silent host's list stays: what was told is told again.
+            if before is None or (after != before and not self._put_hot(seal, after, clears)):
+                after = before or []
             lists.append(calls.HotList(told.namespace, after))
         return lists
 
@@ -427,9 +435,9 @@ class Lane:
                 return False
             return not self._store.upsert(seal.hot_name, seal.hot_list(runs), self._mover.config)
 
-    def _read_hot(self, seals: Sequence[ObjectSeal]) -> list[list[HotRun]]:
-        """What the lists say; one that was there and is not to be read is being written, and soon read again."""
-        lists: dict[str, list[HotRun]] = {}
+    def _read_hot(self, seals: Sequence[ObjectSeal]) -> list[list[HotRun] | None]:
+        """What the lists say, None where a host is silent; one that is being written is soon read again."""
+        lists: dict[str, list[HotRun] | None] = {}
         names = {seal.hot_name: seal for seal in seals}
         for attempt in range(HOT_READS):
             left = [name for name in names if name not in lists and (attempt < 2 or name in self._mover.listed)]
@@ -438,7 +446,9 @@ class Lane:
             if attempt:
                 time.sleep(LIST_PAUSE_SECONDS)  # on this lane's thread: Mooncake tells nobody when a write has ended
             for name, raw in zip(left, self._lists(left), strict=True):
-                if (found := names[name].hot_listed(raw)) is not None:
+                if raw is None:
+                    lists[name] = None
+                elif (found := names[name].hot_listed(raw)) is not None:
                     lists[name] = found
                     self._mover.listed.add(name)
         self._mover.listed.difference_update(name for name in names if name not in lists)
