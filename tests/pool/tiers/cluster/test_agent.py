@@ -287,7 +287,18 @@ def test_an_address_of_another_host_is_not_taken_for_this_one(named: str) -> Non
         ({"metadata_server": "127.0.0.1:1,127.0.0.2:1"}, ""),
     ],
 )
-def test_what_mooncake_tells_by_a_number_is_a_sentence(said: dict[str, str], why: str) -> None:
+def test_what_mooncake_tells_by_a_number_is_a_sentence(
+    said: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = socket.getaddrinfo
+
+    def look_up(host: str, *rest: Any, **named: Any) -> Any:
+        """As where nobody knows such a name, without asking anybody."""
+        if host.endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     config = msgspec.structs.replace(MooncakeConfig(master_server_address="127.0.0.1:1"), **said)
     with pytest.raises(ConfigError, match=re.escape(why)) if why else contextlib.nullcontext():
         check_names(config)
