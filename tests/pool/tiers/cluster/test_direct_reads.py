@@ -468,7 +468,7 @@ def test_a_host_behind_a_slow_link_does_not_count_as_silent(
     put(cluster, "a")
     host.fetch("a")
     put(cluster, "b")
-    cluster.slow = 300
+    cluster.slow = 120
     answer = host.fetch("b")
     assert (answer.codes, answer.unsafe) == ([Outcome.DONE], False)
     assert len(cluster.transfers) > 2, "it was asked for a few bytes meanwhile"
@@ -514,7 +514,8 @@ def test_a_tail_that_another_host_took_out_of_its_list_is_listed_again(
 def test_a_host_that_hangs_when_mooncake_first_reaches_it_is_left_alone(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, *, fetches: bool
 ) -> None:
-    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.LEAST_RATE", 1 << 40)
+    monkeypatch.setattr("ems.pool.tiers.cluster.mover.OWN_SECONDS", 0.01)
+    monkeypatch.setattr("ems.pool.tiers.cluster.mover.OWN_LIST_SECONDS", 0.01)
     over = threading.Event()
     host = Host(cluster)
     put(cluster, "a")

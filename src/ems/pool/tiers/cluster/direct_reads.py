@@ -133,14 +133,14 @@ class DirectReads:
         """All hosts of which that is so."""
         return [endpoint for endpoint in list(self._silent) if self.is_silent(endpoint)]
 
-    def call(self, threads: Executor, work: Callable[..., Any], names: Sequence[str], *rest: Any, size: int) -> Any:
-        """What a call ``work`` of Mooncake's own brings, which reads the objects ``names``, of ``size`` bytes together.
+    def call(self, threads: Executor, seconds: float, work: Callable[..., Any], names: list[str], *rest: Any) -> Any:
+        """What a call ``work`` of Mooncake's own brings, which reads the objects ``names`` and may take so long.
 
         Raises HostSilent: it does not come to an end.  The hosts that it may be the first to reach are left alone then,
         and bytes may still arrive.
         """
         try:
-            return threads.submit(work, names, *rest).result(2 * ANSWER_SECONDS + size / LEAST_RATE)
+            return threads.submit(work, names, *rest).result(seconds)
         except TimeoutError:
             until = time.monotonic() + SILENT_SECONDS
             hosts = {source.endpoint for source in self._find(names).values()} - self._reached

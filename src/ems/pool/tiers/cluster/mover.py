@@ -24,12 +24,12 @@ from ems.pool.movement.hot_list import HotRun, merged
 from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.direct_reads import DirectReads, HostSilent, NotRead
+from ems.pool.tiers.cluster.direct_reads import LEAST_RATE, DirectReads, HostSilent, NotRead
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
 
 AT_ONCE = 1024
 """Pages of one call to the store."""
-MOST_FETCHING = MOST_STORING = 4
+MOST_FETCHING = MOST_STORING = MOST_LISTING = 4
 MOST_READING = 64
 """Pages that one lane reads at a time.  Each is two transfers, and Mooncake refuses more than a thousand to a host."""
 HOT_READS = 5
@@ -38,6 +38,10 @@ LIST_ATTEMPTS = 5
 """To write a list of tails, until it is read with what was added."""
 LIST_PAUSE_SECONDS = 0.01
 """Between two of either, several times what a write of a list takes."""
+OWN_SECONDS = 5.0
+OWN_LIST_SECONDS = 2.0
+"""How long calls of Mooncake's own may take for pages, beside what these take at the least rate, and for lists: less
+than the node waits, which does not know what hangs."""
 WAITING_NICENESS = 10
 """Of threads in which Mooncake's client waits for a transfer, which keeps a core busy: what transfers goes before."""
 STAGING = 16 << 20
@@ -122,6 +126,7 @@ class Mover:
         self.fetches = _behind(max(min((os.cpu_count() or 1) // 2, MOST_FETCHING), 1))
         """Has calls made that fetch: more of them at once than cores to wait on are slower."""
         self.stores = _behind(MOST_STORING)
+        self.lists = _behind(MOST_LISTING)
 
     def know(self, call: calls.Attach | calls.Detach, descriptors: list[int]) -> None:
         """The node has one segment more, whose descriptor is taken, or one less."""
@@ -306,7 +311,8 @@ class Lane:
         get, places, sizes_of = self._store.batch_get_into_multi_buffers, *zip(*targets, strict=True)
         names, size = [names[at] for at in rest], sum(map(sum, sizes_of))
         try:
-            found: list[int] = self._mover.reads.call(self._mover.fetches, get, names, places, sizes_of, size=size)
+            seconds = OWN_SECONDS + size / LEAST_RATE
+            found: list[int] = self._mover.reads.call(self._mover.fetches, seconds, get, names, places, sizes_of)
         except HostSilent:
             return True
         for at, name, (_, sizes), code in zip(rest, names, targets, found, strict=True):
@@ -374,7 +380,7 @@ class Lane:
         rest = [name for name, raw in zip(names, found, strict=True) if raw is NotRead.DIRECTLY]
         others: dict[str, bytes] = {}
         if rest:
-            lists = reads.call(self._mover.fetches, self._store.get_batch, rest, size=len(rest) * len(memory.view))
+            lists = reads.call(self._mover.lists, OWN_LIST_SECONDS, self._store.get_batch, rest)
             others = dict(zip(rest, lists, strict=True))
             reads.reached([name for name in rest if others[name]])
         return [raw if isinstance(raw, bytes) else others.get(name) for name, raw in zip(names, found, strict=True)]
