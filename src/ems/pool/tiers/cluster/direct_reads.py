@@ -44,7 +44,7 @@ class NotRead(Enum):
     """Its host does not answer."""
 
 
-class HostSilent(Exception):
+class HostSilent(EmsError):
     """A host does not answer a call of Mooncake's own, which cannot be called off."""
 
 
@@ -220,11 +220,11 @@ class DirectReads:
 
     def _answers(self, source: Source) -> bool:
         """Whether a few bytes come from a host, which has others to send."""
-        size = min(source.size, mmap.PAGESIZE, 64)
+        size = min(source.size, 64)
         transfer = self._engine.batch_transfer_async_read(source.endpoint, [self._few_at], [source.address], [size])
         until = time.monotonic() + ANSWER_SECONDS
         while transfer and time.monotonic() < until:
             if self._engine.transfer_check_status(transfer):
                 return True
-            time.sleep(ANSWER_SECONDS / 100)  # Mooncake tells nobody when it has ended
+            time.sleep(ANSWER_SECONDS / 100)  # bounded by ANSWER_SECONDS: Mooncake tells nobody when it has ended
         return False
