@@ -32,6 +32,8 @@ from ems.vllm.requests import Save
 
 COMPUTE_SECONDS = 600.0
 """How long a save waits for the forward pass that fills its blocks; over that the engine is taken for dead."""
+OUTPUT_SECONDS = 0.02
+"""How long a save that takes the processor itself waits at most until its step's output has left the engine."""
 SILENT_SECONDS = 0.5
 """How long the pool may leave a call unanswered before saves that hold many blocks end without it."""
 HELD_SHARE = 8
@@ -91,9 +93,12 @@ class SaveBatch:
         self.jobs = jobs
         self.by_layer = by_layer
         self.progress = Progress()
+        self.next_step = threading.Event()
+        """Whether the engine has gone on to another step, so that nobody waits for the output of this one."""
 
     def call_off(self) -> None:
         """The engine stops before it computed the step: nothing of it is to be copied."""
+        self.next_step.set()
         if not self.progress.over:
             for job in self.jobs:
                 job.cancelled = True
@@ -146,6 +151,11 @@ class Saver:
         self._lane.put(batch)
         return batch
 
+    def step_begins(self) -> None:
+        """The engine has begun a step: the output of the one before has left, and its saves may take the processor."""
+        if self._latest is not None:
+            self._latest.next_step.set()
+
     @property
     def news(self) -> bool:
         return self._lane.news or self._pool_holds_up
@@ -185,6 +195,7 @@ class Saver:
         with self._lock:
             jobs = [job for number, jobs in self._open.items() if numbers is None or number in numbers for job in jobs]
         deadline = time.monotonic() + seconds
+        self.step_begins()
         for job in jobs:
             if not job.closed.wait(max(deadline - time.monotonic(), 0)):
                 job.cancel(self._device)
@@ -225,6 +236,8 @@ class Saver:
             batch.call_off()
         else:
             self._device.wait_for(mark)
+            if self._device.at_once and not batch.by_layer:
+                batch.next_step.wait(OUTPUT_SECONDS)
         for job in batch.jobs:
             self._guarded(self._store if not batch.by_layer else self._publish, job)
             self._close_job(job)

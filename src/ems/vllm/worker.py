@@ -126,6 +126,8 @@ class WorkerSide:
         if self._batch is not None:
             # All stages but the last of a pipeline are not told that a step with drafts was computed.
             self.computed()
+        if self._saver is not None:
+            self._saver.step_begins()
         self._step = step
         self._in_step_jobs = []
         self._loads_started = step is QUIET
