@@ -24,8 +24,8 @@ class Behaviour(msgspec.Struct):
     """Chunks after which the stream carries an error."""
     cut_after: int | None = None
     """Chunks after which the connection breaks."""
-    fail_prompts: frozenset[int] = frozenset()
-    """First tokens of prompts that are refused."""
+    fail_prompts: frozenset[tuple[int, ...]] = frozenset()
+    """Prompts that are refused."""
 
 
 class OpenAIServer:
@@ -61,7 +61,7 @@ class OpenAIServer:
         prompt = tuple(body["prompt"])
         self.prompts.append(prompt)
         self.bodies.append(body)
-        if self.behaviour.status != 200 or prompt[0] in self.behaviour.fail_prompts:
+        if self.behaviour.status != 200 or prompt in self.behaviour.fail_prompts:
             status = 400 if self.behaviour.status == 200 else self.behaviour.status
             return web.json_response({"error": {"message": "not today"}}, status=status)
         self.running += 1

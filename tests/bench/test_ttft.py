@@ -62,7 +62,7 @@ async def test_report() -> None:
 
 
 async def test_failed_requests_are_counted_and_do_not_stop_the_rest() -> None:
-    bad = PLAN.prompts("A")[2][0]
+    bad = tuple(PLAN.prompts("A")[2])
     async with OpenAIServer() as first, OpenAIServer(Behaviour(fail_prompts=frozenset({bad}))) as second:
         report = await measure((first.url, second.url), PLAN)
 

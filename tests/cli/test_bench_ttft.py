@@ -63,7 +63,7 @@ async def test_prompts_differ_from_run_to_run(capsys: pytest.CaptureFixture[str]
 async def test_failed_requests_are_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     async with OpenAIServer() as first, OpenAIServer() as second:
         await bench(first.url, second.url, *SMALL, "--seed", "9")
-        second.behaviour = Behaviour(fail_prompts=frozenset({second.prompts[-1][0]}))
+        second.behaviour = Behaviour(fail_prompts=frozenset({second.prompts[-1]}))
         assert await bench(first.url, second.url, *SMALL, "--seed", "9") == 1
 
     assert "3/4" in capsys.readouterr().out

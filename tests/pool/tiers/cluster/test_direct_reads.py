@@ -419,7 +419,8 @@ def test_after_a_read_that_failed_the_others_are_left_to_mooncake(cluster: FakeC
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.ANSWER_SECONDS", 0.0)
+    for module in ("direct_reads", "silent_hosts"):
+        monkeypatch.setattr(f"ems.pool.tiers.cluster.{module}.ANSWER_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -462,8 +463,9 @@ def test_a_host_that_hangs_costs_its_pages_and_no_others(cluster: FakeCluster) -
 def test_a_host_behind_a_slow_link_does_not_count_as_silent(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.LEAST_RATE", 1 << 40)
+    for module in ("direct_reads", "silent_hosts"):
+        monkeypatch.setattr(f"ems.pool.tiers.cluster.{module}.ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("ems.pool.tiers.cluster.silent_hosts.LEAST_RATE", 1 << 40)
     host = Host(cluster)
     put(cluster, "a")
     host.fetch("a")
@@ -534,7 +536,7 @@ def test_a_host_that_hangs_when_mooncake_first_reaches_it_is_left_alone(
 
 @pytest.mark.usefixtures("impatient")
 def test_a_host_that_hung_is_asked_again_after_a_while(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ems.pool.tiers.cluster.direct_reads.SILENT_SECONDS", 0.01)
+    monkeypatch.setattr("ems.pool.tiers.cluster.silent_hosts.SILENT_SECONDS", 0.01)
     host = Host(cluster)
     _, tails = list_tails(cluster, "a")
     assert host.tails("a") == tails

@@ -14,7 +14,6 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from enum import Enum
@@ -22,17 +21,11 @@ from typing import Any, NamedTuple
 
 from ems.errors import EmsError
 from ems.pool.tiers.cluster.mooncake_config import PEER_TO_PEER, MooncakeConfig
+from ems.pool.tiers.cluster.silent_hosts import ANSWER_SECONDS, SilentHosts
 
 LEAST_SLEEP_SECONDS = 0.0002
 SLEEP_SHARE = 0.03
 """Of the time that was waited already: so late, at most, is the end of a transfer seen."""
-ANSWER_SECONDS = 1.0
-LEAST_RATE = 16 << 20
-"""A host is asked for a few bytes where no transfer from it ended for so long, and as long as its bytes take at this
-rate (in bytes a second), for all of them come at once.  It counts as silent where these bytes take so long, too: over
-a slow link they come beside the others."""
-SILENT_SECONDS = 10.0
-"""How long it is left alone.  By then the master has noticed, too, where it is gone."""
 
 
 class NotRead(Enum):
@@ -87,14 +80,9 @@ class DirectReads:
         self._store = store
         self._engine = engine
         self._reached: set[str] = set()
-        self._silent = dict.fromkeys(silent, time.monotonic() + SILENT_SECONDS)
-        """Until when each host that did not answer is left alone."""
-        self._heard: dict[str, float] = {}
-        """When a transfer from each host ended last."""
-        self._coming: Counter[str] = Counter()
-        """Bytes that come from each host at this moment."""
+        self._hosts = SilentHosts(silent, time.monotonic())
         self._lock = threading.Lock()
-        """Around what comes."""
+        """Around what is expected of hosts."""
         self._few = mmap.mmap(-1, mmap.PAGESIZE)
         """Where the bytes arrive that tell whether a host answers; nobody looks at them."""
         self._few_at = ctypes.addressof(ctypes.c_char.from_buffer(self._few))
@@ -103,7 +91,7 @@ class DirectReads:
 
     def find(self, names: Sequence[str]) -> dict[str, Source]:
         """Where those of ``names`` are that lie in the memory of a host."""
-        return self._find(names) if self._reached or self._silent else {}
+        return self._find(names) if self._reached or self.silent() else {}
 
     def _find(self, names: Sequence[str]) -> dict[str, Source]:
         found = {}
@@ -127,11 +115,11 @@ class DirectReads:
 
     def is_silent(self, endpoint: str) -> bool:
         """Whether the host did not answer a short time ago."""
-        return time.monotonic() < self._silent.get(endpoint, 0.0)
+        return self._hosts.is_silent(endpoint, time.monotonic())
 
     def silent(self) -> list[str]:
         """All hosts of which that is so."""
-        return [endpoint for endpoint in list(self._silent) if self.is_silent(endpoint)]
+        return self._hosts.silent(time.monotonic())
 
     def call(self, threads: Executor, seconds: float, work: Callable[..., Any], names: list[str], *rest: Any) -> Any:
         """What a call ``work`` of Mooncake's own brings, which reads the objects ``names`` and may take so long.
@@ -142,9 +130,8 @@ class DirectReads:
         try:
             return threads.submit(work, names, *rest).result(seconds)
         except TimeoutError:
-            until = time.monotonic() + SILENT_SECONDS
             hosts = {source.endpoint for source in self._find(names).values()} - self._reached
-            self._silent.update(dict.fromkeys(hosts, until))
+            self._hosts.found_silent(hosts, time.monotonic())
             raise HostSilent from None
 
     def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | NotRead]:
@@ -183,7 +170,7 @@ class DirectReads:
             transfers.append(self._engine.batch_transfer_async_read(endpoint, [address], [at], [size]))
             at += size
         with self._lock:
-            self._coming[endpoint] += source.size
+            self._hosts.expect(endpoint, source.size)
         return transfers
 
     def ended(self, source: Source, transfers: Sequence[int]) -> bool:
@@ -200,23 +187,20 @@ class DirectReads:
                 waited = time.monotonic() - began
                 time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * waited))  # Mooncake tells nobody when it has ended
             else:
-                self._heard[source.endpoint] = time.monotonic()
+                self._hosts.heard(source.endpoint, time.monotonic())
             good = good and code == 1
         with self._lock:
-            self._coming[source.endpoint] -= source.size
+            self._hosts.expect(source.endpoint, -source.size)
         return good
 
     def _keeps_silent(self, source: Source, since: float) -> bool:
-        """Whether nothing comes from a host since then; it is left alone for a while if so."""
-        endpoint = source.endpoint
-        with self._lock:
-            patience = ANSWER_SECONDS + self._coming[endpoint] / LEAST_RATE
-        if time.monotonic() - max(since, self._heard.get(endpoint, since)) >= patience and not self.is_silent(endpoint):
+        """Whether the host is silent, which is asked for a few bytes where nothing comes from it since then."""
+        if self._hosts.is_doubtful(source.endpoint, since, time.monotonic()):
             if self._answers(source):
-                self._heard[endpoint] = time.monotonic()
+                self._hosts.heard(source.endpoint, time.monotonic())
             else:
-                self._silent[endpoint] = time.monotonic() + SILENT_SECONDS
-        return self.is_silent(endpoint)
+                self._hosts.found_silent([source.endpoint], time.monotonic())
+        return self.is_silent(source.endpoint)
 
     def _answers(self, source: Source) -> bool:
         """Whether a few bytes come from a host, which has others to send."""

@@ -24,8 +24,9 @@ from ems.pool.movement.hot_list import HotRun, merged
 from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
-from ems.pool.tiers.cluster.direct_reads import LEAST_RATE, DirectReads, HostSilent, NotRead
+from ems.pool.tiers.cluster.direct_reads import DirectReads, HostSilent, NotRead
 from ems.pool.tiers.cluster.objects import HEADER_BYTES, Objects, ObjectSeal
+from ems.pool.tiers.cluster.silent_hosts import LEAST_RATE
 
 AT_ONCE = 1024
 """Pages of one call to the store."""
