@@ -5,13 +5,15 @@ Network namespaces are the hosts, a third one has the master and asks.  Three st
 first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Ahead: the same with
 nodes that copy what another host used again before they are asked for it.  All rest for ``--rest`` seconds before step
 3.  Cold: prompts that nobody has seen, one at a time and in waves, in turns to an engine on the first host and to one
-without a pool there.  Save: the same where both have a node, which stores every page in the cluster as well, or in its
-memory only.  Fetch: rounds of 128 MiB from the first host to the second, by the tier into the segments of a node, and
-by Mooncake's ``batch_get_into``; and what it costs the first one's processor to store them.
+without a pool there.  Connector: the same in one engine, whose connector is taken out and put in again between two
+requests, so that what two engines differ by is not in the ratios.  Save: two engines whose node stores every page in
+the cluster as well, or in its memory only.  Fetch: rounds of 128 MiB from the first host to the second, by the tier
+into the segments of a node, and by Mooncake's ``batch_get_into``; and what it costs the first one's processor to store
+them.
 
-    python benchmarks/cluster.py [--parts fetch,save,cold,ems,ahead,mooncake] [--help]
+    python benchmarks/cluster.py [--parts fetch,save,cold,connector,ems,ahead,mooncake] [--help]
 
-``cold`` is of those of the last three that are named beside it, or of all.
+``cold`` and ``connector`` are of those of the last three that are named beside it, or of all.
 
 Needs root, for the namespaces.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import dataclasses
 import json
 import mmap
@@ -28,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from ctypes import addressof, c_char
 from functools import partial
@@ -44,8 +47,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.comparison.__main__ import options
 from benchmarks.comparison.pairs import compare
-from benchmarks.comparison.procedure import Bench, Pairs, Sizes, ThreeSteps, in_three_steps
+from benchmarks.comparison.procedure import QUIET_SECONDS, Bench, Pairs, Sizes, ThreeSteps, in_three_steps
 from benchmarks.comparison.usage import cpu_seconds
+from ems.bench.completions import Completion, CompletionClient
 from ems.cli.acts import ask
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
@@ -61,6 +65,7 @@ from tests.kit.tiers import key
 from tests.kit.tiny_model import SHAPES, Size, make_model
 from tests.kit.waiting import until
 
+CHECKOUT = Path(__file__).resolve().parents[1]
 ROUND_BYTES = 128 << 20
 READER_BYTES = 1 << 30
 """Memory of the node that fetches."""
@@ -77,7 +82,7 @@ CHUNK = 256
 """Tokens of a page."""
 SECONDS = 600.0
 COLUMNS = ("ems", "ahead", "mooncake")
-PARTS = ("fetch", "save", "cold", *COLUMNS)
+PARTS = ("fetch", "save", "cold", "connector", *COLUMNS)
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
@@ -94,6 +99,8 @@ class Scene:
         self.page_bytes = page_bytes
         self.stack = stack
         self.memory = memory
+        self.without: Path | None = None
+        """The file that takes the connector out of engines, where they can be without."""
         self.first, self.second, self.third = stack.enter_context(Hosts(3)).hosts
         with self.third.entered():
             self.master = stack.enter_context(MooncakeMaster(folder, address=self.third.address))
@@ -131,12 +138,20 @@ class Scene:
     def engine(
         self, host: Host, name: str, sizes: Sizes, config: dict[str, object] | None, environment: dict[str, str]
     ) -> VllmServer:
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": host.address, **environment}
+        if self.without is not None:
+            environment |= {
+                "EMS_BENCH_WITHOUT": str(self.without),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")])),
+                "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one keeps its connector elsewhere
+            }
         return VllmServer(
             make_model(self.folder / "model", self.model),
             log=self.folder / f"{name}.log",
             kv_transfer_config=config,
             options=options(sizes),
-            environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": host.address, **environment},
+            environment=environment,
+            module=None if self.without is None else "benchmarks.comparison.switched",
             address=host.address,
         )
 
@@ -204,15 +219,19 @@ def without_pool(scene: Scene, host: Host, name: str, sizes: Sizes, _stack: Exit
     return scene.engine(host, name, sizes, None, {})
 
 
-def cold(scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, lives: int) -> dict[str, str]:
-    """Cold prompts to the second of a pair of engines, to those to the first: ratios, with what encloses them.
+ByKind = dict[str, list[tuple[float, float]]]
+"""Pairs of seconds for each kind of request."""
+
+
+def in_lives(what: str, lives: int, measured: Callable[[int], ByKind]) -> dict[str, str]:
+    """Ratios of what is ``measured`` in each life, with what encloses them.
 
     Two engines that were started alike differ by more than what is looked for, so each life is named by itself, too.
     """
     taken: dict[str, list[list[tuple[float, float]]]] = {}
     for life in range(lives):
         say(f"{what}, life {life + 1} of {lives}")
-        for kind, pairs in _cold(scene, what, pair, sizes, life).items():
+        for kind, pairs in measured(life).items():
             taken.setdefault(kind, []).append(pairs)
     told = {}
     for kind, by_life in taken.items():
@@ -225,9 +244,12 @@ def cold(scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, lives: 
     return told
 
 
-def _cold(
-    scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, life: int
-) -> dict[str, list[tuple[float, float]]]:
+def cold(scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, lives: int) -> dict[str, str]:
+    """Cold prompts to the second of a pair of engines, to those to the first."""
+    return in_lives(what, lives, lambda life: _cold(scene, what, pair, sizes, life))
+
+
+def _cold(scene: Scene, what: str, pair: tuple[Make, Make], sizes: Sizes, life: int) -> ByKind:
     scene.wait_forgotten()
     with ExitStack() as stack:
         base, other = (
@@ -243,16 +265,80 @@ def _cold(
                 engine.wait_ready(SECONDS)
         with scene.third.entered():
             bench = Bench(other, None, base, list, True, sizes, lambda step: say(f"{what}: {step}"))
-            return asyncio.run(one_and_many(bench))
+            return asyncio.run(_by_turns(bench))
 
 
-async def one_and_many(bench: Bench) -> dict[str, list[tuple[float, float]]]:
+async def _by_turns(bench: Bench) -> ByKind:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
-        pairs = Pairs(bench, session)
-        return {
-            "cold request, TTFT": await pairs.cold(),
-            f"wave of {bench.sizes.concurrency} cold requests, TTFT": await pairs.waves(),
-        }
+        return await one_and_many(Pairs(bench, session), bench.sizes)
+
+
+class Switched(CompletionClient):
+    """Asks an engine that is ``connected``, or is so no more while the file ``without`` is there."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, without: Path, *, connected: bool) -> None:
+        super().__init__(session, url)
+        self._without = without
+        self._connected = connected
+
+    async def complete(self, model: str, prompt: Sequence[int], max_tokens: int) -> Completion:
+        if self._connected:
+            self._without.unlink(missing_ok=True)
+        else:
+            self._without.touch()
+        return await super().complete(model, prompt, max_tokens)
+
+
+class SwitchedPairs(Pairs):
+    """The pairs of one engine, with its connector and without."""
+
+    def __init__(self, bench: Bench, session: aiohttp.ClientSession, without: Path) -> None:
+        super().__init__(bench, session)
+        self._client = Switched(session, bench.first.url, without, connected=True)
+        self._base = Switched(session, bench.first.url, without, connected=False)
+
+    async def check(self, objects: Callable[[], float]) -> None:
+        """See that the connector comes and goes, by how many ``objects`` the cluster has."""
+        for client in (self._client, self._base, self._client):
+            before = objects()
+            await self._ask(client, self._prompt(self._sizes.cold_tokens), 4)
+            await asyncio.sleep(QUIET_SECONDS)
+            if (objects() > before) != (client is self._client):
+                raise SystemExit("this release of vLLM does not let go of its connector, leave the part connector out")
+
+
+def connector(scene: Scene, part: str, sizes: Sizes, lives: int) -> dict[str, str]:
+    """Cold prompts to an engine, to those to itself without its connector."""
+    switchable = copy.copy(scene)
+    switchable.without = without = scene.folder / "without"
+
+    async def measured(bench: Bench) -> ByKind:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
+            pairs = SwitchedPairs(bench, session, without)
+            await pairs.check(lambda: scene.master.metrics()["master_key_count"])
+            return await one_and_many(pairs, sizes)
+
+    def alive(life: int) -> ByKind:
+        scene.wait_forgotten()
+        without.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            engine = MAKE[part](switchable, scene.first, f"{part}-connector-{life}", sizes, stack)
+            stack.callback(engine.stop)
+            with scene.first.entered():
+                engine.start()
+            with scene.third.entered():
+                engine.wait_ready(SECONDS)
+                bench = Bench(engine, None, engine, list, True, sizes, lambda step: say(f"{part}-connector: {step}"))
+                return asyncio.run(measured(bench))
+
+    return in_lives(f"{part}-connector", lives, alive)
+
+
+async def one_and_many(pairs: Pairs, sizes: Sizes) -> ByKind:
+    return {
+        "cold request, TTFT": await pairs.cold(),
+        f"wave of {sizes.concurrency} cold requests, TTFT": await pairs.waves(),
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- fetch
@@ -396,6 +482,7 @@ def report(
     moved: dict[str, Moved],
     own: dict[int, float],
     colds: dict[str, dict[str, str]],
+    connectors: dict[str, dict[str, str]],
     saves: dict[str, str],
 ) -> Table:
     rows: list[list[str]] = []
@@ -415,9 +502,10 @@ def report(
                 "mooncake": [own[three.input_tokens] * 1e3],
             }
             rows.append([f"{tokens}, TTFT3 - TTFT2; own call, ms", *cells(more, "{:.1f}", "ems")])
-    for kind in next(iter(colds.values()), {}):
-        ratios = [colds[part][kind] if part in colds else "-" for part in COLUMNS]
-        rows += [[f"{kind}, to no pool's", *ratios, "", ""]]
+    for told, beside in ((colds, "to no pool's"), (connectors, "to its own without the connector")):
+        for kind in next(iter(told.values()), {}):
+            ratios = [told[part][kind] if part in told else "-" for part in COLUMNS]
+            rows += [[f"{kind}, {beside}", *ratios, "", ""]]
     for what, ratio in saves.items():
         rows.append([f"{what}, saved in the cluster / in memory", ratio, *[""] * 4])
     if moved:
@@ -522,11 +610,14 @@ def main() -> int:
             part: cold(scene, f"{part}-cold", (without_pool, MAKE[part]), sizes, given.lives)
             for part in (named if "cold" in parts else ())
         }
+        connectors = {
+            part: connector(scene, part, sizes, given.lives) for part in (named if "connector" in parts else ())
+        }
         own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
         for part in COLUMNS:
             if part in parts:
                 found[part] = examine(scene, part, sizes, given.rounds)
-    sys.stdout.write("\n".join(report(found, moved, own, colds, saves).lines(None)) + "\n")
+    sys.stdout.write("\n".join(report(found, moved, own, colds, connectors, saves).lines(None)) + "\n")
     return 0
 
 
