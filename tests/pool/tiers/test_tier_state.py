@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from structlog.testing import capture_logs
 
 from ems.pool.movement.promotion import Portion
 from ems.pool.pages import ClusterWrite, Page
@@ -52,8 +53,28 @@ def hangs(state: TierState, *, reading: bool) -> Job:
         state.writes[late] = []
     assert state.hung(11.0) == [late]
     late.abandoned = True
-    state.cut(state.reading if reading else state.writing, "it hangs", 11.0)
+    state.cut("it hangs", 11.0, state.reading if reading else state.writing)
     return late
+
+
+def test_a_tier_that_fails_and_comes_back_is_told_of_once(state: TierState) -> None:
+    """It fails in both directions where it is looked at; a newcomer took the second line for a second failure."""
+    with capture_logs() as told:
+        state.cut("it fails", 1.0, state.reading, state.writing)
+        state.cut("it fails again", 2.0, state.writing)
+        state._clock = lambda: LONG
+        for turn in range(3):
+            state.keep(LONG + turn * 1e3)
+            probe = state._keeping
+            assert probe is not None
+            probe.result(10)
+            state._tried(probe)
+            if state.reading.open:
+                break
+    assert [(one["event"], one["direction"]) for one in told] == [
+        ("a tier does not work and is left alone", "reading and writing"),
+        ("a tier works again", "reading and writing"),
+    ]
 
 
 @pytest.mark.parametrize("reading", [True, False])
@@ -68,7 +89,7 @@ def test_no_probe_while_a_thread_hangs(state: TierState, reading: bool) -> None:
 
 def test_good_probes_open_only_the_direction_whose_threads_are_back(state: TierState) -> None:
     hangs(state, reading=True)
-    state.cut(state.writing, "it fails", 11.0)
+    state.cut("it fails", 11.0, state.writing)
     state._clock = lambda: LONG
     for turn in range(3):
         state.keep(LONG + turn * 1e3)
@@ -103,7 +124,7 @@ def test_what_was_measured_before_a_tier_was_cut_out_is_forgotten(state: TierSta
     for size in range(1, 10):
         state.speed.fetched.add(size, size * 1.0, LONG)
     assert state.speed.expected(100, 0, 1, LONG) > 0
-    state.cut(state.reading, "the link is slow, and then it is cut", 11.0)
+    state.cut("the link is slow, and then it is cut", 11.0, state.reading)
     state._clock = lambda: LONG
     for turn in range(3):
         state.keep(LONG + turn * 1e3)

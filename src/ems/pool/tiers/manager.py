@@ -501,7 +501,7 @@ class TierManager:
         self._pump_soon()
 
     def _cut_reading(self, state: TierState, reason: str, now: float) -> None:
-        state.cut(state.reading, reason, now)
+        state.cut(reason, now, state.reading)
         self._promotions.cut(state.number)
         state.questions.drop()
         self._due = {place: again for place, again in self._due.items() if place[0] != state.number}
@@ -612,7 +612,7 @@ class TierManager:
             self._host.core.reading.release(self._writer, unit.lease)
 
     def _cut_writing(self, state: TierState, reason: str, now: float) -> None:
-        state.cut(state.writing, reason, now)
+        state.cut(reason, now, state.writing)
         self._let_go(state, state.write_back.give_back_all())
 
     # For an administrator, to whom tiers have numbers, from the top

@@ -100,12 +100,11 @@ class TierState:
 
     # Health
 
-    def cut(self, gate: Gate, reason: str, now: float) -> None:
-        """The tier failed in the direction of ``gate``."""
-        if gate.failed(reason, now):
-            _log.warning(
-                "a tier does not work and is left alone", tier=self.config.name, direction=gate.direction, reason=reason
-            )
+    def cut(self, reason: str, now: float, *gates: Gate) -> None:
+        """The tier failed in the directions of ``gates``."""
+        if cut := [gate.direction for gate in gates if gate.failed(reason, now)]:
+            told = {"tier": self.config.name, "direction": " and ".join(cut), "reason": reason}
+            _log.warning("a tier does not work and is left alone", **told)
 
     def hung(self, now: float) -> list[Job]:
         """Jobs that take longer than the tier may, which count as failures."""
@@ -114,16 +113,12 @@ class TierState:
         if keeping is not None and not keeping.abandoned and keeping.runs_for(now) > KEEPER_PATIENCE * limit:
             keeping.abandoned = True
             self.counts["hung"] += 1
-            self._cut_all("a look at what is there hangs", now)
+            self.cut("a look at what is there hangs", now, self.reading, self.writing)
             for errand in self._errands:
                 errand.abandoned = errand.cancel()
             self._errands.clear()
         self.counts["hung"] += len(late)
         return late
-
-    def _cut_all(self, reason: str, now: float) -> None:
-        for gate in (self.reading, self.writing):
-            self.cut(gate, reason, now)
 
     # Keeping order
 
@@ -167,7 +162,7 @@ class TierState:
     def _did_errand(self, errand: Job) -> None:
         now = self._clock()
         if reason := self._kept(errand):
-            self.cut(self.writing, reason, now)
+            self.cut(reason, now, self.writing)
         self.keep(now)
 
     def look_soon(self) -> None:
@@ -180,16 +175,17 @@ class TierState:
 
     def _tried(self, job: Job) -> None:
         reason, now = self._kept(job), self._clock()
-        for gate in self._probed:
-            if gate.probed(reason, now):
-                if gate is self.reading:
-                    self.speed.forget()
-                _log.info("a tier works again", tier=self.config.name, direction=gate.direction)
+        works = [gate for gate in self._probed if gate.probed(reason, now)]
+        if self.reading in works:
+            self.speed.forget()
+        if works:
+            direction = " and ".join(gate.direction for gate in works)
+            _log.info("a tier works again", tier=self.config.name, direction=direction)
 
     def _looked(self, job: Job) -> None:
         reason, now = self._kept(job), self._clock()
         if reason:
-            self._cut_all(reason, now)
+            self.cut(reason, now, self.reading, self.writing)
             return
         pause = self.config.refresh_seconds * (1 if self.missed else IDLE_FACTOR)
         self.missed = False
