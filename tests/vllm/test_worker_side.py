@@ -161,6 +161,20 @@ def test_a_save_leaves_the_processor_to_the_output_of_its_step(
     assert node.counters["pages_committed"] == 0
     worker.begin(QUIET)
     wait_for(lambda: node.counters["pages_committed"] == 2, "the pages are stored")
+    worker.end()
+
+    worker.begin(StepMetadata(saves=[Save(2, "s", 0, chain.parent(0), chain.tails(0, 2), [[5, 6]])]))
+    worker.computed()
+    worker.end()
+    saver = worker._saver
+    assert saver is not None
+    over: list[int] = []
+
+    def ended() -> bool:
+        over.extend(saver.take_over())
+        return 2 in over
+
+    wait_for(ended, "what is there already does not wait to be copied")
 
 
 def test_what_ended_is_told_in_a_quiet_step_and_once(worker: WorkerSide) -> None:

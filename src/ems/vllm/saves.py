@@ -33,7 +33,7 @@ from ems.vllm.requests import Save
 COMPUTE_SECONDS = 600.0
 """How long a save waits for the forward pass that fills its blocks; over that the engine is taken for dead."""
 OUTPUT_SECONDS = 0.02
-"""How long a save that takes the processor itself waits at most until its step's output has left the engine."""
+"""How long a save that takes the processor itself waits at most until the engine goes on to its next step."""
 SILENT_SECONDS = 0.5
 """How long the pool may leave a call unanswered before saves that hold many blocks end without it."""
 HELD_SHARE = 8
@@ -72,6 +72,11 @@ class SaveJob:
         self.seconds = 0.0
         self._lock = threading.Lock()
 
+    @property
+    def copies(self) -> bool:
+        """Whether anything of it may still be to be copied."""
+        return not self.cancelled and (self.reservation is not None or self.again)
+
     def cancel(self, device: Device) -> None:
         """Stop before the next copies; when this returns no copy from the job's blocks is running."""
         with self._lock:
@@ -89,12 +94,15 @@ class SaveJob:
 class SaveBatch:
     """The saves of one step: reserved while the step computes, copied once it has, or layer by layer meanwhile."""
 
-    def __init__(self, jobs: list[SaveJob], *, by_layer: bool) -> None:
+    def __init__(self, jobs: list[SaveJob], *, by_layer: bool, yields: bool = False) -> None:
         self.jobs = jobs
         self.by_layer = by_layer
         self.progress = Progress()
         self.next_step = threading.Event()
-        """Whether the engine has gone on to another step, so that nobody waits for the output of this one."""
+        """Whether the engine has gone on to another step, so that nobody waits for the output of this one.  Always so
+        where the batch does not ``yield`` to it."""
+        if not yields:
+            self.next_step.set()
 
     def call_off(self) -> None:
         """The engine stops before it computed the step: nothing of it is to be copied."""
@@ -142,9 +150,11 @@ class Saver:
         self._lane: Lane[SaveBatch, SaveResult] = Lane("ems-save", self._run)
         self._lane.start()
 
-    def start(self, saves: Sequence[Save]) -> SaveBatch:
+    def start(self, saves: Sequence[Save], *, yields: bool = False) -> SaveBatch:
+        """Store ``saves``, of a step whose output goes first where they ``yield``: until :meth:`step_begins`."""
         jobs = [SaveJob(save, plane) for save in saves for plane in self._planes]
-        batch = self._latest = SaveBatch(jobs, by_layer=self._by_layer)
+        yields = yields and self._device.at_once and not self._by_layer
+        batch = self._latest = SaveBatch(jobs, by_layer=self._by_layer, yields=yields)
         with self._lock:
             for job in jobs:
                 self._open.setdefault(job.save.number, []).append(job)
@@ -152,7 +162,10 @@ class Saver:
         return batch
 
     def step_begins(self) -> None:
-        """The engine has begun a step: the output of the one before has left, and its saves may take the processor."""
+        """The engine has gone on to another step: saves of the one before may take the processor.
+
+        Where steps are launched one by one the output of that one has left by then.
+        """
         if self._latest is not None:
             self._latest.next_step.set()
 
@@ -202,6 +215,7 @@ class Saver:
 
     def call_off(self) -> None:
         """No save reads blocks any more, and none commits what it read: the engine may have begun to clear them."""
+        self.step_begins()
         with self._lock:
             jobs = list(chain.from_iterable(self._open.values()))
         for job in jobs:
@@ -236,7 +250,7 @@ class Saver:
             batch.call_off()
         else:
             self._device.wait_for(mark)
-            if self._device.at_once and not batch.by_layer:
+            if any(job.copies for job in batch.jobs):
                 batch.next_step.wait(OUTPUT_SECONDS)
         for job in batch.jobs:
             self._guarded(self._store if not batch.by_layer else self._publish, job)

@@ -203,6 +203,17 @@ def test_a_store_that_takes_a_moment_is_waited_for(
     wait_for(lambda: node.counters["pages_committed"] == 30, "the pages are committed")
 
 
+def test_stores_do_not_wait_for_the_output_of_a_step(
+    engines: tuple[Engine, Engine], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM hands them out when the next step begins already; a flush of two that waited stored next to nothing."""
+    monkeypatch.setattr("ems.vllm.saves.OUTPUT_SECONDS", 60.0)
+    monkeypatch.setattr("ems.vllm.offloading.worker.FLUSH_SECONDS", 30.0)
+    one, _ = engines
+    one.worker.wait({one.begin_store(name, list(range(8))) for name in ("first", "second")})
+    wait_for(lambda: node.counters["pages_committed"] == 12, "all pages are stored")
+
+
 def test_a_load_from_a_node_that_is_gone_fails_whole(engines: tuple[Engine, Engine], node: Node) -> None:
     one, two = engines
     one.store(node, "a", list(range(8)))

@@ -239,7 +239,7 @@ class Shelf(Registrar):
 def test_a_list_that_was_read_before_it_was_cleared_is_not_written_back() -> None:
     shelf = Shelf()
     objects = Objects(SealKeys(b"a secret of sixteen", encrypts=False))
-    mover = Mover(shelf, DirectReads(shelf, None), objects, None, None)
+    mover = Mover(shelf, DirectReads(shelf, None, {}), objects, None, None)
     mine, other = Lane(mover), Lane(mover)
 
     def share(key: bytes) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ OBJECTS = Objects(SealKeys(b"a secret of sixteen", encrypts=False))
 MISSING = -704
 FEW = 256
 HOST, OTHER = "192.0.2.1:1234", "192.0.2.2:1234"
+NOBODY: Mapping[str, float] = MappingProxyType({})
 
 
 class FakeCluster:
@@ -50,6 +53,8 @@ class FakeCluster:
         """Questions after each transfer until it has ended."""
         self.hangs: set[str] = set()
         """Hosts whose transfers do not end."""
+        self.refused: set[str] = set()
+        """The same, and which refuse whoever asks for a few bytes: they have started anew."""
         self.transfers: list[int] = []
         """For each, how often its end is still not there."""
         self._arrives: list[tuple[int, bytes]] = []
@@ -136,7 +141,10 @@ class FakeCluster:
         content = self.objects[name][start : start + size]
         ctypes.memset(target, 0xA5, size)
         self._arrives.append((target, bytes(size) if name in self.moved else content))
-        self.transfers.append(1 << 30 if host in self.hangs else self.slow if size > FEW else self.pending)
+        if host in self.refused and size <= 64:
+            self.fails.add(len(self.transfers) + 1)
+        hangs = host in self.hangs or (host in self.refused and size > 64)
+        self.transfers.append(1 << 30 if hangs else self.slow if size > FEW else self.pending)
         self.most_under_way = max(self.most_under_way, sum(left >= 0 for left in self.transfers))
         return len(self.transfers)
 
@@ -156,9 +164,11 @@ class FakeCluster:
 class Host:
     """One that fetches from ``cluster`` into a segment of its own."""
 
-    def __init__(self, cluster: FakeCluster, *silent: str, mapped: bool = True, pages: int = 16) -> None:
-        mover = Mover(cluster, DirectReads(cluster, cluster, silent), OBJECTS, None, None)
-        self.lane = Lane(mover)
+    def __init__(
+        self, cluster: FakeCluster, silent: Mapping[str, float] = NOBODY, *, mapped: bool = True, pages: int = 16
+    ) -> None:
+        self.reads = DirectReads(cluster, cluster, silent)
+        self.lane = Lane(Mover(cluster, self.reads, OBJECTS, None, None))
         self.file = os.memfd_create("ems-direct")
         os.truncate(self.file, pages * PAGE)
         self.lane.answer(calls.Attach(1, pages * PAGE, mapped=mapped), [os.dup(self.file)])
@@ -317,7 +327,7 @@ def test_nothing_is_copied_through_memory_that_bytes_may_still_arrive_in(
 
 def test_without_an_engine_of_our_own_nothing_is_asked(cluster: FakeCluster) -> None:
     name, _ = put(cluster, "a")
-    reads = DirectReads(cluster, None)
+    reads = DirectReads(cluster, None, {})
     reads.reached([name])
     assert reads.find([name]) == {}
 
@@ -332,7 +342,7 @@ def test_a_transfer_that_could_not_be_begun_is_none_that_ended_well(cluster: Fak
         return 1
 
     engine = SimpleNamespace(batch_transfer_async_read=lambda *_: next(begun), transfer_check_status=check)
-    reads = DirectReads(cluster, engine)
+    reads = DirectReads(cluster, engine, {})
     reads.reached([name])
     source = reads.find([name])[name]
     assert not reads.ended(source, reads.begin(source, [0, 0], [HEADER_BYTES, PAGE]))
@@ -340,7 +350,7 @@ def test_a_transfer_that_could_not_be_begun_is_none_that_ended_well(cluster: Fak
 
 
 def test_what_mooncake_calls_neither_good_nor_bad_may_still_arrive(cluster: FakeCluster) -> None:
-    reads = DirectReads(cluster, SimpleNamespace(transfer_check_status=lambda _number: -2))
+    reads = DirectReads(cluster, SimpleNamespace(transfer_check_status=lambda _number: -2), {})
     assert not reads.ended(Source(HOST, 0, 2, only=True), [1, 2])
 
 
@@ -451,13 +461,41 @@ def test_a_host_that_hangs_costs_its_pages_and_no_others(cluster: FakeCluster) -
 
     answer = host.fetch("a", "b", "c", "d")
     assert answer.codes == [Outcome.DONE, Outcome.MISSING, Outcome.DONE, Outcome.MISSING]
-    assert (answer.unsafe, answer.silent, len(cluster.own_calls)) == (True, [OTHER], 2)
+    assert (answer.unsafe, list(answer.silent), len(cluster.own_calls)) == (True, [OTHER], 2)
 
-    successor = Host(cluster, OTHER)
+    successor = Host(cluster, answer.silent)
     answer = successor.fetch("b", "c", "d")
     assert answer.codes == [Outcome.MISSING, Outcome.DONE, Outcome.MISSING]
-    assert (answer.unsafe, answer.silent) == (False, [])
+    assert (answer.unsafe, answer.silent) == (False, {})
     assert cluster.own_calls[2:] == [[seal_name("c")]], "of what may lie there nobody is asked"
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["hangs", "refuses"])
+def test_a_host_that_lost_its_connections_counts_as_silent(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """Of one that was switched off and on again what was begun never ends, and what is asked now is refused."""
+    for module in ("direct_reads", "silent_hosts"):
+        monkeypatch.setattr(f"ems.pool.tiers.cluster.{module}.ANSWER_SECONDS", 0.01)
+    host = Host(cluster)
+    put(cluster, "a")
+    host.fetch("a")
+    put(cluster, "b")
+    (cluster.refused if refuses else cluster.hangs).add(HOST)
+    answer = host.fetch("b")
+    assert (answer.codes, answer.unsafe, list(answer.silent)) == ([Outcome.MISSING], True, [HOST])
+
+
+def test_transfers_that_fail_are_no_sign_of_life(cluster: FakeCluster) -> None:
+    host = Host(cluster)
+    for name in ("a", "b"):
+        put(cluster, name)
+    host.fetch("a")
+    heard = dict(host.reads._hosts._heard)
+    cluster.fails = set(range(1, 100))
+    host.fetch("b")
+    assert len(cluster.transfers) > 0
+    assert host.reads._hosts._heard == heard
 
 
 def test_a_host_behind_a_slow_link_does_not_count_as_silent(
@@ -529,7 +567,7 @@ def test_a_host_that_hangs_when_mooncake_first_reaches_it_is_left_alone(
 
     answer = host.fetch("b") if fetches else host.lane.answer(calls.FindTails(SPACE, [key("b")]), [])
 
-    assert (answer.unsafe, answer.silent) == (True, [OTHER])
+    assert (answer.unsafe, list(answer.silent)) == (True, [OTHER])
     assert answer.codes == ([Outcome.MISSING] if fetches else [])
     over.set()
 
@@ -552,7 +590,7 @@ def test_of_two_places_that_which_answers_is_read(cluster: FakeCluster) -> None:
     name, _ = put(cluster, "a")
     other, _ = put(cluster, "b")
     cluster.hosts = {name: [HOST, OTHER], other: [OTHER]}
-    host = Host(cluster, HOST)
+    host = Host(cluster, {HOST: math.inf})
     host.fetch("b")
     answer = host.fetch("a")
     assert (answer.codes, answer.direct) == ([Outcome.DONE], 1)

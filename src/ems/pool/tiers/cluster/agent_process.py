@@ -207,7 +207,7 @@ class Agents:
         self._last_number = 0
         self._gone: collections.deque[int] = collections.deque()
         """Segments whose files nobody needs any more."""
-        self._silent: tuple[str, ...] = ()
+        self._silent: dict[str, float] = {}
         """Hosts that did not answer when the last agent that moved pages had to be ended for it."""
         self.starts = 0
         self.leaving = False
@@ -252,7 +252,7 @@ class Agents:
                 reach(config.master_server_address)
                 own = self._giver.hostname if self._giver is not None else ""
                 preferred = (own,) if self._own_place and own else ()
-                silent, self._silent = self._silent, ()
+                silent, self._silent = self._silent, {}
                 start = msgspec.structs.replace(self._start, preferred=preferred, own=own, silent=silent)
                 self._mover = AgentProcess(start, self._lane_count)
                 self.starts += 1
@@ -303,7 +303,7 @@ class Agents:
             self._fail(mover)
             raise TierFailed(f"Mooncake's client ended in the middle of a call{mover.defect()}") from error
         if answer.unsafe:
-            self._silent = tuple(answer.silent)
+            self._silent = answer.silent
             self._fail(mover, call)
         else:
             mover.free.put(lane)

@@ -30,7 +30,7 @@ class Start(Call, frozen=True, tag=True):
     """Become a client of the cluster: one that ``gives`` it memory, or one that moves pages.
 
     ``secrets`` seal pages, by tenant or the only one under an empty name; pages go to the memory of ``preferred`` hosts
-    first, ``replicas`` times; the cluster calls what this host lends ``own``.  The hosts ``silent`` are left alone.
+    first, ``replicas`` times; the cluster calls what this host lends ``own``.  Hosts are ``silent`` until then.
     """
 
     config: MooncakeConfig
@@ -39,7 +39,7 @@ class Start(Call, frozen=True, tag=True):
     preferred: tuple[str, ...] = ()
     own: str = ""
     replicas: int = 1
-    silent: tuple[str, ...] = ()
+    silent: dict[str, float] = {}
 
 
 class Attach(Call, frozen=True, tag=True):
@@ -144,8 +144,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What came of a call: a number for each key, :class:`~ems.pool.tiers.answers.Outcome` where pages move.
 
     ``unsafe`` says that something may still write into the memory of this call; ``error`` is why all of it failed;
-    ``direct`` of the pages that were fetched came without a call of Mooncake's own; hosts that are ``silent`` did not
-    answer.
+    ``direct`` of the pages that were fetched came without a call of Mooncake's own; hosts are ``silent`` until then.
     """
 
     codes: list[int] = []
@@ -156,7 +155,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     unsafe: bool = False
     error: str = ""
     direct: int = 0
-    silent: list[str] = []
+    silent: dict[str, float] = {}
 
 
 Calls = Start | Attach | Detach | Exist | Fetch | Store | FindTails | ListTails | ShareHot | Clear | Probe | Mark

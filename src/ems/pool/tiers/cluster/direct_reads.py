@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from enum import Enum
 from typing import Any, NamedTuple
@@ -72,15 +72,15 @@ def make_engine(config: MooncakeConfig, hostname: str) -> Any:
 class DirectReads:
     """Of objects that ``store`` knows, by its ``engine``; None does nothing.  Each lane waits in a thread of its own.
 
-    Sizes are bytes, addresses are those of this process and, in :class:`Source`, of the other host's.  The hosts
-    ``silent`` are left alone at first.
+    Sizes are bytes, addresses are those of this process and, in :class:`Source`, of the other host's.  Hosts are
+    ``silent`` until then, by this system's monotonic clock.
     """
 
-    def __init__(self, store: Any, engine: Any, silent: Iterable[str] = ()) -> None:
+    def __init__(self, store: Any, engine: Any, silent: Mapping[str, float]) -> None:
         self._store = store
         self._engine = engine
         self._reached: set[str] = set()
-        self._hosts = SilentHosts(silent, time.monotonic())
+        self._hosts = SilentHosts(silent)
         self._lock = threading.Lock()
         """Around what is expected of hosts."""
         self._few = mmap.mmap(-1, mmap.PAGESIZE)
@@ -117,8 +117,8 @@ class DirectReads:
         """Whether the host did not answer a short time ago."""
         return self._hosts.is_silent(endpoint, time.monotonic())
 
-    def silent(self) -> list[str]:
-        """All hosts of which that is so."""
+    def silent(self) -> dict[str, float]:
+        """All hosts of which that is so, and until when they are left alone."""
         return self._hosts.silent(time.monotonic())
 
     def call(self, threads: Executor, seconds: float, work: Callable[..., Any], names: list[str], *rest: Any) -> Any:
@@ -127,11 +127,12 @@ class DirectReads:
         Raises HostSilent: it does not come to an end.  The hosts that it may be the first to reach are left alone then,
         and bytes may still arrive.
         """
+        began = time.monotonic()
         try:
             return threads.submit(work, names, *rest).result(seconds)
         except TimeoutError:
             hosts = {source.endpoint for source in self._find(names).values()} - self._reached
-            self._hosts.found_silent(hosts, time.monotonic())
+            self._hosts.found_silent(hosts, began, time.monotonic())
             raise HostSilent from None
 
     def read(self, names: Sequence[str], address: int, view: memoryview) -> list[bytes | NotRead]:
@@ -184,9 +185,9 @@ class DirectReads:
             while transfer and not (code := self._engine.transfer_check_status(transfer)):
                 if self._keeps_silent(source, began):
                     break
-                waited = time.monotonic() - began
-                time.sleep(max(LEAST_SLEEP_SECONDS, SLEEP_SHARE * waited))  # Mooncake tells nobody when it has ended
-            else:
+                pause = SLEEP_SHARE * (time.monotonic() - began)
+                time.sleep(max(LEAST_SLEEP_SECONDS, pause))  # Mooncake tells nobody when it has ended
+            if code == 1:
                 self._hosts.heard(source.endpoint, time.monotonic())
             good = good and code == 1
         with self._lock:
@@ -195,20 +196,18 @@ class DirectReads:
 
     def _keeps_silent(self, source: Source, since: float) -> bool:
         """Whether the host is silent, which is asked for a few bytes where nothing comes from it since then."""
-        if self._hosts.is_doubtful(source.endpoint, since, time.monotonic()):
-            if self._answers(source):
-                self._hosts.heard(source.endpoint, time.monotonic())
-            else:
-                self._hosts.found_silent([source.endpoint], time.monotonic())
+        if self._hosts.is_doubtful(source.endpoint, since, asked := time.monotonic()) and not self._answers(source):
+            self._hosts.found_silent([source.endpoint], asked, time.monotonic())
         return self.is_silent(source.endpoint)
 
     def _answers(self, source: Source) -> bool:
         """Whether a few bytes come from a host, which has others to send."""
-        size = min(source.size, 64)
-        transfer = self._engine.batch_transfer_async_read(source.endpoint, [self._few_at], [source.address], [size])
+        place, size, code = [self._few_at], [min(source.size, 64)], 0
+        transfer = self._engine.batch_transfer_async_read(source.endpoint, place, [source.address], size)
         until = time.monotonic() + ANSWER_SECONDS
-        while transfer and time.monotonic() < until:
-            if self._engine.transfer_check_status(transfer):
-                return True
+        while transfer and not code and time.monotonic() < until:
             time.sleep(ANSWER_SECONDS / 100)  # bounded by ANSWER_SECONDS: Mooncake tells nobody when it has ended
-        return False
+            code = self._engine.transfer_check_status(transfer)
+        if code == 1:
+            self._hosts.heard(source.endpoint, time.monotonic())
+        return code == 1

@@ -213,14 +213,14 @@ class Lane:
             return calls.Answer([Outcome.WRONG_KEY] * len(call.pages), [0] * len(call.pages))
         codes: list[int] = []
         sums: list[int] = []
-        unsafe, direct, silent = False, 0, list[str]()
+        unsafe, direct, silent = False, 0, dict[str, float]()
         for pages in self._parts(call):
             part = move(seal, pages, self._memory(call, pages))
             codes += part.codes
             sums += part.sums
             unsafe = unsafe or part.unsafe
             direct += part.direct
-            silent += part.silent
+            silent |= part.silent
             if unsafe:  # bytes may still arrive where the next part would be copied from
                 break
         rest = len(call.pages) - len(codes)
@@ -292,7 +292,7 @@ class Lane:
             fetched = len(there)
             reads.reached(there)
         codes, sums = [int(outcome) for outcome, _ in answers], [checksum for _, checksum in answers]
-        direct, silent = codes.count(Outcome.DONE) - fetched, reads.silent() if unsafe else []
+        direct, silent = codes.count(Outcome.DONE) - fetched, reads.silent() if unsafe else {}
         return calls.Answer(codes, sums, unsafe=unsafe, direct=direct, silent=silent)
 
     def _fetch_rest(

@@ -172,9 +172,7 @@ class ClusterTier:
                 self._see(name)  # 'ems clear' takes out what the node had to do with
         try:
             found = self._agents.call(calls.ShareHot(lists), SHARE_SECONDS)
-        except (
-            TierFailed
-        ):  # one host may have the lists, and not answer: that is nothing to leave the cluster alone for
+        except TierFailed:  # one host may have the lists, and not answer: no reason to leave the cluster alone
             with self._lock:
                 self._counts["hot_lists_failed"] += 1
             return {}
