@@ -94,14 +94,14 @@ class SaveJob:
 class SaveBatch:
     """The saves of one step: reserved while the step computes, copied once it has, or layer by layer meanwhile."""
 
-    def __init__(self, jobs: list[SaveJob], *, by_layer: bool, yields: bool = False) -> None:
+    def __init__(self, jobs: list[SaveJob], *, by_layer: bool, after_output: bool = False) -> None:
         self.jobs = jobs
         self.by_layer = by_layer
         self.progress = Progress()
         self.next_step = threading.Event()
         """Whether the engine has gone on to another step, so that nobody waits for the output of this one.  Always so
-        where the batch does not ``yield`` to it."""
-        if not yields:
+        where the batch is not to come ``after_output``."""
+        if not after_output:
             self.next_step.set()
 
     def call_off(self) -> None:
@@ -150,11 +150,11 @@ class Saver:
         self._lane: Lane[SaveBatch, SaveResult] = Lane("ems-save", self._run)
         self._lane.start()
 
-    def start(self, saves: Sequence[Save], *, yields: bool = False) -> SaveBatch:
-        """Store ``saves``, of a step whose output goes first where they ``yield``: until :meth:`step_begins`."""
+    def start(self, saves: Sequence[Save], *, after_output: bool = False) -> SaveBatch:
+        """Store ``saves`` of one step; those ``after_output`` take the processor from :meth:`step_begins` on."""
         jobs = [SaveJob(save, plane) for save in saves for plane in self._planes]
-        yields = yields and self._device.at_once and not self._by_layer
-        batch = self._latest = SaveBatch(jobs, by_layer=self._by_layer, yields=yields)
+        after_output = after_output and self._device.at_once and not self._by_layer
+        batch = self._latest = SaveBatch(jobs, by_layer=self._by_layer, after_output=after_output)
         with self._lock:
             for job in jobs:
                 self._open.setdefault(job.save.number, []).append(job)

@@ -140,7 +140,7 @@ class WorkerSide:
         else:
             self.call_off(step)
             if step.saves:
-                self._batch = self._saver.start(step.saves, yields=True)
+                self._batch = self._saver.start(step.saves, after_output=True)
                 self.in_layers = self._batch.by_layer
         if self._devices.load.at_once:
             # Nothing of an earlier step still runs on this device, so loads need not wait for the launch.

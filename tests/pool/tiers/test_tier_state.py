@@ -57,20 +57,25 @@ def hangs(state: TierState, *, reading: bool) -> Job:
     return late
 
 
+def try_out(state: TierState) -> None:
+    """Three good probes, or fewer where both directions are open by then."""
+    state._clock = lambda: LONG
+    for turn in range(3):
+        state.keep(LONG + turn * 1e3)
+        probe = state._keeping
+        assert probe is not None
+        probe.result(10)
+        state._tried(probe)
+        if state.reading.open and state.writing.open:
+            return
+
+
 def test_a_tier_that_fails_and_comes_back_is_told_of_once(state: TierState) -> None:
     """It fails in both directions where it is looked at; a newcomer took the second line for a second failure."""
     with capture_logs() as told:
         state.cut("it fails", 1.0, state.reading, state.writing)
         state.cut("it fails again", 2.0, state.writing)
-        state._clock = lambda: LONG
-        for turn in range(3):
-            state.keep(LONG + turn * 1e3)
-            probe = state._keeping
-            assert probe is not None
-            probe.result(10)
-            state._tried(probe)
-            if state.reading.open:
-                break
+        try_out(state)
     assert [(one["event"], one["direction"]) for one in told] == [
         ("a tier does not work and is left alone", "reading and writing"),
         ("a tier works again", "reading and writing"),
@@ -90,13 +95,7 @@ def test_no_probe_while_a_thread_hangs(state: TierState, reading: bool) -> None:
 def test_good_probes_open_only_the_direction_whose_threads_are_back(state: TierState) -> None:
     hangs(state, reading=True)
     state.cut("it fails", 11.0, state.writing)
-    state._clock = lambda: LONG
-    for turn in range(3):
-        state.keep(LONG + turn * 1e3)
-        probe = state._keeping
-        assert probe is not None
-        probe.result(10)
-        state._tried(probe)
+    try_out(state)
     assert (state.reading.open, state.writing.open) == (False, True)
 
 

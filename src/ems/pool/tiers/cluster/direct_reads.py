@@ -186,7 +186,7 @@ class DirectReads:
                 if self._keeps_silent(source, began):
                     break
                 pause = SLEEP_SHARE * (time.monotonic() - began)
-                time.sleep(max(LEAST_SLEEP_SECONDS, pause))  # Mooncake tells nobody when it has ended
+                time.sleep(max(LEAST_SLEEP_SECONDS, pause))  # until it ends or the node ends this agent: nobody is told
             if code == 1:
                 self._hosts.heard(source.endpoint, time.monotonic())
             good = good and code == 1
