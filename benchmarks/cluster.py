@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from ctypes import addressof, c_char
 from functools import partial
@@ -56,7 +56,7 @@ from ems.pool.client.pool_client import PoolClient
 from ems.pool.keys import NO_PARENT
 from ems.pool.protocol.acts import Clear
 from ems.tables import Table
-from tests.kit.engine import VllmServer
+from tests.kit.engine import SERVED_MODEL, VllmServer
 from tests.kit.hosts import Host, Hosts
 from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
@@ -297,6 +297,29 @@ class SwitchedPairs(Pairs):
         self._client = Switched(session, bench.first.url, without, connected=True)
         self._base = Switched(session, bench.first.url, without, connected=False)
 
+    async def loops(self) -> list[tuple[float, float]]:
+        """Of twice as many cold requests as are under way at the same time, until the last one is answered."""
+        self._tell("loops of cold requests by turns")
+
+        def loop(client: CompletionClient) -> Callable[[], Awaitable[float]]:
+            async def timed() -> float:
+                prompts = [self._prompt(self._sizes.cold_tokens) for _ in range(2 * self._sizes.concurrency)]
+                lanes = asyncio.Semaphore(self._sizes.concurrency)
+
+                async def answered(prompt: list[int]) -> None:
+                    async with lanes:
+                        await client.complete(SERVED_MODEL, prompt, self._sizes.output_tokens)
+
+                began = time.perf_counter()
+                await asyncio.gather(*map(answered, prompts))
+                took = time.perf_counter() - began
+                await asyncio.sleep(QUIET_SECONDS)
+                return took
+
+            return timed
+
+        return await self._in_turns(loop(self._base), loop(self._client), count=self._sizes.waves)
+
     async def check(self, objects: Callable[[], float]) -> None:
         """See that the connector comes and goes, by how many ``objects`` the cluster has."""
         for client in (self._client, self._base, self._client):
@@ -316,7 +339,8 @@ def connector(scene: Scene, part: str, sizes: Sizes, lives: int) -> dict[str, st
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
             pairs = SwitchedPairs(bench, session, without)
             await pairs.check(lambda: scene.master.metrics()["master_key_count"])
-            return await one_and_many(pairs, sizes)
+            loops = f"loop of {2 * sizes.concurrency} cold requests, whole"
+            return {**await one_and_many(pairs, sizes), loops: await pairs.loops()}
 
     def alive(life: int) -> ByKind:
         scene.wait_forgotten()

@@ -21,6 +21,7 @@ from typing import Any
 from ems.errors import EmsError
 from ems.pool.layout import crc32c
 from ems.pool.movement.hot_list import HotRun, merged
+from ems.pool.segments.segment_file import SegmentFile
 from ems.pool.segments.touch import TOUCH_STEP, warm
 from ems.pool.tiers.answers import Outcome, StoredTail
 from ems.pool.tiers.cluster import calls
@@ -95,14 +96,13 @@ class Memory:
 
 
 class Segment:
-    """The file ``descriptor`` of a segment; ``memory`` is None where it is not to be looked at through a mapping."""
+    """The file of a segment; ``memory`` is None where it is not to be looked at through a mapping."""
 
-    def __init__(self, descriptor: int, memory: Memory | None) -> None:
-        self.descriptor = descriptor
+    def __init__(self, file: SegmentFile, memory: Memory | None) -> None:
+        self.file = file
         self.memory = memory
 
     def close(self) -> None:
-        os.close(self.descriptor)
         if self.memory is not None:
             self.memory.close()
 
@@ -142,7 +142,7 @@ class Mover:
                 os.close(descriptor)
                 return
             memory = Memory(self.store, mmap.mmap(descriptor, call.size)) if call.mapped else None
-            self.segments[call.segment] = Segment(descriptor, memory)
+            self.segments[call.segment] = Segment(SegmentFile(descriptor, call.size), memory)
         if memory is not None:
             threading.Thread(target=memory.warm, name="ems-warm", daemon=True).start()
 
@@ -335,7 +335,7 @@ class Lane:
         if opened is None:
             return Outcome.CORRUPT, 0
         segment = self._mover.segments[page.segment]
-        if segment.memory is None and not _write(segment, page.offset, view):
+        if segment.memory is None and not (segment.file.whole() and segment.file.write(page.offset, view)):
             return Outcome.MISSING, 0
         return Outcome.DONE, opened.checksum
 
@@ -350,7 +350,7 @@ class Lane:
             if there[position] == 1:
                 continue
             segment = self._mover.segments[page.segment]
-            if segment.memory is None and not _read(segment, page.offset, view):
+            if segment.memory is None and not segment.file.read_into(page.offset, view):
                 codes[position] = Outcome.MISSING
                 continue
             checksum = crc32c(view)
@@ -489,23 +489,3 @@ class Lane:
         finally:
             self._store.remove(name, force=True)
         return calls.Answer()
-
-
-def _read(segment: Segment, offset: int, into: memoryview) -> bool:
-    done = 0
-    while done < len(into):
-        count = os.preadv(segment.descriptor, [into[done:]], offset + done)
-        if not count:
-            return False
-        done += count
-    return True
-
-
-def _write(segment: Segment, offset: int, data: memoryview) -> bool:
-    """Whether the file was long enough for all of ``data``; it does not grow."""
-    while data:
-        if os.fstat(segment.descriptor).st_size < offset + len(data):
-            return False
-        count = os.pwrite(segment.descriptor, data, offset)
-        data, offset = data[count:], offset + count
-    return True
