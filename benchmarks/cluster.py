@@ -5,11 +5,11 @@ Network namespaces are the hosts, a third one has the master and asks.  Three st
 first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Ahead: the same with
 nodes that copy what another host used again before they are asked for it.  All rest for ``--rest`` seconds before step
 3.  Cold: prompts that nobody has seen, one at a time and in waves, in turns to an engine on the first host and to one
-without a pool there.  Connector: the same in one engine, whose connector is taken out and put in again between two
-requests, so that what two engines differ by is not in the ratios.  Save: two engines whose node stores every page in
-the cluster as well, or in its memory only.  Fetch: rounds of 128 MiB from the first host to the second, by the tier
-into the segments of a node, and by Mooncake's ``batch_get_into``; and what it costs the first one's processor to store
-them.
+without a pool there.  Connector: the same, and whole loops of twice as many prompts as a wave, in one engine, whose
+connector is taken out and put in again between two requests, so that what two engines differ by is not in the ratios.
+Save: two engines whose node stores every page in the cluster as well, or in its memory only.  Fetch: rounds of 128 MiB
+from the first host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``; and
+what it costs the first one's processor to store them.
 
     python benchmarks/cluster.py [--parts fetch,save,cold,connector,ems,ahead,mooncake] [--help]
 
