@@ -11,13 +11,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from ems.errors import TierFailed
 from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.tiers.cluster import agent_process, calls
-from ems.pool.tiers.cluster.agent_process import STORE_LANES, Agents
+from ems.pool.tiers.cluster.agent_process import Agents
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
 from tests.kit.waiting import until
 
@@ -100,52 +99,18 @@ def test_a_call_beside_one_that_has_its_agent_ended_is_made_again(started: list[
     agents.close()
 
 
-LENDS = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=1 << 30)
-STORE = calls.Store("default/model/0", 4096, [])
+CONFIG = MooncakeConfig(master_server_address="127.0.0.1:1", global_segment_size=0)
+FETCH = calls.Fetch("default/model/0", 4096, [])
 
 
-def asked(agent: Agent, lane: int = 1) -> calls.Call:
-    agent.sockets[lane].settimeout(60.0)
-    return calls.receive(agent.sockets[lane], calls.calls)[0]
-
-
-@pytest.mark.parametrize(("protocol", "own_place", "stores"), [("tcp", True, 0), ("tcp", False, 1), ("rdma", True, 1)])
-def test_who_lends_memory_stores_where_nothing_has_to_be_sent(
-    started: list[Agent], protocol: str, own_place: bool, stores: int
-) -> None:
-    config = msgspec.structs.replace(LENDS, protocol=protocol)
-    agents = Agents(config, secrets={}, own_place=own_place, replicas=1, lanes=2)
-    agents.keep()
-    with ThreadPoolExecutor(1) as threads:
-        for call, agent in ((STORE, started[stores]), (calls.Probe(), started[1])):
-            # Who is asked second takes the next lane.
-            lane = 2 if agent is started[stores] and call is not STORE else 1
-            waiting = threads.submit(agents.call, call, 60.0)
-            assert asked(agent, lane) == call
-            calls.send(agent.sockets[lane], calls.Answer([1]))
-            assert waiting.result().codes == [1]
-    agents.close()
-
-
-def test_a_store_that_hangs_costs_no_memory_that_is_lent(started: list[Agent]) -> None:
-    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=2)
-    agents.keep()
-    gives, moves = started
-    with pytest.raises(TierFailed, match="did not answer within 0 s"):
-        agents.call(STORE, 0.05)
-    assert asked(gives) == STORE
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(agents.call, STORE, 60.0)
-        assert asked(moves) == STORE  # the other one stores as long as it hangs
-        calls.send(moves.sockets[1], calls.Answer([1]))
-        assert waiting.result().codes == [1]
-        calls.send(gives.sockets[1], calls.Answer([2]))  # to the first one, which nobody waits for
-        waiting = threads.submit(agents.call, STORE, 60.0)
-        assert asked(gives, 2) == STORE
-        calls.send(gives.sockets[2], calls.Answer([3]))
-        assert waiting.result().codes == [3]
-    assert [one.returncode for one in started] == [None, None]
-    agents.close()
+def asked(agent: Agent, answer: calls.Answer) -> calls.Call:
+    """What ``agent`` is asked next on its only lane, which gets ``answer``."""
+    agent.sockets[1].settimeout(60.0)
+    call, descriptors = calls.receive(agent.sockets[1], calls.calls)
+    for one in descriptors:
+        os.close(one)
+    calls.send(agent.sockets[1], answer)
+    return call
 
 
 def test_without_a_descriptor_left_nothing_is_ended(started: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,47 +119,54 @@ def test_without_a_descriptor_left_nothing_is_ended(started: list[Agent], monkey
 
     segment = SegmentFile(os.memfd_create("ems-shown"), 4096)
     monkeypatch.setattr(segment, "opened", opened)
-    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=1)
-    agents.keep()
-    for call in (STORE, calls.Fetch("default/model/0", 4096, [])):
-        with pytest.raises(TierFailed, match="Too many open files"):
-            agents.call(call, 60.0, [FileRange(segment, 0, 4096, mapped=True)])
+    agents = Agents(CONFIG, secrets={}, own_place=True, replicas=1, lanes=1)
+    with pytest.raises(TierFailed, match="Too many open files"):
+        agents.call(FETCH, 60.0, [FileRange(segment, 0, 4096, mapped=True)])
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(agents.call, calls.Probe(), 60.0)
-        assert asked(started[1]) == calls.Probe()  # its only lane is free
-        calls.send(started[1].sockets[1], calls.Answer([1]))
+        assert asked(started[0], calls.Answer([1])) == calls.Probe()  # its only lane is free
         assert waiting.result().codes == [1]
-    assert [one.returncode for one in started] == [None, None]
+    assert [one.returncode for one in started] == [None]
     agents.close()
 
 
-def test_each_agent_is_told_of_segments_that_come_and_go(started: list[Agent]) -> None:
-    agents = Agents(LENDS, secrets={}, own_place=True, replicas=1, lanes=1)
-    agents.keep()
-    fetch = calls.Fetch("default/model/0", 4096, [])
+@pytest.mark.parametrize("what", ["socket.socketpair", "subprocess.Popen"])
+def test_without_a_descriptor_left_an_agent_is_not_there(
+    started: list[Agent], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    def told(call: calls.Call, places: list[FileRange]) -> list[calls.Call]:
-        """What the agent is asked until ``call`` has its answer."""
-        agent, lane = (started[0], next(lanes)) if call is STORE else (started[1], 1)
+    monkeypatch.setattr(f"ems.pool.tiers.cluster.agent_process.{what}", refuse)
+    agents = Agents(CONFIG, secrets={}, own_place=True, replicas=1, lanes=1)
+    with pytest.raises(TierFailed, match="no process can be started for Mooncake's client: Too many open files"):
+        agents.call(FETCH, 60.0)
+    assert not started
+    agents.close()
+
+
+def test_an_agent_is_told_of_segments_that_come_and_go(started: list[Agent]) -> None:
+    agents = Agents(CONFIG, secrets={}, own_place=True, replicas=1, lanes=1)
+    agents.keep()
+
+    def told(places: list[FileRange]) -> list[calls.Call]:
+        """What the agent is asked until the fetch has its answer."""
         heard = list[calls.Call]()
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(agents.call, call, 60.0, places)
-            while not heard or heard[-1] != call:
-                heard.append(asked(agent, lane))
-                calls.send(agent.sockets[lane], calls.Answer())
+            waiting = threads.submit(agents.call, FETCH, 60.0, places)
+            while not heard or heard[-1] != FETCH:
+                heard.append(asked(started[0], calls.Answer()))
             waiting.result()
         return heard
 
-    lanes = iter(range(1, STORE_LANES + 1))
     segments = [SegmentFile(os.memfd_create("ems-told"), 4096)]
     places = [FileRange(segments[0], 0, 4096, mapped=True)]
-    for call in (STORE, fetch):
-        assert told(call, places) == [calls.Attach(1, 4096, mapped=True), call]
-        assert told(call, places) == [call]
+    assert told(places) == [calls.Attach(1, 4096, mapped=True), FETCH]
+    assert told(places) == [FETCH]
     segments.clear()
     places.clear()
-    for call in (STORE, fetch):
-        assert told(call, []) == [calls.Detach(1), call]
+    assert told([]) == [calls.Detach(1), FETCH]
+    assert told([]) == [FETCH]
     agents.close()
 
 

@@ -13,7 +13,6 @@ from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Drain
 from ems.pool.tiers.cluster.agent import RAMP_LEAST, RAMP_PARTS, ramp
-from ems.pool.tiers.cluster.agent_process import STORE_LANES
 from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
 from tests.kit.tiers import key, page
@@ -28,7 +27,7 @@ NAMESPACE = Namespace("tenant/model/layout", PAGE)
 FLAGS = ("--size", "16MB", "--segment-size", "4MB", "--tier")
 PATIENCE = 90.0
 CLIENT_TTL = 2
-LENDING_ARGUMENTS = 4 + STORE_LANES
+LENDING_ARGUMENTS = 4
 """Python, the module and one socket: one that moves pages has more sockets."""
 
 

@@ -1,4 +1,4 @@
-"""A process that is a client of Mooncake for a node: it gives the cluster memory and stores there, or moves pages.
+"""A process that is a client of Mooncake for a node: it gives the cluster memory, or moves pages for the node.
 
 Run by :mod:`ems.pool.tiers.cluster.agent_process` with the descriptors of its sockets; one thread serves each.  What
 always holds: it ends with its node, whose end it sees on its first socket.
@@ -20,7 +20,7 @@ from ems.pool.tiers.cluster import calls
 from ems.pool.tiers.cluster.direct_reads import DirectReads
 from ems.pool.tiers.cluster.lent_memory import LentMemory
 from ems.pool.tiers.cluster.mooncake_client import start
-from ems.pool.tiers.cluster.mover import WAITING_NICENESS, Lane, Mover
+from ems.pool.tiers.cluster.mover import Lane, Mover
 from ems.pool.tiers.cluster.objects import Objects
 from ems.pool.tiers.pack_seal import SealKeys
 
@@ -39,23 +39,22 @@ def ramp(size: int) -> list[int]:
     return [min(part, size - start) for start in range(0, size, part)] or [0]
 
 
-def _mover(call: calls.Start, own: str, store: Any, engine: Any) -> Mover:
+def _mover(call: calls.Start, store: Any, engine: Any) -> Mover:
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
     config.replica_num = call.replicas
-    if call.own_place and own:
-        config.preferred_segments = [own]
+    if call.preferred:
+        config.preferred_segments = list(call.preferred)
     mark_config = ReplicateConfig()
-    mark_config.preferred_segments = [own]
+    mark_config.preferred_segments = [call.own]
     mark_config.with_hard_pin = True
     objects = Objects(SealKeys.of(call.secrets or {"": NO_SECRET}, encrypts=False))
     return Mover(store, DirectReads(store, engine, call.silent), objects, config, mark_config)
 
 
-def serve(sock: socket.socket, mover: Mover, niceness: int) -> None:
+def serve(sock: socket.socket, mover: Mover) -> None:
     """Answer what comes on ``sock`` until nobody is there any more."""
-    os.nice(niceness)  # with Linux that of this thread
     lane = Lane(mover)
     while True:
         try:
@@ -137,10 +136,10 @@ def main() -> None:
             store, engine, hostname = start(call.config, parts[0])
         if call.gives:
             outlive(control)
-        mover = _mover(call, hostname if call.gives else call.own, store, engine)
-        for sock in lanes:  # who lends is asked for stores only, for which nobody waits
-            niceness = WAITING_NICENESS if call.gives else 0
-            threading.Thread(target=serve, args=(sock, mover, niceness), daemon=True).start()
+        else:
+            mover = _mover(call, store, engine)
+            for sock in lanes:
+                threading.Thread(target=serve, args=(sock, mover), daemon=True).start()
     except EmsError as error:
         calls.send(control, calls.Answer(error=str(error)))
         os._exit(1)

@@ -1,14 +1,14 @@
 """The agents of one tier as the node sees them: started, asked, killed when they do not answer, started again.
 
-What always holds: every call ends, in time; where one failed that writes into memory of the node, or bytes might still
-arrive there, the agent is dead before anybody may use that memory again.  A store only reads: what one that was given
-up still reads is not what was sealed, and no host takes it for a page.
+What always holds: every call ends, in time; after a call that failed, or after which bytes might still arrive, the
+agent is dead before anybody may use that memory again.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -32,8 +32,6 @@ START_SECONDS = 15.0
 LEAVE_SECONDS = 2.5
 BEAT_SECONDS = 10.0
 """How long an agent that lends memory may be silent: so long the master waits for it, too."""
-STORE_LANES = 4
-"""Of an agent that lends memory: as many stores as a tier makes at once."""
 PACE_SECONDS = 1.0
 """From the start of one agent that moves pages to the next: what ends them may come again at once."""
 REACH_SECONDS = 2.0
@@ -63,32 +61,36 @@ class AgentProcess:
     """One agent, which becomes what ``start`` says; ``lanes`` threads of it answer.  Raises TierFailed: it did not."""
 
     def __init__(self, start: calls.Start, lanes: int) -> None:
-        self.gives = start.gives
-        pairs = [socket.socketpair() for _ in range(lanes + 1)]
+        pairs: list[tuple[socket.socket, socket.socket]] = []
+        try:
+            pairs += (socket.socketpair() for _ in range(lanes + 1))
+            numbers = [their.fileno() for _, their in pairs]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ems.pool.tiers.cluster.agent", *map(str, numbers)],
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "GLOG_minloglevel": "1"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            for one in itertools.chain(*pairs):
+                one.close()
+            raise TierFailed(f"no process can be started for Mooncake's client: {error.strerror}") from error
+        for _, their in pairs:
+            their.close()
         self._control, *self._lanes = [ours for ours, _ in pairs]
-        theirs = [their for _, their in pairs]
         self.free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for lane in self._lanes:
             self.free.put(lane)
-        self._late: list[socket.socket] = []
-        """Lanes whose answers nobody waits for any more."""
+        self._late: socket.socket | None = None
+        """A lane whose answer nobody waits for any more."""
         self.ended_by: calls.Call | None = None
         """The call that went wrong, for which it was ended."""
         self.attached: set[int] = set()
         self.lock = threading.Lock()
         """Around what is attached."""
-        numbers = [one.fileno() for one in theirs]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ems.pool.tiers.cluster.agent", *map(str, numbers)],
-            pass_fds=numbers,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "GLOG_minloglevel": "1"},
-            start_new_session=True,
-        )
-        for their in theirs:
-            their.close()
         self._said: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
         self._reader = threading.Thread(target=self._listen, name="ems-cluster-log", daemon=True)
         self._reader.start()
@@ -153,19 +155,19 @@ class AgentProcess:
             return False
 
     def give_up(self, lane: socket.socket) -> None:
-        """Nobody waits for the answer that comes on ``lane``; for a call that writes into no memory of segments."""
-        self._late.append(lane)
+        """Nobody waits for the answer that comes on ``lane``; for a call that touches no memory of segments."""
+        self._late = lane
 
     def is_late(self) -> bool:
         """Whether the answer of a call that was given up has not come; the lane is free again when it has."""
-        for lane in list(self._late):
-            # Another thread may see the answer, too, or have closed the lane.
-            with contextlib.suppress(EOFError, OSError, ProtocolError, ValueError):
-                if calls.readable(lane, 0.0):
-                    self._late.remove(lane)
-                    calls.receive(lane, calls.answers)
-                    self.free.put(lane)
-        return bool(self._late)
+        lane = self._late
+        if lane is None or not calls.readable(lane, 0.0):
+            return lane is not None
+        self._late = None
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
+            calls.receive(lane, calls.answers)
+            self.free.put(lane)
+        return False
 
     def kill(self) -> None:
         """End it now; when this returns it touches nothing any more."""
@@ -192,16 +194,14 @@ class AgentProcess:
 class Agents:
     """The agents of a tier: one that gives memory where ``config`` says so, and one that moves pages.
 
-    Where pages are stored in this host's memory first, and Mooncake copies what is not sent, the first one stores them:
-    that takes half as much of the processor as the way from the second one to the first by TCP.  Calls from several
-    threads; each may start an agent that is not there.
+    Calls from several threads; each may start an agent that is not there.
     """
 
     def __init__(
         self, config: MooncakeConfig, *, secrets: Mapping[str, bytes], own_place: bool, replicas: int, lanes: int
     ) -> None:
-        self._start = calls.Start(config, False, dict(secrets), own_place, replicas=replicas)
-        self._giver_lanes = STORE_LANES if own_place and config.protocol == "tcp" else 0
+        self._start = calls.Start(config, gives=False, secrets=dict(secrets), replicas=replicas)
+        self._own_place = own_place
         self._lane_count = lanes
         self._lock = threading.Lock()
         self._giver: AgentProcess | None = None
@@ -246,7 +246,7 @@ class Agents:
                     _log.warning("Mooncake's client that lends memory has ended and is started again")
                     self._giver.kill()  # its sockets are closed
                     self._giver = None
-                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), self._giver_lanes)
+                self._giver = AgentProcess(msgspec.structs.replace(self._start, gives=True), 0)
                 self._end_mover()  # it prefers memory that is gone
             if self._mover is None or not self._mover.alive:
                 self._end_mover()
@@ -255,8 +255,9 @@ class Agents:
                 self._may_start = time.monotonic() + PACE_SECONDS
                 reach(config.master_server_address)
                 own = self._giver.hostname if self._giver is not None else ""
+                preferred = (own,) if self._own_place and own else ()
                 silent, self._silent = self._silent, {}
-                start = msgspec.structs.replace(self._start, own=own, silent=silent)
+                start = msgspec.structs.replace(self._start, preferred=preferred, own=own, silent=silent)
                 self._mover = AgentProcess(start, self._lane_count)
                 self.starts += 1
             return self._mover
@@ -276,55 +277,53 @@ class Agents:
         """
         ends = time.monotonic() + seconds
         while True:
-            agent = self._running()
-            if isinstance(call, calls.ShareHot) and agent.is_late():
-                raise TierFailed("the host with the list of hot pages does not answer")
-            giver = self._giver if isinstance(call, calls.Store) and self._giver_lanes else None
-            if giver is not None and not giver.is_late():
-                agent = giver
+            mover = self._running()
             try:
-                return self._ask(agent, call, seconds, places)
+                return self._ask(mover, call, seconds, places)
             except TierFailed:
                 seconds = ends - time.monotonic()
-                if agent.ended_by is None or agent.ended_by is call or seconds <= 0:
+                if mover.ended_by is None or mover.ended_by is call or seconds <= 0:
                     raise
 
-    def _ask(self, agent: AgentProcess, call: calls.Call, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
+    def _ask(self, mover: AgentProcess, call: calls.Call, seconds: float, places: Sequence[FileRange]) -> calls.Answer:
+        spares = isinstance(call, calls.ShareHot)
+        if spares and mover.is_late():
+            raise TierFailed("the host with the list of hot pages does not answer")
         try:
-            lane = agent.free.get(timeout=seconds)
+            lane = mover.free.get(timeout=seconds)
         except queue.Empty:
             raise TierFailed(f"all of the cluster's lanes were busy for {seconds:.0f} s") from None
         try:
             lane.settimeout(seconds)
-            self._settle(agent, lane, places)
+            self._settle(mover, lane, places)
             answer = _exchange(lane, call)
         except TierFailed:  # before anything was asked
-            agent.free.put(lane)
+            mover.free.put(lane)
             raise
         except TimeoutError as error:
-            if agent.gives or isinstance(call, calls.ShareHot):
-                agent.give_up(lane)
+            if spares:
+                mover.give_up(lane)
             else:
-                self._fail(agent, call)
+                self._fail(mover, call)
             raise TierFailed(f"the cluster did not answer within {seconds:.0f} s") from error
         except (EOFError, OSError, ProtocolError) as error:
-            self._fail(agent)
-            raise TierFailed(f"Mooncake's client ended in the middle of a call{agent.defect()}") from error
+            self._fail(mover)
+            raise TierFailed(f"Mooncake's client ended in the middle of a call{mover.defect()}") from error
         if answer.unsafe:
             self._silent = answer.silent
-            self._fail(agent, call)
+            self._fail(mover, call)
         else:
-            agent.free.put(lane)
+            mover.free.put(lane)
         if answer.error:
             reach(self._start.config.master_server_address)  # where nobody answers, that says more
             raise TierFailed(answer.error)
         return answer
 
-    def _fail(self, agent: AgentProcess, call: calls.Call | None = None) -> None:
-        agent.ended_by = agent.ended_by or call
-        agent.kill()
+    def _fail(self, mover: AgentProcess, call: calls.Call | None = None) -> None:
+        mover.ended_by = mover.ended_by or call
+        mover.kill()
         with self._lock:
-            if self._mover is agent:
+            if self._mover is mover:
                 self._mover = None
 
     def number(self, file: SegmentFile) -> int:
@@ -335,17 +334,17 @@ class Agents:
                 self._numbers[file] = number
             return number
 
-    def _settle(self, agent: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
+    def _settle(self, mover: AgentProcess, lane: socket.socket, places: Iterable[FileRange]) -> None:
         """Have the agent know the segments of ``places``, and no longer those that are gone."""
-        with agent.lock:
+        with mover.lock:
             with self._lock:
-                gone = agent.attached.difference(self._numbers.values())
+                gone = mover.attached.difference(self._numbers.values())
             for number in gone:
                 _exchange(lane, calls.Detach(number))
-                agent.attached.discard(number)
+                mover.attached.discard(number)
             for place in {id(one.file): one for one in places}.values():
                 number = self.number(place.file)
-                if number not in agent.attached:
+                if number not in mover.attached:
                     try:
                         descriptor = place.file.opened()
                     except OSError as error:
@@ -357,7 +356,7 @@ class Agents:
                         os.close(descriptor)
                     if answer.error:
                         raise ProtocolError(answer.error)
-                    agent.attached.add(number)
+                    mover.attached.add(number)
 
     def close(self) -> None:
         self._closing.set()
