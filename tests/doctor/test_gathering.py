@@ -162,6 +162,20 @@ def test_what_makes_no_sense_in_a_file_for_mooncake_is_said(tmp_path: Path, text
     assert said in read_cluster(tier(tmp_path / "m.json"), {}).problem
 
 
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    problem = read_cluster(tier(tmp_path / "m.json"), {}).problem
+    assert (
+        problem == f"{tmp_path}/m.json cannot be read: No such file or directory; name a file with Mooncake's settings"
+    )
+
+
+def test_an_address_that_is_not_this_hosts_is_said(tmp_path: Path) -> None:
+    for address, said in (("192.0.2.1", "where other hosts do not reach this one"), ("127.0.0.1", "")):
+        (tmp_path / "m.json").write_text(json.dumps(FILE | {"local_hostname": address}))
+        assert said in read_cluster(tier(tmp_path / "m.json"), {}).problem
+    assert read_cluster(tier(tmp_path / "m.json"), {}).problem == ""
+
+
 def test_servers_of_etcd_are_asked_each_and_a_file_leaves_no_word_to_the_environment(tmp_path: Path) -> None:
     """As with a node, which reads one of them."""
     (tmp_path / "m.json").write_text(json.dumps(FILE | {"master_server_address": "etcd://a:2379;b:2379"}))

@@ -224,3 +224,7 @@ def test_what_does_not_fit_is_refused_with_a_sample_that_does() -> None:
         Plan(hosts=1000, copies=1000).refuse_unfit(longest=200, distinct=180_000, available=1 << 30)
     with pytest.raises(ConfigError, match="longest prompt of 200 blocks"):
         Plan(sample=0.001).refuse_unfit(longest=200, distinct=180_000, available=1 << 40)
+    with pytest.raises(ConfigError, match="--lose-at is 1800 and the trace ends after 800 s"):
+        Plan(lose=1).refuse_late_loss(800.0)
+    Plan(lose=1, lose_at=799.0).refuse_late_loss(800.0)
+    Plan().refuse_late_loss(800.0)

@@ -115,7 +115,7 @@ def _print(report: Report, *, quiet: bool) -> None:
         print_tables(table(("", "CHECK", "FINDING"), rows))
     count = Counter(one.level for one in report.findings)
     errors, warnings = counted(count["error"], "error"), counted(count["warning"], "warning")
-    say(f"{report.facts.host}: {errors}, {warnings}, {counted(count['ok'], 'check')} without a finding")
+    say(f"{report.facts.host}: {errors}, {warnings}, {counted(count['ok'], 'check')} found all well")
 
 
 def _read(path: Path) -> Facts:

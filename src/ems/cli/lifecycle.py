@@ -52,14 +52,14 @@ def stop(*, timeout: Seconds = 20.0, clear: Flag = False, asked: Asking = ASKING
         time.sleep(_POLL_SECONDS)  # bounded by the deadline of this loop
     note(f"stopped the node on {path} (process {pid})")
     tiers = [tier["name"] for tier in seen.get("tiers", ())]
-    stays = [f"the rest of {name}" if name.startswith("mooncake:") else name for name in tiers]
+    stays = [f"the other hosts of {name}" if name.startswith("mooncake:") else name for name in tiers]
     if asked.json:
         directory = seen["directory"]
         print_json({"socket": str(path), "pid": pid, "directory": directory, "tiers": tiers, "cleared": clear})
     if clear:
         _clear(Path(seen["directory"]))
         if tiers:
-            note(f"what {' and '.join(stays)} has stays, 'ems clear --all' on a running node takes it out")
+            note(f"what is in {' and '.join(stays)} stays, 'ems clear --all' on a running node takes it out")
     return 0
 
 

@@ -110,6 +110,7 @@ def simulate(
         refuse_plot(plot)
     began = time.monotonic()
     workload = Workload(read_or_make(file, requests), plan.copies, plan.sample, plan.spread, plan.seed)
+    plan.refuse_late_loss(workload.lasts)
     plan.refuse_unfit(workload.longest, workload.distinct, psutil.virtual_memory().available)
     with progress_bars() as tell:
         found = run(plan, workload, tell)

@@ -73,7 +73,7 @@ def summary_rows(seen: dict[str, Any]) -> list[tuple[str, str]]:
 def _tier(tier: dict[str, Any]) -> str:
     limit = f" of {format_size(tier['tier_limit'])}" if tier.get("tier_limit") else ""
     if tier["reading"] and tier["writing"]:
-        state = "well"
+        state = "well" if tier.get("tier_agent_starts", 1) else "starts, Mooncake's client is not there yet"
     else:
         out = " and ".join(name for name in ("reading", "writing") if not tier[name])
         state = f"left alone ({out}): {tier['reason']}"
@@ -93,7 +93,7 @@ def _of_cluster(tier: dict[str, Any]) -> str:
         return ""
     seals = tier["tier_seals"]
     seal = f"seal {seals['']}" if "" in seals else f"seals of {len(seals)} tenants" if seals else "no seal"
-    return f"lends {format_size(tier['tier_lends'])}, {seal}, "
+    return f"lends {format_size(tier['tier_lends'])}, {seal}, put there "
 
 
 def _misses(misses: dict[str, int]) -> str:

@@ -24,7 +24,8 @@ MOST_CLOCK_SECONDS = 2.0
 _SET_ADDRESS = "set it with hccn_tool -i N -ip -s address A netmask M"
 _REMEDIES = {
     "host": "check that the host is up, its address, and that no firewall drops the port",
-    "master": "start mooncake_master there, or correct master_server_address in mooncake.json",
+    "master": "start mooncake_master there, or etcd where it knows the master, or correct master_server_address in "
+    "mooncake.json",
     "device": "check that the devices are in one network, their gateways, and that their TLS switches are alike",
 }
 _MADE_FOR = {"vllm_ascend": "vllm", "torch_npu": "torch"}
@@ -248,7 +249,7 @@ def _cluster(host: Host, wrong: Wrong) -> str:
     if cluster is None:
         return ""
     if cluster.problem:
-        wrong("error", cluster.problem, f"correct {cluster.file}")
+        wrong("error", cluster.problem, "" if "; " in cluster.problem else f"correct {cluster.file}")
         return ""
     _mistyped(cluster, wrong)
     if cluster.protocol == "ascend" and host.here.kind != "ascend":

@@ -28,7 +28,7 @@ from ems.doctor.devices import Run
 from ems.doctor.facts import Cluster, Connection, Device, Facts, Kind, Memory, Shared
 from ems.errors import ConfigError
 from ems.pool.segments.folder import refuse_disk, refuse_strangers
-from ems.pool.tiers.cluster.mooncake_client import check_names
+from ems.pool.tiers.cluster.mooncake_client import check_address, check_names, own_address
 from ems.pool.tiers.cluster.mooncake_config import parse_mooncake
 from ems.pool.tiers.pack_seal import given_seal_key, read_keys
 from ems.pool.tiers.settings import TierConfig
@@ -241,8 +241,11 @@ def read_cluster(tier: TierConfig, environment: Mapping[str, str], *, tier_known
         config, unused = parse_mooncake(text, environment, file)
         masters = _masters(config.master_server_address)
         check_names(config)
+        if config.local_hostname:
+            with contextlib.suppress(OSError):  # no way leads to the master, which is found by itself
+                check_address(config.local_hostname, own_address(config.master_server_address))
     except OSError as error:
-        return Cluster(file, f"it cannot be read: {error.strerror}")
+        return Cluster(file, f"{file} cannot be read: {error.strerror}; name a file with Mooncake's settings")
     except UnicodeDecodeError:
         return Cluster(file, "it is no text")
     except ConfigError as error:

@@ -93,6 +93,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """For which there is room on all hosts."""
         return self.hosts * (self.memory // self.block_bytes + self.cluster // self.block_bytes) * self.pages_per_block
 
+    def refuse_late_loss(self, lasts: float) -> None:
+        """Refuse to lose hosts when the trace, which ``lasts`` so many seconds, is over."""
+        if self.lose and self.lose_at >= lasts:
+            raise ConfigError(f"--lose-at is {self.lose_at:g} and the trace ends after {lasts:.0f} s, give less")
+
     def refuse_unfit(self, longest: int, distinct: int, available: int) -> None:
         """Refuse a sample too small for the ``longest`` prompt, and what does not fit into ``available`` bytes.
 

@@ -23,7 +23,7 @@ def tables(found: Simulated) -> list[Table]:
         rows = [
             ("hits lost: memory of their nodes", f"{loss.memory_hits:,.0f}"),
             ("hits lost: their part of the cluster", f"{loss.part_hits:,.0f}"),
-            (f"seconds until {REFILLED:.0%} of them were lost", f"{loss.refilled_after:,.0f}"),
+            (f"seconds until {REFILLED:.0%} of these were computed again", f"{loss.refilled_after:,.0f}"),
             ("blocks that met a host that was gone", f"{loss.failed:,.0f}"),
         ]
         title = (

@@ -45,6 +45,8 @@ class Workload:
         times = np.concatenate([part[0] for part in parts])
         order = np.argsort(times, kind="stable")
         self.at = times[order]
+        self.lasts = float(self.at[-1]) if len(self.at) else 0.0
+        """Seconds until the last request."""
         self.copy, self.number, self.session, self.group = (
             np.concatenate([part[field] for part in parts])[order] for field in range(1, 5)
         )

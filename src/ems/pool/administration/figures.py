@@ -86,7 +86,8 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
         checks.append(Check("quotas", well=not unkept, seen=unkept or "those of the tenants' file count"))
     for tier in figures.get("tiers", ()):
         well = bool(tier["reading"] and tier["writing"])
-        seen = "works" if well else f"left alone: {tier['reason']}"
+        works = "works" if tier.get("tier_agent_starts", 1) else "starts, Mooncake's client is not there yet"
+        seen = works if well else f"left alone: {tier['reason']}"
         left = [f"{tier[figure]} {text}" for figure, text in _LEFT_ALONE if tier.get(figure)]
         checks.append(Check(f"tier {tier['name']}", well=well, seen="; ".join([seen, *left])))
     return checks

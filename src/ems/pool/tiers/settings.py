@@ -149,7 +149,9 @@ def parse_tier(text: str) -> TierConfig:
     try:
         return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the tier {kind}:… makes no sense: {error}") from error
+        reason, _, name = str(error).removesuffix("`").partition(" - at `$.")
+        said = f"{name} of a tier is {values.get(name)!r}" if name in values else f"the tier {kind}:… makes no sense"
+        raise ConfigError(f"{said}: {reason[0].lower()}{reason[1:]}") from error
 
 
 def absolute_tier(text: str, folder: Path) -> str:

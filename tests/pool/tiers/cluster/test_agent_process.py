@@ -18,6 +18,7 @@ from ems.pool.segments.segment_file import FileRange, SegmentFile
 from ems.pool.tiers.cluster import agent_process, calls
 from ems.pool.tiers.cluster.agent_process import Agents
 from ems.pool.tiers.cluster.mooncake_config import MooncakeConfig
+from tests.kit.process import free_port
 from tests.kit.waiting import until
 
 
@@ -113,21 +114,27 @@ def asked(agent: Agent, answer: calls.Answer) -> calls.Call:
     return call
 
 
-def test_without_a_descriptor_left_nothing_is_ended(started: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened() -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+@pytest.mark.parametrize(
+    ("master", "said"),
+    [
+        (
+            "127.0.0.1:{free}",
+            r"no Mooncake master answers at 127\.0\.0\.1:{free} \(Connection refused\); start mooncake",
+        ),
+        ("etcd://127.0.0.1:{free}", r"no etcd answers at 127\.0\.0\.1:{free} \(Connection refused\); start etcd"),
+        ("etcd://127.0.0.1:{free};127.0.0.1:99999", "no etcd answers at"),
+    ],
+)
+def test_who_does_not_answer_is_named(master: str, said: str) -> None:
+    free = free_port()
+    with pytest.raises(TierFailed, match=said.format(free=free)):
+        agent_process.reach(master.format(free=free))
 
-    segment = SegmentFile(os.memfd_create("ems-shown"), 4096)
-    monkeypatch.setattr(segment, "opened", opened)
-    agents = Agents(CONFIG, secrets={}, own_place=True, replicas=1, lanes=1)
-    with pytest.raises(TierFailed, match="Too many open files"):
-        agents.call(FETCH, 60.0, [FileRange(segment, 0, 4096, mapped=True)])
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(agents.call, calls.Probe(), 60.0)
-        assert asked(started[0], calls.Answer([1])) == calls.Probe()  # its only lane is free
-        assert waiting.result().codes == [1]
-    assert [one.returncode for one in started] == [None]
-    agents.close()
+
+def test_one_server_of_an_etcd_is_enough() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        agent_process.reach(f"etcd://127.0.0.1:{free_port()},127.0.0.1:{server.getsockname()[1]}")
+    agent_process.reach("redis://127.0.0.1:1")  # of these its client knows more
 
 
 @pytest.mark.parametrize("what", ["socket.socketpair", "subprocess.Popen"])

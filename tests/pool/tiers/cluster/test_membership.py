@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ems.cli.status import summary_rows
+from ems.pool.administration.figures import judge
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Drain
@@ -153,6 +155,19 @@ def test_an_agent_that_lends_memory_and_hangs_is_replaced(
     until(lambda: not lends.is_running(), "it is ended", PATIENCE)
     wait_for(reader, NAMESPACE, keys, PATIENCE)
     assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+def test_a_tier_is_said_to_be_well_when_its_client_is_there(start: Callable[[], NodeProcess]) -> None:
+    figures = start().figures()
+    waits = "starts, Mooncake's client is not there yet"
+    for starts, said, seen in ((1, "well", "works"), (0, waits, waits)):
+        figures["tiers"][0] |= {"tier_agent_starts": starts, "reading": True, "writing": True}
+        row = dict(summary_rows(figures))["tier"]
+        assert "put there 0 B, 0 pages" in row
+        assert row.endswith(said)
+        assert judge(figures)[-1].seen == seen
+    figures["tiers"][0] |= {"reading": False, "reason": "no master answers"}
+    assert dict(summary_rows(figures))["tier"].endswith("left alone (reading): no master answers")
 
 
 @pytest.mark.parametrize("size", [0, 1, RAMP_LEAST, RAMP_LEAST + 1, 16 << 30, (16 << 30) + 1, 3355443200])

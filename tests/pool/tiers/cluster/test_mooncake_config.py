@@ -55,10 +55,18 @@ def test_without_a_file_the_environment_says_it() -> None:
     assert not unused
 
 
-@pytest.mark.parametrize("master", ["10.0.0.1:50051", "[fd00::1]:50051", "etcd://10.0.0.1:2379;10.0.0.2:2379"])
+@pytest.mark.parametrize(
+    "master", ["10.0.0.1:50051", "[fd00::1]:65535", "host:1", "etcd://10.0.0.1:2379;10.0.0.2:2379", "redis://host"]
+)
 def test_masters_are_named_in_these_ways(master: str) -> None:
     text = json.dumps(DEPLOYED | {"master_server_address": master})
     assert parse_mooncake(text, {}, "mooncake.json")[0].master_server_address == master
+
+
+@pytest.mark.parametrize("server", ["P2PHANDSHAKE", "http://10.0.0.1:8080/metadata", "etcd://host:2379", "host:2379"])
+def test_metadata_servers_are_named_in_these_ways(server: str) -> None:
+    text = json.dumps(DEPLOYED | {"metadata_server": server})
+    assert parse_mooncake(text, {}, "mooncake.json")[0].metadata_server == server
 
 
 @pytest.mark.parametrize(
@@ -81,11 +89,19 @@ def test_a_port_of_this_host_means_nothing_for_it_has_several_clients(named: str
     [
         ({"global_segment_size": "1XB"}, "global_segment_size in mooncake.json is '1XB', expected a number above 0"),
         ({"global_segment_size": "-1GB"}, "global_segment_size in mooncake.json is '-1GB'"),
+        ({"global_segment_size": "15MB"}, "mooncake.json is '15MB', expected 16MB or more, or 0 to lend nothing"),
+        (
+            {"metadata_server": "junk"},
+            "metadata_server in mooncake.json is 'junk', expected P2PHANDSHAKE or an address",
+        ),
         ({"global_segment_size": True}, "global_segment_size in mooncake.json is True, expected bytes or a size"),
         ({"local_buffer_size": [1]}, "local_buffer_size in mooncake.json is [1], expected bytes or a size"),
         ({"protocol": "carrier-pigeon"}, "is 'carrier-pigeon', expected one of tcp, rdma, ascend"),
         ({"protocol": 5}, "protocol in mooncake.json is 5, expected a text"),
-        ({"master_server_address": "nowhere"}, "is 'nowhere', expected host:port or etcd://host:port"),
+        *(
+            ({"master_server_address": wrong}, f"is '{wrong}', expected host:port or etcd://host:port")
+            for wrong in ("nowhere", "host:0", "host:65536", "host:", "etcd://", "etcd://host", "a b:1")
+        ),
         (
             {"master_server_address": ""},
             "mooncake.json names no master, expected an address such as 10.0.0.1:50088 in master_server_address",

@@ -35,8 +35,9 @@ NO_SECRET = b"ems-cluster-without-a-secret"
 
 def ramp(size: int) -> list[int]:
     """The parts in which ``size`` bytes are lent, one after the other: a host that joins does not draw all writes."""
-    part = max(-(-size // RAMP_PARTS), RAMP_LEAST)
-    return [min(part, size - start) for start in range(0, size, part)] or [0]
+    count = max(min(size // RAMP_LEAST, RAMP_PARTS), 1)
+    part = size // count >> 21 << 21
+    return [part] * (count - 1) + [size - part * (count - 1)]
 
 
 def _mover(call: calls.Start, store: Any, engine: Any) -> Mover:
@@ -44,8 +45,8 @@ def _mover(call: calls.Start, store: Any, engine: Any) -> Mover:
 
     config = ReplicateConfig()
     config.replica_num = call.replicas
-    if call.preferred:
-        config.preferred_segments = list(call.preferred)
+    if call.own_place and call.own:
+        config.preferred_segments = [call.own]
     mark_config = ReplicateConfig()
     mark_config.preferred_segments = [call.own]
     mark_config.with_hard_pin = True

@@ -44,17 +44,22 @@ _log = structlog.get_logger("ems.tier")
 
 
 def reach(master: str) -> None:
-    """Raises TierFailed: nobody answers at ``master``; with a standby its client finds out itself."""
-    if "://" in master:
-        return
-    host, _, port = master.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
-    except OSError as error:
+    """Raises TierFailed: nobody answers at ``master``, or none of the etcd that knows it."""
+    kind, _, named = master.rpartition("://")
+    reason = ""
+    for server in named.replace(";", ",").split(",") if kind in {"", "etcd"} else ():
+        host, _, port = server.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+        except (OSError, OverflowError) as error:  # the latter for a port that is none
+            reason = getattr(error, "strerror", str(error)) or "it took too long"
+        else:
+            return
+    if reason:
+        who, start = ("etcd", "etcd") if kind else ("Mooncake master", "mooncake_master")
         raise TierFailed(
-            f"no Mooncake master answers at {master} ({error.strerror or 'it took too long'}); start mooncake_master "
-            "there or correct master_server_address"
-        ) from error
+            f"no {who} answers at {named} ({reason}); start {start} there or correct master_server_address"
+        )
 
 
 class AgentProcess:
@@ -200,8 +205,7 @@ class Agents:
     def __init__(
         self, config: MooncakeConfig, *, secrets: Mapping[str, bytes], own_place: bool, replicas: int, lanes: int
     ) -> None:
-        self._start = calls.Start(config, gives=False, secrets=dict(secrets), replicas=replicas)
-        self._own_place = own_place
+        self._start = calls.Start(config, False, dict(secrets), own_place, replicas=replicas)
         self._lane_count = lanes
         self._lock = threading.Lock()
         self._giver: AgentProcess | None = None
@@ -255,9 +259,8 @@ class Agents:
                 self._may_start = time.monotonic() + PACE_SECONDS
                 reach(config.master_server_address)
                 own = self._giver.hostname if self._giver is not None else ""
-                preferred = (own,) if self._own_place and own else ()
                 silent, self._silent = self._silent, {}
-                start = msgspec.structs.replace(self._start, preferred=preferred, own=own, silent=silent)
+                start = msgspec.structs.replace(self._start, own=own, silent=silent)
                 self._mover = AgentProcess(start, self._lane_count)
                 self.starts += 1
             return self._mover
@@ -297,9 +300,6 @@ class Agents:
             lane.settimeout(seconds)
             self._settle(mover, lane, places)
             answer = _exchange(lane, call)
-        except TierFailed:  # before anything was asked
-            mover.free.put(lane)
-            raise
         except TimeoutError as error:
             if spares:
                 mover.give_up(lane)
@@ -345,10 +345,7 @@ class Agents:
             for place in {id(one.file): one for one in places}.values():
                 number = self.number(place.file)
                 if number not in mover.attached:
-                    try:
-                        descriptor = place.file.opened()
-                    except OSError as error:
-                        raise TierFailed(f"a segment cannot be shown to Mooncake's client: {error.strerror}") from error
+                    descriptor = place.file.opened()
                     try:
                         attach = calls.Attach(number, place.file.size, place.mapped)
                         answer = _exchange(lane, attach, descriptor)

@@ -29,14 +29,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Call, frozen=True, tag=True):
     """Become a client of the cluster: one that ``gives`` it memory, or one that moves pages.
 
-    ``secrets`` seal pages, by tenant or the only one under an empty name; pages go to the memory of ``preferred`` hosts
-    first, ``replicas`` times; the cluster calls what this host lends ``own``.  Hosts are ``silent`` until then.
+    ``secrets`` seal pages, by tenant or the only one under an empty name; pages are stored ``replicas`` times, with
+    ``own_place`` in this host's memory first, which the cluster calls ``own``.  Hosts are ``silent`` until then.
     """
 
     config: MooncakeConfig
     gives: bool
     secrets: dict[str, bytes] = {}
-    preferred: tuple[str, ...] = ()
+    own_place: bool = True
     own: str = ""
     replicas: int = 1
     silent: dict[str, float] = {}

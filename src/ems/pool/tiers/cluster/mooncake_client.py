@@ -58,18 +58,13 @@ def _is_of_this_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> 
         return True
 
 
-def _devices(pattern: str) -> list[Path]:
-    return list(Path("/").glob(pattern.lstrip("/")))
-
-
 def check_hardware(config: MooncakeConfig) -> None:
     """Raises ConfigError: this host has not what the protocol needs."""
-    pattern = HARDWARE.get(config.protocol)
-    if pattern is not None and not _devices(pattern):
-        fit = [one for one in PROTOCOLS if one not in HARDWARE or _devices(HARDWARE[one])]
+    fit = [one for one in PROTOCOLS if one not in HARDWARE or any(Path("/").glob(HARDWARE[one].lstrip("/")))]
+    if config.protocol not in fit:
         raise ConfigError(
-            f"protocol is {config.protocol!r}, and this host has no device for it ({pattern}); use one of "
-            f"{', '.join(fit)}, of which the whole cluster uses the same"
+            f"protocol is {config.protocol!r}, and this host has no device for it ({HARDWARE[config.protocol]}); load "
+            f"its driver, or write one of {', '.join(fit)} on all hosts of the cluster"
         )
 
 

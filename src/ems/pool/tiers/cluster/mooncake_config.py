@@ -31,9 +31,21 @@ _VARIABLES = {
     "tenant_id": "MOONCAKE_TENANT_ID",
 }
 _SIZES = ("global_segment_size", "local_buffer_size")
-_MASTER = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+LEAST_LENT = 16 << 20
+"""Mooncake's client does not start with less to lend."""
+_PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _WITH_PORT = re.compile(r"([^:]+|\[[^]]+\]):[0-9]{1,5}")
-_STANDBY = re.compile(r"(etcd|redis|k8s)://\S+")
+_FORMS = {
+    "metadata_server": (
+        rf"{PEER_TO_PEER}|\S+://\S+|\S+:{_PORT}",
+        f"{PEER_TO_PEER} or an address such as http://host:8080",
+    ),
+    "master_server_address": (
+        rf"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}|etcd://\S+:{_PORT}|(redis|k8s)://\S+",
+        "host:port or etcd://host:port",
+    ),
+}
+"""What texts look like, and how that is said."""
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,14 +98,21 @@ def _from_file(text: str, origin: str) -> tuple[dict[str, Any], list[str]]:
     return known, sorted(set(said) - set(_VARIABLES))
 
 
+def _size(name: str, value: Any, origin: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{name} in {origin} is {value!r}, expected bytes or a size such as 1GB or 1048576KB")
+    # A host that gives no memory to the cluster still uses it.
+    size = 0 if str(value).strip() == "0" else parse_size(value, name=f"{name} in {origin}")
+    if name == "global_segment_size" and 0 < size < LEAST_LENT:
+        raise ConfigError(f"{name} in {origin} is {value!r}, expected 16MB or more, or 0 to lend nothing")
+    return size
+
+
 def _value(name: str, value: Any, origin: str) -> object:
     if name in _SIZES:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ConfigError(f"{name} in {origin} is {value!r}, expected bytes or a size such as 1GB or 1048576KB")
-        # A host that gives no memory to the cluster still uses it.
-        return 0 if str(value).strip() == "0" else parse_size(value, name=f"{name} in {origin}")
+        return _size(name, value, origin)
     if not isinstance(value, str):
         raise ConfigError(f"{name} in {origin} is {value!r}, expected a text")
     value = value.strip()
@@ -101,13 +120,8 @@ def _value(name: str, value: Any, origin: str) -> object:
         value = value.lower()
         if value not in PROTOCOLS:
             raise ConfigError(f"protocol in {origin} is {value!r}, expected one of {', '.join(PROTOCOLS)}")
+    if name in _FORMS and not re.fullmatch(_FORMS[name][0], value):
+        raise ConfigError(f"{name} in {origin} is {value!r}, expected {_FORMS[name][1]}")
     if name == "local_hostname" and (found := _WITH_PORT.fullmatch(value)):
         return found[1]  # a host has several clients of Mooncake, each with a port of its own
-    if name == "master_server_address" and not (_is_master(value) or _STANDBY.fullmatch(value)):
-        raise ConfigError(f"master_server_address in {origin} is {value!r}, expected host:port or etcd://host:port")
     return value
-
-
-def _is_master(value: str) -> bool:
-    found = _MASTER.fullmatch(value)
-    return found is not None and 0 < int(found[1]) < 65536

@@ -482,7 +482,7 @@ class Lane:
     def _probe(self) -> calls.Answer:
         name, content = f"ems-probe-{secrets.token_hex(8)}", secrets.token_bytes(4096)
         if code := self._store.put(name, content, self._mover.config):
-            raise EmsError(f"what was written for a test was not taken ({code})")
+            raise EmsError(f"what was written for a test was not taken ({code}), as long as no host lends free memory")
         try:
             if self._store.get(name) != content:
                 raise EmsError("what was written for a test is not what was read back")

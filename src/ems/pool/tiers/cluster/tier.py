@@ -7,6 +7,7 @@ cluster as a whole, and for no page.
 
 from __future__ import annotations
 
+import difflib
 import os
 import secrets
 import threading
@@ -282,6 +283,9 @@ def read_mooncake(place: str) -> MooncakeConfig:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise ConfigError(f"cannot read {origin}: {reason}; name a file with Mooncake's settings") from error
     config, unused = parse_mooncake(text, os.environ, origin or "the environment")
+    for name in unused:
+        if near := difflib.get_close_matches(name, MooncakeConfig.__struct_fields__, 1):
+            _log.warning(f"{name} means nothing, did you mean {near[0]}?", file=origin)
     if unused:
         _log.info("settings of Mooncake mean nothing to EMS", file=origin, names=", ".join(unused))
     return config
