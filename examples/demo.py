@@ -160,8 +160,8 @@ def main() -> int:
             out.print(line)
         if platform.machine() == "x86_64" and "avx512" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
             out.print(
-                "This processor has no AVX-512 and computes prompts some twenty times as slowly, so the speed-up is larger "
-                "than elsewhere."
+                "This processor has no AVX-512 and computes prompts some twenty times as slowly, so the speed-up is "
+                "larger than elsewhere."
             )
         status = verdict(report)
     except KeyboardInterrupt:

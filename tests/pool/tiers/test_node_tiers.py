@@ -315,7 +315,7 @@ def test_stop_with_clear_says_what_stays(make_node: MakeNode, make_client: MakeC
     command = [sys.executable, "-m", "ems.cli", "stop", "--clear", "--socket", str(node.socket)]
     stopped = subprocess.run(command, capture_output=True, text=True, check=False)
     assert stopped.returncode == 0
-    assert f"what dir:{tmp_path / 'tier'} has stays" in stopped.stderr
+    assert f"what is in dir:{tmp_path / 'tier'} stays" in stopped.stderr
     assert list((tmp_path / "tier").glob("*/*.pack"))
 
 
