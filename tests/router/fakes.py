@@ -219,7 +219,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     """Run a router on a free port."""
     config = RouterConfig(
-        prefills=tuple(prefills or ()), decodes=tuple(decodes or ()), **{"connect_timeout": 1.0, **settings}
+        prefills=tuple(prefills or ()), decodes=tuple(decodes or ()), **{"connect_timeout": 15.0, **settings}
     )
     async with Router(config) as router:
         server = Server(router, body_timeout=config.body_timeout)
