@@ -124,12 +124,6 @@ def test_what_was_measured_before_a_tier_was_cut_out_is_forgotten(state: TierSta
         state.speed.fetched.add(size, size * 1.0, LONG)
     assert state.speed.expected(100, 0, 1, LONG) > 0
     state.cut("the link is slow, and then it is cut", 11.0, state.reading)
-    state._clock = lambda: LONG
-    for turn in range(3):
-        state.keep(LONG + turn * 1e3)
-        probe = state._keeping
-        assert probe is not None
-        probe.result(10)
-        state._tried(probe)
+    try_out(state)
     assert state.reading.open
     assert state.speed.expected(100, 0, 1, LONG) == 0
