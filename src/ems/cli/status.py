@@ -8,7 +8,7 @@ from ems.cli.acts import ask, figures
 from ems.cli.options import ASKING, Asking
 from ems.cli.shown import age, present, present_facts, print_facts, print_json, print_tables, table
 from ems.config import format_size
-from ems.pool.administration.figures import By, grouped, judge
+from ems.pool.administration.figures import CLIENT_STARTS, By, grouped, judge
 from ems.pool.protocol.acts import List, Show
 
 
@@ -73,7 +73,7 @@ def summary_rows(seen: dict[str, Any]) -> list[tuple[str, str]]:
 def _tier(tier: dict[str, Any]) -> str:
     limit = f" of {format_size(tier['tier_limit'])}" if tier.get("tier_limit") else ""
     if tier["reading"] and tier["writing"]:
-        state = "well" if tier.get("tier_agent_starts", 1) else "starts, Mooncake's client is not there yet"
+        state = "well" if tier.get("tier_agent_starts", 1) else CLIENT_STARTS
     else:
         out = " and ".join(name for name in ("reading", "writing") if not tier[name])
         state = f"left alone ({out}): {tier['reason']}"

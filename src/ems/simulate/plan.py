@@ -94,7 +94,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.hosts * (self.memory // self.block_bytes + self.cluster // self.block_bytes) * self.pages_per_block
 
     def refuse_late_loss(self, lasts: float) -> None:
-        """Refuse to lose hosts when the trace, which ``lasts`` so many seconds, is over."""
+        """Refuse to lose hosts behind the end of a trace that ``lasts`` so many seconds."""
         if self.lose and self.lose_at >= lasts:
             raise ConfigError(f"--lose-at is {self.lose_at:g} and the trace ends after {lasts:.0f} s, give less")
 

@@ -14,6 +14,7 @@ By = Literal["namespace", "model", "tenant"]
 _SUMS = ("pages", "bytes", "writing", "leases", "pinned")
 SCARCE = 0.5
 """Share of the offered pages refused for want of room from which on a node is too small."""
+CLIENT_STARTS = "starts, Mooncake's client is not there yet"
 ENOUGH = 1000
 """Pages that must have been offered before that is judged."""
 _LEFT_ALONE = (
@@ -86,7 +87,7 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
         checks.append(Check("quotas", well=not unkept, seen=unkept or "those of the tenants' file count"))
     for tier in figures.get("tiers", ()):
         well = bool(tier["reading"] and tier["writing"])
-        works = "works" if tier.get("tier_agent_starts", 1) else "starts, Mooncake's client is not there yet"
+        works = "works" if tier.get("tier_agent_starts", 1) else CLIENT_STARTS
         seen = works if well else f"left alone: {tier['reason']}"
         left = [f"{tier[figure]} {text}" for figure, text in _LEFT_ALONE if tier.get(figure)]
         checks.append(Check(f"tier {tier['name']}", well=well, seen="; ".join([seen, *left])))

@@ -36,7 +36,7 @@ NO_SECRET = b"ems-cluster-without-a-secret"
 def ramp(size: int) -> list[int]:
     """The parts in which ``size`` bytes are lent, one after the other: a host that joins does not draw all writes."""
     count = max(min(size // RAMP_LEAST, RAMP_PARTS), 1)
-    part = size // count >> 21 << 21
+    part = size // count >> 21 << 21  # whole 2 MiB, a huge page
     return [part] * (count - 1) + [size - part * (count - 1)]
 
 
