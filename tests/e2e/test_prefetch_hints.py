@@ -20,6 +20,8 @@ from tests.kit.prepared import PreparedServer
 
 pytestmark = pytest.mark.e2e
 ENGINE = Address("127.0.0.1", 1)
+PAGES = 2 * 4
+"""Two of each: of two chunks, of the tail of the prompt, and of the tail that its answer has grown."""
 
 
 async def hint(node: PoolNode, key: Path, prompt: list[int]) -> None:
@@ -46,11 +48,10 @@ def test_what_an_engine_stored_comes_up_for_its_tokens(
         with running(server):
             prompt = random_prompt(70, 2 * CHUNK_TOKENS + 9)
             text = complete(server.url, prompt)
-            wait_for(lambda: node.figures()["tiers"][0]["pages_written"] > 0, "pages are written")
-            wait_for(lambda: node.figures()["tiers"][0]["queued_bytes"] == 0, "all of them are")
+            wait_for(lambda: node.figures()["tiers"][0]["pages_written"] == PAGES, "all pages are written")
             with closing(PoolClient(node.socket, "test", administers=True)) as administrator:
                 administrator.administer(Clear(everything=True, memory_only=True))
-            assert node.figures()["bytes_used"] == 0
+            wait_for(lambda: node.figures()["bytes_used"] == 0, "nothing holds a slot any longer")
             lookups = node.figures()["counters"]["lookups"]
             http = Address.parse(node.log.rpartition("http=http://")[2].split()[0])
             asyncio.run(hint(PoolNode(http), key, prompt))
