@@ -15,10 +15,13 @@ from ems.pool.keys import NO_PARENT, Tail, page_keys, split_keys
 from ems.pool.movement import hot_list
 from ems.pool.movement.hot_list import (
     MOST_RUN_KEYS,
+    SLOWER,
     TELL_AGAIN_SECONDS,
     TOLD_ROUNDS,
+    TRIAL_SECONDS,
     TRIES,
     TRY_SECONDS,
+    USEFUL_SHARE,
     HotPages,
     HotRun,
     merged,
@@ -134,7 +137,7 @@ def test_what_is_cleared_is_not_copied_back_where_the_list_stayed() -> None:
     hot = HotPages(1.0)
     hot.tell(NS, [run(1, 2)], 0.0)
     (heard,) = hot.heard(NS, [run(3)], 0.0, 100)
-    hot.copied(NS, heard.keys)
+    hot.copied(NS, heard.keys, 1)
     hot.clear(lambda name: name == NS)
     assert hot.heard(NS, [run(1, 2), run(3)], 100.0, 100) == []
     assert hot.used(NS, heard.keys) == 0, "what is computed anew was not copied"
@@ -192,7 +195,7 @@ def test_a_round_looks_at_a_bounded_number_of_keys_and_the_next_at_the_others() 
 
 def test_pages_that_were_copied_count_as_used_once() -> None:
     hot = HotPages(1.0)
-    hot.copied(NS, [key(1), key(2)])
+    hot.copied(NS, [key(1), key(2)], 1)
     assert hot.used(NS, [key(2), key(3)]) == 1
     assert hot.used(NS, [key(2), key(3)]) == 0
     assert hot.used("another", [key(1)]) == 0
@@ -226,7 +229,7 @@ class Copying(RuleBasedStateMachine):
     def hear(self, heard: list[HotRun]) -> None:
         due = self.hot.heard(NS, heard, self.now, 10)
         assert all(found in heard for found in due)
-        self.hot.copied(NS, [one for found in due for one in found.keys])
+        self.hot.copied(NS, [one for found in due for one in found.keys], 1)
 
     @rule()
     def clear(self) -> None:
@@ -265,13 +268,35 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_list, "MOST_WAITING", 100)
 
 
-def test_what_nobody_uses_is_copied_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_list, "LEARNED", 4)
-    hot = HotPages(16.0)
-    hot.copied(NS, map(key, range(8)))
-    assert 14 <= sum(hot.may_copy(4, 100.0 + second) for second in range(64)) <= 18
-    assert hot.used(NS, [key(0)]) == 1
-    assert sum(hot.may_copy(4, 200.0 + second) for second in range(64)) == 64
+def test_what_nobody_uses_is_copied_slower_once_that_is_known() -> None:
+    rate, size = 16.0, 4
+    hot, now = HotPages(rate), 0.0
+    trial = int(rate * TRIAL_SECONDS) // size
+
+    def copied(seconds: int) -> int:
+        nonlocal now
+        count = 0
+        for _ in range(seconds * 10):
+            now += 0.1
+            count += hot.may_copy(size, now)
+        return count
+
+    hot.copied(NS, map(key, range(trial - 1)), size)
+    assert copied(10) == pytest.approx(10 * rate / size, abs=5), "what it is good for is not known"
+    hot.copied(NS, [key(trial)], size)
+    assert copied(SLOWER) == pytest.approx(rate / size, abs=5)
+    assert hot.used(NS, map(key, range(trial - trial // USEFUL_SHARE, trial + 1))) == trial // USEFUL_SHARE
+    assert copied(10) == pytest.approx(10 * rate / size, abs=5)
+
+
+def test_what_was_of_no_use_long_ago_counts_less() -> None:
+    hot, count = HotPages(1.0), int(3 * TRIAL_SECONDS)
+    hot.copied(NS, map(key, range(count)), 1)
+    assert not all(hot.may_copy(1, float(at)) for at in range(1, 9))
+    for at in range(count, 3 * count):
+        hot.copied(NS, [key(at)], 1)
+        hot.used(NS, [key(at)])
+    assert all(hot.may_copy(1, float(at)) for at in range(100, 109))
 
 
 def test_a_tenth_of_a_second_of_much_telling_is_bounded() -> None:

@@ -35,11 +35,12 @@ MOST_RUNS: Final = 8192
 """Runs that are remembered."""
 MOST_COPIED: Final = 1 << 16
 """Pages that are remembered as copied until somebody uses them."""
-
-LEARNED: Final = 4096
-"""Pages that are copied before it is known what that is good for."""
-USEFUL_SHARE: Final = 16
-"""Where less than one in so many is used, a host copies that much slower."""
+TRIAL_SECONDS: Final = 4.0
+"""As much as a host may copy in so long is copied before it is known what that is good for."""
+USEFUL_SHARE: Final = 4
+"""Where less than one byte in so many is used, a host copies slower."""
+SLOWER: Final = 256
+"""So many times: what is still copied shows when that is of use again."""
 
 _Name = tuple[str, bytes]
 
@@ -149,8 +150,10 @@ class HotPages:
         self._runs: OrderedDict[_Name, _Run] = OrderedDict()
         self._waiting: dict[str, OrderedDict[bytes, tuple[HotRun, int]]] = {}
         """What is to be told, and in how many rounds."""
-        self._copied: OrderedDict[_Name, None] = OrderedDict()
-        self._copied_count = self._used_count = 0
+        self._trial = rate * TRIAL_SECONDS
+        self._copied: OrderedDict[_Name, int] = OrderedDict()
+        """Bytes of each page that was copied and not used yet."""
+        self._copied_bytes = self._used_bytes = 0
 
     # What others are told
 
@@ -234,8 +237,8 @@ class HotPages:
 
     def may_copy(self, size: int, now: float) -> bool:
         """Whether ``size`` bytes may be copied now, which counts them; the last ones may be more than there is room."""
-        useful = self._copied_count < LEARNED or self._used_count * USEFUL_SHARE >= self._copied_count
-        rate = self._rate if useful else self._rate / USEFUL_SHARE
+        useful = self._copied_bytes < self._trial or self._used_bytes * USEFUL_SHARE >= self._copied_bytes
+        rate = self._rate if useful else self._rate / SLOWER
         self._room = min(self._room + max(now - self._filled_at, 0.0) * rate, rate)
         self._filled_at = now
         if self._room <= 0:
@@ -245,26 +248,24 @@ class HotPages:
 
     # What it was good for
 
-    def copied(self, namespace: str, keys: Iterable[bytes]) -> None:
+    def copied(self, namespace: str, keys: Iterable[bytes], size: int) -> None:
+        """``keys`` are being copied, pages of ``size`` bytes."""
         names = [(namespace, key) for key in keys]
-        self._copied.update(dict.fromkeys(names))
-        self._copied_count += len(names)
-        if self._copied_count > 2 * LEARNED:  # what was long ago counts less
-            self._copied_count, self._used_count = self._copied_count // 2, self._used_count // 2
+        self._copied.update(dict.fromkeys(names, size))
+        self._copied_bytes += len(names) * size
+        if self._copied_bytes > 2 * self._trial:  # what was long ago counts less
+            self._copied_bytes, self._used_bytes = self._copied_bytes // 2, self._used_bytes // 2
         while len(self._copied) > MOST_COPIED:
             self._copied.popitem(last=False)
 
     def used(self, namespace: str, keys: Iterable[bytes]) -> int:
         """How many of ``keys``, which are used now, were copied and not used yet."""
-        count = self.forget(namespace, keys)
-        self._used_count += count
-        return count
+        sizes = self.forget(namespace, keys)
+        self._used_bytes += sum(sizes)
+        return len(sizes)
 
-    def forget(self, namespace: str, keys: Iterable[bytes]) -> int:
-        """``keys`` count as copied no longer; how many did."""
+    def forget(self, namespace: str, keys: Iterable[bytes]) -> list[int]:
+        """``keys`` count as copied no longer; the bytes of each that did."""
         if not self._copied:
-            return 0
-        here = [name for name in ((namespace, key) for key in keys) if name in self._copied]
-        for name in here:
-            del self._copied[name]
-        return len(here)
+            return []
+        return [size for key in keys if (size := self._copied.pop((namespace, key), None)) is not None]

@@ -160,14 +160,15 @@ class CopyingAhead:
             keys = missing[: self._tier.holds(name, missing)]
             if not keys or (parent not in coming and self._core.page(number, parent) is None):
                 continue
-            if not self._hot.may_copy(len(keys) * self._core.named(number)[1], self._clock()):
+            size = self._core.named(number)[1]
+            if not self._hot.may_copy(len(keys) * size, self._clock()):
                 self._hot.postponed(name, runs[at:], self._clock())
                 return
             if run.tail is not None and run.last == keys[-1]:
                 self._tier.know_tail(name, run.tail)
             if self._bring(self._state.number, number, KeyRun(parent, keys)):
                 coming.update(keys)
-                self._hot.copied(name, keys)
+                self._hot.copied(name, keys, size)
                 self._state.counts["copied_ahead"] += len(keys)
 
 

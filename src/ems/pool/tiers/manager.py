@@ -105,14 +105,14 @@ class TierManager:
         self._clock = clock
         self._closed = False
         self.states = [TierState(number, *one, self._tell, clock, crew) for number, one in enumerate(tiers)]
-        self._again = [OfferingAgain(state, host.core, self._offer) for state in self.states if state.tier.asks]
+        self._again = [OfferingAgain(state, host.core, self._offer_again) for state in self.states if state.tier.asks]
         memory = sum(host.arena.sizes)
         self._ahead = {
             state.number: CopyingAhead(
                 state, host.core, memory, self._question, self.bring, partial(self._may_move, state), clock
             )
             for state in self.states
-            if state.tier.asks and state.config.copy_ahead != "never"
+            if state.tier.asks and state.config.copies_ahead
         }
         limit = min(MOST_UNDER_WAY, memory // SHARE_UNDER_WAY)
         self._promotions = Promotions(
@@ -520,7 +520,11 @@ class TierManager:
 
     # Writing
 
-    def _offer(self, state: TierState, namespace: int, pages: Sequence[Page]) -> None:
+    def _offer_again(self, state: TierState, namespace: int, pages: Sequence[Page]) -> None:
+        """The tier may have lost what it is believed to have."""
+        self._offer(state, namespace, pages, again=True)
+
+    def _offer(self, state: TierState, namespace: int, pages: Sequence[Page], *, again: bool = False) -> None:
         if not state.writing.open:
             state.counts["not_offered"] += len(pages)
             return
@@ -528,10 +532,11 @@ class TierManager:
         name, size = core.named(namespace)
         if not self._may_move(state, name):
             return
-        new = state.tier.lacks(name, [page.key for page in pages])
+        keys = [page.key for page in pages]
+        new = keys if again else state.tier.lacks(name, keys)
         now = self._clock()
-        for keys in state.write_back.portions(namespace, new, size):
-            lease, held = core.reading.hold(self._writer, namespace, keys)
+        for portion in state.write_back.portions(namespace, new, size):
+            lease, held = core.reading.hold(self._writer, namespace, portion)
             if held:
                 state.write_back.add(Unit(namespace, lease, tuple(page.key for page in held), len(held) * size, now))
 

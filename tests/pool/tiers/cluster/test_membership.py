@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from ems.pool.administration.figures import judge
 from ems.pool.client.answers import Namespace
 from ems.pool.client.pool_client import PoolClient
 from ems.pool.protocol.acts import Drain
-from ems.pool.tiers.cluster.agent import RAMP_LEAST, RAMP_PARTS, ramp
+from ems.pool.tiers.cluster.agent import NO_SECRET, RAMP_LEAST, RAMP_PARTS, ramp
+from ems.pool.tiers.cluster.objects import Objects
+from ems.pool.tiers.pack_seal import SealKeys
 from tests.kit.mooncake import MooncakeMaster
 from tests.kit.node import NodeProcess
 from tests.kit.tiers import key, page
@@ -42,7 +46,7 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 @pytest.fixture
 def start(tmp_path: Path, master: MooncakeMaster, make_node: MakeNode) -> Callable[[], NodeProcess]:
     def make() -> NodeProcess:
-        node = make_node(*FLAGS, f"mooncake:{write_settings(tmp_path, master.endpoint)}?refresh=1s")
+        node = make_node(*FLAGS, f"mooncake:{write_settings(tmp_path, master.endpoint)}?refresh=1s&copy_ahead=never")
         node.wait_touched()
         return node
 
@@ -122,6 +126,37 @@ def test_a_master_that_is_back_without_what_it_knew_gets_what_is_hot(
     master.kill()
     assert read(writer, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
     master.start()
+    wait_for(reader, NAMESPACE, keys, PATIENCE)
+    assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
+
+
+REMOVE = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1])
+assert store.remove_by_regex(sys.argv[2], force=True) == int(sys.argv[3])
+os._exit(0)
+"""
+
+
+def test_what_a_standby_had_not_heard_of_when_it_took_over_is_offered_again(
+    start: Callable[[], NodeProcess], master: MooncakeMaster, make_client: MakeClient
+) -> None:
+    """What was stored last is unknown to it, what the hosts lend is not: so removed from a master, and a cut."""
+    first, second = start(), start()
+    writer, reader = make_client(first), make_client(second)
+    keys = chain("a")
+    write(first, writer, keys)
+    names = Objects(SealKeys(NO_SECRET, encrypts=False)).of(NAMESPACE.name)
+    assert names is not None
+    arguments = (master.endpoint, names.all_names, str(len(keys)))
+    done = subprocess.run([sys.executable, "-c", REMOVE, *arguments], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-1000:]
+    (moves,) = [one for one in psutil.Process(first.pid).children() if len(one.cmdline()) != LENDING_ARGUMENTS]
+    moves.send_signal(signal.SIGSTOP)
+    save(writer, NAMESPACE, chain("b"))
+    until(lambda: cluster(first)["cuts"] > 0, "a write does not end", PATIENCE)
     wait_for(reader, NAMESPACE, keys, PATIENCE)
     assert read(reader, NAMESPACE, keys) == [page(one, PAGE) for one in keys]
 
