@@ -49,6 +49,19 @@ async def test_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.count("4/4") == 3
 
 
+async def test_nothing_is_sent_for_a_while_before_the_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rested, sleep = list[float](), asyncio.sleep
+
+    async def record(seconds: float) -> None:
+        rested.append(seconds)
+        await sleep(0)
+
+    async with OpenAIServer() as server:
+        monkeypatch.setattr("ems.bench.ttft.asyncio.sleep", record)
+        assert await bench(server.url, server.url, *SMALL, "--rest", "3600") == 0
+    assert rested.count(3600.0) == 1
+
+
 async def test_prompts_differ_from_run_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     """A second run with the prompts of the first would find nothing cold."""
     seeds = []

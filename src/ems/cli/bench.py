@@ -43,6 +43,7 @@ def ttft(
     model: str | None = None,
     token_ids: str = "300-999",
     timeout: Seconds = 600,
+    rest: Seconds = 0,
     socket: Path | None = None,
     api_key: Annotated[str | None, Parameter(env_var="OPENAI_API_KEY")] = None,
     output: Format = "table",
@@ -63,6 +64,7 @@ def ttft(
         model: Name of the model; the first that URL1 offers by default.
         token_ids: Range of ids from which prompts are drawn.
         timeout: Seconds for one request.
+        rest: Seconds before A goes to URL2, in which hosts of a cluster copy what was used again.
         socket: Socket of a pool node whose figures are shown too; this host's by default, when one answers.
         api_key: Sent as bearer token.
     """
@@ -79,7 +81,14 @@ def ttft(
     urls = (base_url("URL1", url1), base_url("URL2", url2))
     with progress_bars() as tell:
         measuring = of_ttft.measure(
-            urls, plan, model=model, api_key=api_key, timeout=timeout, socket=socket or default_socket(), progress=tell
+            urls,
+            plan,
+            model=model,
+            api_key=api_key,
+            timeout=timeout,
+            rest=rest,
+            socket=socket or default_socket(),
+            progress=tell,
         )
         report = asyncio.run(measuring)
     present(report, ttft_table(report), output)
