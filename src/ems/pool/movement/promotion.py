@@ -1,5 +1,7 @@
 """What is to be fetched from tiers: first what was looked up, then what was announced, never too much at once.
 
+Last comes what is copied before anybody asks for it.
+
 A brain.  A want is a run of keys that a tier has and memory has not.  It is cut into portions; each is reserved in
 memory like any writer's pages, so that everybody sees its keys as being written, then fetched, then committed.  What
 always holds: the portions under way are never more than the limit (but for a single page); a want that waited too long
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 import msgspec
 
@@ -26,6 +29,14 @@ PATIENCE = 30.0
 """Seconds after which a want that nobody repeated is let go."""
 
 
+class Priority(IntEnum):
+    """What goes before what."""
+
+    COPY_AHEAD = 0
+    PREFETCH = 1
+    NEEDED = 2
+
+
 class Portion(msgspec.Struct, frozen=True):
     """Keys to be reserved behind ``parent`` and fetched from tier number ``tier``."""
 
@@ -34,6 +45,8 @@ class Portion(msgspec.Struct, frozen=True):
     parent: bytes
     keys: tuple[bytes, ...]
     size: int
+    ahead: bool = False
+    """Whether nobody asked for it."""
 
 
 class _Want(msgspec.Struct):
@@ -44,7 +57,7 @@ class _Want(msgspec.Struct):
     keys: deque[bytes]
     tenant: str
     at: float
-    urgent: bool
+    priority: Priority
 
 
 class Promotions:
@@ -59,7 +72,7 @@ class Promotions:
         self._batch = batch
         self._wants: OrderedDict[tuple[int, bytes], _Want] = OrderedDict()
         """By namespace and first key; in the order in which they came."""
-        self._waiting: Counter[int] = Counter()
+        self._waiting: Counter[tuple[int, Priority]] = Counter()
         """Bytes that wait, by tier."""
         self._wanted: Counter[str] = Counter()
         """Keys that wait, by tenant."""
@@ -72,9 +85,9 @@ class Promotions:
     def __len__(self) -> int:
         return len(self._wants)
 
-    def waiting(self, tier: int) -> int:
-        """Bytes that wait to be fetched from ``tier``."""
-        return self._waiting[tier]
+    def waiting(self, tier: int, least: Priority = Priority.COPY_AHEAD) -> int:
+        """Bytes that wait to be fetched from ``tier``, of that priority or a higher one."""
+        return sum(self._waiting[tier, priority] for priority in Priority if priority >= least)
 
     def ask(
         self,
@@ -85,7 +98,7 @@ class Promotions:
         keys: Sequence[bytes],
         now: float,
         *,
-        urgent: bool,
+        priority: Priority,
     ) -> bool:
         """Fetch ``keys``, consecutive blocks behind ``parent``; False when too many wait already."""
         name, tenant = (namespace, keys[0]), self._tenant(namespace)
@@ -94,13 +107,17 @@ class Promotions:
         if want is None:
             if self._is_full(tenant) or self._too_many(tenant, more):
                 return False
-            want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tenant, now, urgent)
+            want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tenant, now, priority)
             self._count(want, more)
         elif more > 0 and want.tier == tier and not self._too_many(tenant, more):
             self._count(want, more)
             want.keys = deque(keys)
         want.at = now
-        want.urgent = want.urgent or urgent
+        if priority > want.priority:
+            size = len(want.keys) * want.page_size
+            self._waiting[want.tier, want.priority] -= size
+            self._waiting[want.tier, priority] += size
+            want.priority = priority
         return True
 
     def _is_full(self, tenant: str) -> bool:
@@ -112,7 +129,7 @@ class Promotions:
         return self._wanted[tenant] + more > MAX_WANTED_TENANT or self._wanted.total() + more > MAX_WANTED
 
     def _count(self, want: _Want, keys: int) -> None:
-        self._waiting[want.tier] += keys * want.page_size
+        self._waiting[want.tier, want.priority] += keys * want.page_size
         self._wanted[want.tenant] += keys
         if not self._wanted[want.tenant]:
             del self._wanted[want.tenant]
@@ -131,7 +148,7 @@ class Promotions:
         count = min(max(self._batch(want.tier) // want.page_size, 1), max(room, 1), len(want.keys))
         keys = tuple(want.keys.popleft() for _ in range(count))
         size = count * want.page_size
-        portion = Portion(want.tier, want.namespace, want.parent, keys, size)
+        portion = Portion(want.tier, want.namespace, want.parent, keys, size, want.priority is Priority.COPY_AHEAD)
         self._count(want, -count)
         self.under_way += size
         self._turn += 1
@@ -147,15 +164,15 @@ class Promotions:
         return portion
 
     def _first(self) -> tuple[int, bytes]:
-        """Which want is next: an urgent one if there is any, of the tenant whose last turn is longest ago."""
+        """Which want is next: one of the highest priority, of the tenant whose last turn is longest ago."""
         turns = {tenant: self._served.get(tenant, 0) for tenant in self._wanted}
         best = min(turns.values())
-        found: dict[tuple[bool, int], tuple[int, bytes]] = {}
+        found: dict[tuple[int, int], tuple[int, bytes]] = {}
         for name, want in self._wants.items():
-            order = not want.urgent, turns[want.tenant]
+            order = -want.priority, turns[want.tenant]
             if order not in found:
                 found[order] = name
-                if order == (False, best):
+                if order == (-Priority.NEEDED, best):
                     break
         return found[min(found)]
 

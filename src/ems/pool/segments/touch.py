@@ -17,7 +17,6 @@ import time
 TOUCH_STEP = 8 << 20
 """Bytes touched in one go; small, so that a stop is obeyed at once."""
 
-_HUGE_PAGES = 14
 _POPULATE_WRITE = 23
 _PIPED = 512
 """Bytes that go through a pipe at a time: less than any pipe holds, and than one call takes pieces."""
@@ -69,18 +68,13 @@ def populate(address: int, length: int) -> None:
         os.close(writing)
 
 
-def warm(buffer: memoryview, *, huge: bool = False) -> None:
+def warm(buffer: memoryview) -> None:
     """Fill this process's page tables for a mapped segment, step by step, with rests in which others have the core.
-
-    ``huge`` asks for pages of 2 MiB, which are touched in a seventh of the time: for memory that is no file's and will
-    be used whole.  A kernel without them, or without any to spare, takes small ones.
 
     Raises OSError: the kernel refused, for one because the file system is full.
     """
     anchor = ctypes.c_char.from_buffer(buffer)
     address = ctypes.addressof(anchor)
-    if huge:
-        _libc.madvise(address, len(buffer), _HUGE_PAGES)
     for start in range(0, len(buffer), TOUCH_STEP):
         begin = time.perf_counter()
         populate(address + start, min(TOUCH_STEP, len(buffer) - start))

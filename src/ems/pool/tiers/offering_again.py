@@ -51,11 +51,16 @@ class OfferingAgain:
             self._hottest = HottestPages(spaces, tier.lends)
         if self._hottest is None or not state.writing.open or self._hottest.step(RANKED):
             return
-        for namespace, page in self._hottest.take(OFFERED, state.write_back.free):
+        for namespace, page in self._hottest.take(OFFERED, self._room()):
             if core.page(namespace, page.key) is page:
                 self._offer(state, namespace, state.due([page], *when))
         if not self._hottest:
             self._hottest = None
+
+    def _room(self) -> int:
+        """Half of the queue is left to what is saved meanwhile."""
+        queue = self._state.write_back
+        return queue.free if not queue.size else queue.free - (queue.free + queue.size) // 2
 
     @property
     def waiting(self) -> int:

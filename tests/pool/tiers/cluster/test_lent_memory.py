@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import re
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ems.pool.tiers.cluster.lent_memory import LEAST_BYTES, LentMemory, _added
 from tests.kit.waiting import until
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-"""Is there where the kernel has them at all."""
 
 
 def address_of(mapped: mmap.mmap) -> int:
@@ -33,17 +28,6 @@ def private(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def flags(mapped: mmap.mmap) -> set[str]:
-    """What the kernel was told of ``mapped``."""
-    at, found = address_of(mapped), False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            found = int(bounds[1], 16) <= at < int(bounds[2], 16)
-        elif found and line.startswith("VmFlags:"):
-            return set(line.split()[1:])
-    raise AssertionError(f"nothing is mapped at {at:#x}")
-
-
 def test_what_was_mapped_meanwhile_is_touched_and_nothing_else() -> None:
     memory, before = LentMemory(), private(LEAST_BYTES)
     with memory.allocated(LEAST_BYTES):
@@ -53,8 +37,6 @@ def test_what_was_mapped_meanwhile_is_touched_and_nothing_else() -> None:
     assert lent[7] == 42
     assert lent[8] == 0
     assert resident(before) < LEAST_BYTES
-    assert "hg" not in flags(before)
-    assert ("hg" in flags(lent)) == HUGE_PAGES.exists(), "in a seventh of the time"
 
 
 def test_little_is_left_alone_and_an_end_of_memory_ends_no_thread() -> None:

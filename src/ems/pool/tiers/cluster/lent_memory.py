@@ -44,7 +44,7 @@ class LentMemory:
         while True:
             start, end = self._ranges.get()
             with contextlib.suppress(OSError):  # there is no memory for it, or it was given back
-                warm(memoryview((ctypes.c_char * (end - start)).from_address(start)), huge=True)
+                warm(memoryview((ctypes.c_char * (end - start)).from_address(start)))
 
 
 def _mapped() -> list[Range]:
