@@ -157,6 +157,17 @@ def test_what_follows_a_portion_without_room_is_dropped() -> None:
     assert promotions.waiting(0) == PAGE
 
 
+def test_what_is_needed_is_not_dropped_for_a_copy_without_room() -> None:
+    promotions, run = Promotions(LIMIT, lambda _tier: BATCH), chain(1, 6)
+    ask(promotions, run, priority=Priority.COPY_AHEAD)
+    portion = promotions.next(0.0)
+    assert portion is not None
+    promotions.ask(0, 0, PAGE, portion.keys[-1], chain(2, 1), 0.0, priority=Priority.NEEDED)
+    promotions.no_room(portion)
+    assert promotions.waiting(0) == promotions.waiting(0, Priority.NEEDED) == PAGE
+    assert wrong_promotions(promotions) == []
+
+
 class Fetching(RuleBasedStateMachine):
     """The bytes under way and waiting are right at every moment; a cut tier is asked nothing."""
 

@@ -180,9 +180,13 @@ class Promotions:
         self.under_way -= portion.size
 
     def no_room(self, portion: Portion) -> None:
-        """Memory had no room for ``portion``: what comes behind it is of no use either."""
-        behind = (portion.namespace, portion.keys[-1])
-        self._drop([name for name, want in self._wants.items() if (want.namespace, want.parent) == behind])
+        """Memory had no room for ``portion``: what comes behind it is of no use either.
+
+        Behind a copy that is so of copies: who needs what hangs on it asked for all that memory lacked.
+        """
+        behind, most = (portion.namespace, portion.keys[-1]), Priority.COPY_AHEAD if portion.ahead else Priority.NEEDED
+        wants = [(name, want) for name, want in self._wants.items() if want.priority <= most]
+        self._drop([name for name, want in wants if (want.namespace, want.parent) == behind])
 
     def cut(self, tier: int) -> None:
         self._drop([name for name, want in self._wants.items() if want.tier == tier])

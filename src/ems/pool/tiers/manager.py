@@ -445,8 +445,9 @@ class TierManager:
         name, size = core.named(portion.namespace)
         if portion.ahead:  # no page leaves for it
             keys = keys[: core.reclaimer.idle_room(core.namespaces.opened(portion.namespace))]
+            if len(keys) < len(portion.keys):
+                self._promotions.no_room(portion)
         if not keys:
-            self._promotions.no_room(portion)
             self._promotions.ended(portion)
             return
         try:
