@@ -292,7 +292,7 @@ def _member(host: Host, master: str, model: Path, folder: Path, stack: ExitStack
     settings = folder / f"{host.address}.json"
     said = {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp", "master_server_address": master}
     settings.write_text(json.dumps({**said, "global_segment_size": LENT}))
-    node = NodeProcess("--size", POOL, "--tier", f"mooncake:{settings}")
+    node = NodeProcess("--size", POOL, "--tier", f"mooncake:{settings}?copy_ahead=on_second_use")
     stack.callback(node.close)
     stack.callback(lambda: (folder / f"{host.address}.node.log").write_text(node.log))
     options = msgspec.structs.replace(OPTIONS, prefix_caching=host.address.endswith("1"))

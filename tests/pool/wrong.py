@@ -9,11 +9,11 @@ from ems.pool.tiers.catalogue import _POSITION_BITS, Catalogue
 
 def wrong_promotions(promotions: Promotions) -> list[str]:
     broken = []
-    for (tier, priority), size in promotions._waiting.items():
-        wants = (want for want in promotions._wants.values() if (want.tier, want.priority) == (tier, priority))
+    for (tier, urgent), size in promotions._waiting.items():
+        wants = [want for want in promotions._wants.values() if want.tier == tier and want.urgent is urgent]
         wanted = sum(len(want.keys) * want.page_size for want in wants)
         if size != wanted:
-            broken.append(f"{size} bytes of tier {tier} are said to wait with {priority.name}, {wanted} do")
+            broken.append(f"{size} bytes of tier {tier} are said to wait ({urgent=}), {wanted} do")
     if promotions._wanted.total() != sum(len(want.keys) for want in promotions._wants.values()):
         broken.append("the keys that wait are miscounted")
     if promotions.under_way < 0:

@@ -14,15 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ems.pool.keys import NO_PARENT, Tail, page_keys, split_keys
 from ems.pool.movement import hot_list
 from ems.pool.movement.hot_list import (
-    BURST_SECONDS,
     MOST_RUN_KEYS,
-    OLD_PERIODS,
-    SLOWER,
     TELL_AGAIN_SECONDS,
     TOLD_ROUNDS,
     TRIES,
     TRY_SECONDS,
-    USEFUL_SHARE,
     HotPages,
     HotRun,
     merged,
@@ -137,25 +133,25 @@ def test_what_is_cleared_is_not_copied_back_where_the_list_stayed() -> None:
     """As of a cluster that this node only reads."""
     hot = HotPages(1.0)
     hot.tell(NS, [run(1, 2)], 0.0)
-    (heard,) = hot.heard(NS, [run(3)], 0.0, 100, 0)
-    hot.copied(NS, heard.keys, 1)
+    (heard,) = hot.heard(NS, [run(3)], 0.0, 100)
+    hot.copied(NS, heard.keys)
     hot.clear(lambda name: name == NS)
-    assert hot.heard(NS, [run(1, 2), run(3)], 100.0, 100, 0) == []
+    assert hot.heard(NS, [run(1, 2), run(3)], 100.0, 100) == []
     assert hot.used(NS, heard.keys) == 0, "what is computed anew was not copied"
     anew = msgspec.structs.replace(run(3), period=1)
-    assert hot.heard(NS, [anew], 100.0, 100, 0) == [anew]
+    assert hot.heard(NS, [anew], 100.0, 100) == [anew]
 
 
 def test_what_this_host_told_it_does_not_copy_back() -> None:
     hot = HotPages(1.0)
     hot.tell(NS, [run(1)], 0.0)
-    assert hot.heard(NS, [run(1), run(2)], 0.0, 100, 0) == [run(2)]
+    assert hot.heard(NS, [run(1), run(2)], 0.0, 100) == [run(2)]
 
 
 def test_what_cannot_be_copied_is_tried_rarer_and_then_no_more() -> None:
     hot, now, tried = HotPages(1.0), 0.0, []
     while now < 100:
-        if hot.heard(NS, [run(1)], now, 100, 0):
+        if hot.heard(NS, [run(1)], now, 100):
             tried.append(now)
         now += TRY_SECONDS / 2
     pauses = [after - before for before, after in pairwise(tried)]
@@ -165,38 +161,38 @@ def test_what_cannot_be_copied_is_tried_rarer_and_then_no_more() -> None:
 def test_what_was_postponed_was_no_try_and_what_is_here_is_not_tried_again() -> None:
     hot = HotPages(1.0)
     for moment in range(3 * TRIES):
-        assert hot.heard(NS, [run(1)], float(moment), 100, 0) == [run(1)]
+        assert hot.heard(NS, [run(1)], float(moment), 100) == [run(1)]
         hot.postponed(NS, [run(1)], float(moment))
-    hot.heard(NS, [run(1)], 50.0, 100, 0)
+    hot.heard(NS, [run(1)], 50.0, 100)
     hot.settled(NS, run(1))
-    assert hot.heard(NS, [run(1)], 99.0, 100, 0) == []
+    assert hot.heard(NS, [run(1)], 99.0, 100) == []
 
 
 def test_what_was_used_once_more_is_looked_for_once_more() -> None:
     """It may have left this host's memory since it was copied, or told of."""
     hot, later = HotPages(1.0), msgspec.structs.replace(run(1, 2), period=1)
-    assert hot.heard(NS, [run(1, 2)], 0.0, 100, 0) == [run(1, 2)]
+    assert hot.heard(NS, [run(1, 2)], 0.0, 100) == [run(1, 2)]
     hot.settled(NS, run(1, 2))
     assert merged([run(1, 2)], [later]) == [later]
     assert merged([run(1, 2, 3), run(7)], [later]) == [run(1, 2, 3), run(7), later]
     assert merged([later], [run(1, 2), run(1)]) == [later]
-    assert hot.heard(NS, [later], 50.0, 100, 0) == [later]
+    assert hot.heard(NS, [later], 50.0, 100) == [later]
     hot.settled(NS, later)
-    assert hot.heard(NS, [later], 99.0, 100, 0) == []
+    assert hot.heard(NS, [later], 99.0, 100) == []
     hot.tell(NS, [later], 99.0)
-    assert hot.heard(NS, [later], 99.0, 100, 0) == []
+    assert hot.heard(NS, [later], 99.0, 100) == []
 
 
 def test_a_round_looks_at_a_bounded_number_of_keys_and_the_next_at_the_others() -> None:
     hot, listed = HotPages(1.0), [run(number, number + 100) for number in range(1, 10)]
-    seen = [hot.heard(NS, listed, 0.0, 4, 0) for _ in range(5)]
+    seen = [hot.heard(NS, listed, 0.0, 4) for _ in range(5)]
     assert [len(one) for one in seen] == [2, 2, 2, 2, 1]
-    assert [found for one in seen for found in one] == listed[::-1]
+    assert [found for one in seen for found in one] == listed
 
 
 def test_pages_that_were_copied_count_as_used_once() -> None:
     hot = HotPages(1.0)
-    hot.copied(NS, [key(1), key(2)], 1)
+    hot.copied(NS, [key(1), key(2)])
     assert hot.used(NS, [key(2), key(3)]) == 1
     assert hot.used(NS, [key(2), key(3)]) == 0
     assert hot.used("another", [key(1)]) == 0
@@ -217,11 +213,10 @@ class Copying(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(size=st.integers(1, 300), most=st.integers(1, 20))
-    def copy(self, size: int, most: int) -> None:
-        if pages := min(self.hot.may_copy(size, self.now), most):
-            self.hot.spend(pages * size)
-            self.copied.append((self.now, pages * size))
+    @rule(size=st.integers(1, 300))
+    def copy(self, size: int) -> None:
+        if self.hot.may_copy(size, self.now):
+            self.copied.append((self.now, size))
 
     @rule(told=st.lists(runs, max_size=4))
     def tell(self, told: list[HotRun]) -> None:
@@ -229,9 +224,9 @@ class Copying(RuleBasedStateMachine):
 
     @rule(heard=st.lists(runs, max_size=4))
     def hear(self, heard: list[HotRun]) -> None:
-        due = self.hot.heard(NS, heard, self.now, 10, 0)
+        due = self.hot.heard(NS, heard, self.now, 10)
         assert all(found in heard for found in due)
-        self.hot.copied(NS, [one for found in due for one in found.keys], 1)
+        self.hot.copied(NS, [one for found in due for one in found.keys])
 
     @rule()
     def clear(self) -> None:
@@ -253,11 +248,11 @@ class Copying(RuleBasedStateMachine):
 
     @invariant()
     def keeps_to_its_rate(self) -> None:
-        """In any time no more than the rate, a burst, and the last page that was begun."""
+        """In any time no more than the rate, the room of one second, and the last one that was begun."""
         for at, (begin, _) in enumerate(self.copied):
             total = sum(size for _, size in self.copied[at:])
             largest = max((size for _, size in self.copied[at:]), default=0)
-            assert total <= self.RATE * (self.copied[-1][0] - begin + BURST_SECONDS) + largest + 1e-6
+            assert total <= self.RATE * (self.copied[-1][0] - begin + 1) + largest + 1e-6
 
 
 TestCopying = Copying.TestCase
@@ -270,75 +265,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_list, "MOST_WAITING", 100)
 
 
-def copied(hot: HotPages, size: int, begin: float, seconds: int) -> int:
-    """How many pages of ``size`` bytes may be copied from ``begin`` on, looked at ten times a second."""
-    count = 0
-    for tenth in range(seconds * 10):
-        pages = hot.may_copy(size, begin + tenth / 10)
-        hot.spend(pages * size)
-        count += pages
-    return count
-
-
-def test_the_more_of_the_copies_is_used_the_faster_they_go() -> None:
-    rate, size = 8.0, 4
-    hot, trial = HotPages(rate), int(rate * BURST_SECONDS) // size
-    hot.copied(NS, map(key, range(trial - 1)), size)
-    assert copied(hot, size, 0.0, 100) == pytest.approx(trial + 100 * rate / size, abs=5), "it is not known yet"
-    hot.copied(NS, [key(trial)], size)
-    copied(hot, size, 100.0, 1)
-    assert copied(hot, size, 101.0, SLOWER) == pytest.approx(rate / size, abs=2)
-    used = trial // USEFUL_SHARE
-    assert hot.used(NS, map(key, range(used))) == used
-    assert copied(hot, size, 1000.0, 100) == pytest.approx((BURST_SECONDS + 100) * rate / size / USEFUL_SHARE, rel=0.1)
-    assert hot.used(NS, map(key, range(trial + 1))) == trial - used
-    assert copied(hot, size, 2000.0, 100) == pytest.approx((BURST_SECONDS + 100) * rate / size, rel=0.1)
-
-
-def test_a_large_page_is_copied_where_there_is_room_for_a_part_of_it() -> None:
-    hot = HotPages(1.0)
-    assert hot.may_copy(1000, 0.0) == 1
-    hot.spend(1000)
-    assert hot.may_copy(1000, 900.0) == 0
-    assert hot.may_copy(1000, 1000.0) == 1
-
-
-def test_what_was_of_no_use_long_ago_counts_less() -> None:
-    hot, count = HotPages(1.0), int(3 * BURST_SECONDS)
-    hot.copied(NS, map(key, range(count)), 1)
-    assert copied(hot, 1, 0.0, 100) <= BURST_SECONDS + 2
-    for at in range(count, 3 * count):
-        hot.copied(NS, [key(at)], 1)
-        hot.used(NS, [key(at)])
-    assert copied(hot, 1, 100.0, 100) > 50
-
-
-def test_what_is_not_remembered_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are small, so more of them are copied than are remembered, and each is used."""
-    monkeypatch.setattr(hot_list, "MOST_COPIED", 100)
-    hot = HotPages(1000.0)
-    for at in range(8000):
-        hot.copied(NS, [key(at)], 1)
-        if at >= 50:
-            hot.used(NS, [key(at - 50)])
-    for at in range(8000, 16_000):
-        hot.copied(NS, [key(at)], 1)
-    assert copied(hot, 1, 0.0, 100) > 50_000, "what left was not of no use"
-
-
-@pytest.mark.parametrize("clock", [-1, 1])
-def test_what_was_used_long_ago_or_by_a_wrong_clock_is_not_copied(clock: int) -> None:
-    hot, runs = HotPages(1.0), [run(1), run(2)]
-    assert hot.heard(NS, runs, 0.0, 100, clock * (OLD_PERIODS + 1)) == []
-    assert hot.heard(NS, runs, 0.0, 100, clock * OLD_PERIODS) == runs[::-1]
-
-
-def test_what_was_told_last_comes_first_but_for_what_it_hangs_on() -> None:
-    hot = HotPages(1.0)
-    begin, middle, end = run(1, 2, 3), run(10, 11, parent=2), run(20, parent=11)
-    assert hot.heard(NS, [run(7), begin, run(8), middle, end], 0.0, 100, 0) == [begin, middle, end, run(8), run(7)]
-    ring = [run(31, parent=32), run(32, parent=31), run(33, parent=33)]
-    assert set(HotPages(1.0).heard(NS, ring, 0.0, 100, 0)) == set(ring), "which a liar may tell"
+def test_what_nobody_uses_is_copied_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_list, "LEARNED", 4)
+    hot = HotPages(16.0)
+    hot.copied(NS, map(key, range(8)))
+    assert 14 <= sum(hot.may_copy(4, 100.0 + second) for second in range(64)) <= 18
+    assert hot.used(NS, [key(0)]) == 1
+    assert sum(hot.may_copy(4, 200.0 + second) for second in range(64)) == 64
 
 
 def test_a_tenth_of_a_second_of_much_telling_is_bounded() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ems.pool.movement.promotion import MAX_WANTED_TENANT, MAX_WANTS, PATIENCE, Portion, Priority, Promotions
+from ems.pool.movement.promotion import MAX_WANTED_TENANT, MAX_WANTS, PATIENCE, Portion, Promotions
 from tests.pool.wrong import wrong_promotions
 
 LIMIT, BATCH, PAGE = 100, 40, 10
@@ -16,10 +16,8 @@ def chain(name: int, length: int) -> list[bytes]:
     return [bytes([name, block]) + bytes(14) for block in range(length)]
 
 
-def ask(
-    promotions: Promotions, keys: list[bytes], now: float = 0.0, *, priority: Priority = Priority.NEEDED, tier: int = 0
-) -> bool:
-    return promotions.ask(tier, 0, PAGE, ROOT, keys, now, priority=priority)
+def ask(promotions: Promotions, keys: list[bytes], now: float = 0.0, *, urgent: bool = True, tier: int = 0) -> bool:
+    return promotions.ask(tier, 0, PAGE, ROOT, keys, now, urgent=urgent)
 
 
 def test_a_run_comes_in_portions_in_order() -> None:
@@ -34,7 +32,7 @@ def test_a_run_comes_in_portions_in_order() -> None:
 
 def test_what_was_looked_up_comes_before_what_was_announced() -> None:
     promotions = Promotions(LIMIT, lambda _tier: BATCH)
-    ask(promotions, chain(1, 2), priority=Priority.PREFETCH)
+    ask(promotions, chain(1, 2), urgent=False)
     ask(promotions, chain(2, 2))
     first = promotions.next(0.0)
     assert first is not None
@@ -44,7 +42,7 @@ def test_what_was_looked_up_comes_before_what_was_announced() -> None:
 def test_nothing_more_is_wanted_of_a_namespace_that_is_forgotten() -> None:
     promotions = Promotions(LIMIT, lambda _tier: BATCH)
     ask(promotions, chain(1, 9))
-    promotions.ask(0, 7, PAGE, ROOT, chain(2, 2), 0.0, priority=Priority.PREFETCH)
+    promotions.ask(0, 7, PAGE, ROOT, chain(2, 2), 0.0, urgent=False)
     first = promotions.next(0.0)
     assert first is not None
     assert promotions.wants(0, chain(1, 9)[4])
@@ -57,36 +55,23 @@ def test_nothing_more_is_wanted_of_a_namespace_that_is_forgotten() -> None:
     assert wrong_promotions(promotions) == []
 
 
-def test_what_nobody_asked_for_comes_last_and_is_not_before_anybody() -> None:
+def test_what_nobody_waits_for_is_not_before_what_is_urgent() -> None:
     promotions = Promotions(LIMIT, lambda _tier: BATCH)
-    order = [Priority.COPY_AHEAD, Priority.PREFETCH, Priority.NEEDED]
-    for name, priority in enumerate(order):
-        ask(promotions, chain(name, 2), priority=priority)
-    assert [promotions.waiting(0, priority) for priority in order] == [6 * PAGE, 4 * PAGE, 2 * PAGE]
-    portions = [portion for _ in order if (portion := promotions.next(0.0)) is not None]
-    assert [(portion.keys[0][0], portion.ahead) for portion in portions] == [(2, False), (1, False), (0, True)]
-
-
-def test_a_copy_that_somebody_needs_is_none_any_more() -> None:
-    promotions = Promotions(LIMIT, lambda _tier: BATCH)
-    ask(promotions, chain(1, 2), priority=Priority.COPY_AHEAD)
-    ask(promotions, chain(1, 2), priority=Priority.NEEDED)
-    ask(promotions, chain(1, 2), priority=Priority.COPY_AHEAD)
-    assert promotions.waiting(0, Priority.NEEDED) == 2 * PAGE
-    portion = promotions.next(0.0)
-    assert portion is not None
-    assert not portion.ahead
-    assert wrong_promotions(promotions) == []
+    ask(promotions, chain(1, 3), urgent=False)
+    ask(promotions, chain(2, 2))
+    assert (promotions.waiting(0), promotions.waiting(0, urgent=True)) == (5 * PAGE, 2 * PAGE)
+    ask(promotions, chain(1, 3))
+    assert promotions.waiting(0, urgent=True) == 5 * PAGE
 
 
 def test_one_tenants_wants_are_bounded_and_leave_room_for_anothers() -> None:
     promotions = Promotions(LIMIT, lambda _tier: BATCH, lambda namespace: "ann" if namespace < 100 else "bob")
     run = [number.to_bytes(16, "big") for number in range(65_536)]
-    asked = [promotions.ask(0, number, PAGE, ROOT, run, 0.0, priority=Priority.PREFETCH) for number in range(10)]
+    asked = [promotions.ask(0, number, PAGE, ROOT, run, 0.0, urgent=False) for number in range(10)]
     assert asked.count(True) == MAX_WANTED_TENANT // 65_536
-    assert promotions.ask(0, 100, PAGE, ROOT, run, 0.0, priority=Priority.PREFETCH)
+    assert promotions.ask(0, 100, PAGE, ROOT, run, 0.0, urgent=False)
     promotions.forget(0)
-    assert promotions.ask(0, 9, PAGE, ROOT, run, 0.0, priority=Priority.PREFETCH)
+    assert promotions.ask(0, 9, PAGE, ROOT, run, 0.0, urgent=False)
     assert wrong_promotions(promotions) == []
 
 
@@ -94,8 +79,8 @@ def test_many_wants_of_one_tenant_keep_none_of_another_waiting() -> None:
     promotions = Promotions(MAX_WANTS * PAGE, lambda _tier: PAGE, lambda namespace: ("ann", "bob")[namespace])
     many = [number.to_bytes(16, "big") for number in range(MAX_WANTS + 1)]
     assert [ask(promotions, [key]) for key in many] == [True] * MAX_WANTS + [False]
-    assert promotions.ask(0, 1, PAGE, ROOT, many[:3], 0.0, priority=Priority.NEEDED)
-    assert promotions.ask(0, 1, PAGE, ROOT, many[3:5], 0.0, priority=Priority.PREFETCH)
+    assert promotions.ask(0, 1, PAGE, ROOT, many[:3], 0.0, urgent=True)
+    assert promotions.ask(0, 1, PAGE, ROOT, many[3:5], 0.0, urgent=False)
     portions = [promotions.next(0.0) for _ in range(8)]
     assert [portion.namespace for portion in portions if portion] == [0, 1, 0, 1, 0, 1, 0, 0], "what is urgent first"
     assert [portion.keys for portion in portions if portion and portion.namespace] == [(key,) for key in many[:3]]
@@ -115,7 +100,7 @@ def test_no_more_is_under_way_than_allowed() -> None:
 
 def test_a_page_larger_than_the_limit_comes_alone() -> None:
     promotions = Promotions(LIMIT, lambda _tier: BATCH)
-    promotions.ask(0, 0, 5 * LIMIT, ROOT, chain(1, 2), 0.0, priority=Priority.NEEDED)
+    promotions.ask(0, 0, 5 * LIMIT, ROOT, chain(1, 2), 0.0, urgent=True)
     portion = promotions.next(0.0)
     assert portion is not None
     assert len(portion.keys) == 1
@@ -157,17 +142,6 @@ def test_what_follows_a_portion_without_room_is_dropped() -> None:
     assert promotions.waiting(0) == PAGE
 
 
-def test_what_is_needed_is_not_dropped_for_a_copy_without_room() -> None:
-    promotions, run = Promotions(LIMIT, lambda _tier: BATCH), chain(1, 6)
-    ask(promotions, run, priority=Priority.COPY_AHEAD)
-    portion = promotions.next(0.0)
-    assert portion is not None
-    promotions.ask(0, 0, PAGE, portion.keys[-1], chain(2, 1), 0.0, priority=Priority.NEEDED)
-    promotions.no_room(portion)
-    assert promotions.waiting(0) == promotions.waiting(0, Priority.NEEDED) == PAGE
-    assert wrong_promotions(promotions) == []
-
-
 class Fetching(RuleBasedStateMachine):
     """The bytes under way and waiting are right at every moment; a cut tier is asked nothing."""
 
@@ -182,10 +156,10 @@ class Fetching(RuleBasedStateMachine):
         start=st.integers(0, 5),
         length=st.integers(1, 12),
         tier=st.integers(0, 1),
-        priority=st.sampled_from(Priority),
+        urgent=st.booleans(),
     )
-    def ask(self, name: int, start: int, length: int, tier: int, priority: Priority) -> None:
-        ask(self.promotions, chain(name, start + length)[start:], self.now, tier=tier, priority=priority)
+    def ask(self, name: int, start: int, length: int, tier: int, *, urgent: bool) -> None:
+        ask(self.promotions, chain(name, start + length)[start:], self.now, tier=tier, urgent=urgent)
 
     @rule()
     def go_on(self) -> None:

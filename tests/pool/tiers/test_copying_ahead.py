@@ -1,4 +1,4 @@
-"""What a host tells others of hot pages, also while an administrator clears a namespace, and how much it copies."""
+"""What a host tells others of hot pages while an administrator clears a namespace."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from ems.pool.keys import NO_PARENT, Tail
-from ems.pool.movement.hot_list import BURST_SECONDS, HotRun
-from ems.pool.tiers.answers import KeyRun, Unknown
-from ems.pool.tiers.copying_ahead import COPIED_SHARE, ROUND_SECONDS, CopyingAhead
+from ems.pool.movement.hot_list import HotRun
+from ems.pool.tiers.answers import Unknown
+from ems.pool.tiers.copying_ahead import ROUND_SECONDS, CopyingAhead
 
 CLEARED, OTHER = "t/m/cleared", "t/m/other"
 ROOT = bytes(NO_PARENT)
@@ -25,33 +25,26 @@ class Stored(msgspec.Struct, frozen=True):
     tail: Tail | None = None
 
 
-class Spaces(list[Any]):
-    def opened(self, number: int) -> object:
-        return self[number]
-
-
 class Host:
     """One whose cluster is asked when the test says so."""
 
-    def __init__(self, memory: int = 1 << 30) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
         self.held_back: set[str] = set()
         self.told: list[dict[str, list[HotRun]]] = []
         self.asked: list[tuple[Callable[[], object], Callable[[], object]]] = []
         self.heard: dict[str, list[HotRun]] = {}
         self.brought: list[str] = []
-        self.ahead_counts = Counter[str]()
         state: Any = SimpleNamespace(
             config=SimpleNamespace(copy_ahead="on_save"),
-            counts=self.ahead_counts,
+            counts=Counter[str](),
             due=lambda pages, *_: pages,
             number=0,
             reading=SimpleNamespace(open=True),
             reads=True,
             tier=self,
         )
-        self.room, self.runs, self.questions = 1 << 20, list[KeyRun](), list[int]()
-        spaces = Spaces(SimpleNamespace(name=name, last_used=0.0) for name in (CLEARED, OTHER))
+        spaces = [SimpleNamespace(name=name, last_used=0.0) for name in (CLEARED, OTHER)]
         core: Any = SimpleNamespace(
             draining=False,
             find_namespace=(CLEARED, OTHER).index,
@@ -59,33 +52,29 @@ class Host:
             namespaces=spaces,
             now=0.0,
             page=lambda *_: None,
-            reclaimer=SimpleNamespace(idle_room=lambda _: self.room),
         )
         self.ahead = CopyingAhead(
             state,
             core,
-            memory,
+            1 << 30,
             lambda _state, question, then: self.asked.append((question, then)),
             self.bring,
             lambda name: name not in self.held_back,
             lambda: self.now,
-            lambda: 0.0,
         )
 
     def share_hot(self, told: Mapping[str, Sequence[HotRun]]) -> dict[str, list[HotRun]]:
         self.told.append({name: list(runs) for name, runs in told.items() if runs})
         return self.heard
 
-    def unknown(self, _name: str, keys: Sequence[bytes]) -> Unknown:
-        self.questions.append(len(keys))
+    def unknown(self, _name: str, _keys: Sequence[bytes]) -> Unknown:
         return Unknown(0, [], [])
 
     def holds(self, _name: str, keys: Sequence[bytes]) -> int:
         return len(keys)
 
-    def bring(self, _tier: int, number: int, run: KeyRun) -> bool:
+    def bring(self, _tier: int, number: int, _run: object) -> bool:
         self.brought.append((CLEARED, OTHER)[number])
-        self.runs.append(run)
         return True
 
     def clear(self) -> None:
@@ -138,32 +127,3 @@ def test_what_is_cleared_is_not_copied_either() -> None:
     host.held_back = {CLEARED}
     host.end()
     assert host.brought == [OTHER]
-
-
-def test_no_more_is_asked_for_and_copied_than_there_is_room_for_and_may_be() -> None:
-    """1 byte a page; the beginning of a prompt first."""
-    host = Host()
-    keys = [number.to_bytes(16, "big") for number in range(1, 101)]
-    host.heard = {OTHER: [HotRun(ROOT, b"".join(keys))]}
-    host.room = 0
-    host.begin()
-    host.end()
-    assert (host.runs, host.questions) == ([], [])
-    host.room = 40
-    host.begin()
-    host.end()
-    assert [(run.parent, list(run.keys)) for run in host.runs] == [(ROOT, keys[:40])]
-
-
-def test_a_long_run_is_copied_as_far_as_may_be_and_the_rest_later() -> None:
-    host = Host(memory=int(COPIED_SHARE * 10 / BURST_SECONDS))
-    keys = [number.to_bytes(16, "big") for number in range(1, 101)]
-    host.heard = {OTHER: [HotRun(ROOT, b"".join(keys))]}
-    host.begin()
-    host.end()
-    assert [list(run.keys) for run in host.runs] == [keys[:10]]
-    assert host.ahead_counts["copied_ahead"] == 0, "it has not come"
-    host.ahead.arrived(OTHER, keys[:10], 1)
-    assert host.ahead_counts["copied_ahead"] == 10
-    host.ahead.used(OTHER, [Stored(keys[0])])  # type: ignore[list-item]
-    assert host.ahead_counts["copied_ahead_used"] == 1

@@ -19,7 +19,6 @@ import pytest_asyncio
 from ems.pool.keys import NO_PARENT, Tail, page_keys, shard_masks, split_keys
 from ems.pool.layout import PageFlag, PageRef, crc32c, header_offset
 from ems.pool.media import STORAGE, asked_for, named
-from ems.pool.movement.promotion import Priority
 from ems.pool.movement.questions import MOST_PARTY_KEYS
 from ems.pool.protocol.messages import FROM_NOW
 from ems.pool.tiers.answers import Asking, KeyRun, Outcome, Unknown, Wanted
@@ -298,9 +297,9 @@ async def test_too_slow_a_tier_is_not_asked(bench: Callable[..., Bench]) -> None
     await one.until(lambda: one.present(keys) == 8)
 
 
-async def test_copies_that_wait_make_a_tier_too_slow_for_nobody(bench: Callable[..., Bench]) -> None:
-    one, keys, hot = bench(), chain("a", 8), [chain(f"hot{number}", 30) for number in range(10)]
-    for pages in (*hot, keys):
+async def test_prefetches_and_copies_that_wait_make_a_tier_too_slow_for_nobody(bench: Callable[..., Bench]) -> None:
+    one, keys, others = bench(), chain("a", 8), [chain(f"other{number}", 30) for number in range(10)]
+    for pages in (*others, keys):
         written = one.state.counts["pages_written"]
         await stored(one, pages)
         await one.until(lambda written=written: one.state.counts["pages_written"] > written)  # type: ignore[misc]
@@ -308,34 +307,10 @@ async def test_copies_that_wait_make_a_tier_too_slow_for_nobody(bench: Callable[
     for size in range(1, 10):
         one.state.speed.fetched.add(size * PAGE, size * 0.001, time.monotonic())
     one.tier.gate.clear()
-    for pages in hot:
-        assert one.tier_manager.bring(0, one.namespace, KeyRun(bytes(NO_PARENT), pages), Priority.COPY_AHEAD)
-    await one.until(lambda: one.tier_manager.comes(one.namespace, hot[0]))
+    for pages in others:
+        assert one.tier_manager.bring(0, one.namespace, KeyRun(bytes(NO_PARENT), pages))
+    await one.until(lambda: one.tier_manager.comes(one.namespace, others[0]))
     assert one.tier_manager.looked_up(one.namespace, keys, 0, Asking(computing=0.005)).keys == 8
-
-
-async def test_no_page_leaves_for_a_copy_and_a_copy_is_no_use(bench: Callable[..., Bench]) -> None:
-    one, hot = bench(), chain("hot", 30)
-    await stored(one, hot)
-    one.forget()
-    for number in range(30):
-        one.save(chain(f"own{number}", 20))
-    await one.until(one.nothing_is_held)
-    space, core = one.node.core.namespaces[one.namespace], one.node.core
-    while (full := core.reclaimer.idle_room(space)) > 0:
-        one.save(chain(f"more{full}", 1))
-    await one.until(one.nothing_is_held)
-    pages, used = len(space.index), space.last_used
-    run = KeyRun(bytes(NO_PARENT), hot)
-    assert one.tier_manager.bring(0, one.namespace, run, Priority.COPY_AHEAD)
-    await one.until(lambda: not one.tier_manager.comes(one.namespace, hot))
-    assert (one.present(hot), len(space.index)) == (0, pages)
-
-    one.forget()
-    assert one.tier_manager.bring(0, one.namespace, run, Priority.COPY_AHEAD)
-    await one.until(lambda: core.page(one.namespace, hot[-1]) is not None and one.nothing_is_held())
-    assert space.last_used == used
-    assert one.present(hot) == 30
 
 
 async def test_a_prefetch_brings_pages_up_without_a_lookup(bench: Callable[..., Bench]) -> None:

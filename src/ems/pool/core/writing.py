@@ -102,8 +102,7 @@ class Writing:
         if begun.reservation:
             state.reservations.get(client_id, begun.reservation)  # before anything is promised that would go on it
         ns = state.namespaces.opened(namespace)
-        if client_id > 0:  # what tiers bring is no use yet
-            ns.last_used = state.now
+        ns.last_used = state.now
         state.settle_some()
         waiting: dict[int, Page] = {}
         outcomes = bytearray(len(keys))

@@ -3,10 +3,9 @@
 The hosts of a cluster keep one list of hot pages for each namespace: runs of pages that one of them saved or used, the
 newest last.  A host puts its own runs there, and copies those of others that its memory lacks.
 
-A brain; times are seconds on one monotonic clock, periods are counted on the hosts' clocks.  What always holds: a host
-copies no more bytes a second than its rate, and next to nothing where copies turned out to be of no use; what was told
-last comes first; what a host told of or copied itself it copies back only when somebody used it once more; what cannot
-be copied is tried :data:`TRIES` times; memory is bounded.
+A brain; times are seconds on one monotonic clock.  What always holds: a host copies no more bytes a second than its
+rate; what it told of or copied itself it copies back only when somebody used it once more; what cannot be copied is
+tried :data:`TRIES` times; memory is bounded.
 """
 
 from __future__ import annotations
@@ -36,14 +35,11 @@ MOST_RUNS: Final = 8192
 """Runs that are remembered."""
 MOST_COPIED: Final = 1 << 16
 """Pages that are remembered as copied until somebody uses them."""
-BURST_SECONDS: Final = 4.0
-"""As much as a host may copy in so long it copies at once, and before it is known what that is good for."""
-USEFUL_SHARE: Final = 4
-"""Where less than one byte in so many is used, a host copies slower."""
-SLOWER: Final = 256
-"""So many times: what is still copied shows when that is of use again."""
-OLD_PERIODS: Final = 20
-"""What was used longer ago is not copied, nor what was used as much later: that clock is wrong, or it is a lie."""
+
+LEARNED: Final = 4096
+"""Pages that are copied before it is known what that is good for."""
+USEFUL_SHARE: Final = 16
+"""Where less than one in so many is used, a host copies that much slower."""
 
 _Name = tuple[str, bytes]
 
@@ -135,18 +131,6 @@ def merged(listed: list[HotRun], added: Sequence[HotRun]) -> list[HotRun]:
     return [*left, *new]
 
 
-def _behind_parents(runs: Sequence[HotRun]) -> list[HotRun]:
-    """``runs`` in this order, but for those that others of them hang on, which come before these."""
-    holders = {key: run for run in runs for key in run.keys}
-    ordered: dict[HotRun, None] = {}
-    for run in runs:
-        line, parent = {run: None}, run.parent
-        while (before := holders.get(parent)) is not None and before not in line and before not in ordered:
-            line[before], parent = None, before.parent
-        ordered.update(dict.fromkeys(reversed(line)))
-    return list(ordered)
-
-
 class _Run(msgspec.Struct):
     told_until: float = 0.0
     tries: int = 0
@@ -160,14 +144,13 @@ class HotPages:
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
-        self._room = self._trial = rate * BURST_SECONDS
+        self._room = rate
         self._filled_at = 0.0
         self._runs: OrderedDict[_Name, _Run] = OrderedDict()
         self._waiting: dict[str, OrderedDict[bytes, tuple[HotRun, int]]] = {}
         """What is to be told, and in how many rounds."""
-        self._copied: OrderedDict[_Name, int] = OrderedDict()
-        """Bytes of each page that was copied and not used yet."""
-        self._copied_bytes = self._used_bytes = 0
+        self._copied: OrderedDict[_Name, None] = OrderedDict()
+        self._copied_count = self._used_count = 0
 
     # What others are told
 
@@ -221,15 +204,10 @@ class HotPages:
 
     # What others told
 
-    def heard(self, namespace: str, runs: Sequence[HotRun], now: float, most: int, period: int) -> list[HotRun]:
-        """Which of the listed ``runs``, of about ``most`` keys, are to be copied now, as far as they are not here.
-
-        What was told last comes first, behind what it hangs on.  ``period`` is that of this host's clock.
-        """
+    def heard(self, namespace: str, runs: Sequence[HotRun], now: float, most: int) -> list[HotRun]:
+        """Which of the listed ``runs``, of about ``most`` keys, are to be copied now, as far as they are not here."""
         due: list[HotRun] = []
-        for run in reversed(runs):
-            if abs(run.period - period) > OLD_PERIODS:
-                continue
+        for run in runs:
             known = self._runs.get((namespace, run.last)) or _Run()
             if run.period > known.period:  # it was used once more, and may have left this host's memory meanwhile
                 known = _Run(known.told_until, period=run.period)
@@ -241,7 +219,7 @@ class HotPages:
             pause = TRY_SECONDS * 2.0**known.tries
             self._remember(namespace, run, _Run(known.told_until, known.tries + 1, now + pause, known.period))
             due.append(run)
-        return _behind_parents(due)
+        return due
 
     def settled(self, namespace: str, run: HotRun) -> None:
         """All of ``run`` is here."""
@@ -254,40 +232,39 @@ class HotPages:
             if (known := self._runs.get((namespace, run.last))) is not None:
                 known.tries, known.due = max(known.tries - 1, 0), now
 
-    def may_copy(self, size: int, now: float) -> int:
-        """How many pages of ``size`` bytes may be copied now: one where there is room for a part of it."""
-        share = 1.0
-        if self._copied_bytes >= self._trial:
-            share = min(self._used_bytes / self._copied_bytes, 1.0) if self._copied_bytes else 0.0
-        rate = self._rate * share if share * USEFUL_SHARE >= 1 else self._rate / SLOWER
-        self._room = min(self._room + max(now - self._filled_at, 0.0) * rate, rate * BURST_SECONDS)
+    def may_copy(self, size: int, now: float) -> bool:
+        """Whether ``size`` bytes may be copied now, which counts them; the last ones may be more than there is room."""
+        useful = self._copied_count < LEARNED or self._used_count * USEFUL_SHARE >= self._copied_count
+        rate = self._rate if useful else self._rate / USEFUL_SHARE
+        self._room = min(self._room + max(now - self._filled_at, 0.0) * rate, rate)
         self._filled_at = now
-        return max(int(self._room // size), 1) if self._room > 0 else 0
-
-    def spend(self, size: int) -> None:
-        """``size`` bytes are being copied."""
+        if self._room <= 0:
+            return False
         self._room -= size
+        return True
 
     # What it was good for
 
-    def copied(self, namespace: str, keys: Iterable[bytes], size: int) -> None:
-        """``keys`` were copied, pages of ``size`` bytes."""
+    def copied(self, namespace: str, keys: Iterable[bytes]) -> None:
         names = [(namespace, key) for key in keys]
-        self._copied.update(dict.fromkeys(names, size))
-        self._copied_bytes += len(names) * size
-        if self._copied_bytes > 2 * self._trial:  # what was long ago counts less
-            self._copied_bytes, self._used_bytes = self._copied_bytes // 2, self._used_bytes // 2
-        while len(self._copied) > MOST_COPIED:  # what is not remembered any more is not judged either
-            self._copied_bytes = max(self._copied_bytes - self._copied.popitem(last=False)[1], 0)
+        self._copied.update(dict.fromkeys(names))
+        self._copied_count += len(names)
+        if self._copied_count > 2 * LEARNED:  # what was long ago counts less
+            self._copied_count, self._used_count = self._copied_count // 2, self._used_count // 2
+        while len(self._copied) > MOST_COPIED:
+            self._copied.popitem(last=False)
 
     def used(self, namespace: str, keys: Iterable[bytes]) -> int:
         """How many of ``keys``, which are used now, were copied and not used yet."""
-        sizes = self.forget(namespace, keys)
-        self._used_bytes += sum(sizes)
-        return len(sizes)
+        count = self.forget(namespace, keys)
+        self._used_count += count
+        return count
 
-    def forget(self, namespace: str, keys: Iterable[bytes]) -> list[int]:
-        """``keys`` count as copied no longer; the bytes of each that did."""
+    def forget(self, namespace: str, keys: Iterable[bytes]) -> int:
+        """``keys`` count as copied no longer; how many did."""
         if not self._copied:
-            return []
-        return [size for key in keys if (size := self._copied.pop((namespace, key), None)) is not None]
+            return 0
+        here = [name for name in ((namespace, key) for key in keys) if name in self._copied]
+        for name in here:
+            del self._copied[name]
+        return len(here)

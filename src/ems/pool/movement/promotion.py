@@ -1,7 +1,5 @@
 """What is to be fetched from tiers: first what was looked up, then what was announced, never too much at once.
 
-Last comes what is copied before anybody asks for it.
-
 A brain.  A want is a run of keys that a tier has and memory has not.  It is cut into portions; each is reserved in
 memory like any writer's pages, so that everybody sees its keys as being written, then fetched, then committed.  What
 always holds: the portions under way are never more than the limit (but for a single page); a want that waited too long
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 import msgspec
 
@@ -29,14 +26,6 @@ PATIENCE = 30.0
 """Seconds after which a want that nobody repeated is let go."""
 
 
-class Priority(IntEnum):
-    """What goes before what."""
-
-    COPY_AHEAD = 0
-    PREFETCH = 1
-    NEEDED = 2
-
-
 class Portion(msgspec.Struct, frozen=True):
     """Keys to be reserved behind ``parent`` and fetched from tier number ``tier``."""
 
@@ -45,8 +34,6 @@ class Portion(msgspec.Struct, frozen=True):
     parent: bytes
     keys: tuple[bytes, ...]
     size: int
-    ahead: bool = False
-    """Whether nobody asked for it."""
 
 
 class _Want(msgspec.Struct):
@@ -57,7 +44,7 @@ class _Want(msgspec.Struct):
     keys: deque[bytes]
     tenant: str
     at: float
-    priority: Priority
+    urgent: bool
 
 
 class Promotions:
@@ -72,8 +59,8 @@ class Promotions:
         self._batch = batch
         self._wants: OrderedDict[tuple[int, bytes], _Want] = OrderedDict()
         """By namespace and first key; in the order in which they came."""
-        self._waiting: Counter[tuple[int, Priority]] = Counter()
-        """Bytes that wait, by tier."""
+        self._waiting: Counter[tuple[int, bool]] = Counter()
+        """Bytes that wait, by tier, those that are urgent by themselves."""
         self._wanted: Counter[str] = Counter()
         """Keys that wait, by tenant."""
         self._served: dict[str, int] = {}
@@ -85,9 +72,9 @@ class Promotions:
     def __len__(self) -> int:
         return len(self._wants)
 
-    def waiting(self, tier: int, least: Priority = Priority.COPY_AHEAD) -> int:
-        """Bytes that wait to be fetched from ``tier``, of that priority or a higher one."""
-        return sum(self._waiting[tier, priority] for priority in Priority if priority >= least)
+    def waiting(self, tier: int, *, urgent: bool = False) -> int:
+        """Bytes that wait to be fetched from ``tier``; with ``urgent`` those only that go before others."""
+        return self._waiting[tier, True] + (0 if urgent else self._waiting[tier, False])
 
     def ask(
         self,
@@ -98,7 +85,7 @@ class Promotions:
         keys: Sequence[bytes],
         now: float,
         *,
-        priority: Priority,
+        urgent: bool,
     ) -> bool:
         """Fetch ``keys``, consecutive blocks behind ``parent``; False when too many wait already."""
         name, tenant = (namespace, keys[0]), self._tenant(namespace)
@@ -107,17 +94,17 @@ class Promotions:
         if want is None:
             if self._is_full(tenant) or self._too_many(tenant, more):
                 return False
-            want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tenant, now, priority)
+            want = self._wants[name] = _Want(tier, namespace, page_size, parent, deque(keys), tenant, now, urgent)
             self._count(want, more)
         elif more > 0 and want.tier == tier and not self._too_many(tenant, more):
             self._count(want, more)
             want.keys = deque(keys)
         want.at = now
-        if priority > want.priority:
+        if urgent and not want.urgent:
             size = len(want.keys) * want.page_size
-            self._waiting[want.tier, want.priority] -= size
-            self._waiting[want.tier, priority] += size
-            want.priority = priority
+            self._waiting[want.tier, False] -= size
+            self._waiting[want.tier, True] += size
+            want.urgent = True
         return True
 
     def _is_full(self, tenant: str) -> bool:
@@ -129,7 +116,7 @@ class Promotions:
         return self._wanted[tenant] + more > MAX_WANTED_TENANT or self._wanted.total() + more > MAX_WANTED
 
     def _count(self, want: _Want, keys: int) -> None:
-        self._waiting[want.tier, want.priority] += keys * want.page_size
+        self._waiting[want.tier, want.urgent] += keys * want.page_size
         self._wanted[want.tenant] += keys
         if not self._wanted[want.tenant]:
             del self._wanted[want.tenant]
@@ -148,7 +135,7 @@ class Promotions:
         count = min(max(self._batch(want.tier) // want.page_size, 1), max(room, 1), len(want.keys))
         keys = tuple(want.keys.popleft() for _ in range(count))
         size = count * want.page_size
-        portion = Portion(want.tier, want.namespace, want.parent, keys, size, want.priority is Priority.COPY_AHEAD)
+        portion = Portion(want.tier, want.namespace, want.parent, keys, size)
         self._count(want, -count)
         self.under_way += size
         self._turn += 1
@@ -164,15 +151,15 @@ class Promotions:
         return portion
 
     def _first(self) -> tuple[int, bytes]:
-        """Which want is next: one of the highest priority, of the tenant whose last turn is longest ago."""
+        """Which want is next: an urgent one if there is any, of the tenant whose last turn is longest ago."""
         turns = {tenant: self._served.get(tenant, 0) for tenant in self._wanted}
         best = min(turns.values())
-        found: dict[tuple[int, int], tuple[int, bytes]] = {}
+        found: dict[tuple[bool, int], tuple[int, bytes]] = {}
         for name, want in self._wants.items():
-            order = -want.priority, turns[want.tenant]
+            order = not want.urgent, turns[want.tenant]
             if order not in found:
                 found[order] = name
-                if order == (-Priority.NEEDED, best):
+                if order == (False, best):
                     break
         return found[min(found)]
 
@@ -180,13 +167,9 @@ class Promotions:
         self.under_way -= portion.size
 
     def no_room(self, portion: Portion) -> None:
-        """Memory had no room for ``portion``: what comes behind it is of no use either.
-
-        Behind a copy that is so of copies: who needs what hangs on it asked for all that memory lacked.
-        """
-        behind, most = (portion.namespace, portion.keys[-1]), Priority.COPY_AHEAD if portion.ahead else Priority.NEEDED
-        wants = [(name, want) for name, want in self._wants.items() if want.priority <= most]
-        self._drop([name for name, want in wants if (want.namespace, want.parent) == behind])
+        """Memory had no room for ``portion``: what comes behind it is of no use either."""
+        behind = (portion.namespace, portion.keys[-1])
+        self._drop([name for name, want in self._wants.items() if (want.namespace, want.parent) == behind])
 
     def cut(self, tier: int) -> None:
         self._drop([name for name, want in self._wants.items() if want.tier == tier])

@@ -1,8 +1,7 @@
 """Copies what is hot on other hosts of a cluster into memory before anybody asks, and tells them what is hot here.
 
 It runs on the node's loop, around :mod:`ems.pool.movement.hot_list`.  What always holds: what engines ask for goes
-before; no page leaves memory for a copy; a page is proven like any that is fetched; one round is under way at a time,
-and one without an answer ends.
+before; a page is proven like any that is fetched; one round is under way at a time, and one without an answer ends.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ MOST_NAMESPACES = 64
 """Of which lists are read, those that were used last."""
 MOST_ROUND_KEYS = 2048
 """Keys that are looked at in one round, about a millisecond's work."""
-COPIED_SHARE = 64
-"""In a second at most one in so many bytes of memory is copied into, but for a burst."""
+COPIED_SHARE = 16
+"""In a second at most one in so many bytes of memory is copied into."""
 
 Bring = Callable[[int, int, KeyRun], bool]
 Question = Callable[[TierState, Callable[[], None], Callable[[], object]], None]
@@ -91,13 +90,8 @@ class CopyingAhead:
             self._hot.tell(name, runs_of(map(_used, pages), self._period()), now)
 
     def fetched(self, name: str, keys: Sequence[bytes]) -> None:
-        """An engine asks for ``keys``, which have to be fetched, or saved them: copies of them were for nothing."""
+        """An engine asks for ``keys``, which have to be fetched: if they were copied ahead, that was for nothing."""
         self._hot.forget(name, keys)
-
-    def arrived(self, name: str, keys: Sequence[bytes], size: int) -> None:
-        """``keys``, pages of ``size`` bytes, were copied into memory."""
-        self._hot.copied(name, keys, size)
-        self._state.counts["copied_ahead"] += len(keys)
 
     def clear(self, matches: Callable[[str], bool]) -> None:
         """The namespaces that are ``matches`` are being cleared: their lists are not to be written again."""
@@ -134,11 +128,9 @@ class CopyingAhead:
             return
         left = MOST_ROUND_KEYS
         for name, runs in heard.items():
-            number = self._core.find_namespace(name)
-            if number < 0 or not self._moves(name):
+            if not self._moves(name):
                 continue
-            # No more is asked for than may be copied: who copies next to nothing asks for next to nothing.
-            due = self._hot.heard(name, runs, now, min(left, self._room(number, now)), self._period())
+            due = self._hot.heard(name, runs, now, left)
             left -= sum(run.pages for run in due)
             unknown = [key for run in due for key in self._tier.unknown(name, self._missing(name, run)[1]).keys]
             copy = partial(self._copy, name, due)
@@ -146,11 +138,6 @@ class CopyingAhead:
                 self._question(self._state, partial(self._tier.ask, name, unknown), copy)
             else:
                 copy()
-
-    def _room(self, namespace: int, now: float) -> int:
-        """How many pages of ``namespace`` may be copied, and need none to leave for them."""
-        idle = self._core.reclaimer.idle_room(self._core.namespaces.opened(namespace))
-        return min(idle, self._hot.may_copy(self._core.named(namespace)[1], now))
 
     def _missing(self, name: str, run: HotRun) -> tuple[bytes, list[bytes]]:
         """The first pages of ``run`` that memory lacks, and which page is before them."""
@@ -173,16 +160,15 @@ class CopyingAhead:
             keys = missing[: self._tier.holds(name, missing)]
             if not keys or (parent not in coming and self._core.page(number, parent) is None):
                 continue
-            size, now = self._core.named(number)[1], self._clock()
-            part = keys[: self._room(number, now)]
-            if run.tail is not None and part and run.last == part[-1]:
-                self._tier.know_tail(name, run.tail)
-            if part and self._bring(self._state.number, number, KeyRun(parent, part)):
-                coming.update(part)
-                self._hot.spend(len(part) * size)
-            if len(part) < len(keys):
-                self._hot.postponed(name, runs[at:], now)
+            if not self._hot.may_copy(len(keys) * self._core.named(number)[1], self._clock()):
+                self._hot.postponed(name, runs[at:], self._clock())
                 return
+            if run.tail is not None and run.last == keys[-1]:
+                self._tier.know_tail(name, run.tail)
+            if self._bring(self._state.number, number, KeyRun(parent, keys)):
+                coming.update(keys)
+                self._hot.copied(name, keys)
+                self._state.counts["copied_ahead"] += len(keys)
 
 
 def _used(page: Page) -> _Used:

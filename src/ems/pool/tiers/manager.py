@@ -25,7 +25,7 @@ from ems.pool.core.writing import Reserved
 from ems.pool.keys import NO_PARENT, Tail, directories_of, masked
 from ems.pool.layout import PageRef, writer_of
 from ems.pool.media import medium_of
-from ems.pool.movement.promotion import Portion, Priority, Promotions
+from ems.pool.movement.promotion import Portion, Promotions
 from ems.pool.movement.tier_events import TierEvents
 from ems.pool.movement.write_back import Unit
 from ems.pool.names import tenant_of
@@ -106,13 +106,13 @@ class TierManager:
         self._closed = False
         self.states = [TierState(number, *one, self._tell, clock, crew) for number, one in enumerate(tiers)]
         self._again = [OfferingAgain(state, host.core, self._offer_again) for state in self.states if state.tier.asks]
-        memory, copy = sum(host.arena.sizes), partial(self.bring, priority=Priority.COPY_AHEAD)
+        memory = sum(host.arena.sizes)
         self._ahead = {
             state.number: CopyingAhead(
-                state, host.core, memory, self._question, copy, partial(self._may_move, state), clock
+                state, host.core, memory, self._question, self.bring, partial(self._may_move, state), clock
             )
             for state in self.states
-            if state.tier.asks and state.config.copies_ahead
+            if state.tier.asks and state.config.copy_ahead != "never"
         }
         limit = min(MOST_UNDER_WAY, memory // SHARE_UNDER_WAY)
         self._promotions = Promotions(
@@ -169,7 +169,6 @@ class TierManager:
             for state in self.states:
                 state.wish(pages, cluster_write)
             if self._ahead:
-                self._forget_copies(self._host.core.named(namespace)[0], [page.key for page in pages])
                 for page in pages:
                     page.untold = True
             self._saved += len(pages)
@@ -182,14 +181,14 @@ class TierManager:
         """
         if not self.states:
             return Below(0, asked=False)
-        return self._want(namespace, keys, found, asking, Priority.NEEDED)[1]
+        return self._want(namespace, keys, found, asking, urgent=True)[1]
 
     def prefetch(self, namespace: int, keys: list[bytes], asking: Asking = NOBODY) -> int:
         """``keys`` will be needed soon; returns how many are in memory or on their way there.
 
         Raises StaleReference: the namespace is not open.
         """
-        return self._want(namespace, keys, 0, asking, Priority.PREFETCH)[0]
+        return self._want(namespace, keys, 0, asking, urgent=False)[0]
 
     def looked_up_tail(
         self, namespace: int, tail: Tail, shared: int, masks: bytes = b"", asking: Asking = NOBODY
@@ -208,25 +207,22 @@ class TierManager:
                 continue
             pages = [(key, self._host.core.page(namespace, key)) for key in masked(best.tail.key, masks)]
             if missing := [key for key, page in pages if page is None]:
-                return Below(int(self._ask(state, namespace, best.parent, missing, Priority.NEEDED)), asked=False)
+                return Below(int(self._ask(state, namespace, best.parent, missing, urgent=True)), asked=False)
             if any(not page.present and (namespace, key) in self._promoting for key, page in pages if page is not None):
                 return Below(1, asked=False)
         return Below(0, asked=False)
 
-    def _ask(self, state: TierState, namespace: int, parent: bytes, keys: list[bytes], priority: Priority) -> bool:
+    def _ask(self, state: TierState, namespace: int, parent: bytes, keys: list[bytes], *, urgent: bool) -> bool:
         """Have ``keys``, blocks behind ``parent``, fetched from ``state``; False when too much waits."""
         name, page_size = self._host.core.named(namespace)
-        if priority is Priority.NEEDED:
-            self._forget_copies(name, keys)
+        if urgent:
+            for ahead in self._ahead.values():
+                ahead.fetched(name, keys)
         self._pump_soon()
-        return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), priority=priority)
-
-    def _forget_copies(self, name: str, keys: Sequence[bytes]) -> None:
-        for ahead in self._ahead.values():
-            ahead.fetched(name, keys)
+        return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
 
     def _want(
-        self, namespace: int, keys: list[bytes], start: int, asking: Asking, priority: Priority
+        self, namespace: int, keys: list[bytes], start: int, asking: Asking, *, urgent: bool
     ) -> tuple[int, Below]:
         """How many ``keys`` from ``start`` on are in memory or on their way, and how many of these come from tiers."""
         core, at, promoting = self._host.core, start, 0
@@ -247,7 +243,7 @@ class TierManager:
             for state in states:
                 count = state.tier.holds(name, keys[at:]) if state.reads else 0
                 if not count and state.reads and state.tier.asks:
-                    again = partial(self._want, namespace, keys, at, asking, priority)
+                    again = partial(self._want, namespace, keys, at, asking, urgent=urgent)
                     if maybe := self._asks(state, name, keys, at, again, asking):
                         return at - start, Below(promoting + maybe, asked=True)
                 if count:
@@ -255,7 +251,7 @@ class TierManager:
                 if not count:
                     state.miss(now)
                 elif self._is_worth(state, count * page_size, asking.computing * count, now) and self._ask(
-                    state, namespace, parent, keys[at : at + count], priority
+                    state, namespace, parent, keys[at : at + count], urgent=urgent
                 ):
                     break
             else:
@@ -380,7 +376,7 @@ class TierManager:
         return since is not None and 0 <= self._clock() - since < CROWDED_SECONDS
 
     def _is_worth(self, state: TierState, size: int, computing: float, now: float) -> bool:
-        before = self._promotions.waiting(state.number, Priority.NEEDED) + self._promotions.under_way
+        before = self._promotions.waiting(state.number, urgent=True) + self._promotions.under_way
         return state.speed.worth(state.speed.expected(size, before, self._portion(state.number), now), computing)
 
     def _portion(self, tier: int) -> int:
@@ -443,13 +439,6 @@ class TierManager:
         state = self.states[portion.tier]
         core, client_id, keys = self._host.core, next(self._client_ids), list(portion.keys)
         name, size = core.named(portion.namespace)
-        if portion.ahead:  # no page leaves for it
-            keys = keys[: core.reclaimer.idle_room(core.namespaces.opened(portion.namespace))]
-            if len(keys) < len(portion.keys):
-                self._promotions.no_room(portion)
-        if not keys:
-            self._promotions.ended(portion)
-            return
         try:
             tails = state.tier.tails(name, keys)
             reserved = self._host.promise(client_id, portion.namespace, portion.parent, keys, tails)
@@ -502,9 +491,6 @@ class TierManager:
             with contextlib.suppress(StaleReference):  # a segment of it was given up meanwhile
                 self._host.core.writing.abort(client_id, reservation)
         state.counts["pages_fetched"] += len(good)
-        if portion.ahead and good and (ahead := self._ahead.get(portion.tier)) is not None:
-            arrived = [portion.keys[at] for at in good]
-            ahead.arrived(self._host.core.named(portion.namespace)[0], arrived, portion.size // len(portion.keys))
         state.counts["fetch_misses"] += outcomes.count(Outcome.MISSING)
         state.counts["fetch_corrupt"] += sum(one in {Outcome.CORRUPT, Outcome.WRONG_SIZE} for one in outcomes)
         with contextlib.suppress(StaleReference):  # the namespace is gone
@@ -651,12 +637,12 @@ class TierManager:
     def why_not_read(self, tier: int) -> str:
         return why_left_alone(self.states[tier].reading)
 
-    def bring(self, tier: int, namespace: int, run: KeyRun, priority: Priority = Priority.PREFETCH) -> bool:
+    def bring(self, tier: int, namespace: int, run: KeyRun) -> bool:
         """Fetch ``run``, whose prefix is in memory or on its way; False when too much waits, or it may not come now."""
         state = self.states[tier]
         if not self._may_move(state, self._host.core.named(namespace)[0]) or not state.reads:
             return False
-        return self._ask(state, namespace, run.parent, run.keys, priority)
+        return self._ask(state, namespace, run.parent, run.keys, urgent=False)
 
     def comes(self, namespace: int, keys: Sequence[bytes]) -> bool:
         """Whether any of ``keys``, which were asked for in one go, is still on its way."""

@@ -51,16 +51,18 @@ class OfferingAgain:
             self._hottest = HottestPages(spaces, tier.lends)
         if self._hottest is None or not state.writing.open or self._hottest.step(RANKED):
             return
-        for namespace, page in self._hottest.take(OFFERED, self._room()):
+        for namespace, page in self._taken(self._hottest):
             if core.page(namespace, page.key) is page:
                 self._offer(state, namespace, state.due([page], *when))
         if not self._hottest:
             self._hottest = None
 
-    def _room(self) -> int:
-        """Half of the queue is left to what is saved meanwhile."""
+    def _taken(self, hottest: HottestPages) -> list[tuple[int, Page]]:
+        """What is offered now: half of the queue is left to what is saved meanwhile, where a page is not larger."""
         queue = self._state.write_back
-        return queue.free if not queue.size else queue.free - (queue.free + queue.size) // 2
+        half = (queue.free + queue.size) // 2
+        taken = hottest.take(OFFERED, min(half - queue.size, queue.free))
+        return taken if taken or queue.size else hottest.take(1, queue.free)
 
     @property
     def waiting(self) -> int:
