@@ -73,6 +73,8 @@ MOST_AGENTS = 2
 MARK_BYTES = 16 << 10
 TOKENS = 600
 """Of a prompt that must come from another host when all is mended."""
+PAGES = 8
+"""In which an engine saves it."""
 
 
 class Member:
@@ -103,6 +105,9 @@ class Member:
     def uses_cluster(self) -> bool:
         tier = self.tier()
         return bool(tier["reading"] and tier["writing"] and not tier["queued_bytes"])
+
+    def has_written(self, pages: int) -> bool:
+        return int(self.tier()["pages_written"]) >= pages
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -292,7 +297,7 @@ def _member(host: Host, master: str, model: Path, folder: Path, stack: ExitStack
     settings = folder / f"{host.address}.json"
     said = {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp", "master_server_address": master}
     settings.write_text(json.dumps({**said, "global_segment_size": LENT}))
-    node = NodeProcess("--size", POOL, "--tier", f"mooncake:{settings}?copy_ahead=on_second_use")
+    node = NodeProcess("--size", POOL, "--tier", f"mooncake:{settings}")
     stack.callback(node.close)
     stack.callback(lambda: (folder / f"{host.address}.node.log").write_text(node.log))
     options = msgspec.structs.replace(OPTIONS, prefix_caching=host.address.endswith("1"))
@@ -341,8 +346,10 @@ def _load_from_each_other(tally: Tally, members: Sequence[Member], reference: Re
         name = f"host {loads.host.address}"
         try:
             expected = reference.ask(job).result()
+            written = int(stores.tier()["pages_written"])
             answers = [complete(stores.engine, job, options.deadline)]
-            until(stores.uses_cluster, "all was written", RETURN_SECONDS)
+            # The engine saves after its answer, so an empty queue may be one to which nothing came yet.
+            until(partial(stores.has_written, written + PAGES), "all was written", RETURN_SECONDS)
             before = loads.tokens_from_pool()
             answers.append(complete(loads.engine, job, options.deadline))
             hits = loads.tokens_from_pool() - before
@@ -354,8 +361,20 @@ def _load_from_each_other(tally: Tally, members: Sequence[Member], reference: Re
         if hits:
             done += 1
         else:
-            tally.violations.append(f"{name}: found nothing of what another host had stored, when all was mended")
+            why = explanation(loads.node, prompt)
+            tally.violations.append(
+                f"{name}: found nothing of what another host had stored, when all was mended: {why}"
+            )
     return done
+
+
+def explanation(node: NodeProcess, prompt: Sequence[int]) -> str:
+    """What ``ems explain`` says of ``prompt``."""
+    command = [sys.executable, "-m", "ems.cli", "explain", "--tokens", "-", "--socket", str(node.socket)]
+    said = subprocess.run(
+        command, input=json.dumps(prompt), check=False, capture_output=True, text=True, timeout=PIECE_SECONDS
+    )
+    return " ".join((said.stdout + said.stderr).split())
 
 
 def _look_at_cluster(tally: Tally, members: Sequence[Member], masters: Masters) -> dict[str, Any]:
