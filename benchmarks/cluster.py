@@ -2,16 +2,16 @@
 """Two hosts: EMS over its cluster tier beside vLLM's own connector of Mooncake Store, on one master.
 
 Network namespaces are the hosts, a third one has the master and asks.  Three steps: prompts go to an engine on the
-first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Ahead: the same with
-nodes that copy what another host used again before they are asked for it.  All rest for ``--rest`` seconds before step
-3.  Cold: prompts that nobody has seen, one at a time and in waves, in turns to an engine on the first host and to one
-without a pool there.  Connector: the same, and whole loops of twice as many prompts as a wave, in one engine, whose
-connector is taken out and put in again between two requests, so that what two engines differ by is not in the ratios.
-Save: two engines whose node stores every page in the cluster as well, or in its memory only.  Fetch: rounds of 128 MiB
-from the first host to the second, by the tier into the segments of a node, and by Mooncake's ``batch_get_into``; and
-what it costs the first one's processor to store them.
+first host (1), again after its own cache lost them (2), and to an engine on the second host (3).  Nodes copy what
+another host used again before they are asked for it; demand: the same with nodes that fetch only what they are asked
+for.  All rest for ``--rest`` seconds before step 3.  Cold: prompts that nobody has seen, one at a time and in waves, in
+turns to an engine on the first host and to one without a pool there.  Connector: the same, and whole loops of twice as
+many prompts as a wave, in one engine, whose connector is taken out and put in again between two requests, so that what
+two engines differ by is not in the ratios.  Save: two engines whose node stores every page in the cluster as well, or
+in its memory only.  Fetch: rounds of 128 MiB from the first host to the second, by the tier into the segments of a
+node, and by Mooncake's ``batch_get_into``; and what it costs the first one's processor to store them.
 
-    python benchmarks/cluster.py [--parts fetch,save,cold,connector,ems,ahead,mooncake] [--help]
+    python benchmarks/cluster.py [--parts fetch,save,cold,connector,ems,demand,mooncake] [--help]
 
 ``cold`` and ``connector`` are of those of the last three that are named beside it, or of all.
 
@@ -81,7 +81,8 @@ STORE_SECONDS = 0.05
 CHUNK = 256
 """Tokens of a page."""
 SECONDS = 600.0
-COLUMNS = ("ems", "ahead", "mooncake")
+ON_DEMAND = "copy_ahead=never"
+COLUMNS = ("ems", "demand", "mooncake")
 PARTS = ("fetch", "save", "cold", "connector", *COLUMNS)
 LOAD_FAILURE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
@@ -118,9 +119,9 @@ class Scene:
             )
         )
 
-    def node(self, host: Host, stack: ExitStack, size: int = 0, copy_ahead: str | None = "never") -> NodeProcess:
-        """One with the cluster as a tier, unless ``copy_ahead`` is None."""
-        tier = () if copy_ahead is None else ("--tier", f"mooncake:{self.settings}?copy_ahead={copy_ahead}")
+    def node(self, host: Host, stack: ExitStack, size: int = 0, how: str | None = "") -> NodeProcess:
+        """One with the cluster as a tier with the settings ``how``, or without one where that is None."""
+        tier = () if how is None else ("--tier", f"mooncake:{self.settings}?{how}")
         node = NodeProcess("--size", str(size or self.memory), *tier)
         with host.entered():
             stack.enter_context(node)
@@ -159,10 +160,8 @@ class Scene:
 # ------------------------------------------------------------------------------------------------------------- engines
 
 
-def ems_engine(
-    scene: Scene, host: Host, name: str, sizes: Sizes, stack: ExitStack, copy_ahead: str | None = "never"
-) -> VllmServer:
-    node = scene.node(host, stack, copy_ahead=copy_ahead)
+def ems_engine(scene: Scene, host: Host, name: str, sizes: Sizes, stack: ExitStack, how: str | None = "") -> VllmServer:
+    node = scene.node(host, stack, how=how)
     environment = {"EMS_SOCKET": str(node.socket), "EMS_DIR": str(node.directory), "EMS_AUTOSTART": "0"}
     return scene.engine(host, name, sizes, {"kv_connector": "EmsStoreConnector", **LOAD_FAILURE}, environment)
 
@@ -179,11 +178,7 @@ def mooncake_engine(scene: Scene, host: Host, name: str, sizes: Sizes, _stack: E
 
 
 Make = Callable[[Scene, Host, str, Sizes, ExitStack], VllmServer]
-MAKE: dict[str, Make] = {
-    "ems": ems_engine,
-    "ahead": partial(ems_engine, copy_ahead="on_second_use"),
-    "mooncake": mooncake_engine,
-}
+MAKE: dict[str, Make] = {"ems": ems_engine, "demand": partial(ems_engine, how=ON_DEMAND), "mooncake": mooncake_engine}
 
 
 Rounds = list[list[ThreeSteps]]
@@ -382,7 +377,8 @@ def moved_by_tier(scene: Scene) -> Moved:
     namespace = Namespace("bench/cluster/pages", scene.page_bytes)
     scene.wait_forgotten()
     with ExitStack() as stack:
-        first, second = scene.node(scene.first, stack), scene.node(scene.second, stack, READER_BYTES)
+        first = scene.node(scene.first, stack, how=ON_DEMAND)
+        second = scene.node(scene.second, stack, READER_BYTES, ON_DEMAND)
         # Memory is lent part by part: what finds no room with the first host would go to the second one.
         lent = 2 * scene.memory
         until(lambda: scene.lent() >= lent, "the hosts lend memory", SECONDS)
@@ -520,9 +516,9 @@ def report(
             rows.append([f"{tokens}, TTFT{step}, mean ms", *cells(means, "{:.0f}", "ems")])
         texts = [over(steps[2][part], steps[1][part]) if part in found else "-" for part in COLUMNS]
         rows.append([f"{tokens}, TTFT3 / TTFT2", *texts, "", ""])
-        if "ems" in found and three.input_tokens in own:
+        if "demand" in found and three.input_tokens in own:
             more = {
-                "ems": [fmean(steps[2]["ems"]) - fmean(steps[1]["ems"])],
+                "demand": [fmean(steps[2]["demand"]) - fmean(steps[1]["demand"])],
                 "mooncake": [own[three.input_tokens] * 1e3],
             }
             rows.append([f"{tokens}, TTFT3 - TTFT2; own call, ms", *cells(more, "{:.1f}", "ems")])
@@ -541,7 +537,7 @@ def report(
         "Ratio: Mooncake's time to that of EMS; rate of the tier to that of batch_get_into. "
         "Own call: batch_get_into for the pages of one prompt, on hosts with nothing else to do."
     )
-    return Table(["", "EMS", "ahead", "Mooncake", "ratio", "ratio ahead"], rows, remark=remark)
+    return Table(["", "EMS", "on demand", "Mooncake", "ratio", "ratio on demand"], rows, remark=remark)
 
 
 def cells(values: dict[str, list[float]], form: str, below: str) -> list[str]:
@@ -578,7 +574,7 @@ def main() -> int:
         help="which computes: one of 80 M parameters, or one with the dimensions of Qwen2.5-0.5B, default demo",
     )
     parser.add_argument(
-        "--memory-gib", type=int, default=2, help="of each node's pool, and what each host gives; a fetch needs 2"
+        "--memory-gib", type=int, default=3, help="of each node's pool, and what each host gives; a fetch needs 2"
     )
     parser.add_argument(
         "--page-mib",
@@ -627,7 +623,7 @@ def main() -> int:
             moved = {"mooncake": moved_by_mooncake(scene, scene.page_bytes, pages), "ems": moved_by_tier(scene)}
             for part, one in moved.items():
                 say(f"{part}: fetched at {', '.join(f'{ROUND_BYTES / each / 1e6:.0f}' for each in one.fetches)} MB/s")
-        saved = partial(ems_engine, copy_ahead=None), ems_engine
+        saved = partial(ems_engine, how=None), ems_engine
         saves = cold(scene, "save", saved, sizes, given.lives) if "save" in parts else {}
         named = [part for part in COLUMNS if part in parts] or COLUMNS
         colds = {
@@ -637,7 +633,7 @@ def main() -> int:
         connectors = {
             part: connector(scene, part, sizes, given.lives) for part in (named if "connector" in parts else ())
         }
-        own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "ems" in parts else {}
+        own = {tokens: own_calls(scene, tokens) for tokens in sizes.inputs} if "demand" in parts else {}
         for part in COLUMNS:
             if part in parts:
                 found[part] = examine(scene, part, sizes, given.rounds)

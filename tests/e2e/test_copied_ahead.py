@@ -26,7 +26,7 @@ def test_what_one_host_used_again_another_loads_without_its_link(model: Path, lo
         with third.entered():
             master = stack.enter_context(MooncakeMaster(logs, address=third.address, name="mooncake-ahead"))
         first, second = (
-            start_member(host, f"ahead-{number}", master.endpoint, model, logs, stack, how="copy_ahead=on_second_use")
+            start_member(host, f"ahead-{number}", master.endpoint, model, logs, stack)
             for number, host in enumerate(network.hosts[:2])
         )
         for member in (first, second):

@@ -130,10 +130,10 @@ def members(model: Path, logs: Path) -> Iterator[tuple[Member, Member]]:
         third = network.hosts[2]
         with third.entered():
             master = stack.enter_context(MooncakeMaster(logs, address=third.address, name="mooncake"))
-        first, second = (
-            start_member(host, f"host-{number}", master.endpoint, model, logs, stack, by_engine=number == 0)
-            for number, host in enumerate(network.hosts[:2])
-        )
+        one, other = network.hosts[:2]
+        name, fetches = master.endpoint, "copy_ahead=never"  # what it answers comes over the link
+        first = start_member(one, "host-0", name, model, logs, stack, by_engine=True)
+        second = start_member(other, "host-1", name, model, logs, stack, how=fetches)
         for member in (first, second):
             with member.host.entered():
                 member.engine.wait_ready(READY_SECONDS)

@@ -1,7 +1,8 @@
-"""What hosts tell each other of hot pages: bounded, told once, copied no faster than allowed."""
+"""What hosts tell each other of hot pages: bounded, told once, copied while they are hot."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from ems.pool.keys import NO_PARENT, Tail, page_keys, split_keys
 from ems.pool.movement import hot_list
 from ems.pool.movement.hot_list import (
     MOST_RUN_KEYS,
+    OLD_PERIODS,
     TELL_AGAIN_SECONDS,
     TOLD_ROUNDS,
     TRIES,
@@ -108,7 +110,7 @@ def test_merging_loses_nothing_and_comes_to_rest(
 
 
 def test_what_was_told_is_told_in_a_few_rounds_and_not_again_soon() -> None:
-    hot = HotPages(1.0)
+    hot = HotPages()
     hot.tell(NS, [run(1, 2)], 0.0)
     hot.tell(NS, [run(1, 2)], 1.0)
     assert [hot.take(NS) for _ in range(TOLD_ROUNDS + 1)] == [[run(1, 2)]] * TOLD_ROUNDS + [[]]
@@ -119,7 +121,7 @@ def test_what_was_told_is_told_in_a_few_rounds_and_not_again_soon() -> None:
 
 
 def test_what_is_cleared_is_told_no_more_and_may_be_told_anew() -> None:
-    hot = HotPages(1.0)
+    hot = HotPages()
     for name in (NS, "another"):
         hot.tell(name, [run(1, 2)], 0.0)
         hot.take(name)
@@ -131,92 +133,106 @@ def test_what_is_cleared_is_told_no_more_and_may_be_told_anew() -> None:
 
 def test_what_is_cleared_is_not_copied_back_where_the_list_stayed() -> None:
     """As of a cluster that this node only reads."""
-    hot = HotPages(1.0)
+    hot = HotPages()
     hot.tell(NS, [run(1, 2)], 0.0)
-    (heard,) = hot.heard(NS, [run(3)], 0.0, 100)
-    hot.copied(NS, heard.keys)
+    assert hot.heard(NS, [run(3)], 0.0, 100, 0) == [run(3)]
     hot.clear(lambda name: name == NS)
-    assert hot.heard(NS, [run(1, 2), run(3)], 100.0, 100) == []
-    assert hot.used(NS, heard.keys) == 0, "what is computed anew was not copied"
+    assert hot.heard(NS, [run(1, 2), run(3)], 100.0, 100, 0) == []
     anew = msgspec.structs.replace(run(3), period=1)
-    assert hot.heard(NS, [anew], 100.0, 100) == [anew]
+    assert hot.heard(NS, [anew], 100.0, 100, 0) == [anew]
 
 
 def test_what_this_host_told_it_does_not_copy_back() -> None:
-    hot = HotPages(1.0)
+    hot = HotPages()
     hot.tell(NS, [run(1)], 0.0)
-    assert hot.heard(NS, [run(1), run(2)], 0.0, 100) == [run(2)]
+    assert hot.heard(NS, [run(1), run(2)], 0.0, 100, 0) == [run(2)]
 
 
 def test_what_cannot_be_copied_is_tried_rarer_and_then_no_more() -> None:
-    hot, now, tried = HotPages(1.0), 0.0, []
+    hot, now, tried = HotPages(), 0.0, []
     while now < 100:
-        if hot.heard(NS, [run(1)], now, 100):
+        if hot.heard(NS, [run(1)], now, 100, 0):
             tried.append(now)
         now += TRY_SECONDS / 2
     pauses = [after - before for before, after in pairwise(tried)]
     assert pauses == [TRY_SECONDS * 2**times for times in range(TRIES - 1)]
 
 
-def test_what_was_postponed_was_no_try_and_what_is_here_is_not_tried_again() -> None:
-    hot = HotPages(1.0)
-    for moment in range(3 * TRIES):
-        assert hot.heard(NS, [run(1)], float(moment), 100) == [run(1)]
-        hot.postponed(NS, [run(1)], float(moment))
-    hot.heard(NS, [run(1)], 50.0, 100)
+def test_what_is_here_is_not_tried_again() -> None:
+    hot = HotPages()
+    assert hot.heard(NS, [run(1)], 0.0, 100, 0) == [run(1)]
     hot.settled(NS, run(1))
-    assert hot.heard(NS, [run(1)], 99.0, 100) == []
+    assert hot.heard(NS, [run(1)], 99.0, 100, 0) == []
+
+
+def test_what_was_postponed_was_no_try() -> None:
+    hot = HotPages()
+    for moment in range(3 * TRIES):
+        assert hot.heard(NS, [run(1)], float(moment), 100, 0) == [run(1)]
+        hot.postponed(NS, run(1), float(moment))
+
+
+def test_what_could_not_be_copied_is_tried_once_more_when_it_is_used_once_more() -> None:
+    """Somebody asks the cluster for each try."""
+    hot, tried = HotPages(), Counter[int]()
+    for second in range(100 * TRIES):
+        period = second // (50 * TRIES)
+        tried[period] += len(hot.heard(NS, [msgspec.structs.replace(run(1), period=period)], float(second), 9, period))
+    assert tried == {0: TRIES, 1: 1}
+
+
+def test_what_was_used_long_ago_is_not_copied_and_no_clock_silences_others() -> None:
+    hot, now = HotPages(), 1000
+    old, late, just = (
+        msgspec.structs.replace(run(1, 2), period=now + periods) for periods in (-OLD_PERIODS - 1, OLD_PERIODS + 1, 0)
+    )
+    assert hot.heard(NS, [old, late], 0.0, 100, now) == []
+    assert merged([late], [just]) == [just]
+    assert hot.heard(NS, [just], 0.0, 100, now) == [just]
 
 
 def test_what_was_used_once_more_is_looked_for_once_more() -> None:
     """It may have left this host's memory since it was copied, or told of."""
-    hot, later = HotPages(1.0), msgspec.structs.replace(run(1, 2), period=1)
-    assert hot.heard(NS, [run(1, 2)], 0.0, 100) == [run(1, 2)]
+    hot, later = HotPages(), msgspec.structs.replace(run(1, 2), period=1)
+    assert hot.heard(NS, [run(1, 2)], 0.0, 100, 0) == [run(1, 2)]
     hot.settled(NS, run(1, 2))
     assert merged([run(1, 2)], [later]) == [later]
     assert merged([run(1, 2, 3), run(7)], [later]) == [run(1, 2, 3), run(7), later]
     assert merged([later], [run(1, 2), run(1)]) == [later]
-    assert hot.heard(NS, [later], 50.0, 100) == [later]
+    assert hot.heard(NS, [later], 50.0, 100, 0) == [later]
     hot.settled(NS, later)
-    assert hot.heard(NS, [later], 99.0, 100) == []
+    assert hot.heard(NS, [later], 99.0, 100, 0) == []
     hot.tell(NS, [later], 99.0)
-    assert hot.heard(NS, [later], 99.0, 100) == []
+    assert hot.heard(NS, [later], 99.0, 100, 0) == []
 
 
-def test_a_round_looks_at_a_bounded_number_of_keys_and_the_next_at_the_others() -> None:
-    hot, listed = HotPages(1.0), [run(number, number + 100) for number in range(1, 10)]
-    seen = [hot.heard(NS, listed, 0.0, 4) for _ in range(5)]
+def test_a_round_looks_at_a_bounded_number_of_keys_the_newest_first_and_the_next_at_the_others() -> None:
+    hot, listed = HotPages(), [run(number, number + 100) for number in range(1, 10)]
+    seen = [hot.heard(NS, listed, 0.0, 4, 0) for _ in range(5)]
     assert [len(one) for one in seen] == [2, 2, 2, 2, 1]
-    assert [found for one in seen for found in one] == listed
+    assert [found for one in seen for found in one] == listed[::-1]
 
 
-def test_pages_that_were_copied_count_as_used_once() -> None:
-    hot = HotPages(1.0)
-    hot.copied(NS, [key(1), key(2)])
-    assert hot.used(NS, [key(2), key(3)]) == 1
-    assert hot.used(NS, [key(2), key(3)]) == 0
-    assert hot.used("another", [key(1)]) == 0
+def test_what_is_told_last_is_copied_first_but_behind_what_it_hangs_on() -> None:
+    hot, listed = HotPages(), [run(1, 2), run(3, parent=1), run(7), run(4, parent=3), run(8, parent=6)]
+    begin, left, other, middle, lost = listed
+    assert hot.heard(NS, listed, 0.0, 2, 0) == [lost, begin]
+    assert hot.heard(NS, listed, 0.0, 9, 0) == [left, middle, other]
+    circle = [run(1, parent=2), run(2, parent=1)]
+    assert HotPages().heard(NS, circle, 0.0, 9, 0) == circle
 
 
-class Copying(RuleBasedStateMachine):
-    """Whatever is heard and told: no more is copied than the rate allows, and memory is bounded."""
-
-    RATE = 100.0
+class Hearing(RuleBasedStateMachine):
+    """Whatever is heard and told, memory is bounded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hot = HotPages(self.RATE)
+        self.hot = HotPages()
         self.now = 0.0
-        self.copied: list[tuple[float, int]] = []
 
     @rule(seconds=st.floats(0, 40))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-
-    @rule(size=st.integers(1, 300))
-    def copy(self, size: int) -> None:
-        if self.hot.may_copy(size, self.now):
-            self.copied.append((self.now, size))
 
     @rule(told=st.lists(runs, max_size=4))
     def tell(self, told: list[HotRun]) -> None:
@@ -224,9 +240,8 @@ class Copying(RuleBasedStateMachine):
 
     @rule(heard=st.lists(runs, max_size=4))
     def hear(self, heard: list[HotRun]) -> None:
-        due = self.hot.heard(NS, heard, self.now, 10)
+        due = self.hot.heard(NS, heard, self.now, 10, 1)
         assert all(found in heard for found in due)
-        self.hot.copied(NS, [one for found in due for one in found.keys])
 
     @rule()
     def clear(self) -> None:
@@ -241,41 +256,22 @@ class Copying(RuleBasedStateMachine):
     def is_bounded(self) -> None:
         hot = self.hot
         assert len(hot._runs) <= hot_list.MOST_RUNS
-        assert len(hot._copied) <= hot_list.MOST_COPIED
         assert (
             sum(run.size for waiting in hot._waiting.values() for run, _ in waiting.values()) <= hot_list.MOST_WAITING
         )
 
-    @invariant()
-    def keeps_to_its_rate(self) -> None:
-        """In any time no more than the rate, the room of one second, and the last one that was begun."""
-        for at, (begin, _) in enumerate(self.copied):
-            total = sum(size for _, size in self.copied[at:])
-            largest = max((size for _, size in self.copied[at:]), default=0)
-            assert total <= self.RATE * (self.copied[-1][0] - begin + 1) + largest + 1e-6
 
-
-TestCopying = Copying.TestCase
+TestHearing = Hearing.TestCase
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_list, "MOST_RUNS", 8)
-    monkeypatch.setattr(hot_list, "MOST_COPIED", 12)
     monkeypatch.setattr(hot_list, "MOST_WAITING", 100)
 
 
-def test_what_nobody_uses_is_copied_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_list, "LEARNED", 4)
-    hot = HotPages(16.0)
-    hot.copied(NS, map(key, range(8)))
-    assert 14 <= sum(hot.may_copy(4, 100.0 + second) for second in range(64)) <= 18
-    assert hot.used(NS, [key(0)]) == 1
-    assert sum(hot.may_copy(4, 200.0 + second) for second in range(64)) == 64
-
-
 def test_a_tenth_of_a_second_of_much_telling_is_bounded() -> None:
-    hot = HotPages(1.0)
+    hot = HotPages()
     for number in range(10):
         hot.tell(f"{NS}{number}", [run(*range(1, 5))], 0.0)
         hot.tell(f"{NS}{number}", [run(*range(10, 14)), run(20)], 0.0)

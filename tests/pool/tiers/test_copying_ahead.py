@@ -1,4 +1,4 @@
-"""What a host tells others of hot pages while an administrator clears a namespace."""
+"""What a host tells others of hot pages and copies of theirs: how much, when, and while a namespace is cleared."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.movement.hot_list import HotRun
-from ems.pool.tiers.answers import Unknown
-from ems.pool.tiers.copying_ahead import ROUND_SECONDS, CopyingAhead
+from ems.pool.tiers.answers import KeyRun, Unknown
+from ems.pool.tiers.copying_ahead import BURST, ROUND_SECONDS, UNUSED_SHARE, CopyingAhead
 
 CLEARED, OTHER = "t/m/cleared", "t/m/other"
 ROOT = bytes(NO_PARENT)
+PAGE, MEMORY = 1 << 20, 1 << 32
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -35,6 +36,9 @@ class Host:
         self.asked: list[tuple[Callable[[], object], Callable[[], object]]] = []
         self.heard: dict[str, list[HotRun]] = {}
         self.brought: list[str] = []
+        self.memory: set[bytes] = set()
+        self.idle = True
+        """Whether nothing is fetched."""
         state: Any = SimpleNamespace(
             config=SimpleNamespace(copy_ahead="on_save"),
             counts=Counter[str](),
@@ -48,19 +52,21 @@ class Host:
         core: Any = SimpleNamespace(
             draining=False,
             find_namespace=(CLEARED, OTHER).index,
-            named=lambda number: ((CLEARED, OTHER)[number], 1),
+            named=lambda number: ((CLEARED, OTHER)[number], PAGE),
             namespaces=spaces,
             now=0.0,
-            page=lambda *_: None,
+            slots=SimpleNamespace(total=MEMORY),
+            page=lambda _, key: key if key in self.memory else None,
         )
         self.ahead = CopyingAhead(
             state,
             core,
-            1 << 30,
             lambda _state, question, then: self.asked.append((question, then)),
             self.bring,
+            lambda: self.idle,
             lambda name: name not in self.held_back,
             lambda: self.now,
+            lambda: 0.0,
         )
 
     def share_hot(self, told: Mapping[str, Sequence[HotRun]]) -> dict[str, list[HotRun]]:
@@ -73,8 +79,9 @@ class Host:
     def holds(self, _name: str, keys: Sequence[bytes]) -> int:
         return len(keys)
 
-    def bring(self, _tier: int, number: int, _run: object) -> bool:
+    def bring(self, _tier: int, number: int, run: KeyRun) -> bool:
         self.brought.append((CLEARED, OTHER)[number])
+        self.memory.update(run.keys)
         return True
 
     def clear(self) -> None:
@@ -91,6 +98,13 @@ class Host:
         question()
         then()
         return set(self.told[-1])
+
+    def tick(self, seconds: float = 0.1) -> int:
+        """How many pages that brings."""
+        before = len(self.memory)
+        self.now += seconds
+        self.ahead.step()
+        return len(self.memory) - before
 
 
 def save(host: Host) -> None:
@@ -126,4 +140,58 @@ def test_what_is_cleared_is_not_copied_either() -> None:
     host.begin()
     host.held_back = {CLEARED}
     host.end()
+    host.ahead.step()
     assert host.brought == [OTHER]
+
+
+def test_what_was_heard_and_is_cleared_then_is_not_copied() -> None:
+    host = Host()
+    host.heard = {name: [HotRun(ROOT, b"h" * 16)] for name in (CLEARED, OTHER)}
+    host.begin()
+    host.end()
+    host.clear()
+    host.ahead.step()
+    assert host.brought == [OTHER]
+
+
+def listed(count: int, first: int = 0, each: int = 100) -> list[HotRun]:
+    keys = [number.to_bytes(16, "big") for number in range(first + 1, first + count + 1)]
+    parts = [keys[at : at + each] for at in range(0, count, each)]
+    return [HotRun(keys[at * each - 1] if at else ROOT, b"".join(part)) for at, part in enumerate(parts)]
+
+
+def test_copies_are_begun_a_burst_at_a_time_and_only_while_nothing_else_is_fetched() -> None:
+    host = Host()
+    host.heard = {OTHER: listed(300)}
+    host.begin()
+    host.idle = False
+    host.end()
+    assert host.tick() == 0
+    host.idle = True
+    burst = BURST // PAGE
+    assert [host.tick() for _ in range(300 // burst + 2)] == [burst] * (300 // burst) + [300 % burst, 0]
+
+
+def test_copies_that_nobody_uses_take_a_bounded_part_of_memory() -> None:
+    host = Host()
+    most = MEMORY // UNUSED_SHARE // PAGE
+    host.heard = {OTHER: listed(3 * most)}
+
+    def bring() -> None:
+        host.now += ROUND_SECONDS
+        host.tick()
+        host.end()
+        for _ in range(100):
+            host.tick(0.001)
+
+    bring()
+    bring()
+    assert len(host.memory) == most
+    used: Any = [Stored(key) for key in sorted(host.memory)[:10]]
+    host.ahead.used(OTHER, used)
+    bring()
+    assert len(host.memory) == most + 10
+    asked = len(host.asked)
+    bring()
+    assert len(host.memory) == most + 10
+    assert len(host.asked) == asked, "the master is not asked for what may not be copied"

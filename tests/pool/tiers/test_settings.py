@@ -76,6 +76,21 @@ def test_a_mistake_is_one_sentence(text: str, said: str) -> None:
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ("", True),
+        ("?write=on_second_use", True),
+        ("?write=on_evict", False),
+        ("?write=never", True),
+        ("?copy_ahead=never", False),
+        ("?copy_ahead=on_save", True),
+    ],
+)
+def test_hosts_copy_ahead_where_the_cluster_has_what_they_tell_of(settings: str, copies: bool) -> None:
+    assert parse_tier(f"mooncake:{settings}").copies_ahead is copies
+
+
 @given(st.text(max_size=60))
 def test_any_text_is_a_tier_or_a_sentence(text: str) -> None:
     for one in (text, f"dir:/x?{text}", f"s3://b/{text}"):

@@ -99,7 +99,7 @@ _TIER_COUNTERS = (
     ("fetch_corrupt", "fetch_corrupt", "Pages of the tier that did not match their checksums"),
     ("fetches_too_dear", "fetches_too_dear", "Fetches left out because computing is quicker"),
     ("hot_runs_told", "hot_runs_told", "Times that a run of pages was offered to other hosts to copy ahead"),
-    ("copied_ahead", "copied_ahead", "Pages asked for because they were hot on another host"),
+    ("copied_ahead", "copied_ahead", "Pages copied into memory because they were hot on another host"),
     ("copied_ahead_used", "copied_ahead_used", "Pages of these that were used here before they left memory"),
     ("hung", "hung", "Reads and writes of the tier that took longer than its time-out"),
     ("cuts", "cuts", "Times that the tier was cut out"),

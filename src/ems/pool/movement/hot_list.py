@@ -3,9 +3,9 @@
 The hosts of a cluster keep one list of hot pages for each namespace: runs of pages that one of them saved or used, the
 newest last.  A host puts its own runs there, and copies those of others that its memory lacks.
 
-A brain; times are seconds on one monotonic clock.  What always holds: a host copies no more bytes a second than its
-rate; what it told of or copied itself it copies back only when somebody used it once more; what cannot be copied is
-tried :data:`TRIES` times; memory is bounded.
+A brain; times are seconds on one monotonic clock.  What always holds: what was told or copied here is copied back only
+when somebody used it once more; what cannot be copied is tried :data:`TRIES` times, and once more each time that it is
+used; what was used long ago is not copied; memory is bounded.
 """
 
 from __future__ import annotations
@@ -33,13 +33,8 @@ MOST_WAITING: Final = 64 << 10
 MOST_WAITING_NAMESPACES: Final = 256
 MOST_RUNS: Final = 8192
 """Runs that are remembered."""
-MOST_COPIED: Final = 1 << 16
-"""Pages that are remembered as copied until somebody uses them."""
-
-LEARNED: Final = 4096
-"""Pages that are copied before it is known what that is good for."""
-USEFUL_SHARE: Final = 16
-"""Where less than one in so many is used, a host copies that much slower."""
+OLD_PERIODS: Final = 20
+"""What was used so many periods ago is not copied, nor what is said to be used that much later."""
 
 _Name = tuple[str, bytes]
 
@@ -115,7 +110,9 @@ def merged(listed: list[HotRun], added: Sequence[HotRun]) -> list[HotRun]:
         return listed
     known: dict[bytes, int] = {}
     tails: dict[bytes, int] = {}
-    for run in listed:
+    # A clock that is wrong says nothing.
+    latest = max(run.period for run in added) + OLD_PERIODS
+    for run in (run for run in listed if run.period <= latest):
         known.update((key, max(run.period, known.get(key, -1))) for key in run.keys)
         if run.tail is not None:
             tails[run.last] = run.period
@@ -140,17 +137,12 @@ class _Run(msgspec.Struct):
 
 
 class HotPages:
-    """The hot pages of one node, which copies up to ``rate`` bytes a second."""
+    """The hot pages of one node."""
 
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._room = rate
-        self._filled_at = 0.0
+    def __init__(self) -> None:
         self._runs: OrderedDict[_Name, _Run] = OrderedDict()
         self._waiting: dict[str, OrderedDict[bytes, tuple[HotRun, int]]] = {}
         """What is to be told, and in how many rounds."""
-        self._copied: OrderedDict[_Name, None] = OrderedDict()
-        self._copied_count = self._used_count = 0
 
     # What others are told
 
@@ -190,8 +182,6 @@ class HotPages:
         """
         for waiting in [namespace for namespace in self._waiting if matches(namespace)]:
             del self._waiting[waiting]
-        for name in [name for name in self._copied if matches(name[0])]:
-            del self._copied[name]
         for (namespace, _), run in self._runs.items():
             if matches(namespace):
                 run.told_until, run.tries = 0.0, TRIES
@@ -204,67 +194,47 @@ class HotPages:
 
     # What others told
 
-    def heard(self, namespace: str, runs: Sequence[HotRun], now: float, most: int) -> list[HotRun]:
-        """Which of the listed ``runs``, of about ``most`` keys, are to be copied now, as far as they are not here."""
-        due: list[HotRun] = []
-        for run in runs:
-            known = self._runs.get((namespace, run.last)) or _Run()
-            if run.period > known.period:  # it was used once more, and may have left this host's memory meanwhile
-                known = _Run(known.told_until, period=run.period)
-            if known.tries >= TRIES or now < known.due:
-                continue
-            if most <= 0:
-                break
-            most -= run.pages
+    def heard(self, namespace: str, runs: Sequence[HotRun], now: float, most: int, period: int) -> list[HotRun]:
+        """Which of the listed ``runs``, of about ``most`` keys, are to be copied in ``period``, if they are not here.
+
+        What was told last comes first, but what it hangs on before it.
+        """
+
+        def is_due(run: HotRun) -> bool:
+            known = self._known(namespace, run)
+            return abs(run.period - period) <= OLD_PERIODS and known.tries < TRIES and now >= known.due
+
+        newest = [run for run in reversed(runs) if is_due(run)]
+        by_key = {key: run for run in reversed(newest) for key in run.keys}
+        due: dict[HotRun, None] = {}
+        for last in newest:
+            line: dict[HotRun, None] = {}
+            run: HotRun | None = last
+            while run is not None and run not in due and run not in line:
+                line[run] = None
+                run = by_key.get(run.parent)
+            for run in reversed(line):
+                if most > 0:
+                    most -= run.pages
+                    due[run] = None
+        for run in due:
+            known = self._known(namespace, run)
             pause = TRY_SECONDS * 2.0**known.tries
             self._remember(namespace, run, _Run(known.told_until, known.tries + 1, now + pause, known.period))
-            due.append(run)
-        return due
+        return list(due)
+
+    def _known(self, namespace: str, run: HotRun) -> _Run:
+        known = self._runs.get((namespace, run.last)) or _Run()
+        if run.period > known.period:  # it was used once more, and may have left this host's memory meanwhile
+            return _Run(known.told_until, min(known.tries, TRIES - 1), period=run.period)
+        return known
 
     def settled(self, namespace: str, run: HotRun) -> None:
         """All of ``run`` is here."""
         if (known := self._runs.get((namespace, run.last))) is not None:
             known.tries = TRIES
 
-    def postponed(self, namespace: str, runs: Iterable[HotRun], now: float) -> None:
-        """``runs`` were not looked at: that was no try."""
-        for run in runs:
-            if (known := self._runs.get((namespace, run.last))) is not None:
-                known.tries, known.due = max(known.tries - 1, 0), now
-
-    def may_copy(self, size: int, now: float) -> bool:
-        """Whether ``size`` bytes may be copied now, which counts them; the last ones may be more than there is room."""
-        useful = self._copied_count < LEARNED or self._used_count * USEFUL_SHARE >= self._copied_count
-        rate = self._rate if useful else self._rate / USEFUL_SHARE
-        self._room = min(self._room + max(now - self._filled_at, 0.0) * rate, rate)
-        self._filled_at = now
-        if self._room <= 0:
-            return False
-        self._room -= size
-        return True
-
-    # What it was good for
-
-    def copied(self, namespace: str, keys: Iterable[bytes]) -> None:
-        names = [(namespace, key) for key in keys]
-        self._copied.update(dict.fromkeys(names))
-        self._copied_count += len(names)
-        if self._copied_count > 2 * LEARNED:  # what was long ago counts less
-            self._copied_count, self._used_count = self._copied_count // 2, self._used_count // 2
-        while len(self._copied) > MOST_COPIED:
-            self._copied.popitem(last=False)
-
-    def used(self, namespace: str, keys: Iterable[bytes]) -> int:
-        """How many of ``keys``, which are used now, were copied and not used yet."""
-        count = self.forget(namespace, keys)
-        self._used_count += count
-        return count
-
-    def forget(self, namespace: str, keys: Iterable[bytes]) -> int:
-        """``keys`` count as copied no longer; how many did."""
-        if not self._copied:
-            return 0
-        here = [name for name in ((namespace, key) for key in keys) if name in self._copied]
-        for name in here:
-            del self._copied[name]
-        return len(here)
+    def postponed(self, namespace: str, run: HotRun, now: float) -> None:
+        """``run`` was not asked for: that was no try."""
+        if (known := self._runs.get((namespace, run.last))) is not None:
+            known.tries, known.due = max(known.tries - 1, 0), now

@@ -1,7 +1,9 @@
 """Copies what is hot on other hosts of a cluster into memory before anybody asks, and tells them what is hot here.
 
-It runs on the node's loop, around :mod:`ems.pool.movement.hot_list`.  What always holds: what engines ask for goes
-before; a page is proven like any that is fetched; one round is under way at a time, and one without an answer ends.
+It runs on the node's loop, around :mod:`ems.pool.movement.hot_list` and :mod:`ems.pool.movement.unused_copies`.  What
+always holds: a copy begins only while nothing else is fetched, and no engine waits for more than :data:`BURST` of it;
+copies that nobody used hold no more than one in :data:`UNUSED_SHARE` bytes of memory; a page is proven like any that is
+fetched; one round is under way at a time, and one without an answer ends.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import NamedTuple, cast
 
+from ems.config import MIB
 from ems.pool.core.pool_core import PoolCore
 from ems.pool.keys import NO_PARENT, Tail
 from ems.pool.movement.hot_list import MOST_RUN_KEYS, TELL_AGAIN_SECONDS, HotPages, HotRun, runs_of
+from ems.pool.movement.unused_copies import UnusedCopies
+from ems.pool.names import tenant_of
 from ems.pool.pages import Page
 from ems.pool.tiers.answers import KeyRun
 from ems.pool.tiers.pass_through import Leaving
@@ -30,8 +35,9 @@ MOST_NAMESPACES = 64
 """Of which lists are read, those that were used last."""
 MOST_ROUND_KEYS = 2048
 """Keys that are looked at in one round, about a millisecond's work."""
-COPIED_SHARE = 16
-"""In a second at most one in so many bytes of memory is copied into."""
+UNUSED_SHARE = 8
+BURST = 32 * MIB
+"""Bytes that are copied in one go; a link of 10 Gbit/s takes 27 ms for them."""
 
 Bring = Callable[[int, int, KeyRun], bool]
 Question = Callable[[TierState, Callable[[], None], Callable[[], object]], None]
@@ -44,18 +50,19 @@ class _Used(NamedTuple):
 
 
 class CopyingAhead:
-    """Of the cluster ``state``, into ``memory`` bytes; ``question`` has it asked something, ``bring`` fetches a run.
+    """Of the cluster ``state``; ``question`` has it asked something, ``bring`` fetches a run.
 
-    Pages of a namespace may go to the cluster and come from there while it ``moves``.
+    That is done while nothing else is fetched, which ``idle`` tells.  Pages of a namespace may go to the cluster and
+    come from there while it ``moves``.
     """
 
     def __init__(
         self,
         state: TierState,
         core: PoolCore,
-        memory: int,
         question: Question,
         bring: Bring,
+        idle: Callable[[], bool],
         moves: Callable[[str], bool],
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
@@ -65,11 +72,17 @@ class CopyingAhead:
         self._core = core
         self._question = question
         self._bring = bring
+        self._idle = idle
         self._moves = moves
         self._clock = clock
         self._wall = wall
-        self._hot = HotPages(memory / COPIED_SHARE)
+        self._hot = HotPages()
+        self._unused = UnusedCopies()
+        self._tenants = 1
+        """Whose namespaces were used within an hour."""
         self._due = 0.0
+        self._to_copy: dict[str, list[HotRun]] = {}
+        """What others told, as far as the cluster was asked for it and it is not being fetched."""
         self._told: dict[str, list[HotRun]] = {}
         """What the round under way tells."""
 
@@ -82,22 +95,32 @@ class CopyingAhead:
 
     def used(self, name: str, pages: Sequence[Page]) -> None:
         """Engines of this host load ``pages``."""
-        self._state.counts["copied_ahead_used"] += self._hot.used(name, (page.key for page in pages))
+        self._state.counts["copied_ahead_used"] += self._unused.discard(name, (page.key for page in pages))
         now = self._clock()
         # What its writer keeps off the cluster nobody could copy.
         pages = self._state.due(pages, "on_save", "on_second_use")[:MOST_RUN_KEYS]
         if pages and self._moves(name) and self._hot.tells(name, pages[-1].key, now):
             self._hot.tell(name, runs_of(map(_used, pages), self._period()), now)
 
-    def fetched(self, name: str, keys: Sequence[bytes]) -> None:
-        """An engine asks for ``keys``, which have to be fetched: if they were copied ahead, that was for nothing."""
-        self._hot.forget(name, keys)
+    def discard(self, name: str, keys: Sequence[bytes]) -> None:
+        """An engine asks for ``keys``, which have to be fetched, or saved them: they are no copies."""
+        self._unused.discard(name, keys)
+
+    def is_copy(self, name: str, key: bytes) -> bool:
+        """Whether the page is copied, or was, and nobody used it yet."""
+        return self._unused.has(name, key)
+
+    def arrived(self, name: str, keys: Sequence[bytes]) -> None:
+        """``keys``, some of which may be copies, were fetched."""
+        self._state.counts["copied_ahead"] += sum(self._unused.has(name, key) for key in keys)
 
     def clear(self, matches: Callable[[str], bool]) -> None:
         """The namespaces that are ``matches`` are being cleared: their lists are not to be written again."""
         self._hot.clear(matches)
-        for name in list(filter(matches, self._told)):
-            del self._told[name]
+        self._unused.clear(matches)
+        for table in (self._told, self._to_copy):
+            for name in list(filter(matches, table)):
+                del table[name]
 
     def _period(self) -> int:
         return int(self._wall() // TELL_AGAIN_SECONDS)
@@ -106,11 +129,17 @@ class CopyingAhead:
 
     def step(self) -> None:
         now = self._clock()
-        if now < self._due or not self._state.reading.open or self._core.draining:
+        if not self._state.reading.open or self._core.draining:
+            self._to_copy.clear()
+            return
+        self._copy(now)
+        if now < self._due:
             return
         self._due = now + ANSWER_SECONDS
+        self._unused.look(self._is_here, now)
         used = [one for one in self._core.namespaces if self._core.now - one.last_used < IDLE_SECONDS]
         spaces = [one for one in used if self._moves(one.name)]
+        self._tenants = max(len({tenant_of(one.name) for one in spaces}), 1)
         spaces.sort(key=lambda one: (self._hot.waits(one.name), one.last_used), reverse=True)
         if not spaces:
             self._due = now + ROUND_SECONDS
@@ -128,16 +157,35 @@ class CopyingAhead:
             return
         left = MOST_ROUND_KEYS
         for name, runs in heard.items():
-            if not self._moves(name):
+            if not self._moves(name) or name in self._to_copy:
                 continue
-            due = self._hot.heard(name, runs, now, left)
+            due = self._hot.heard(name, runs, now, left, self._period())
             left -= sum(run.pages for run in due)
-            unknown = [key for run in due for key in self._tier.unknown(name, self._missing(name, run)[1]).keys]
-            copy = partial(self._copy, name, due)
+            unknown, wanted, room = list[bytes](), list[HotRun](), self._room(name)
+            for run in due:
+                missing = self._missing(name, run)[1][: max(room, 0)]
+                if missing:
+                    wanted.append(run)
+                    unknown += self._tier.unknown(name, missing).keys
+                elif room > 0:
+                    self._hot.settled(name, run)
+                else:  # no more is asked for than may be copied
+                    self._hot.postponed(name, run, now)
+                room -= len(missing)
+            copy = partial(self._to_copy.__setitem__, name, wanted)
             if unknown:
                 self._question(self._state, partial(self._tier.ask, name, unknown), copy)
-            else:
+            elif wanted:
                 copy()
+
+    def _room(self, name: str) -> int:
+        """How many pages of the namespace may be copied."""
+        number, most = self._core.find_namespace(name), self._core.slots.total // UNUSED_SHARE // self._tenants
+        return self._unused.room(name, self._core.named(number)[1], most) if number >= 0 else 0
+
+    def _is_here(self, name: str, key: bytes) -> bool:
+        number = self._core.find_namespace(name)
+        return number >= 0 and self._core.page(number, key) is not None
 
     def _missing(self, name: str, run: HotRun) -> tuple[bytes, list[bytes]]:
         """The first pages of ``run`` that memory lacks, and which page is before them."""
@@ -148,27 +196,36 @@ class CopyingAhead:
             parent = key
         return parent, []
 
-    def _copy(self, name: str, runs: Sequence[HotRun]) -> None:
-        """Have those pages of ``runs`` fetched that the cluster is known to have."""
+    def _copy(self, now: float) -> None:
+        """Have pages fetched that the cluster is known to have, if nothing else is fetched."""
+        left = BURST if self._to_copy and self._idle() else 0
+        while self._to_copy and left > 0:
+            left = self._copy_of(next(iter(self._to_copy)), left, now)
+
+    def _copy_of(self, name: str, left: int, now: float) -> int:
+        """Have up to ``left`` bytes of the namespace fetched; what is left of these, nothing when there is more."""
+        number, room, runs = self._core.find_namespace(name), self._room(name), self._to_copy[name]
         coming: set[bytes] = {bytes(NO_PARENT)}
-        for at, run in enumerate(runs):
-            parent, missing = self._missing(name, run)
-            if not missing:
-                self._hot.settled(name, run)
-                continue
-            number = self._core.find_namespace(name)
+        while runs and room:
+            parent, missing = self._missing(name, runs[0])
             keys = missing[: self._tier.holds(name, missing)]
-            if not keys or (parent not in coming and self._core.page(number, parent) is None):
-                continue
-            if not self._hot.may_copy(len(keys) * self._core.named(number)[1], self._clock()):
-                self._hot.postponed(name, runs[at:], self._clock())
-                return
-            if run.tail is not None and run.last == keys[-1]:
-                self._tier.know_tail(name, run.tail)
-            if self._bring(self._state.number, number, KeyRun(parent, keys)):
-                coming.update(keys)
-                self._hot.copied(name, keys)
-                self._state.counts["copied_ahead"] += len(keys)
+            if not missing:
+                self._hot.settled(name, runs[0])
+            if keys and (parent in coming or self._core.page(number, parent) is not None):
+                size = self._core.named(number)[1]
+                part = keys[: min(room, max(left // size, 1))]
+                if runs[0].tail is not None and runs[0].last == part[-1]:
+                    self._tier.know_tail(name, runs[0].tail)
+                if not self._bring(self._state.number, number, KeyRun(parent, part)):
+                    return 0
+                coming.update(part)
+                self._unused.add(name, part, size, now)
+                left, room = left - len(part) * size, room - len(part)
+                if left <= 0 or len(part) < len(keys):
+                    return 0
+            del runs[0]
+        del self._to_copy[name]
+        return left
 
 
 def _used(page: Page) -> _Used:

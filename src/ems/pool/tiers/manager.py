@@ -106,15 +106,20 @@ class TierManager:
         self._closed = False
         self.states = [TierState(number, *one, self._tell, clock, crew) for number, one in enumerate(tiers)]
         self._again = [OfferingAgain(state, host.core, self._offer_again) for state in self.states if state.tier.asks]
-        memory = sum(host.arena.sizes)
         self._ahead = {
             state.number: CopyingAhead(
-                state, host.core, memory, self._question, self.bring, partial(self._may_move, state), clock
+                state,
+                host.core,
+                self._question,
+                self.bring,
+                partial(self._fetches_nothing, state),
+                partial(self._may_move, state),
+                clock,
             )
             for state in self.states
-            if state.tier.asks and state.config.copy_ahead != "never"
+            if state.tier.asks and state.config.copies_ahead
         }
-        limit = min(MOST_UNDER_WAY, memory // SHARE_UNDER_WAY)
+        limit = min(MOST_UNDER_WAY, sum(host.arena.sizes) // SHARE_UNDER_WAY)
         self._promotions = Promotions(
             limit, lambda tier: min(self._portion(tier), limit) or 1, lambda one: tenant_of(host.core.named(one)[0])
         )
@@ -169,6 +174,7 @@ class TierManager:
             for state in self.states:
                 state.wish(pages, cluster_write)
             if self._ahead:
+                self._discard_copies(self._host.core.named(namespace)[0], [page.key for page in pages])
                 for page in pages:
                     page.untold = True
             self._saved += len(pages)
@@ -216,10 +222,16 @@ class TierManager:
         """Have ``keys``, blocks behind ``parent``, fetched from ``state``; False when too much waits."""
         name, page_size = self._host.core.named(namespace)
         if urgent:
-            for ahead in self._ahead.values():
-                ahead.fetched(name, keys)
+            self._discard_copies(name, keys)
         self._pump_soon()
         return self._promotions.ask(state.number, namespace, page_size, parent, keys, self._clock(), urgent=urgent)
+
+    def _discard_copies(self, name: str, keys: Sequence[bytes]) -> None:
+        for ahead in self._ahead.values():
+            ahead.discard(name, keys)
+
+    def _fetches_nothing(self, state: TierState) -> bool:
+        return not self._promotions.waiting(state.number) and not self._promotions.under_way
 
     def _want(
         self, namespace: int, keys: list[bytes], start: int, asking: Asking, *, urgent: bool
@@ -439,6 +451,8 @@ class TierManager:
         state = self.states[portion.tier]
         core, client_id, keys = self._host.core, next(self._client_ids), list(portion.keys)
         name, size = core.named(portion.namespace)
+        space, ahead = core.namespaces.opened(portion.namespace), self._ahead.get(portion.tier)
+        used = space.last_used
         try:
             tails = state.tier.tails(name, keys)
             reserved = self._host.promise(client_id, portion.namespace, portion.parent, keys, tails)
@@ -447,6 +461,8 @@ class TierManager:
             core.disconnect(client_id, self._clock(), alive=False)
             self._promotions.ended(portion)
             return
+        if ahead is not None and ahead.is_copy(name, keys[0]):
+            space.last_used = used  # nobody asked for it
         if len(reserved.granted) < len(keys) and any(core.page(portion.namespace, key) is None for key in keys):
             self._promotions.no_room(portion)
             if not reserved.granted:
@@ -491,6 +507,8 @@ class TierManager:
             with contextlib.suppress(StaleReference):  # a segment of it was given up meanwhile
                 self._host.core.writing.abort(client_id, reservation)
         state.counts["pages_fetched"] += len(good)
+        if good and (ahead := self._ahead.get(portion.tier)) is not None:
+            ahead.arrived(self._host.core.named(portion.namespace)[0], [portion.keys[at] for at in good])
         state.counts["fetch_misses"] += outcomes.count(Outcome.MISSING)
         state.counts["fetch_corrupt"] += sum(one in {Outcome.CORRUPT, Outcome.WRONG_SIZE} for one in outcomes)
         with contextlib.suppress(StaleReference):  # the namespace is gone

@@ -35,6 +35,7 @@ _ONLY_FOR = {
     **dict.fromkeys(("replicas", "placement", "local_only", "copy_ahead"), _CLUSTER),
     "sync": ("dir",),
 }
+_WHEN = {"on_save": 0, "on_second_use": 1, "on_evict": 2}
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+/?")
 MAX_BATCH = 512 * MIB
 """A check of a pack reads it whole, at most 1 GiB: what lies behind that would look damaged."""
@@ -86,7 +87,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where in a cluster pages are kept: in the memory that this host gives, as long as there is room, or anywhere."""
     local_only: bool = False
     """Whether pages are only written to a cluster, and never fetched from it."""
-    copy_ahead: Literal["never", "on_save", "on_second_use"] = "never"
+    copy_ahead: Literal["never", "on_save", "on_second_use"] = "on_second_use"
     """Which pages the hosts of a cluster copy from each other before they are asked for them: what another one saved,
     or what it used again."""
 
@@ -103,20 +104,15 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("a tier has key= and seal_key=, give one: what is encrypted needs no other seal")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"a tier has {self.replicas} replicas, expected 1 to {MAX_REPLICAS}")
-        when = ("on_save", "on_second_use", "on_evict", "never")
-        if (
-            self.copy_ahead != "never"
-            and self.write != "never"
-            and when.index(self.write) > when.index(self.copy_ahead)
-        ):
-            raise ConfigError(
-                f"copy_ahead is {self.copy_ahead} and write is {self.write}, but others copy what was written before; "
-                f"give write={self.copy_ahead}"
-            )
         if self.batch > MAX_BATCH:
             raise ConfigError(f"the batch of a tier has {self.batch} bytes, expected at most 512MiB")
         if self.batch > self.queue:
             raise ConfigError("the batch of a tier is larger than its queue, give a smaller batch or a larger queue")
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether hosts copy from each other: what they tell of must be in the cluster by then."""
+        return self.copy_ahead != "never" and (self.write == "never" or _WHEN[self.write] <= _WHEN[self.copy_ahead])
 
     @property
     def refresh_seconds(self) -> float:
@@ -147,11 +143,17 @@ def parse_tier(text: str) -> TierConfig:
         if kind not in _ONLY_FOR.get(name, kind):
             raise ConfigError(f"{name} is for tiers of the kind {' or '.join(_ONLY_FOR[name])} only, leave it out")
     try:
-        return msgspec.convert({"kind": kind, "place": place, **values}, TierConfig, strict=False)
+        config = msgspec.convert({"kind": kind, "place": place, **values}, TierConfig, strict=False)
     except msgspec.ValidationError as error:
         reason, _, name = str(error).removesuffix("`").partition(" - at `$.")
         said = f"{name} of a tier is {values.get(name)!r}" if name in values else f"the tier {kind}:… makes no sense"
         raise ConfigError(f"{said}: {reason[0].lower()}{reason[1:]}") from error
+    if values.get("copy_ahead", "never") != "never" and not config.copies_ahead:
+        raise ConfigError(
+            f"copy_ahead is {config.copy_ahead} and write is {config.write}, but others copy what was written before; "
+            f"give write={config.copy_ahead}"
+        )
+    return config
 
 
 def absolute_tier(text: str, folder: Path) -> str:

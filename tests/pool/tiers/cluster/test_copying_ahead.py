@@ -24,10 +24,11 @@ from tests.kit.tiers import page
 from tests.kit.waiting import until
 from tests.pool.conftest import MakeClient, MakeNode
 from tests.pool.tiers.cluster.hosts import cluster, start_master, write_settings
-from tests.pool.tiers.cluster.test_two_nodes import NAMESPACE, PAGE, SIZE, chain
+from tests.pool.tiers.cluster.test_two_nodes import NAMESPACE, PAGE, chain
 from tests.pool.tiers.pages import look, read, save
 
 pytestmark = pytest.mark.process
+SIZE = ("--size", "32MB", "--segment-size", "4MB")
 OTHER = Namespace("tenant/other/layout", PAGE)
 
 
@@ -49,7 +50,7 @@ def start(make_node: MakeNode, tmp_path: Path, master: MooncakeMaster, *settings
 def test_what_one_host_uses_again_another_has_in_memory(
     write: str, tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
 ) -> None:
-    first, second = start(make_node, tmp_path, master, *[f"copy_ahead=on_second_use&write={write}"] * 2)
+    first, second = start(make_node, tmp_path, master, *[f"write={write}"] * 2)
     writer, reader = make_client(first), make_client(second, local_only=True)
     keys, cold = chain("hot", 40), chain("cold", 4)
     for pages in (keys, cold):
@@ -76,7 +77,12 @@ def test_what_one_host_saves_another_has_in_memory(
     tmp_path: Path, master: MooncakeMaster, make_node: MakeNode, make_client: MakeClient
 ) -> None:
     first, second, alone, without = start(
-        make_node, tmp_path, master, *["copy_ahead=on_save"] * 2, "copy_ahead=on_save&local_only=true", "write=on_save"
+        make_node,
+        tmp_path,
+        master,
+        *["copy_ahead=on_save"] * 2,
+        "copy_ahead=on_save&local_only=true",
+        "copy_ahead=never",
     )
     readers = [make_client(node, local_only=True) for node in (second, alone, without)]
     keys, others = chain("a", 8), chain("b", 8)

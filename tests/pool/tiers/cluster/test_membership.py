@@ -46,7 +46,7 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 @pytest.fixture
 def start(tmp_path: Path, master: MooncakeMaster, make_node: MakeNode) -> Callable[[], NodeProcess]:
     def make() -> NodeProcess:
-        node = make_node(*FLAGS, f"mooncake:{write_settings(tmp_path, master.endpoint)}?refresh=1s")
+        node = make_node(*FLAGS, f"mooncake:{write_settings(tmp_path, master.endpoint)}?refresh=1s&copy_ahead=never")
         node.wait_touched()
         return node
 

@@ -28,7 +28,7 @@ def test_a_standby_takes_over_and_what_was_there_is_found(
     with ExitStack() as stack:
         etcd = stack.enter_context(Etcd(tmp_path))
         leader, _ = [stack.enter_context(MooncakeMaster(tmp_path, etcd=etcd, name=name)) for name in ("one", "two")]
-        tier = f"mooncake:{write_settings(tmp_path, leader.endpoint)}?refresh=1s"
+        tier = f"mooncake:{write_settings(tmp_path, leader.endpoint)}?refresh=1s&copy_ahead=never"
         first, second = (make_node("--size", "16MB", "--segment-size", "4MB", "--tier", tier) for _ in range(2))
         writer, reader = make_client(first), make_client(second)
         before, after = ([key(f"{name}/{block}") for block in range(12)] for name in ("before", "after"))

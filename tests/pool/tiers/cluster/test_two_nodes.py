@@ -40,7 +40,7 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 
 @pytest.fixture
 def settings(tmp_path: Path, master: MooncakeMaster) -> str:
-    return f"mooncake:{write_settings(tmp_path, master.endpoint)}"
+    return f"mooncake:{write_settings(tmp_path, master.endpoint)}?copy_ahead=never"
 
 
 def test_what_one_host_saves_another_serves(settings: str, make_node: MakeNode, make_client: MakeClient) -> None:
@@ -106,7 +106,7 @@ def test_what_was_damaged_is_a_miss_and_gives_way_to_what_is_computed(
     secret = tmp_path / "cluster.key"
     secret.write_text("a secret of all nodes that share it")
     secret.chmod(0o600)
-    first, second, third = (make_node(*SIZE, "--tier", f"{settings}?seal_key={secret}") for _ in range(3))
+    first, second, third = (make_node(*SIZE, "--tier", f"{settings}&seal_key={secret}") for _ in range(3))
     for node in (first, second, third):
         node.wait_touched()
     keys = chain("a", 2)
@@ -151,7 +151,7 @@ def overwrite(master: MooncakeMaster, name: str, change: str) -> None:
 def test_who_keeps_to_this_host_neither_gives_nor_takes(
     settings: str, make_node: MakeNode, make_client: MakeClient
 ) -> None:
-    first, second = (make_node(*SIZE, "--tier", f"{settings}?write={write}") for write in ("on_save", "on_evict"))
+    first, second = (make_node(*SIZE, "--tier", f"{settings}&write={write}") for write in ("on_save", "on_evict"))
     for node in (first, second):
         node.wait_touched()
     kept, given, wished = chain("kept", 4), chain("given", 4), chain("wished", 4)
